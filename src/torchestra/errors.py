@@ -4,7 +4,9 @@
 you                       :class:`InvalidArgumentError`, :class:`NotInitializedError`,
                           :class:`GroupDestroyedError`, :class:`CollectiveMismatchError`
 a peer                    :class:`RankFailedError`, :class:`GroupAbortedError`
-time                      :class:`CollectiveTimeoutError`, :class:`StoreTimeoutError`
+a rank you launched       :class:`RankError`
+time                      :class:`CollectiveTimeoutError`, :class:`StoreTimeoutError`,
+                          :class:`LaunchTimeoutError`
 the machine, the network  :class:`DistNetworkError`, :class:`DistStoreError`
 ========================  =====================================================================
 
@@ -24,7 +26,10 @@ __all__ = [
     "GroupAbortedError",
     "GroupDestroyedError",
     "InvalidArgumentError",
+    "LaunchTimeoutError",
     "NotInitializedError",
+    "QueueEmptyError",
+    "RankError",
     "RankFailedError",
     "StoreTimeoutError",
 ]
@@ -105,3 +110,46 @@ class CollectiveTimeoutError(DistBackendError, TimeoutError):
 
 class StoreTimeoutError(DistStoreError, TimeoutError):
     """A key did not appear in a store in time; the store itself stays usable."""
+
+
+class QueueEmptyError(DistStoreError):
+    """``queue_pop(key, block=False)`` found nothing in the queue."""
+
+
+class RankError(DistError):
+    """A rank that :func:`torchestra.launch` started failed; the other ranks have been ended.
+
+    Its ``__cause__`` is the exception that the rank raised, where that could be pickled.
+
+    Attributes:
+        rank: the rank that failed, the first where several did.
+        exit_code: the exit code of its process; minus the signal's number where a signal killed it.
+            1 for a rank that is a thread.
+        traceback: the rank's traceback as text; empty where there was none.
+    """
+
+    def __init__(self, message: str, rank: int, exit_code: int = 1, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[str, int, int, str]]:
+        return type(self), (str(self), self.rank, self.exit_code, self.traceback)
+
+
+class LaunchTimeoutError(DistError, TimeoutError):
+    """Ranks that :func:`torchestra.launch` started had not finished in time; all have been ended.
+
+    Attributes:
+        ranks: the ranks that had not finished.
+        tracebacks: where these ranks were when they were interrupted, as text; empty where unknown.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), tracebacks: str = "") -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.tracebacks = tracebacks
+
+    def __reduce__(self) -> tuple[type[LaunchTimeoutError], tuple[str, tuple[int, ...], str]]:
+        return type(self), (str(self), self.ranks, self.tracebacks)

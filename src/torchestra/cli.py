@@ -1,0 +1,67 @@
+"""The command line: which commands there are, and how each is found.
+
+A command is a module with ``add_arguments(parser)`` and ``main(options) -> int``; it is imported only
+when it is asked for, so that ``torchestra --help`` and ``torchestra run`` do not pay for the others.
+To add one, add a line to ``COMMANDS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+
+class Command(NamedTuple):
+    """Where a command is implemented, and its line in the overview."""
+
+    module: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "run": Command("torchestra.launch.command", "start a script on several ranks of this host"),
+    "doctor": Command("torchestra.doctor", "show what torchestra finds on this machine"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command of ``torchestra``; the exit code (2 where the arguments are wrong).
+
+    Args:
+        arguments: what follows the program's name; by default this process's own.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] not in COMMANDS:
+        return _overview(given)
+    name, *rest = given
+    command = importlib.import_module(COMMANDS[name].module)
+    parser = argparse.ArgumentParser(f"torchestra {name}", description=COMMANDS[name].summary)
+    command.add_arguments(parser)
+    code: int = command.main(parser.parse_args(rest))
+    return code
+
+
+def _overview(given: list[str]) -> int:
+    """``--help``, ``--version``, or what is wrong with the command's name."""
+    parser = argparse.ArgumentParser(
+        "torchestra",
+        description="Distributed PyTorch in plain Python.",
+        epilog="torchestra COMMAND --help tells more about a command.",
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.summary)
+    options = parser.parse_args(given)
+    if options.version:
+        from importlib.metadata import version
+
+        print(version("torchestra"))
+        return 0
+    parser.print_help(sys.stderr)
+    return 2

@@ -1,0 +1,15 @@
+"""Start ranks on this host: ``torchestra run`` and :func:`launch`.
+
+::
+
+    launcher  ── socket ──  fork server  ── fork ──  rank 0, rank 1, …
+    job.py                  server.py                rank.py
+        └──────── control channel and output pipes ──────┘
+
+The launcher (``command.py`` for the command line, ``api.py`` for Python) needs no torch; the server
+has loaded it once for all ranks. ``spec.py`` lists every message between the three.
+"""
+
+from torchestra.launch.api import RemoteTraceback, launch
+
+__all__ = ["RemoteTraceback", "launch"]

@@ -1,0 +1,62 @@
+"""Which rank's failure ended a job, when several failed nearly together.
+
+When a rank dies, its peers fail within milliseconds because it died, and sometimes their word comes
+first: an exit takes time. Three facts tell cause from consequence, in this order: a rank that says
+"another rank is gone" is not the cause; a rank that a signal killed had no say, and is it; the
+earlier, by the host's one monotonic clock, is it. A rank counts only if it failed before the
+launcher began to stop the others.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchestra.launch.spec import Failure
+
+__all__ = ["Fault", "cause_of", "describe_exit"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How a rank failed.
+
+    Attributes:
+        rank: which.
+        exit_code: its exit code; minus the signal's number where a signal killed it.
+        time: ``time.monotonic()`` when the failure showed.
+        failure: what the rank itself said of it, if anything.
+    """
+
+    rank: int
+    exit_code: int
+    time: float
+    failure: Failure | None = None
+
+    @property
+    def consequence(self) -> bool:
+        """The rank failed because another one was gone."""
+        return self.failure is not None and self.failure.consequence
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code that a shell would show, never 0: 128 and the number for a signal."""
+        return 128 - self.exit_code if self.exit_code < 0 else self.exit_code or 1
+
+
+def cause_of(faults: Iterable[Fault]) -> Fault | None:
+    """The fault, of those given, that the others followed from; None if none are given."""
+    return min(faults, key=lambda fault: (fault.consequence, fault.exit_code >= 0, fault.time), default=None)
+
+
+def describe_exit(exit_code: int) -> str:
+    """An exit code in words: ``exit code 3``, or ``killed by SIGSEGV``."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    hint = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
+    return f"killed by {name}{hint}"

@@ -1,0 +1,183 @@
+"""``torchestra run``: its arguments, the signals it gets, and what it says at the end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from torchestra.errors import DistError
+from torchestra.launch.cores import usable_cores
+from torchestra.launch.job import Job, StopPlan
+from torchestra.launch.output import open_devices
+from torchestra.launch.report import failure_report, tracebacks_report
+from torchestra.launch.spec import JobSpec, Script
+from torchestra.launch.stdin import StandardInput
+from torchestra.launch.surroundings import MeetingPoint
+from torchestra.launch.warm import WarmServer
+
+__all__ = ["add_arguments", "main", "ranks_argument"]
+
+_NO_SUCH_FILE = 2
+_INTERRUPT: StopPlan = ((signal.SIGINT, 5.0), (signal.SIGTERM, 0.5))
+_TERMINATE: StopPlan = ((signal.SIGTERM, 5.0),)
+_KILL: StopPlan = ()
+_PLANS = {signal.SIGINT: _INTERRUPT, signal.SIGTERM: _TERMINATE, signal.SIGHUP: _TERMINATE}
+
+_EPILOG = """\
+Each rank is a process of its own and finds in its environment RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHESTRA_STORE, and OMP_NUM_THREADS (its share of the
+cores) unless that is set already. Lines of output are prefixed by rank; with one rank output passes
+through untouched. Rank 0 reads the launcher's standard input, the others read nothing.
+
+The first rank to fail ends the job, and its exit code is the job's (128 + the number for a signal).
+Ctrl-C interrupts all ranks; SIGTERM and SIGHUP are passed on; a second one kills them at once.
+"""
+
+
+def ranks_argument(text: str) -> int:
+    """A number of ranks from the command line: a positive integer, or ``auto`` for one per usable core."""
+    if text == "auto":
+        return usable_cores()
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive number or 'auto', got {text!r}")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "-n",
+        "--nproc",
+        type=ranks_argument,
+        default="auto",
+        metavar="N",
+        help="how many ranks to start; 'auto', the default, is one per usable core",
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="the script is a module's name, as for python -m"
+    )
+    parser.add_argument("script", help="the Python file that every rank runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the script on all ranks; the exit code."""
+    if not options.module and not os.path.exists(options.script):
+        print(f"torchestra run: there is no file {options.script!r}", file=sys.stderr)
+        return _NO_SUCH_FILE
+    _fill_standard_files()
+    meeting = MeetingPoint()
+    environment = meeting.environment(os.environ, options.nproc)
+    # Before torch is imported, so that every library it brings reads the same number.
+    os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
+    server = WarmServer.forked()
+    spec = JobSpec(
+        nproc=options.nproc,
+        target=Script(options.script, tuple(options.arguments), options.module),
+        environment=environment,
+        directory=os.getcwd(),
+    )
+    stdin = StandardInput()
+    job = Job(server, spec, meeting, open_devices(sys.stdout, sys.stderr), stdin.for_rank)
+    stdin.relay(job)
+    received: list[int] = []
+    try:
+        with _signals_to(job, received):
+            job.run()
+    except BrokenPipeError:
+        _give_up_output()
+        return 128 + signal.SIGPIPE
+    except _SecondSignal:
+        pass
+    except DistError as error:
+        print(f"torchestra: {error}", file=sys.stderr)
+        return 1
+    finally:
+        server.close()
+        job.close()
+    return _conclude(job, received)
+
+
+def _conclude(job: Job, received: list[int]) -> int:
+    if received:
+        name = signal.Signals(received[0]).name
+        sys.stderr.write(f"{tracebacks_report(job)}torchestra: ended by {name}\n")
+        return 128 + received[0]
+    if job.cause is not None:
+        sys.stderr.write(failure_report(job))
+        return job.cause.shell_code
+    return 0
+
+
+class _SecondSignal(BaseException):
+    """A signal came while an earlier one still waits to be seen: the launcher hangs in its output."""
+
+
+@contextlib.contextmanager
+def _signals_to(job: Job, received: list[int]) -> Iterator[None]:
+    """Have the signals that end the job, or halt it, act on the ranks; those that end it go to ``received``.
+
+    A handler only notes the signal and wakes the job's loop, which acts on it.
+    """
+    wake_reader, wake_writer = os.pipe()
+    os.set_blocking(wake_reader, False)
+    os.set_blocking(wake_writer, False)
+    unseen: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        if unseen and signum in _PLANS:
+            received.append(signum)
+            raise _SecondSignal
+        unseen.append(signum)
+
+    def act() -> None:
+        os.read(wake_reader, 512)
+        while unseen:
+            signum = unseen.pop(0)
+            if signum in _PLANS:
+                job.stop(_KILL if received else _PLANS[signal.Signals(signum)])
+                received.append(signum)
+            elif signum == signal.SIGTSTP:
+                job.signal(signal.SIGSTOP, final=False)
+                os.kill(os.getpid(), signal.SIGSTOP)
+                job.signal(signal.SIGCONT, final=False)
+
+    for signum in (*_PLANS, signal.SIGTSTP):
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, note)
+    signal.set_wakeup_fd(wake_writer)
+    job.watch(wake_reader, act)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        for signum in _PLANS:
+            signal.signal(signum, signal.SIG_IGN)
+
+
+def _fill_standard_files() -> None:
+    """Let no pipe or socket of ours become file 0, 1 or 2 because the caller closed one of those."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
+def _give_up_output() -> None:
+    """Nobody reads our output: what is still buffered must not fail once more at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)

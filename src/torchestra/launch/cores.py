@@ -1,0 +1,25 @@
+"""How many cores this process may use: its affinity, and the quota of its control group."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+__all__ = ["usable_cores"]
+
+_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
+
+
+def _quota() -> float:
+    """Cores that the control group allows, infinite where it says nothing."""
+    try:
+        allowed, period = _QUOTA_FILE.read_text(encoding="ascii").split()
+        return math.inf if allowed == "max" else int(allowed) / int(period)
+    except (OSError, ValueError):
+        return math.inf
+
+
+def usable_cores() -> int:
+    """The cores in this process's affinity mask, or fewer where a container's quota is lower; at least 1."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), _quota())))

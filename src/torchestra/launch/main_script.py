@@ -1,0 +1,115 @@
+"""Run a file or a module as ``__main__``, as the interpreter itself would.
+
+:func:`runpy.run_path` puts the old ``__main__`` back when the script returns, so threads and exit
+handlers that outlive the script would find the wrong one. Here ``__main__`` is replaced for good.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from torchestra.launch.spec import MainModule, Script
+
+__all__ = ["import_callers_main", "run_script"]
+
+
+def run_script(script: Script) -> None:
+    """Run ``script`` as ``__main__`` in this process; returns when its last line has run.
+
+    Sets ``sys.argv``, and the first entry of ``sys.path`` (unless Python runs with a safe path) to the
+    script's directory, or for a module to the working directory.
+
+    Raises:
+        SystemExit: there is no such module, or none that can be run.
+        BaseException: whatever the script raises.
+    """
+    path = os.path.abspath(script.name)
+    if script.is_module:
+        _set_path(os.getcwd())
+        _run_spec(_find_runnable(script.name), script.arguments)
+    elif os.path.isdir(path) or path.endswith((".zip", ".pyz")):
+        _set_path(path)
+        spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+        if spec is None:
+            raise SystemExit(f"torchestra run: {script.name!r} has no __main__.py to run")
+        _run_spec(spec, script.arguments, argv0=script.name)
+    else:
+        _set_path(os.path.dirname(path))
+        sys.argv[:] = [script.name, *script.arguments]
+        main = _new_main("__main__", __file__=path, __cached__=None)
+        main.__dict__["__loader__"] = importlib.machinery.SourceFileLoader("__main__", path)
+        with io.open_code(path) as file:
+            source = file.read()
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+
+
+def import_callers_main(main: MainModule) -> None:
+    """Import the caller's ``__main__`` again as ``__mp_main__``, and let ``__main__`` name it too.
+
+    The name is multiprocessing's: ``if __name__ == "__main__":`` is false, so the program that called
+    does not start anew.
+    """
+    if main.name is not None:
+        spec = importlib.util.find_spec(main.name)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"cannot import {main.name!r}, the module that called launch()")
+        module = _module_of(spec, "__mp_main__")
+        code: types.CodeType = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
+    elif main.file is not None:
+        module = _new_main("__mp_main__", __file__=main.file)
+        with io.open_code(main.file) as file:
+            code = compile(file.read(), main.file, "exec", dont_inherit=True)
+    else:
+        raise ImportError("the program that called launch() has no file that could be imported again")
+    sys.modules["__mp_main__"] = sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _set_path(directory: str) -> None:
+    if not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated:
+        sys.path[0] = directory
+
+
+def _find_runnable(name: str) -> ModuleSpec:
+    """What ``python -m name`` would run: the module, or a package's ``__main__``."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name += ".__main__"
+            spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        raise SystemExit(f"torchestra run: cannot find the module {name!r}: {error}") from error
+    if spec is None or not hasattr(spec.loader, "get_code"):
+        raise SystemExit(f"torchestra run: no module named {name!r}")
+    return spec
+
+
+def _run_spec(spec: ModuleSpec, arguments: tuple[str, ...], argv0: str | None = None) -> None:
+    sys.argv[:] = [argv0 or spec.origin or spec.name, *arguments]
+    main = _module_of(spec, "__main__")
+    exec(spec.loader.get_code(spec.name), main.__dict__)  # type: ignore[union-attr]
+
+
+def _module_of(spec: ModuleSpec, name: str) -> types.ModuleType:
+    return _new_main(
+        name,
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+
+
+def _new_main(name: str, **attributes: Any) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__dict__.update(__builtins__=sys.modules["builtins"], **attributes)
+    sys.modules["__main__"] = module
+    return module

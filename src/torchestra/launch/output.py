@@ -1,0 +1,142 @@
+"""What the ranks print, line by line, on the launcher's own output.
+
+Lines are whole: a line of one rank is never cut by another's. An unfinished line (a prompt, a progress
+bar) is shown once its rank has been silent for a moment, or has kept it for long; when somebody else
+must print meanwhile, it is ended, and goes on under a new prefix. A progress bar that redraws its
+line with a carriage return is redrawn in place on a terminal; elsewhere only what it showed last, at
+each such moment, is kept. Bytes pass as they are, so no encoding can fail.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+from typing import Protocol, TextIO
+
+__all__ = ["Device", "Source", "colours_wanted", "open_devices", "prefix"]
+
+_SILENCE_S = 0.2
+_PATIENCE_S = 0.5
+_LONGEST_LINE = 1 << 20
+_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
+_ERASE_TO_END = b"\x1b[K"
+
+
+class _Writable(Protocol):
+    def write(self, data: bytes, /) -> object: ...
+    def flush(self) -> object: ...
+
+
+class _AsText:
+    """A text stream without a buffer of bytes beneath (a notebook's, a test's), written to as bytes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, data: bytes, /) -> object:
+        return self._stream.write(self._decoder.decode(data))
+
+    def flush(self) -> object:
+        return self._stream.flush()
+
+
+class Device:
+    """One place that output goes to, and which source has left its line unfinished there."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.terminal = stream.isatty()
+        self.open_line: Source | None = None
+        self._out: _Writable = getattr(stream, "buffer", None) or _AsText(stream)
+
+    def write(self, data: bytes) -> None:
+        """Write and flush.
+
+        Raises:
+            BrokenPipeError: the reader of the output has gone.
+        """
+        self._out.write(data)
+        self._out.flush()
+
+    def end_line(self) -> None:
+        """Begin a new line if somebody left one unfinished."""
+        if self.open_line is not None:
+            self.open_line = None
+            self.write(b"\n")
+
+
+def open_devices(stdout: TextIO, stderr: TextIO) -> tuple[Device, Device]:
+    """The devices of two streams: the same one where both lead to the same terminal or file."""
+    out = Device(stdout)
+    stdout.flush()
+    try:
+        same = os.path.sameopenfile(stdout.fileno(), stderr.fileno())
+    except (OSError, ValueError):
+        same = stdout is stderr
+    return (out, out) if same else (out, Device(stderr))
+
+
+def colours_wanted(terminal: bool) -> bool:
+    """Colour on a terminal, unless NO_COLOR or TERM=dumb forbids it; FORCE_COLOR asks for it anywhere."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (terminal and os.environ.get("TERM") != "dumb")
+
+
+def prefix(rank: int, nproc: int, coloured: bool) -> bytes:
+    """What stands before each line of a rank; nothing where the rank is alone."""
+    if nproc == 1:
+        return b""
+    label = f"[rank {rank:>{len(str(nproc - 1))}}]"
+    if coloured:
+        label = f"\x1b[0;{_COLOURS[rank % len(_COLOURS)]}m{label}\x1b[0m"
+    return label.encode() + b" "
+
+
+class Source:
+    """One output stream of one rank on its way to a device."""
+
+    def __init__(self, device: Device, prefix: bytes) -> None:
+        self._device = device
+        self._prefix = prefix
+        self._pending = b""
+        self._pending_since = 0.0
+        self._last_heard = 0.0
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Take what the rank wrote; show every line that is now whole."""
+        if not self._prefix:
+            self._device.write(data)
+            return
+        *lines, rest = (self._pending + data).split(b"\n")
+        if lines or not self._pending:
+            self._pending_since = now
+        self._last_heard = now
+        self._pending = rest
+        if lines:
+            self._device.write(b"".join(self._compose(line.rstrip(b"\r"), b"\n") for line in lines))
+        if len(rest) > _LONGEST_LINE:
+            self.show_unfinished()
+
+    def wake_at(self) -> float | None:
+        """When :meth:`show_unfinished` is due, or None while there is nothing to show."""
+        if not self._pending.strip(b"\r"):
+            return None
+        return min(self._last_heard + _SILENCE_S, self._pending_since + _PATIENCE_S)
+
+    def show_unfinished(self) -> None:
+        """Show what the rank has written of a line that it has not ended."""
+        text = self._pending.rstrip(b"\r")
+        if text:
+            self._pending = self._pending[len(text) :][:1]
+            self._device.write(self._compose(text, b""))
+
+    def _compose(self, text: bytes, ending: bytes) -> bytes:
+        """The bytes that show ``text`` (of one line) wherever the device's last line stands."""
+        _, redraw, last = text.rpartition(b"\r")
+        open_line, self._device.open_line = self._device.open_line, None if ending else self
+        if open_line is self and not redraw:
+            return last + ending
+        if open_line is self and self._device.terminal:
+            return b"\r" + _ERASE_TO_END + self._prefix + last + ending
+        return (b"\n" if open_line is not None else b"") + self._prefix + last + ending

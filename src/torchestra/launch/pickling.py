@@ -1,0 +1,112 @@
+"""Functions, arguments, results and exceptions on their way between the caller of launch() and its ranks."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, BinaryIO
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.launch.main_script import import_callers_main
+from torchestra.launch.spec import Call, MainModule
+
+__all__ = ["dump_call", "dump_exception", "dump_result", "load_call", "load_in_caller"]
+
+
+def dump_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
+    """The call as bytes. By reference where the ranks can import the function, else by value (cloudpickle).
+
+    Raises:
+        InvalidArgumentError: neither works, say because an argument holds a lock or a socket.
+    """
+    main = _callers_main()
+    importable = main != MainModule() or getattr(function, "__module__", None) != "__main__"
+    try:
+        if importable:
+            return Call(pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL), main)
+    except Exception as error:
+        if not isinstance(function, FunctionType):
+            raise _cannot_pickle(error) from error
+    # Lambdas, nested functions, and what a notebook or an interactive session defines.
+    from numba import cloudpickle
+
+    try:
+        return Call(cloudpickle.dumps((function, arguments)), main)
+    except Exception as error:
+        raise _cannot_pickle(error) from error
+
+
+def _cannot_pickle(error: Exception) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"launch: the function and its arguments must be picklable to reach the ranks, got {error!r}"
+    )
+
+
+def _callers_main() -> MainModule:
+    """Where this process's ``__main__`` came from."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return MainModule(name=spec.name)
+    file = getattr(main, "__file__", None)
+    return MainModule(file=file)
+
+
+def load_call(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function and its arguments, in a rank."""
+    loaded: tuple[Callable[..., Any], tuple[Any, ...]] = _InRank(io.BytesIO(call.payload), call.main).load()
+    return loaded
+
+
+def load_in_caller(file: BinaryIO) -> Any:
+    """A result or an exception of a rank, in the process that called launch()."""
+    return _InCaller(file).load()
+
+
+def dump_result(result: Any, file: BinaryIO) -> None:
+    """Write what the function returned, in a rank.
+
+    Raises:
+        TypeError: it, or something in it, cannot be pickled.
+    """
+    try:
+        pickle.dump(result, file, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        kind = type(result)
+        raise TypeError(
+            f"the function returned a {kind.__module__}.{kind.__qualname__}, which cannot be pickled"
+            f" ({error}); return tensors or plain data"
+        ) from error
+
+
+def dump_exception(error: BaseException) -> bytes | None:
+    """The exception as bytes, or None if it would not come out at the other end."""
+    try:
+        data = pickle.dumps(error, pickle.HIGHEST_PROTOCOL)
+        return data if type(pickle.loads(data)) is type(error) else None
+    except Exception:
+        return None
+
+
+class _InRank(pickle.Unpickler):
+    """Imports the caller's ``__main__`` when, and only when, something refers to it."""
+
+    def __init__(self, file: BinaryIO, main: MainModule) -> None:
+        super().__init__(file)
+        self._main: MainModule | None = main
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__" and self._main is not None:
+            main, self._main = self._main, None
+            import_callers_main(main)
+        return super().find_class(module, name)
+
+
+class _InCaller(pickle.Unpickler):
+    """Knows that the ranks' ``__mp_main__`` is this process's ``__main__``."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class("__main__" if module == "__mp_main__" else module, name)

@@ -1,0 +1,172 @@
+"""A rank from the fork to its end: its surroundings, the user's code, the last word, the exit.
+
+The rank ends in ``os._exit`` after doing what the interpreter does at its end (join threads, run exit
+handlers, destroy the program's objects, flush files). A whole ``Py_Finalize`` would take torch apart
+object by object, which in a forked process copies nearly every page of it: measured, 0.2 s per rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from torchestra.errors import GroupAbortedError
+from torchestra.launch.main_script import run_script
+from torchestra.launch.pickling import dump_exception, dump_result, load_call
+from torchestra.launch.spec import Call, Failure, JobSpec, Returned
+from torchestra.launch.wire import anonymous_file, send
+
+__all__ = ["run"]
+
+_OUR_FILES = str(Path(__file__).parent)
+_RESET_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+
+
+def run(spec: JobSpec, rank: int, files: list[int]) -> NoReturn:
+    """Be rank ``rank`` of the job, in a process just forked; never returns.
+
+    Args:
+        spec: the job.
+        rank: which rank this process is.
+        files: descriptors of the control channel, stdin, stdout and stderr.
+    """
+    control = socket.socket(fileno=files[0])
+    _take_standard_files(files[1:])
+    _take_surroundings(spec, rank)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in _RESET_SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
+    faulthandler.enable()
+    try:
+        code = _run_target(spec, control)
+    except SystemExit as end:
+        code = _exit_code(end)
+        if code != 0:
+            send(control, Failure(time.monotonic(), code, f"SystemExit: {end.code}", ""))
+    except BaseException as error:
+        code = _report(error, control)
+    _end(code)
+
+
+def _take_standard_files(files: list[int]) -> None:
+    for number, descriptor in enumerate(files):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def _take_surroundings(spec: JobSpec, rank: int) -> None:
+    environment = {**spec.environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    if os.getcwd() != spec.directory:
+        os.chdir(spec.directory)
+    if spec.search_path is not None:
+        sys.path[:] = spec.search_path
+
+    import numpy as np
+    import torch
+
+    threads = environment.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) != torch.get_num_threads():
+        torch.set_num_threads(int(threads))
+    # Ranks that began as processes of their own would not draw the same "random" numbers.
+    np.random.seed()
+
+
+def _run_target(spec: JobSpec, control: socket.socket) -> int:
+    if not isinstance(spec.target, Call):
+        run_script(spec.target)
+        return 0
+    function, arguments = load_call(spec.target)
+    result = function(*arguments)
+    with anonymous_file() as file:
+        dump_result(result, file)
+        file.flush()
+        send(control, Returned(), [file.fileno()])
+    return 0
+
+
+def _exit_code(end: SystemExit) -> int:
+    """What the interpreter makes of ``sys.exit(...)``: a number as it is, anything else is printed."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _report(error: BaseException, control: socket.socket) -> int:
+    """Tell the launcher what ended this rank, while everything of the rank still stands."""
+    now = time.monotonic()
+    error.__traceback__ = _users_part(error.__traceback__)
+    code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    failure = Failure(
+        time=now,
+        exit_code=code,
+        summary="".join(traceback.format_exception_only(type(error), error)).strip(),
+        traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        consequence=isinstance(error, (GroupAbortedError, ConnectionError)),
+        exception=dump_exception(error),
+    )
+    with contextlib.suppress(OSError):
+        send(control, failure)
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return code
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FILES):
+        trace = trace.tb_next
+    return trace
+
+
+def _end(code: int) -> NoReturn:
+    """Leave as the interpreter would, short of taking the loaded modules apart."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        if threading.active_count() == 1:
+            sys.modules["__main__"].__dict__.clear()
+            gc.collect()
+        _flush_open_files()
+    except KeyboardInterrupt:
+        code = -signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        code = code or 1
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _flush_open_files() -> None:
+    """Flush Python's files, also those that only a cycle or a module still holds, and C's."""
+    writers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    for thing in (sys.stdout, sys.stderr, *gc.get_objects()):
+        if issubclass(type(thing), writers):
+            with contextlib.suppress(OSError, ValueError):
+                thing.flush()
+    ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,234 @@
+"""The fork server: a process that has loaded torch and the kernels once, and forks ranks on request.
+
+Why a process of its own, between the launcher and the ranks:
+
+- A process may be forked safely only while it has a single thread and no OpenMP region has run. An
+  arbitrary Python program gives no such promise; the server does nothing but import, fork and wait.
+- Whoever of launcher and server is killed, the other one cleans up. The launcher gone: the server
+  kills the ranks' process groups, so that what the ranks started goes too. The server gone: the
+  kernel kills each rank (``PR_SET_PDEATHSIG``), and the launcher kills the process groups.
+- The server waits for its ranks with ``epoll`` on their pidfds, which reports them in the order in
+  which they died. That order is how the first failure is told from its consequences.
+
+A server runs one job at a time; it exits when its launcher closes the socket or dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import NoReturn, Protocol, cast
+
+from torchestra.launch import rank as rank_process
+from torchestra.launch.spec import Ended, Forked, JobSpec, Ready, SignalRanks
+from torchestra.launch.wire import receive, send
+
+__all__ = ["serve", "serve_descriptor"]
+
+_PR_SET_PDEATHSIG = 1
+_POLL_WITHOUT_PIDFD_S = 0.02
+_LEFT_TO_THE_LAUNCHER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+
+
+class _Prctl(Protocol):
+    def __call__(self, option: int, argument: int, /) -> int: ...
+
+
+def serve_descriptor(descriptor: int) -> NoReturn:
+    """:func:`serve` for a server that was started as a fresh interpreter with an inherited socket."""
+    serve(socket.socket(fileno=descriptor), os.getppid(), spawned=True)
+
+
+def serve(end: socket.socket, launcher: int, *, spawned: bool = False) -> NoReturn:
+    """Be the fork server of the process ``launcher`` at the other end of the socket; never returns.
+
+    The caller has a single thread and nothing to clean up: ranks are forked from here and end here.
+
+    Args:
+        end: the server's end of a :func:`~torchestra.launch.wire.channel`.
+        launcher: the process id of the launcher, this process's parent.
+        spawned: this is a fresh interpreter whose parent may live on after the thread that started it.
+    """
+    try:
+        if os.getpgrp() != os.getpid():
+            os.setpgid(0, 0)
+        for signum in _LEFT_TO_THE_LAUNCHER:
+            signal.signal(signum, signal.SIG_IGN)
+        prctl = cast(_Prctl, ctypes.CDLL(None).prctl)
+        if not spawned:
+            _die_with_parent(prctl, launcher)
+        _load()
+        prctl(_PR_SET_PDEATHSIG, 0)
+        server = _Server(end, launcher, prctl)
+        send(end, Ready())
+        server.run()
+    except ConnectionError:
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _load() -> None:
+    """Import what ranks need. The garbage collector would only cost: now, and in pages copied later."""
+    gc.disable()
+    importlib.import_module("torch")
+    face = importlib.import_module("torchestra")
+    for name in getattr(face, "__all__", ()):
+        getattr(face, name)
+    with contextlib.suppress(ModuleNotFoundError):
+        engine = importlib.import_module("torchestra.engine")
+        warm_up: Callable[[], None] | None = getattr(engine, "warm_up", None)
+        if warm_up is not None:
+            warm_up()
+    import numpy as np
+
+    np.random.seed()  # As each rank will: what it imports is then there.
+    # What the libraries wish undone at exit (torch takes its operators back one by one) ends with the
+    # process anyhow; left to each rank, it would copy thousands of pages only to drop them.
+    finalizers: dict[weakref.finalize[..., object], object] = getattr(weakref.finalize, "_registry", {})
+    for finalizer in finalizers:
+        finalizer.atexit = False
+    gc.freeze()
+    gc.enable()
+
+
+def _die_with_parent(prctl: _Prctl, parent: int) -> None:
+    """Have the kernel kill this process when its parent dies; at once if it has died already."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class _Server:
+    """The server once it is warm: one job after the other."""
+
+    def __init__(self, end: socket.socket, launcher: int, prctl: _Prctl) -> None:
+        self._end = end
+        self._prctl = prctl
+        self._ranks: dict[int, int] = {}  # rank by pid, of those alive
+        self._clean_groups = True  # of the ranks that end now: the job is failing or was told to stop
+        self._epoll = select.epoll()
+        self._epoll.register(end.fileno(), select.EPOLLIN)
+        self._pidfds: dict[int, int] = {}  # pid by pidfd
+        self._polled: set[int] = set()  # pids without a pidfd: a kernel before 5.3
+        self._launcher = self._watch(launcher)
+        self._polled.clear()
+
+    def run(self) -> None:
+        """Serve until the launcher is gone; then kill what still runs."""
+        try:
+            while True:
+                for descriptor, _ in self._epoll.poll(_POLL_WITHOUT_PIDFD_S if self._polled else None):
+                    if descriptor == self._launcher:
+                        return
+                    if descriptor != self._end.fileno():
+                        self._reap(self._pidfds[descriptor])
+                    elif not self._obey():
+                        return
+                for pid in sorted(self._polled):
+                    self._reap(pid)
+        finally:
+            self._signal(SignalRanks(signal.SIGKILL))
+            for pid in self._ranks:
+                os.waitpid(pid, 0)
+
+    def _obey(self) -> bool:
+        """Carry out one message of the launcher; False when it has gone."""
+        message = receive(self._end)
+        if message is None:
+            return False
+        if isinstance(message.content, SignalRanks):
+            self._signal(message.content)
+        else:
+            assert isinstance(message.content, JobSpec)
+            self._fork_ranks(message.content, message.files[0])
+        return True
+
+    def _fork_ranks(self, spec: JobSpec, listener: int) -> None:
+        stations: list[list[int]] = []
+        for _ in range(spec.nproc):
+            message = receive(self._end)
+            if message is None:
+                raise ConnectionResetError("the launcher went while it described its job")
+            stations.append(message.files)
+        self._clean_groups = False
+        pids = [self._fork_rank(spec, rank, stations) for rank in range(spec.nproc)]
+        for descriptor in [listener, *(descriptor for files in stations for descriptor in files)]:
+            os.close(descriptor)
+        send(self._end, Forked(tuple(pids)))
+
+    def _fork_rank(self, spec: JobSpec, rank: int, stations: list[list[int]]) -> int:
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setpgid(0, 0)
+                _die_with_parent(self._prctl, server)
+                self._end.close()
+                self._epoll.close()
+                for descriptor in self._pidfds:
+                    os.close(descriptor)
+                for other, files in enumerate(stations):
+                    for descriptor in files if other != rank else ():
+                        os.close(descriptor)
+                rank_process.run(spec, rank, stations[rank])
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        # Both sides set it: whichever comes first, the group exists before anybody signals it.
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        self._ranks[pid] = rank
+        self._watch(pid)
+        return pid
+
+    def _watch(self, pid: int) -> int | None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            self._polled.add(pid)
+            return None
+        self._pidfds[descriptor] = pid
+        self._epoll.register(descriptor, select.EPOLLIN)
+        return descriptor
+
+    def _reap(self, pid: int) -> None:
+        """Tell the launcher how a rank ended, and kill what the rank left behind if the job is failing."""
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if status is None:
+            return
+        now = time.monotonic()
+        exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        if exit_code != 0 or self._clean_groups:
+            # Before the rank is reaped: until then nobody else can be given its number.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for descriptor in [key for key, value in self._pidfds.items() if value == pid]:
+            self._epoll.unregister(descriptor)
+            os.close(descriptor)
+            del self._pidfds[descriptor]
+        self._polled.discard(pid)
+        send(self._end, Ended(self._ranks.pop(pid), exit_code, now))
+
+    def _signal(self, order: SignalRanks) -> None:
+        """Signal the ranks alive: their processes, or with SIGKILL their whole process groups."""
+        self._clean_groups = self._clean_groups or order.final
+        for pid in self._ranks:
+            if order.signum in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT):
+                os.killpg(pid, order.signum)
+            else:
+                os.kill(pid, order.signum)

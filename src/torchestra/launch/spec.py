@@ -1,0 +1,141 @@
+"""What launcher, fork server and ranks tell each other: plain data.
+
+===================  ======================================================================
+launcher to server   :class:`JobSpec`, then per rank a message with its files
+                     (control channel, stdin, stdout, stderr); :class:`SignalRanks`
+server to launcher   :class:`Ready`, :class:`Forked`, :class:`Ended`
+rank to launcher     on its control channel: :class:`Failure`, :class:`Returned`
+===================  ======================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Union
+
+__all__ = [
+    "Call",
+    "Ended",
+    "Failure",
+    "Forked",
+    "JobSpec",
+    "MainModule",
+    "Ready",
+    "Returned",
+    "Script",
+    "SignalRanks",
+    "Target",
+]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A Python file (or with ``is_module`` a module's name) that each rank runs as ``__main__``."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+
+@dataclass(frozen=True)
+class MainModule:
+    """How the caller's ``__main__`` can be imported again: by its module name or from its file."""
+
+    name: str | None = None
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A pickled ``(function, arguments)``; ``main`` serves what it refers to in the caller's ``__main__``."""
+
+    payload: bytes
+    main: MainModule = field(default_factory=MainModule)
+
+
+Target = Union[Script, Call]
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """Everything the fork server needs to start the ranks of one job.
+
+    Attributes:
+        nproc: how many ranks, all on this host.
+        target: what each of them runs.
+        environment: the whole environment of a rank, except the four variables that name the rank.
+        directory: the working directory of the ranks.
+        search_path: their ``sys.path``, or None to keep the server's.
+    """
+
+    nproc: int
+    target: Target
+    environment: Mapping[str, str]
+    directory: str
+    search_path: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank says when an exception ends it, before anything of it is torn down.
+
+    Attributes:
+        time: ``time.monotonic()`` when the exception reached the top.
+        exit_code: what the rank will exit with; negative for a signal.
+        summary: the last line of the traceback, such as ``ValueError: no``.
+        traceback: the whole traceback as text, beginning at the user's own code.
+        consequence: the exception says that another rank is gone, so that rank is the one to blame.
+        exception: the pickled exception, or None where it does not survive pickling.
+    """
+
+    time: float
+    exit_code: int
+    summary: str
+    traceback: str
+    consequence: bool = False
+    exception: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A :class:`Call` returned; its pickled result is in the file that comes with this message."""
+
+
+@dataclass(frozen=True)
+class SignalRanks:
+    """Send a signal to every rank alive; ``final`` says that the job shall end by it.
+
+    SIGKILL, SIGSTOP and SIGCONT go to the process groups, any other signal to the ranks alone: how
+    a rank's children are ended gently is the rank's affair.
+    """
+
+    signum: int
+    final: bool = True
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The server has loaded everything and forks ranks at once."""
+
+
+@dataclass(frozen=True)
+class Forked:
+    """The ranks exist; ``pids[rank]`` is a rank's process id and the id of its process group."""
+
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The server's word that a rank's process is gone.
+
+    Attributes:
+        rank: which.
+        exit_code: its exit code; minus the signal's number where a signal killed it.
+        time: ``time.monotonic()`` when that was seen.
+    """
+
+    rank: int
+    exit_code: int
+    time: float

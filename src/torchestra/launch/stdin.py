@@ -1,0 +1,68 @@
+"""The standard input of a job: rank 0 has the launcher's, the others have none.
+
+A file or a pipe is simply inherited. A terminal cannot be: each rank is a process group of its own,
+and only the launcher's may read the terminal. So the launcher passes on what is typed, line by line,
+which is enough for ``input()`` and for ``breakpoint()`` in rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from torchestra.launch.job import Job
+
+__all__ = ["StandardInput"]
+
+_READ_SIZE = 4096
+_RETRY_S = 0.25
+
+
+class StandardInput:
+    """What rank 0 reads.
+
+    Attributes:
+        for_rank: the descriptor to hand to rank 0.
+    """
+
+    def __init__(self) -> None:
+        self._to_rank: int | None = None
+        self.for_rank = 0
+        if os.isatty(0):
+            self.for_rank, self._to_rank = os.pipe()
+            os.set_blocking(self._to_rank, False)
+
+    def relay(self, job: Job) -> None:
+        """Pass on what is typed for as long as ``job`` runs. Only a terminal needs it."""
+        if self._to_rank is None:
+            return
+        # Reading from the background is then an error rather than a stop of the launcher.
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)
+        job.watch(0, lambda: self._pass_on(job))
+
+    def _pass_on(self, job: Job) -> None:
+        assert self._to_rank is not None
+        try:
+            typed = os.read(0, _READ_SIZE)
+            if typed:
+                os.write(self._to_rank, typed)
+                return
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            typed = b""
+        except OSError:
+            # In the background, where the terminal is another program's: ask again later.
+            job.unwatch(0)
+            job.call_at(time.monotonic() + _RETRY_S, lambda: job.watch(0, lambda: self._pass_on(job)))
+            return
+        if not typed:
+            job.unwatch(0)
+            self.close()
+
+    def close(self) -> None:
+        """End rank 0's input, if this launcher feeds it."""
+        if self._to_rank is not None:
+            os.close(self._to_rank)
+            self._to_rank = None

@@ -1,0 +1,53 @@
+"""Where the ranks of a job meet, and the environment that tells them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+from torchestra.launch.cores import usable_cores
+
+__all__ = ["MeetingPoint", "with_threads_per_rank"]
+
+_HOST = "127.0.0.1"
+_BACKLOG = 1024
+
+
+class MeetingPoint:
+    """Two ports of this host, for one job.
+
+    One is listened on before any rank exists, for torchestra's own store. The other, MASTER_PORT, is
+    only held: a program that uses torch.distributed under this launcher lets its rank 0 listen there.
+    It can (both sides set SO_REUSEADDR), and nobody is given that port by chance meanwhile.
+
+    Attributes:
+        listener: the listening socket of the store.
+    """
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server((_HOST, 0), backlog=_BACKLOG)
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind((_HOST, 0))
+
+    def environment(self, base: Mapping[str, str], nproc: int) -> dict[str, str]:
+        """What every rank of a job finds in its environment, RANK and LOCAL_RANK excepted."""
+        size = str(nproc)
+        return {
+            **with_threads_per_rank(base, nproc),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": _HOST,
+            "MASTER_PORT": str(self._held.getsockname()[1]),
+            "TORCHESTRA_STORE": f"{_HOST}:{self.listener.getsockname()[1]}",
+        }
+
+    def close(self) -> None:
+        """Give the ports back."""
+        self.listener.close()
+        self._held.close()
+
+
+def with_threads_per_rank(base: Mapping[str, str], nproc: int) -> dict[str, str]:
+    """``base``, with OMP_NUM_THREADS set to this rank's share of the cores unless it is there already."""
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // nproc)), **base}

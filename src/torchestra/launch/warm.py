@@ -1,0 +1,85 @@
+"""The launcher's handle on its fork server: how one is started, asked and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+from torchestra.launch.server import serve
+from torchestra.launch.wire import channel
+
+__all__ = ["WarmServer"]
+
+
+class WarmServer:
+    """A fork server that is this process's child.
+
+    Attributes:
+        end: this side of the channel to it.
+        warm: it has said that it has loaded everything.
+    """
+
+    def __init__(self, end: socket.socket, wait: Callable[[], object], kill: Callable[[], object]) -> None:
+        self.end = end
+        self.warm = False
+        self._wait = wait
+        self._kill = kill
+
+    @classmethod
+    def forked(cls) -> WarmServer:
+        """A server forked from this process, which must have a single thread and nothing half done."""
+        ours, theirs = channel()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        launcher = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            serve(theirs, launcher)
+        theirs.close()
+        return cls(ours, lambda: os.waitpid(pid, 0), lambda: os.kill(pid, signal.SIGKILL))
+
+    @classmethod
+    def spawned(cls, environment: Mapping[str, str]) -> WarmServer:
+        """A server that is a fresh interpreter, whatever this process has done before."""
+        ours, theirs = channel()
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}\n"
+            "from torchestra.launch.server import serve_descriptor\n"
+            f"serve_descriptor({theirs.fileno()})"
+        )
+        # The interpreter's own record of its command-line flags, as multiprocessing uses it.
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, *flags, "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=dict(environment),
+                start_new_session=True,
+            )
+        return cls(ours, process.wait, process.kill)
+
+    def alive(self) -> bool:
+        """Whether it can still be asked, as far as can be told while it has no job."""
+        try:
+            return self.end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Let the server go, which kills what its job has left running, and wait until it is gone."""
+        self.end.close()
+        if not self.warm:
+            self._kill()
+        self._wait()
+
+    def forget(self) -> None:
+        """Drop a handle that a fork copied into another process; the server is not that one's."""
+        self.end.close()

@@ -1,0 +1,74 @@
+"""Messages between the launcher, its fork server and the ranks: a pickle, and open files beside it.
+
+All three are one program on one host, connected by socket pairs that only they hold, so pickles are
+safe here. Sockets are SOCK_SEQPACKET: one send is one message, and its files arrive with it. What is
+too long for one packet travels in an anonymous memory file.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+__all__ = ["Message", "anonymous_file", "channel", "receive", "send"]
+
+_INLINE = b"i"
+_IN_FILE = b"f"
+_LONGEST_PACKET = 60_000
+_MOST_FILES = 16
+
+
+class Message(NamedTuple):
+    """What :func:`receive` got: the object, and the descriptors that came with it (now the receiver's)."""
+
+    content: Any
+    files: list[int]
+
+
+def channel() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends for :func:`send` and :func:`receive`."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def anonymous_file() -> BinaryIO:
+    """A new file that has no name, so that nothing is left of it whoever is killed."""
+    try:
+        descriptor = os.memfd_create("torchestra-message")
+    except (AttributeError, OSError):
+        return tempfile.TemporaryFile()
+    return os.fdopen(descriptor, "w+b")
+
+
+def send(end: socket.socket, content: object, files: Sequence[int] = ()) -> None:
+    """Send ``content`` (anything that pickles) and copies of the open ``files``.
+
+    Raises:
+        OSError: the other end is gone.
+    """
+    data = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+    if len(data) <= _LONGEST_PACKET:
+        socket.send_fds(end, [_INLINE, data], list(files))
+        return
+    with anonymous_file() as file:
+        file.write(data)
+        file.flush()
+        socket.send_fds(end, [_IN_FILE], [*files, file.fileno()])
+
+
+def receive(end: socket.socket) -> Message | None:
+    """The next message, or None when the other end is closed or its process gone."""
+    try:
+        packet, files, _, _ = socket.recv_fds(end, _LONGEST_PACKET + 1, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError:
+        return None
+    if not packet:
+        return None
+    if packet[:1] == _INLINE:
+        return Message(pickle.loads(packet[1:]), files)
+    with os.fdopen(files.pop(), "rb") as file:
+        file.seek(0)
+        return Message(pickle.load(file), files)
