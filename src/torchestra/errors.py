@@ -26,6 +26,7 @@ __all__ = [
     "GroupAbortedError",
     "GroupDestroyedError",
     "InvalidArgumentError",
+    "InvalidArgumentTypeError",
     "LaunchTimeoutError",
     "NotInitializedError",
     "QueueEmptyError",
@@ -153,3 +154,7 @@ class LaunchTimeoutError(DistError, TimeoutError):
 
     def __reduce__(self) -> tuple[type[LaunchTimeoutError], tuple[str, tuple[int, ...], str]]:
         return type(self), (str(self), self.ranks, self.tracebacks)
+
+
+class InvalidArgumentTypeError(InvalidArgumentError, TypeError):
+    """An argument is not of the type that is needed; refused before anything was sent."""

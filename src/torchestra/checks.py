@@ -1,0 +1,122 @@
+"""The argument checks of the collectives: bad input is refused here, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchestra.engine.local import LocalEngine
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.types import ReduceOp
+
+
+def check_op(op: object, name: str) -> ReduceOp:
+    """Refuse what is not a reduce operation, and a PREMUL_SUM without its factor."""
+    if not isinstance(op, ReduceOp):
+        raise InvalidArgumentTypeError(f"{name}: `op` must be a torchestra.ReduceOp, got {op!r}")
+    if op.name == "PREMUL_SUM" and op.factor is None:
+        raise InvalidArgumentError(f"{name}: PREMUL_SUM needs a factor; use ReduceOp.premul_sum(factor)")
+    return op
+
+
+def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = False) -> torch.Tensor:
+    """Refuse what is not a dense CPU tensor of a dtype that can be sent.
+
+    Args:
+        written: whether the operation writes into it; then its elements must not share memory.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgumentTypeError(
+            f"{name}: `{parameter}` must be a torch.Tensor, got {type(tensor).__name__}"
+        )
+    if tensor.layout is not torch.strided:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` has unsupported layout {tensor.layout}; only dense tensors can be sent"
+        )
+    if tensor.device.type != "cpu":
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` is on unsupported device type {tensor.device.type}; move it to the CPU first"
+        )
+    if not LocalEngine.moves(tensor.dtype):
+        raise InvalidArgumentError(f"{name}: `{parameter}` has dtype {tensor.dtype}, which cannot be sent")
+    if written and any(
+        stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` is an expanded tensor (strides {tensor.stride()}), whose elements share"
+            " memory, so it cannot be written; call .clone() first"
+        )
+    return tensor
+
+
+def check_reducible(tensor: torch.Tensor, op: ReduceOp, name: str) -> None:
+    """Refuse a reduce operation that the dtype does not have."""
+    if not LocalEngine.reduces(tensor.dtype, op):
+        raise InvalidArgumentError(f"{name}: {op.name} is not defined for tensors of dtype {tensor.dtype}")
+
+
+def check_list(tensors: object, parameter: str, length: int, name: str, *, written: bool = False) -> list[torch.Tensor]:
+    """Refuse what is not a list of ``length`` tensors, one for each rank."""
+    if not isinstance(tensors, (list, tuple)):
+        raise InvalidArgumentTypeError(
+            f"{name}: `{parameter}` must be a list of tensors, got {type(tensors).__name__}"
+        )
+    if len(tensors) != length:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` must have one tensor for each of the group's {length} ranks, got {len(tensors)}"
+        )
+    return [
+        check_tensor(tensor, f"{parameter}[{index}]", name, written=written)
+        for index, tensor in enumerate(tensors)
+    ]
+
+
+def check_same_dtype(tensors: Sequence[torch.Tensor], dtype: torch.dtype, parameter: str, name: str) -> None:
+    """Refuse tensors whose dtype is not ``dtype``."""
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != dtype:
+            raise InvalidArgumentError(
+                f"{name}: `{parameter}[{index}]` has dtype {tensor.dtype}, expected {dtype} like the others"
+            )
+
+
+def check_same_numel(tensors: Sequence[torch.Tensor], numel: int, parameter: str, name: str) -> None:
+    """Refuse tensors that do not have ``numel`` elements."""
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() != numel:
+            raise InvalidArgumentError(
+                f"{name}: `{parameter}[{index}]` has {tensor.numel()} elements, expected {numel}"
+            )
+
+
+def check_rank(rank: object, size: int, parameter: str, name: str) -> int:
+    """Refuse a rank that the group does not have."""
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise InvalidArgumentTypeError(f"{name}: `{parameter}` must be an int, got {rank!r}")
+    if not 0 <= rank < size:
+        raise InvalidArgumentError(f"{name}: `{parameter}` is {rank}, but the group has ranks 0 to {size - 1}")
+    return rank
+
+
+def check_splits(splits: object, parameter: str, length: int, size: int, name: str) -> list[int] | None:
+    """Refuse split sizes that are not one non-negative int for each rank or do not add up to ``length``.
+
+    None, or an empty list, stands for equal splits; then ``length`` must be a multiple of ``size``.
+    """
+    if splits is None or (isinstance(splits, (list, tuple)) and not splits):
+        if length % size:
+            raise InvalidArgumentError(
+                f"{name}: dimension 0 has length {length}, which the group's {size} ranks do not divide;"
+                f" give `{parameter}`"
+            )
+        return None
+    if not isinstance(splits, (list, tuple)) or len(splits) != size:
+        raise InvalidArgumentError(f"{name}: `{parameter}` must list one length for each of {size} ranks, got {splits!r}")
+    if any(not isinstance(part, int) or part < 0 for part in splits):
+        raise InvalidArgumentError(f"{name}: `{parameter}` must be non-negative ints, got {splits!r}")
+    if sum(splits) != length:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` adds up to {sum(splits)}, but dimension 0 has length {length}"
+        )
+    return list(splits)

@@ -1,0 +1,370 @@
+"""The collectives as functions, with torch.distributed's names, arguments and defaults.
+
+Each is to be called by every rank of the group, in the same order. ``group`` is the default group unless given;
+a rank that is not in it gets a warning and None. ``async_op=True`` returns a :class:`Work` at once,
+else None is returned when the operation is done. Roots and peers are *global* ranks, or numbers within the
+group where the argument's name begins with ``group_``. Tensors are dense CPU tensors, contiguous or not.
+
+Raised by all of them: InvalidArgumentError (nothing was sent, the group stays usable), CollectiveMismatchError (the
+ranks called different things; nothing was sent), RankFailedError, GroupAbortedError and CollectiveTimeoutError
+(the group can no longer be used), GroupDestroyedError, NotInitializedError.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from torchestra import checks
+from torchestra.errors import InvalidArgumentError
+from torchestra.process_group import NonMember, ProcessGroup
+from torchestra.types import ReduceOp, Timeout, timeout_seconds
+from torchestra.work import Work
+from torchestra.world import AnyGroup, default_group
+
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "empty",
+    "full",
+    "gather",
+    "irecv",
+    "isend",
+    "ones",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+    "zeros",
+]
+
+
+def _member(group: AnyGroup | None, name: str) -> ProcessGroup | None:
+    """The group, or None with a warning if this rank is not in it."""
+    if group is None:
+        return default_group()
+    if isinstance(group, ProcessGroup):
+        return group
+    if isinstance(group, NonMember):
+        warnings.warn(f"{name}: running on a rank that is {group!r}; nothing is done", stacklevel=3)
+        return None
+    raise checks.InvalidArgumentTypeError(f"{name}: `group` must be a ProcessGroup, got {group!r}")
+
+
+def _root(
+    group: ProcessGroup, rank: int | None, group_rank: int | None, parameter: str, name: str, default: int | None = None
+) -> int:
+    """The root in the group's numbering, from a global or a group rank."""
+    if rank is not None and group_rank is not None:
+        raise InvalidArgumentError(f"{name}: give `{parameter}` or `group_{parameter}`, not both")
+    if group_rank is not None:
+        return checks.check_rank(group_rank, group.size(), f"group_{parameter}", name)
+    if rank is None:
+        if default is None:
+            raise InvalidArgumentError(f"{name}: give `{parameter}` or `group_{parameter}`")
+        return default
+    return group.to_group_rank(rank, f"{name}: {parameter}")
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Replace the tensor on every rank by the reduction of all ranks' tensors, bit for bit the same on each."""
+    member = _member(group, "all_reduce")
+    if member is None:
+        return None
+    checks.check_op(op, "all_reduce")
+    checks.check_tensor(tensor, "tensor", "all_reduce", written=True)
+    checks.check_reducible(tensor, op, "all_reduce")
+    return member.communicator.all_reduce(tensor, op, async_op)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Replace the tensor of rank ``dst`` by the reduction of all ranks' tensors; the others' stay as they are."""
+    member = _member(group, "reduce")
+    if member is None:
+        return None
+    root = _root(member, dst, group_dst, "dst", "reduce")
+    checks.check_op(op, "reduce")
+    checks.check_tensor(tensor, "tensor", "reduce", written=True)
+    checks.check_reducible(tensor, op, "reduce")
+    return member.communicator.reduce(tensor, op, root, async_op)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Replace the tensor on every rank by that of rank ``src``."""
+    member = _member(group, "broadcast")
+    if member is None:
+        return None
+    root = _root(member, src, group_src, "src", "broadcast")
+    checks.check_tensor(tensor, "tensor", "broadcast", written=True)
+    return member.communicator.broadcast(tensor, root, async_op)
+
+
+def all_gather(
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Put the tensor of rank p into ``tensor_list[p]`` on every rank. Sizes may differ between ranks."""
+    member = _member(group, "all_gather")
+    if member is None:
+        return None
+    outputs = checks.check_list(tensor_list, "tensor_list", member.size(), "all_gather", written=True)
+    checks.check_tensor(tensor, "tensor", "all_gather")
+    checks.check_same_dtype(outputs, tensor.dtype, "tensor_list", "all_gather")
+    checks.check_same_numel([outputs[member.rank()]], tensor.numel(), f"tensor_list of this rank, {member.rank()}:", "all_gather")
+    return member.communicator.all_gather(outputs, tensor, async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Put the tensors of all ranks, one after the other, into ``output_tensor`` on every rank.
+
+    The output has as many elements as all inputs together: concatenated in dimension 0, or stacked.
+    """
+    member = _member(group, "all_gather_into_tensor")
+    if member is None:
+        return None
+    name = "all_gather_into_tensor"
+    checks.check_tensor(output_tensor, "output_tensor", name, written=True)
+    checks.check_tensor(input_tensor, "input_tensor", name)
+    checks.check_same_dtype([output_tensor], input_tensor.dtype, "output_tensor", name)
+    if output_tensor.numel() != input_tensor.numel() * member.size():
+        raise InvalidArgumentError(
+            f"{name}: output_tensor has {output_tensor.numel()} elements, expected the input's"
+            f" {input_tensor.numel()} times the group's {member.size()} ranks"
+        )
+    return member.communicator.all_gather_flat(output_tensor, input_tensor, async_op)
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: list[torch.Tensor] | None = None,
+    dst: int | None = None,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Put the tensor of rank p into ``gather_list[p]`` on rank ``dst`` (default: rank 0 of the group)."""
+    member = _member(group, "gather")
+    if member is None:
+        return None
+    root = _root(member, dst, group_dst, "dst", "gather", default=0)
+    checks.check_tensor(tensor, "tensor", "gather")
+    outputs = None
+    if member.rank() == root:
+        if gather_list is None:
+            raise InvalidArgumentError("gather: `gather_list` must be specified on the destination rank")
+        outputs = checks.check_list(gather_list, "gather_list", member.size(), "gather", written=True)
+        checks.check_same_dtype(outputs, tensor.dtype, "gather_list", "gather")
+        checks.check_same_numel(outputs, tensor.numel(), "gather_list", "gather")
+    elif gather_list:
+        raise InvalidArgumentError("gather: `gather_list` must not be specified on ranks other than the destination")
+    return member.communicator.gather(outputs, tensor, root, async_op)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None = None,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Put ``scatter_list[p]`` of rank ``src`` (default: rank 0 of the group) into the tensor of rank p."""
+    member = _member(group, "scatter")
+    if member is None:
+        return None
+    root = _root(member, src, group_src, "src", "scatter", default=0)
+    checks.check_tensor(tensor, "tensor", "scatter", written=True)
+    sources = None
+    if member.rank() == root:
+        if scatter_list is None:
+            raise InvalidArgumentError("scatter: `scatter_list` must be specified on the source rank")
+        sources = checks.check_list(scatter_list, "scatter_list", member.size(), "scatter")
+        checks.check_same_dtype(sources, tensor.dtype, "scatter_list", "scatter")
+        checks.check_same_numel(sources, tensor.numel(), "scatter_list", "scatter")
+    elif scatter_list:
+        raise InvalidArgumentError("scatter: `scatter_list` must not be specified on ranks other than the source")
+    return member.communicator.scatter(tensor, sources, root, async_op)
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Put the reduction of all ranks' ``input_list[p]`` into the output of rank p."""
+    member = _member(group, "reduce_scatter")
+    if member is None:
+        return None
+    name = "reduce_scatter"
+    checks.check_op(op, name)
+    checks.check_tensor(output, "output", name, written=True)
+    checks.check_reducible(output, op, name)
+    sources = checks.check_list(input_list, "input_list", member.size(), name)
+    checks.check_same_dtype(sources, output.dtype, "input_list", name)
+    checks.check_same_numel([sources[member.rank()]], output.numel(), f"input_list of this rank, {member.rank()}:", name)
+    return member.communicator.reduce_scatter(output, sources, op, async_op)
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduce the inputs of all ranks and put piece p of the result into the output of rank p."""
+    member = _member(group, "reduce_scatter_tensor")
+    if member is None:
+        return None
+    name = "reduce_scatter_tensor"
+    checks.check_op(op, name)
+    checks.check_tensor(output, "output", name, written=True)
+    checks.check_tensor(input, "input", name)
+    checks.check_reducible(output, op, name)
+    checks.check_same_dtype([input], output.dtype, "input", name)
+    if input.numel() != output.numel() * member.size():
+        raise InvalidArgumentError(
+            f"{name}: input has {input.numel()} elements, expected the output's {output.numel()} times the"
+            f" group's {member.size()} ranks"
+        )
+    return member.communicator.reduce_scatter_flat(output, input, op, async_op)
+
+
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Send ``input_tensor_list[p]`` to rank p, and put what it sends here into ``output_tensor_list[p]``."""
+    member = _member(group, "all_to_all")
+    if member is None:
+        return None
+    name = "all_to_all"
+    outputs = checks.check_list(output_tensor_list, "output_tensor_list", member.size(), name, written=True)
+    inputs = checks.check_list(input_tensor_list, "input_tensor_list", member.size(), name)
+    checks.check_same_dtype([*inputs, *outputs], inputs[0].dtype, "tensors", name)
+    return member.communicator.all_to_all(outputs, inputs, async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Send consecutive ranges of the input's rows to the ranks, and receive theirs into the output's rows.
+
+    Split sizes count rows (dimension 0) per rank; None stands for equal ranges.
+    """
+    member = _member(group, "all_to_all_single")
+    if member is None:
+        return None
+    name = "all_to_all_single"
+    checks.check_tensor(output, "output", name, written=True)
+    checks.check_tensor(input, "input", name)
+    checks.check_same_dtype([output], input.dtype, "output", name)
+    size = member.size()
+    rows_in, rows_out = (tensor.shape[0] if tensor.dim() else 1 for tensor in (input, output))
+    inputs = checks.check_splits(input_split_sizes, "input_split_sizes", rows_in, size, name)
+    outputs = checks.check_splits(output_split_sizes, "output_split_sizes", rows_out, size, name)
+    return member.communicator.all_to_all_flat(output, input, outputs, inputs, async_op)
+
+
+def barrier(
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Return when all ranks of the group have called. ``device_ids`` has no meaning on the CPU."""
+    member = _member(group, "barrier")
+    if member is None:
+        return None
+    seconds = None if timeout is None else timeout_seconds(timeout)
+    return member.communicator.barrier(async_op, seconds)
+
+
+def empty(
+    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
+) -> torch.Tensor:
+    """An uninitialised CPU tensor in memory that the group's ranks share; need not be called by all ranks.
+
+    Collectives of this group on such tensors copy nothing on the way when every rank's tensor is of this
+    kind: the ranks read each other's. Otherwise they are ordinary tensors, and stay valid after the group is
+    destroyed. ``dtype`` is torch's default dtype unless given.
+
+    Raises:
+        InvalidArgumentError: this rank is not in the group, or the group's memory is full.
+    """
+    chosen = default_group() if group is None else group
+    if isinstance(chosen, NonMember):
+        raise InvalidArgumentError(f"empty: this rank is {chosen!r}")
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    lengths = tuple(torch.Size(shape))  # type: ignore[arg-type]
+    if any(length < 0 for length in lengths):
+        raise InvalidArgumentError(f"empty: lengths must not be negative, got {lengths}")
+    return chosen.communicator.engine.empty(lengths, dtype or torch.get_default_dtype())
+
+
+def full(
+    size: Sequence[int],
+    fill_value: float,
+    *,
+    dtype: torch.dtype | None = None,
+    group: AnyGroup | None = None,
+) -> torch.Tensor:
+    """:func:`empty`, filled with ``fill_value``."""
+    return empty(size, dtype=dtype, group=group).fill_(fill_value)
+
+
+def zeros(
+    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
+) -> torch.Tensor:
+    """:func:`empty`, filled with 0."""
+    return empty(*size, dtype=dtype, group=group).zero_()
+
+
+def ones(
+    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
+) -> torch.Tensor:
+    """:func:`empty`, filled with 1."""
+    return empty(*size, dtype=dtype, group=group).fill_(1)

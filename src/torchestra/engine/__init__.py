@@ -1,0 +1,20 @@
+"""The engine: collectives as compiled kernels over memory that the ranks of a group share.
+
+Nothing here knows of default groups, global ranks or argument forms; it takes contiguous CPU tensors that
+were checked, and ranks in the group's own numbering. See docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+__all__ = ["warm_up"]
+
+
+def warm_up() -> None:
+    """Load every kernel, compiling those that are not in the cache, so that a fork need not.
+
+    Takes some 10 seconds the first time on a machine and well under a second afterwards; starts no thread
+    and opens nothing.
+    """
+    from torchestra.engine.kernels.catalogue import load_kernels
+
+    load_kernels()

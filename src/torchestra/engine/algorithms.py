@@ -1,0 +1,56 @@
+"""Which algorithm and which chunk an operation takes, by size and number of ranks.
+
+The numbers were measured on two cores with 1 MiB of second-level cache each (``torchestra bench``);
+they are chosen so that what is in flight stays in the caches: three buffers per rank.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The thresholds of one group, in bytes. All ranks of a group must use the same.
+
+    Attributes:
+        direct: all_reduce of up to this many bytes has every rank read every tensor.
+        chunk: bytes of a chunk of the pipelined algorithms.
+        stream_above: results larger than this are written past the caches.
+    """
+
+    direct: int
+    chunk: int
+    stream_above: int = 4 << 20
+
+    @classmethod
+    def for_group(cls, size: int, buffer_bytes: int) -> Choices:
+        return cls(direct=min(128 << 10 if size == 2 else 16 << 10, buffer_bytes), chunk=min(512 << 10, buffer_bytes))
+
+    def all_reduce_chunk(self, count: int, unit: int) -> int:
+        """Elements per chunk of an all_reduce, or 0 for the direct algorithm."""
+        if count * unit <= self.direct:
+            return 0
+        return self._chunk(count * unit) // unit
+
+    def share_chunk(self, longest: int) -> int:
+        """Bytes per chunk of an operation in which a buffer holds one piece for all readers."""
+        return self._chunk(longest)
+
+    def exchange_chunk(self, longest: int, size: int) -> int:
+        """Bytes per chunk and peer of an operation in which a buffer holds one piece for each peer."""
+        part = self.chunk // max(1, size - 1) // 64 * 64
+        return max(64, part)
+
+    def _chunk(self, total: int) -> int:
+        return self.chunk
+
+
+def waiting_policy(ranks_here: int) -> tuple[int, int]:
+    """How often a wait spins, and how often it then yields, for so many ranks on this host.
+
+    Spinning is of use only while every rank has a core of its own.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (2000 if ranks_here <= cores else 0), 500

@@ -1,0 +1,238 @@
+"""The channels' protocol: how bytes get from one rank to another, and how ranks sleep meanwhile.
+
+A channel has one producer (its source) and one consumer (its destination). A message is a header in the next
+of SLOTS slots and, if it is longer than a header can hold, payload in a ring of bytes, in pieces:
+the consumer copies piece k out while the producer copies piece k + 1 in, so a message may be longer than the
+ring. Each message's payload begins at a multiple of 64 in the ring.
+
+Who writes what. The source writes the slots (STAMP last), the ring and HEAD; the destination writes
+TAKEN and TAIL. HEAD, TAIL, TAKEN and the stamps only grow. The invariant, at every moment::
+
+    TAIL <= HEAD <= TAIL + ring        TAKEN <= messages sent <= TAKEN + SLOTS
+
+and the bytes (slots) between the two belong to the destination, the others to the source. A slot changes
+hands when its STAMP becomes the number of the message, which no earlier message in that slot had; the
+header says how many bytes of payload (READY) change hands with it, the rest do with HEAD.
+
+Why the orderings suffice. Bytes are written, then STAMP or HEAD is stored (a release); the destination loads
+it (acquire) and then reads the bytes. The destination reads the bytes, then stores TAIL or TAKEN (release);
+the source loads it (acquire) and then overwrites them. Nothing else is shared but the bells.
+
+Sleeping. A rank sleeps on its own bell, and is woken by whoever published something in one of its channels.
+The sleeper does ``SLEEPING = 1; look at RUNG; look at its channels; sleep if RUNG is unchanged``, a
+peer ``publish; look at SLEEPING``; both sequentially consistent, so at least one of the two sees the other's
+write. Whoever takes SLEEPING down (compare and exchange) rings: RUNG += 1, and wakes. One that finds it
+taken down need not: the sleeper will look at its channels again before it next sleeps. Everything
+that a sleep can miss by a killed peer is made good when PATIENCE is over.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from numba import njit, types
+from numba.extending import intrinsic
+
+from torchestra.engine.atomics import (
+    compare_exchange,
+    fetch_add,
+    load,
+    load_acquire,
+    load_ordered,
+    memcpy,
+    store,
+    store_ordered,
+    store_release,
+    syscall,
+)
+from torchestra.engine.channels import words as w
+from torchestra.engine.kernels.buffers import copy_out
+from torchestra.engine.layout import PATIENCE
+from torchestra.engine.waiting import _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, KERNEL_OPTIONS
+
+PIECES_AT_ONCE = 8
+
+
+@intrinsic
+def full_fence(typing_context):
+    """A sequentially consistent fence: later loads are not done before earlier stores are seen."""
+
+    def generate(context, builder, signature, arguments):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@njit(**KERNEL_OPTIONS)
+def channel_of(state, source, destination):
+    number = source * load(state + w.SIZE) + destination
+    return load(state + w.CHANNELS) + number * load(state + w.CHANNEL_BYTES)
+
+
+@njit(**KERNEL_OPTIONS)
+def peer_of(state, peer):
+    """What this mailbox knows of a peer."""
+    return state + w.PEERS_AT + peer * w.PEER_BYTES
+
+
+@njit(**KERNEL_OPTIONS)
+def ring_bell(state, rank):
+    """Wake ``rank`` if it sleeps, after a sequentially consistent store of what it may sleep for."""
+    bell = load(state + w.BELLS) + rank * w.BELL_BYTES
+    if load_ordered(bell + w.SLEEPING) == 1 and compare_exchange(bell + w.SLEEPING, 1, 0) == 1:
+        fetch_add(bell + w.RUNG, 1)
+        syscall(_FUTEX, bell + w.RUNG, _FUTEX_WAKE, 1, 0, 0, 0)
+
+
+@njit(**KERNEL_OPTIONS)
+def prepare_sleep(state):
+    """Announce that this rank is about to sleep; it must look at its channels once more before it does."""
+    bell = load(state + w.BELLS) + load(state + w.RANK) * w.BELL_BYTES
+    store_ordered(bell + w.SLEEPING, 1)
+    rung = load_ordered(bell + w.RUNG)
+    full_fence()
+    return rung
+
+
+@njit(**KERNEL_OPTIONS)
+def sleep(state, rung):
+    """Sleep until the bell has rung since :func:`prepare_sleep`, PATIENCE at most."""
+    bell = load(state + w.BELLS) + load(state + w.RANK) * w.BELL_BYTES
+    patience = load(load(state + w.CONTEXT) + PATIENCE)
+    syscall(_FUTEX, bell + w.RUNG, _FUTEX_WAIT, rung & 0xFFFF_FFFF, patience, 0, 0)
+
+
+@njit(**KERNEL_OPTIONS)
+def wake_up(state):
+    store_ordered(load(state + w.BELLS) + load(state + w.RANK) * w.BELL_BYTES + w.SLEEPING, 0)
+
+
+@njit(**KERNEL_OPTIONS)
+def _put_piece(state, known, channel, record, limit):
+    """Copy the next piece of a message into the ring if there is room for all of it: how many bytes."""
+    ring = load(state + w.RING_BYTES)
+    moved = load(record + w.MOVED)
+    head = load(known + w.SENT_BYTES)
+    place = head & (ring - 1)
+    length = min(min(limit, load(record + w.LENGTH) - moved), ring - place)
+    if head + length - load(known + w.SEEN_TAIL) > ring:
+        store(known + w.SEEN_TAIL, load_acquire(channel + w.TAIL))
+        if head + length - load(known + w.SEEN_TAIL) > ring:
+            return 0
+    memcpy(channel + w.DATA_AT + place, load(record + w.ADDRESS) + moved, length)
+    store(known + w.SENT_BYTES, head + ((length + 63) & ~63))
+    store(record + w.MOVED, moved + length)
+    return length
+
+
+@njit(**KERNEL_OPTIONS)
+def _put_header(state, known, channel, record):
+    """Publish the header of a message, with the first piece of the payload: whether there was room."""
+    sent = load(known + w.SENT)
+    if sent - load(known + w.SEEN_TAKEN) >= w.SLOTS:
+        store(known + w.SEEN_TAKEN, load_acquire(channel + w.TAKEN))
+        if sent - load(known + w.SEEN_TAKEN) >= w.SLOTS:
+            return False
+    slot = channel + w.SLOTS_AT + (sent & (w.SLOTS - 1)) * w.SLOT_BYTES
+    length = load(record + w.LENGTH)
+    if length <= w.INLINE_BYTES:
+        memcpy(slot + w.INLINE, load(record + w.ADDRESS), length)
+        store(record + w.MOVED, length)
+    else:
+        # A shorter first piece, so that the peer begins to copy early.
+        ready = _put_piece(state, known, channel, record, load(state + w.PIECE_BYTES) >> 1)
+        if ready == 0:
+            return False
+        store(slot + w.READY, ready)
+    store(slot + w.MESSAGE_TAG, load(record + w.TAG))
+    store(slot + w.MESSAGE_BYTES, length)
+    store(slot + w.MESSAGE_KIND, load(record + w.KIND))
+    store(known + w.SENT, sent + 1)
+    store(record + w.STAGE, w.RUNNING)
+    store_ordered(slot + w.STAMP, sent + 1)
+    return True
+
+
+@njit(**KERNEL_OPTIONS)
+def put(state, peer, record):
+    """Send some more of a message, PIECES_AT_ONCE pieces at most: whether anything was sent."""
+    known = peer_of(state, peer)
+    channel = channel_of(state, load(state + w.RANK), peer)
+    sent = False
+    if load(record + w.STAGE) != w.RUNNING:
+        if not _put_header(state, known, channel, record):
+            return False
+        ring_bell(state, peer)
+        sent = True
+    for _ in range(PIECES_AT_ONCE):
+        if load(record + w.MOVED) == load(record + w.LENGTH):
+            break
+        if _put_piece(state, known, channel, record, load(state + w.PIECE_BYTES)) == 0:
+            break
+        store_ordered(channel + w.HEAD, load(known + w.SENT_BYTES))
+        ring_bell(state, peer)
+        sent = True
+    return sent
+
+
+@njit(**KERNEL_OPTIONS)
+def next_header(state, peer):
+    """The address of the header of the next message from ``peer``, or 0 if it has not come."""
+    got = load(peer_of(state, peer) + w.GOT)
+    channel = channel_of(state, peer, load(state + w.RANK))
+    slot = channel + w.SLOTS_AT + (got & (w.SLOTS - 1)) * w.SLOT_BYTES
+    return slot if load_acquire(slot + w.STAMP) == got + 1 else 0
+
+
+@njit(**KERNEL_OPTIONS)
+def take_header(state, peer, header, landing):
+    """Give the slot of a header back, and prepare to take its payload to ``landing`` (0: to nowhere)."""
+    known = peer_of(state, peer)
+    channel = channel_of(state, peer, load(state + w.RANK))
+    length = load(header + w.MESSAGE_BYTES)
+    got = load(known + w.GOT) + 1
+    store(known + w.GOT, got)
+    if length <= w.INLINE_BYTES:
+        if landing != 0:
+            memcpy(landing, header + w.INLINE, length)
+        store(known + w.LEFT, 0)
+        store_ordered(channel + w.TAKEN, got)
+        ring_bell(state, peer)
+    else:
+        store(known + w.LEFT, length)
+        store(known + w.PRESENT, load(header + w.READY))
+        store(known + w.LANDING, landing)
+        # No bell: a piece is there, and with it TAIL is published and the bell is rung.
+        store_release(channel + w.TAKEN, got)
+
+
+@njit(**KERNEL_OPTIONS)
+def take(state, peer, stream):
+    """Take some more of a message, PIECES_AT_ONCE pieces at most: whether anything was taken."""
+    known = peer_of(state, peer)
+    channel = channel_of(state, peer, load(state + w.RANK))
+    ring = load(state + w.RING_BYTES)
+    taken = False
+    for _ in range(PIECES_AT_ONCE):
+        left = load(known + w.LEFT)
+        tail = load(known + w.GOT_BYTES)
+        present = load(known + w.PRESENT)
+        if left > 0 and present <= 0:
+            present = load_acquire(channel + w.HEAD) - tail
+        if left == 0 or present <= 0:
+            break
+        place = tail & (ring - 1)
+        length = min(min(load(state + w.PIECE_BYTES), left), min(present, ring - place))
+        landing = load(known + w.LANDING)
+        if landing != 0:
+            copy_out(landing, channel + w.DATA_AT + place, length, stream)
+            store(known + w.LANDING, landing + length)
+        tail += (length + 63) & ~63
+        store(known + w.LEFT, left - length)
+        store(known + w.PRESENT, present - length)
+        store(known + w.GOT_BYTES, tail)
+        store_ordered(channel + w.TAIL, tail)
+        ring_bell(state, peer)
+        taken = True
+    return taken

@@ -1,0 +1,59 @@
+"""Compiling once: a lock between processes, and a word to the user when it takes long."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numba
+
+_ENGINE = Path(__file__).parent
+
+
+def cache_directory() -> Path:
+    """Where torchestra keeps its lock and its notes about what is compiled (made if missing)."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    path = Path(root) / "torchestra"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def _fingerprint() -> str:
+    """Changes whenever Numba would compile anew: sources, versions, processor."""
+    digest = hashlib.sha256()
+    for word in (numba.__version__, platform.machine(), platform.python_version(), numba.core.config.CPU_NAME):
+        digest.update(repr(word).encode())
+    for source in sorted(_ENGINE.rglob("*.py")):
+        digest.update(f"{source}:{source.stat().st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """Hold the lock that keeps ranks from compiling ``what`` side by side.
+
+    The first process to come compiles, the others then find the result in Numba's cache. Where nothing
+    that is cached can be known to fit, a line on stderr says that compilation is going on.
+    """
+    directory = cache_directory()
+    note = directory / f"compiled-{what}-{_fingerprint()}"
+    with open(directory / "compile.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fresh = not note.exists()
+        if fresh and what == "kernels":
+            print(
+                "torchestra: compiling its kernels for this machine (once, some 10 seconds)",
+                file=sys.stderr,
+                flush=True,
+            )
+        yield
+        if fresh:
+            for old in directory.glob(f"compiled-{what}-*"):
+                old.unlink(missing_ok=True)
+            note.touch()

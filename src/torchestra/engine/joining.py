@@ -1,0 +1,240 @@
+"""How the ranks of a group come to share an arena: through a store, a socket, and a proof by attaching.
+
+Rank 0 makes the arena and says in the store where it is to be had; the others fetch it. Between
+processes it is handed over as a descriptor through an abstract Unix socket, which leaves nothing in the file
+system; between threads of one process it is simply looked up. That both ends are on one host is not concluded
+from names: a rank that cannot fetch the arena is not there. Each rank makes two requests to the
+store, so joining costs O(ranks) in all.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from datetime import timedelta
+
+from torchestra.engine import layout as at
+from torchestra.engine.algorithms import waiting_policy
+from torchestra.engine.arena import Arena, layout_for
+from torchestra.engine.kernels import move
+from torchestra.engine.liveness import PeerProcesses, PeerThreads
+from torchestra.engine.member import Member, Watcher
+from torchestra.engine.operations import Kind, pack
+from torchestra.errors import CollectiveTimeoutError, DistBackendError, DistStoreError
+from torchestra.store import Store
+
+_HELLO = struct.Struct("<4sI")
+_MAGIC = b"TRC1"
+_TICK = 0.05
+
+
+class _ThreadArena:
+    """An arena whose ranks are threads of this process, and the threads that have joined."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.threads: dict[int, threading.Thread] = {}
+
+
+_thread_arenas: dict[str, _ThreadArena] = {}
+
+
+def join(store: Store, rank: int, size: int, name: str, seconds: float, *, threads: bool) -> Member:
+    """Enter a group; returns when all ranks have. Must be called by every rank of the group.
+
+    Args:
+        store: a store that only the ranks of this group, and only for this purpose, use.
+        rank, size: of the group.
+        name: of the group, for messages.
+        seconds: how long to wait for the others.
+        threads: whether the ranks are threads of this process.
+
+    Raises:
+        CollectiveTimeoutError: not all ranks came in time; names those that did not.
+        DistBackendError: this rank cannot share memory with rank 0.
+    """
+    deadline = time.monotonic() + seconds
+    spins, yields = waiting_policy(size)
+    if size == 1:
+        arena, descriptor = Arena.create(layout_for(1))
+        os.close(descriptor)
+        member = Member(arena, 0, name, spins=spins, yields=yields)
+        member.announce()
+        return member
+    if threads:
+        shared = _meet_threads(store, rank, size, name, deadline)
+        member = Member(shared.arena, rank, name, spins=spins, yields=yields)
+        shared.threads[rank] = threading.current_thread()
+        member.peers = PeerThreads(shared.threads, rank)
+        member.announce()
+        _first_barrier(member, deadline)
+        if rank == 0:
+            _forget(shared)
+    else:
+        arena = _meet_processes(store, rank, size, name, deadline)
+        member = Member(arena, rank, name, spins=spins, yields=yields)
+        member.announce()
+        _first_barrier(member, deadline)
+        blocks = [arena.control(peer) for peer in range(size)]
+        pids = [(arena.word(block + at.PROCESS), arena.word(block + at.STARTED)) for block in blocks]
+        member.peers = PeerProcesses(pids, rank)
+        Watcher(member, threading.current_thread()).start()
+    return member
+
+
+def _first_barrier(member: Member, deadline: float) -> None:
+    meta = pack(Kind.barrier)
+    code = move.barrier(member.context, meta)
+    if code != at.DONE:
+        seconds = max(0.0, deadline - time.monotonic())
+        member.finish(code, move.barrier, (member.context, meta), seconds, None)
+
+
+def _meet_threads(store: Store, rank: int, size: int, name: str, deadline: float) -> _ThreadArena:
+    if rank == 0:
+        arena, descriptor = Arena.create(layout_for(size))
+        os.close(descriptor)
+        token = secrets.token_hex(16)
+        _thread_arenas[token] = shared = _ThreadArena(arena)
+        store.set("arena", f"threads {token}")
+        return shared
+    kind, token = _ask_for_arena(store, rank, size, name, deadline)
+    found = _thread_arenas.get(token) if kind == "threads" else None
+    if found is None:
+        raise DistBackendError(
+            f"rank {rank} of group {name!r} is a thread, but rank 0 is not a thread of the same process:"
+            " give all ranks the same backend"
+        )
+    return found
+
+
+def _forget(shared: _ThreadArena) -> None:
+    for token in [token for token, arena in _thread_arenas.items() if arena is shared]:
+        del _thread_arenas[token]
+
+
+def _meet_processes(store: Store, rank: int, size: int, name: str, deadline: float) -> Arena:
+    layout = layout_for(size)
+    if rank == 0:
+        arena, descriptor = Arena.create(layout)
+        try:
+            _hand_out(store, descriptor, size, name, deadline)
+        finally:
+            os.close(descriptor)
+        return arena
+    kind, address = _ask_for_arena(store, rank, size, name, deadline)
+    if kind != "processes":
+        raise DistBackendError(
+            f"rank {rank} of group {name!r} is a process, but rank 0 is a thread: give all ranks the same backend"
+        )
+    descriptor = _fetch(address, rank, name, deadline)
+    try:
+        return Arena.attach(descriptor, layout)
+    finally:
+        os.close(descriptor)
+
+
+def _ask_for_arena(store: Store, rank: int, size: int, name: str, deadline: float) -> tuple[str, str]:
+    # Said before asking, so that whoever waits in vain can tell who has come.
+    store.set(f"here/{rank}", b"")
+    seconds = max(0.001, deadline - time.monotonic())
+    try:
+        store.wait(["arena"], timedelta(seconds=seconds))
+    except DistStoreError as error:
+        if not isinstance(error, TimeoutError):
+            raise
+        raise CollectiveTimeoutError(
+            f"rank 0 of group {name!r} did not come within {seconds:.1f} s (seen from rank {rank} of {size}):"
+            " is it running, and does it use the same rendezvous?",
+            (0,),
+        ) from error
+    kind, token = store.get("arena").decode().split()
+    return kind, token
+
+
+def _hand_out(store: Store, descriptor: int, size: int, name: str, deadline: float) -> None:
+    """Rank 0: give the descriptor to every other rank that connects and belongs to the same user."""
+    started = time.monotonic()
+    address = f"torchestra-{secrets.token_hex(16)}"
+    waiting = set(range(1, size))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0" + address)
+        listener.listen(size)
+        listener.settimeout(_TICK)
+        store.set("arena", f"processes {address}")
+        while waiting:
+            if time.monotonic() > deadline:
+                here = {peer for peer in waiting if store.check([f"here/{peer}"])}
+                missing = tuple(sorted(waiting - here)) or tuple(sorted(waiting))
+                raise CollectiveTimeoutError(
+                    f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of group {name!r} did not"
+                    f" come within {time.monotonic() - started:.1f} s (seen from rank 0 of {size}): are they"
+                    " running, on this host, and do they use the same rendezvous?",
+                    missing,
+                )
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            with connection:
+                peer = _greet(connection)
+                if peer in waiting:
+                    socket.send_fds(connection, [_MAGIC], [descriptor])
+                    waiting.discard(peer)
+
+
+def _greet(connection: socket.socket) -> int | None:
+    """The rank at the other end, or None for a stranger."""
+    credentials = array.array("i")
+    credentials.frombytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if credentials[1] != os.geteuid():
+        return None
+    connection.settimeout(1)
+    try:
+        hello = connection.recv(_HELLO.size)
+    except OSError:
+        return None
+    if len(hello) != _HELLO.size:
+        return None
+    magic, peer = _HELLO.unpack(hello)
+    return int(peer) if magic == _MAGIC else None
+
+
+def _fetch(address: str, rank: int, name: str, deadline: float) -> int:
+    """Any other rank: connect to rank 0 and receive the descriptor."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(_TICK)
+        while True:
+            try:
+                connection.connect("\0" + address)
+                break
+            except (BlockingIOError, TimeoutError):
+                pass  # the queue of rank 0 is full
+            except OSError as error:
+                raise DistBackendError(
+                    f"rank {rank} of group {name!r} cannot reach rank 0 on this host ({error}): either rank 0 has"
+                    " failed, or the two are on different hosts, which torchestra does not span yet"
+                ) from error
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(f"rank 0 of group {name!r} does not answer rank {rank}", (0,))
+            time.sleep(_TICK)
+        connection.send(_HELLO.pack(_MAGIC, rank))
+        while True:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(connection, 16, 1)
+                break
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise CollectiveTimeoutError(
+                        f"rank 0 of group {name!r} did not give its arena to rank {rank} in time", (0,)
+                    ) from None
+    if message != _MAGIC or not descriptors:
+        raise DistBackendError(
+            f"rank 0 of group {name!r} refused rank {rank}: do two processes claim the same rank, or another user's?"
+        )
+    return descriptors[0]

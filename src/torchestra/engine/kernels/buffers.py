@@ -1,0 +1,67 @@
+"""Where the pieces of an operation lie in the arena, and how they are copied out of it."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from numba import njit
+
+from torchestra.engine import layout as at
+from torchestra.engine.atomics import load, memcpy, stream_line
+from torchestra.engine.waiting import KERNEL_OPTIONS
+
+SLOTS, SLOT_BYTES, PIPES, PIPE_BYTES, SEQUENCE = at.SLOTS, at.SLOT_BYTES, at.PIPES, at.PIPE_BYTES, at.SEQUENCE
+SIZE, STREAM_ABOVE = at.SIZE, at.STREAM_ABOVE
+
+SHARED_PATH = 1 << 60
+"""RESUME of an operation that goes on over the peers' own tensors."""
+
+
+@njit(**KERNEL_OPTIONS)
+def buffer_of(context, rank, chunk):
+    """Where ``rank`` keeps chunk number ``chunk`` of the current operation.
+
+    Chunk 0 may be written before the others have arrived: it goes into the slot of the operation's
+    parity, which nobody reads any more (everybody was seen in the operation before, and so had finished the
+    one before that). Later chunks go through the three pipes, and are written only after everybody
+    has arrived, that is, has finished every earlier operation.
+    """
+    if chunk == 0:
+        parity = load(context + SEQUENCE) & 1
+        return load(context + SLOTS) + (rank * 2 + parity) * load(context + SLOT_BYTES)
+    return load(context + PIPES) + (rank * 3 + chunk % 3) * load(context + PIPE_BYTES)
+
+
+@njit(**KERNEL_OPTIONS)
+def place(context, owner, reader):
+    """Which of the SIZE - 1 parts of the buffer of ``owner`` is meant for ``reader``."""
+    size = load(context + SIZE)
+    return (reader - owner - 1 + size) % size
+
+
+@njit(**KERNEL_OPTIONS)
+def streams(context, total):
+    """Whether a result of ``total`` bytes is written past the caches."""
+    return total > load(context + STREAM_ABOVE)
+
+
+@njit(**KERNEL_OPTIONS)
+def copy_out(target, source, length, stream):
+    """Copy into a result; ``stream`` when the whole of it is too large to stay in a cache anyway.
+
+    A streaming store spares the read of the line that an ordinary store to memory costs.
+    """
+    if not stream or length < 4096:
+        memcpy(target, source, length)
+        return
+    head = (64 - target % 64) % 64
+    if head:
+        memcpy(target, source, head)
+        target += head
+        source += head
+        length -= head
+    for line in range(length // 64):
+        stream_line(target + line * 64, source + line * 64)
+    rest = length % 64
+    if rest:
+        memcpy(target + length - rest, source + length - rest, rest)

@@ -1,0 +1,60 @@
+"""All kernels, with the number of their arguments, and how they are loaded."""
+
+# mypy: disable-error-code="attr-defined"
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from numba import types
+
+from torchestra.engine import reductions
+from torchestra.engine.channels import warm_up_channels
+from torchestra.engine.compilation import compiling
+from torchestra.engine.kernels import control, move, reduce
+from torchestra.types import ReduceOp
+
+_KERNELS: dict[Any, int] = {
+    move.barrier: 2,
+    move.share: 6,
+    move.all_gather: 8,
+    move.broadcast: 8,
+    move.exchange: 4,
+    move.all_to_all_even: 7,
+    reduce.all_reduce: 10,
+    reduce.reduce_scatter: 8,
+    reduce.reduce_scatter_even: 8,
+    control.read: 1,
+    control.tell: 2,
+    control.claim: 1,
+    control.ask: 1,
+    control.await_question: 3,
+    control.wake_everybody: 1,
+    control.publish_step: 2,
+    control.await_step: 2,
+}
+
+_loaded = False
+_loading = threading.Lock()
+
+
+def load_kernels() -> None:
+    """Compile, or load from the cache, all kernels and the commonest reductions; once a process."""
+    global _loaded
+    with _loading:
+        if not _loaded:
+            _load()
+            _loaded = True
+
+
+def _load() -> None:
+    with compiling("kernels"):
+        for kernel, arguments in _KERNELS.items():
+            kernel.compile((types.int64,) * arguments)
+            kernel.disable_compile()
+        warm_up_channels()
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        reductions.reduction(dtype, ReduceOp.SUM)
+    reductions.reduction(torch.float32, ReduceOp.AVG)

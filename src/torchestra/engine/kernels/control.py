@@ -1,0 +1,86 @@
+"""Single accesses to shared words, for Python code: with the ordering that each needs."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from numba import njit
+
+from torchestra.engine import layout as at
+from torchestra.engine.atomics import (
+    compare_exchange,
+    fetch_add,
+    load,
+    load_acquire,
+    load_ordered,
+    store_ordered,
+    syscall,
+)
+from torchestra.engine.waiting import (
+    EVERYBODY,
+    FUTEX,
+    FUTEX_WAIT,
+    FUTEX_WAKE,
+    KERNEL_OPTIONS,
+    control_of,
+    publish,
+    wait_for_step,
+)
+
+SIZE, PATIENCE, ASKED = at.SIZE, at.PATIENCE, at.ASKED
+
+
+@njit(**KERNEL_OPTIONS)
+def read(address):
+    """The word, with all that was written before it."""
+    return load_acquire(address)
+
+
+@njit(**KERNEL_OPTIONS)
+def tell(address, value):
+    """Write the word after all that was written before it."""
+    store_ordered(address, value)
+    return 0
+
+
+@njit(**KERNEL_OPTIONS)
+def claim(address):
+    """Make a word 1 that was 0; return what it was."""
+    return compare_exchange(address, 0, 1)
+
+
+@njit(**KERNEL_OPTIONS)
+def ask(address):
+    """Count a question up and wake who sleeps on it; the number of the question."""
+    number = fetch_add(address, 1) + 1
+    syscall(FUTEX, address, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+    return number
+
+
+@njit(**KERNEL_OPTIONS)
+def await_question(context, address, answered):
+    """Sleep until the word is no longer ``answered``, or for a while; the word."""
+    if load_ordered(address) == answered:
+        syscall(FUTEX, address, FUTEX_WAIT, answered & 0xFFFF_FFFF, 0, 0, 0)
+    return load_acquire(address)
+
+
+@njit(**KERNEL_OPTIONS)
+def wake_everybody(context):
+    """Wake every rank that sleeps on any progress word, so that it looks around."""
+    for rank in range(load(context + SIZE)):
+        word = control_of(context, rank)
+        syscall(FUTEX, word, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+        syscall(FUTEX, word + ASKED, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+    return 0
+
+
+@njit(**KERNEL_OPTIONS)
+def publish_step(context, step):
+    publish(context, step)
+    return 0
+
+
+@njit(**KERNEL_OPTIONS)
+def await_step(context, step):
+    return wait_for_step(context, step)

@@ -1,0 +1,261 @@
+"""The collectives that only move bytes: barrier, one-to-many, and many-to-many.
+
+Lengths are in bytes; ``count`` is what the fingerprint compares. Every kernel can return PENDING and be
+called again with the same arguments (waiting.py).
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from numba import njit
+
+from torchestra.engine import layout as at
+from torchestra.engine.atomics import load, memcpy, store, stream_fence
+from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, copy_out, place, streams
+from torchestra.engine.waiting import (
+    KERNEL_OPTIONS,
+    arrive,
+    begin,
+    everyone_shares,
+    meet,
+    part,
+    publish,
+    shared_tensor,
+    wait_for_step,
+)
+
+RANK, SIZE, RESUME, SEQUENCE, SPLITS = at.RANK, at.SIZE, at.RESUME, at.SEQUENCE, at.SPLITS
+SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES = at.SOURCES, at.SOURCE_BYTES, at.TARGETS, at.TARGET_BYTES
+NOT_SHARED, DONE, MISMATCH = at.NOT_SHARED, at.DONE, at.MISMATCH
+
+
+@njit(**KERNEL_OPTIONS)
+def barrier(context, meta):
+    """Arrive and meet: nobody returns before everybody has called."""
+    if load(context + RESUME) == 0:
+        begin(context)
+        arrive(context, meta, 0, NOT_SHARED)
+    code = meet(context, meta, 0)
+    store(context + RESUME, 0 if code == DONE else 1)
+    return code
+
+
+@njit(**KERNEL_OPTIONS)
+def share(context, meta, count, source, chunk, shared):
+    """Every rank offers one piece, and reads the pieces of the others that it wants.
+
+    TARGET_BYTES says, the same on every rank, how long the piece of each rank is (0: offers none), TARGETS
+    where to put it (0: not wanted here). In iteration t a rank copies part t of its piece into its buffer
+    and part t - 1 of the others' pieces out of theirs. One copy in the buffer serves all readers.
+    """
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    targets = load(context + TARGETS)
+    lengths = load(context + TARGET_BYTES)
+    own = load(lengths + rank * 8)
+    longest = 0
+    total = 0
+    for peer in range(size):
+        longest = max(longest, load(lengths + peer * 8))
+        if load(targets + peer * 8) != 0:
+            total += load(lengths + peer * 8)
+    stream = streams(context, total)
+    parts = max(1, (longest + chunk - 1) // chunk)
+    iteration = load(context + RESUME)
+    if iteration >= SHARED_PATH:
+        return _share_in_place(context, source, stream)
+    if iteration == 0:
+        begin(context)
+    while iteration < parts + 1:
+        if iteration > 0:
+            if iteration == 1:
+                code = meet(context, meta, count)
+            else:
+                code = wait_for_step(context, iteration)
+            if code != DONE:
+                store(context + RESUME, iteration)
+                return code
+            if iteration == 1 and parts > 1 and everyone_shares(context):
+                return _share_in_place(context, source, stream)
+        offset = iteration * chunk
+        if iteration < parts and offset < own:
+            length = min(chunk, own - offset)
+            memcpy(buffer_of(context, rank, iteration), source + offset, length)
+            target = load(targets + rank * 8)
+            if target != 0 and target != source:
+                copy_out(target + offset, source + offset, length, stream)
+        if iteration > 0:
+            offset -= chunk
+            for peer in range(size):
+                target = load(targets + peer * 8)
+                length = min(chunk, load(lengths + peer * 8) - offset)
+                if peer != rank and target != 0 and length > 0:
+                    copy_out(target + offset, buffer_of(context, peer, iteration - 1), length, stream)
+        if iteration == 0:
+            arrive(context, meta, count, shared)
+        elif iteration < parts:
+            publish(context, iteration + 1)
+        iteration += 1
+    if stream:
+        stream_fence()
+    store(context + RESUME, 0)
+    return DONE
+
+
+@njit(**KERNEL_OPTIONS)
+def _share_in_place(context, source, stream):
+    """The pieces of all ranks lie in their heaps: read them there, once, and part."""
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    if load(context + RESUME) < SHARED_PATH:
+        for step in range(size):
+            peer = (rank + step) % size
+            target = load(load(context + TARGETS) + peer * 8)
+            length = load(load(context + TARGET_BYTES) + peer * 8)
+            piece = shared_tensor(context, peer)
+            if target != 0 and target != piece and length > 0:
+                copy_out(target, piece, length, stream)
+        if stream:
+            stream_fence()
+        publish(context, 2)
+        store(context + RESUME, SHARED_PATH)
+    code = part(context)
+    if code == DONE:
+        store(context + RESUME, 0)
+    return code
+
+
+@njit(**KERNEL_OPTIONS)
+def all_gather(context, meta, count, source, target, length, chunk, shared):
+    """Everybody gets the pieces of all, each ``length`` bytes, one after the other."""
+    if load(context + RESUME) == 0:
+        for peer in range(load(context + SIZE)):
+            store(load(context + TARGETS) + peer * 8, target + peer * length)
+            store(load(context + TARGET_BYTES) + peer * 8, length)
+    return share(context, meta, count, source, chunk, shared)
+
+
+@njit(**KERNEL_OPTIONS)
+def broadcast(context, meta, count, address, length, root, chunk, shared):
+    """Everybody gets the ``length`` bytes of ``root``."""
+    if load(context + RESUME) == 0:
+        for peer in range(load(context + SIZE)):
+            store(load(context + TARGETS) + peer * 8, 0)
+            store(load(context + TARGET_BYTES) + peer * 8, 0)
+        store(load(context + TARGETS) + root * 8, address)
+        store(load(context + TARGET_BYTES) + root * 8, length)
+    return share(context, meta, count, address, chunk, shared)
+
+
+@njit(**KERNEL_OPTIONS)
+def _splits_of(context, rank):
+    """Two rows of SIZE words: what ``rank`` sends to, and what it expects from, each peer."""
+    size = load(context + SIZE)
+    return load(context + SPLITS) + (rank * 2 + (load(context + SEQUENCE) & 1)) * 2 * size * 8
+
+
+@njit(**KERNEL_OPTIONS)
+def _tell_splits(context):
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    row = _splits_of(context, rank)
+    memcpy(row, load(context + SOURCE_BYTES), size * 8)
+    memcpy(row + size * 8, load(context + TARGET_BYTES), size * 8)
+
+
+@njit(**KERNEL_OPTIONS)
+def _longest_split(context):
+    """The longest piece of any pair, or -1 when a pair does not agree about a length."""
+    size = load(context + SIZE)
+    longest = 0
+    for sender in range(size):
+        sent = _splits_of(context, sender)
+        for receiver in range(size):
+            length = load(sent + receiver * 8)
+            if load(_splits_of(context, receiver) + (size + sender) * 8) != length:
+                return -1
+            longest = max(longest, length)
+    return longest
+
+
+@njit(**KERNEL_OPTIONS)
+def exchange(context, meta, count, chunk):
+    """Every rank sends one piece to each peer: SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES, by peer.
+
+    In iteration t a rank copies part t of the piece for each peer into its place in the buffer (SIZE - 1 places
+    of ``chunk`` bytes) and part t - 1 of the pieces for itself out of the others' buffers.
+    What the ranks send and expect is told with the fingerprint, and all compare all of it.
+    """
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    sources = load(context + SOURCES)
+    sent = load(context + SOURCE_BYTES)
+    targets = load(context + TARGETS)
+    expected = load(context + TARGET_BYTES)
+    total = 0
+    for peer in range(size):
+        total += load(expected + peer * 8)
+    stream = streams(context, total)
+    iteration = load(context + RESUME)
+    parts = 1
+    if iteration == 0:
+        begin(context)
+        _tell_splits(context)
+    elif iteration > 1:
+        parts = max(1, (_longest_split(context) + chunk - 1) // chunk)
+    while iteration < parts + 1:
+        if iteration > 0:
+            if iteration == 1:
+                code = meet(context, meta, count)
+                if code == DONE:
+                    longest = _longest_split(context)
+                    if longest < 0:
+                        code = MISMATCH
+                    parts = max(1, (longest + chunk - 1) // chunk)
+            else:
+                code = wait_for_step(context, iteration)
+            if code != DONE:
+                store(context + RESUME, iteration)
+                return code
+        offset = iteration * chunk
+        if iteration < parts:
+            buffer = buffer_of(context, rank, iteration)
+            for peer in range(size):
+                length = min(chunk, load(sent + peer * 8) - offset)
+                if length > 0:
+                    source = load(sources + peer * 8) + offset
+                    if peer == rank:
+                        length = min(length, load(expected + peer * 8) - offset)
+                        copy_out(load(targets + peer * 8) + offset, source, length, stream)
+                    else:
+                        memcpy(buffer + place(context, rank, peer) * chunk, source, length)
+        if iteration > 0:
+            offset -= chunk
+            for step in range(1, size):
+                peer = (rank + step) % size
+                length = min(chunk, load(expected + peer * 8) - offset)
+                if length > 0:
+                    buffer = buffer_of(context, peer, iteration - 1) + place(context, peer, rank) * chunk
+                    copy_out(load(targets + peer * 8) + offset, buffer, length, stream)
+        if iteration == 0:
+            arrive(context, meta, count, NOT_SHARED)
+        elif iteration < parts:
+            publish(context, iteration + 1)
+        iteration += 1
+    if stream:
+        stream_fence()
+    store(context + RESUME, 0)
+    return DONE
+
+
+@njit(**KERNEL_OPTIONS)
+def all_to_all_even(context, meta, count, source, target, length, chunk):
+    """exchange of equal pieces of ``length`` bytes that lie one after the other on both sides."""
+    if load(context + RESUME) == 0:
+        for peer in range(load(context + SIZE)):
+            store(load(context + SOURCES) + peer * 8, source + peer * length)
+            store(load(context + TARGETS) + peer * 8, target + peer * length)
+            store(load(context + SOURCE_BYTES) + peer * 8, length)
+            store(load(context + TARGET_BYTES) + peer * 8, length)
+    return exchange(context, meta, count, chunk)

@@ -1,0 +1,242 @@
+"""all_reduce, reduce and reduce_scatter.
+
+``unit`` is the size of an element in bytes, ``count`` a number of elements, ``function`` the address of a
+reduction (reductions.py), ``chunk`` the elements per chunk, or 0 for the direct algorithm. Every kernel
+can return PENDING and be called again with the same arguments (waiting.py).
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from numba import njit
+
+from torchestra.engine import layout as at
+from torchestra.engine.atomics import call_reduction, load, memcpy, store
+from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, place
+from torchestra.engine.waiting import (
+    KERNEL_OPTIONS,
+    arrive,
+    begin,
+    everyone_shares,
+    meet,
+    part,
+    publish,
+    shared_tensor,
+    wait_for_step,
+)
+
+RANK, SIZE, RESUME, POINTERS, SOURCES = at.RANK, at.SIZE, at.RESUME, at.POINTERS, at.SOURCES
+SOURCE_BYTES, NOT_SHARED = at.SOURCE_BYTES, at.NOT_SHARED
+DONE = at.DONE
+
+_CACHED_BLOCK = 1 << 14
+
+
+@njit(**KERNEL_OPTIONS)
+def all_reduce(context, meta, count, source, target, unit, function, root, chunk, shared):
+    """Reduce to everybody (``root`` = -1) or to one rank; ``target`` may be ``source``."""
+    if chunk == 0:
+        return _all_reduce_direct(context, meta, count, source, target, unit, function, root)
+    return _all_reduce_chunked(
+        context, meta, count, source, target, unit, function, root, chunk, shared
+    )
+
+
+@njit(**KERNEL_OPTIONS)
+def _all_reduce_direct(context, meta, count, source, target, unit, function, root):
+    """Everybody writes its tensor into its slot, meets, and reduces all slots: one synchronisation."""
+    rank = load(context + RANK)
+    if load(context + RESUME) == 0:
+        begin(context)
+        memcpy(buffer_of(context, rank, 0), source, count * unit)
+        arrive(context, meta, count, NOT_SHARED)
+    code = meet(context, meta, count)
+    if code != DONE:
+        store(context + RESUME, 1)
+        return code
+    store(context + RESUME, 0)
+    if root < 0 or root == rank:
+        size = load(context + SIZE)
+        pointers = load(context + POINTERS)
+        for peer in range(size):
+            store(pointers + peer * 8, buffer_of(context, peer, 0))
+        store(pointers + rank * 8, source)
+        call_reduction(function, target, pointers, size, count)
+    return DONE
+
+
+@njit(**KERNEL_OPTIONS)
+def _piece(peer, size, length):
+    """Where the piece of ``peer`` begins in a range of ``length`` elements, in steps of 64 elements."""
+    return min(length, (length + size * 64 - 1) // (size * 64) * 64 * peer)
+
+
+@njit(**KERNEL_OPTIONS)
+def _all_reduce_chunked(context, meta, count, source, target, unit, function, root, chunk, shared):
+    """Reduce-scatter and all-gather, pipelined over chunks: one synchronisation a chunk.
+
+    In iteration t a rank (1) copies the peers' pieces of chunk t into its buffer, (2) reduces its own
+    piece of chunk t - 1 out of everybody's buffers, into its result and its buffer, (3) copies the peers'
+    pieces of chunk t - 2 out of their buffers; then it publishes step t + 1. A buffer is written again
+    three iterations later: to be there a rank has seen everybody past iteration t + 2, where chunk
+    t was read for the last time.
+    """
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    pointers = load(context + POINTERS)
+    chunks = (count + chunk - 1) // chunk
+    wanted = root < 0 or root == rank
+    iteration = load(context + RESUME)
+    if iteration >= SHARED_PATH:
+        return _all_reduce_shared(context, count, unit, function, root)
+    if iteration == 0:
+        begin(context)
+    while iteration < chunks + 2:
+        if iteration > 0:
+            if iteration == 1:
+                code = meet(context, meta, count)
+            else:
+                code = wait_for_step(context, iteration)
+            if code != DONE:
+                store(context + RESUME, iteration)
+                return code
+            if iteration == 1 and everyone_shares(context):
+                return _all_reduce_shared(context, count, unit, function, root)
+        if iteration < chunks:
+            offset = iteration * chunk
+            length = min(chunk, count - offset)
+            buffer = buffer_of(context, rank, iteration)
+            for peer in range(size):
+                if peer != rank:
+                    first = _piece(peer, size, length)
+                    last = _piece(peer + 1, size, length)
+                    memcpy(buffer + first * unit, source + (offset + first) * unit, (last - first) * unit)
+        if 0 < iteration <= chunks:
+            offset = (iteration - 1) * chunk
+            length = min(chunk, count - offset)
+            first = _piece(rank, size, length)
+            last = _piece(rank + 1, size, length)
+            if last > first:
+                for peer in range(size):
+                    buffer = buffer_of(context, peer, iteration - 1)
+                    store(pointers + peer * 8, buffer + first * unit)
+                own = load(pointers + rank * 8)
+                store(pointers + rank * 8, source + (offset + first) * unit)
+                if wanted:
+                    result = target + (offset + first) * unit
+                    call_reduction(function, result, pointers, size, last - first)
+                    if root < 0:
+                        memcpy(own, result, (last - first) * unit)
+                else:
+                    call_reduction(function, own, pointers, size, last - first)
+        if iteration > 1 and wanted:
+            offset = (iteration - 2) * chunk
+            length = min(chunk, count - offset)
+            for peer in range(size):
+                if peer != rank:
+                    first = _piece(peer, size, length)
+                    last = _piece(peer + 1, size, length)
+                    buffer = buffer_of(context, peer, iteration - 2)
+                    memcpy(target + (offset + first) * unit, buffer + first * unit, (last - first) * unit)
+        if iteration == 0:
+            arrive(context, meta, count, shared)
+        elif iteration < chunks + 1:
+            publish(context, iteration + 1)
+        iteration += 1
+    store(context + RESUME, 0)
+    return DONE
+
+
+@njit(**KERNEL_OPTIONS)
+def _all_reduce_shared(context, count, unit, function, root):
+    """Reduce in place over the ranks' own tensors, which all lie in their heaps.
+
+    Everybody reduces its piece out of all tensors and writes it into all of them (or the root's): no other
+    rank reads or writes that piece, so the only synchronisation is at the start and at the end.
+    """
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    pointers = load(context + POINTERS)
+    if load(context + RESUME) < SHARED_PATH:
+        first = _piece(rank, size, count)
+        last = _piece(rank + 1, size, count)
+        while first < last:
+            length = min(_CACHED_BLOCK // unit, last - first)
+            for peer in range(size):
+                store(pointers + peer * 8, shared_tensor(context, peer) + first * unit)
+            result = load(pointers + (rank if root < 0 else root) * 8)
+            call_reduction(function, result, pointers, size, length)
+            if root < 0:
+                for peer in range(size):
+                    if peer != rank:
+                        memcpy(load(pointers + peer * 8), result, length * unit)
+            first += length
+        publish(context, 2)
+        store(context + RESUME, SHARED_PATH)
+    code = part(context)
+    if code == DONE:
+        store(context + RESUME, 0)
+    return code
+
+
+@njit(**KERNEL_OPTIONS)
+def reduce_scatter(context, meta, count, target, unit, function, chunk, longest):
+    """Reduce the pieces that the tables SOURCES and SOURCE_BYTES describe, each to the rank it is for.
+
+    In iteration t a rank copies part t of every peer's piece into its buffer and reduces part t - 1 of its own
+    piece out of everybody's buffers. ``longest`` is the number of elements of the longest
+    piece, ``chunk`` of a part; SIZE - 1 parts fit into a buffer.
+    """
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    pointers = load(context + POINTERS)
+    sources = load(context + SOURCES)
+    lengths = load(context + SOURCE_BYTES)
+    iteration = load(context + RESUME)
+    parts = max(1, (longest + chunk - 1) // chunk)
+    if iteration == 0:
+        begin(context)
+    while iteration < parts + 1:
+        if iteration > 0:
+            if iteration == 1:
+                code = meet(context, meta, count)
+            else:
+                code = wait_for_step(context, iteration)
+            if code != DONE:
+                store(context + RESUME, iteration)
+                return code
+        offset = iteration * chunk * unit
+        if iteration < parts:
+            buffer = buffer_of(context, rank, iteration)
+            for peer in range(size):
+                length = min(chunk * unit, load(lengths + peer * 8) - offset)
+                if peer != rank and length > 0:
+                    slot = buffer + place(context, rank, peer) * chunk * unit
+                    memcpy(slot, load(sources + peer * 8) + offset, length)
+        if iteration > 0:
+            offset -= chunk * unit
+            length = min(chunk * unit, load(lengths + rank * 8) - offset)
+            if length > 0:
+                for peer in range(size):
+                    buffer = buffer_of(context, peer, iteration - 1)
+                    store(pointers + peer * 8, buffer + place(context, peer, rank) * chunk * unit)
+                store(pointers + rank * 8, load(sources + rank * 8) + offset)
+                call_reduction(function, target + offset, pointers, size, length // unit)
+        if iteration == 0:
+            arrive(context, meta, count, NOT_SHARED)
+        elif iteration < parts:
+            publish(context, iteration + 1)
+        iteration += 1
+    store(context + RESUME, 0)
+    return DONE
+
+
+@njit(**KERNEL_OPTIONS)
+def reduce_scatter_even(context, meta, count, source, target, unit, function, chunk):
+    """reduce_scatter of equal pieces that lie one after the other; ``count`` elements in a piece."""
+    if load(context + RESUME) == 0:
+        for peer in range(load(context + SIZE)):
+            store(load(context + SOURCES) + peer * 8, source + peer * count * unit)
+            store(load(context + SOURCE_BYTES) + peer * 8, count * unit)
+    return reduce_scatter(context, meta, count, target, unit, function, chunk, count)

@@ -1,0 +1,147 @@
+"""Where everything lies in an arena, and in the private context that a kernel gets of it.
+
+An arena is one range of memory that every rank of a group can address (at different addresses, where
+ranks are processes)::
+
+    header | control blocks | splits | slots | pipes | channels | heaps     (each but channels: rank by rank)
+
+Who may write what: a control block, its rank's splits, slots, pipes and heap are written by that rank
+alone, but for the word of the control block that waiters count up and down (``WAITERS``); the abort
+word in the header is set once, by any rank; channels have rules of their own (channels.py).
+
+*Splits* hold how much a rank sends to and expects from each peer in an uneven all_to_all. *Slots* (two a
+rank) carry what fits into one piece: the one with the parity of the operation's sequence
+number. *Pipes* (three a rank) carry larger operations chunk by chunk. The *heap* is a large, sparsely filled
+range for tensors that the ranks share (``dist.empty``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
+VERSION = 1
+PAGE = 4096
+LINE = 64
+
+# The header's words, as byte offsets.
+HEADER_MAGIC = 0
+HEADER_VERSION = 8
+HEADER_SIZE = 16
+HEADER_SLOT_BYTES = 24
+HEADER_PIPE_BYTES = 32
+HEADER_HEAP_BYTES = 40
+HEADER_ABORT_CLAIM = 120  # 1 when a rank is writing why it aborts the group
+HEADER_ABORT = 128  # 1 when that is written
+HEADER_ABORT_LENGTH = 136
+HEADER_ABORT_TEXT = 256
+HEADER_ABORT_TEXT_BYTES = 3840
+
+# A control block's words, as byte offsets. The first cache line is what every operation reads.
+CONTROL_BYTES = 4096
+PROGRESS = 0  # (sequence number << STEP_BITS) + step, only ever grows
+META = 8  # two words, by parity: what operation (see operations.py)
+COUNT = 24  # two words, by parity: its size
+SHARED = 40  # two words, by parity: where in the rank's heap the tensor lies, or NOT_SHARED
+WAITERS = 128  # how many ranks sleep on PROGRESS
+STATE = 256  # ABSENT, PRESENT or LEFT
+PROCESS = 264  # process id of the rank
+STARTED = 272  # when that process started, in clock ticks since boot
+ASKED = 384  # counts up when a peer wants to know what this rank is doing
+ANSWERED = 392  # the value of ASKED that TEXT answers
+TEXT_LENGTH = 400
+TEXT = 512  # what the rank called in a mismatch, or what it is doing
+TEXT_BYTES = 3584
+
+ABSENT = 0
+PRESENT = 1
+LEFT = 2
+
+STEP_BITS = 24
+SLOTS_PER_RANK = 2
+PIPES_PER_RANK = 3
+
+# The kernel's private context: words of 8 bytes, as byte offsets.
+RANK = 0
+SIZE = 8
+CONTROL = 16  # address of the control block of rank 0
+SPLITS = 24  # address of the splits of rank 0
+SLOTS = 32  # address of the slots of rank 0
+SLOT_BYTES = 40
+PIPES = 48  # address of the pipes of rank 0
+PIPE_BYTES = 56
+HEAPS = 64  # address of the heap of rank 0
+HEAP_BYTES = 72
+ABORT = 80  # address of the header's abort word
+SEQUENCE = 88  # of the last operation begun
+RESUME = 96  # where to go on in an operation that returned PENDING; 0 at its start
+BLOCKED = 104  # the rank waited for when PENDING or ABORTED was returned
+SPINS = 112  # how often a wait looks before it yields
+YIELDS = 120  # how often it yields before it sleeps
+PATIENCE = 128  # address of a struct timespec: how long it sleeps before it returns PENDING
+STREAM_ABOVE = 136  # results of more bytes than this are written past the caches
+# Tables of SIZE words each, in the same private memory.
+POINTERS = 144  # scratch: the sources of a reduction
+SOURCES = 152  # by peer: where the piece for it lies
+SOURCE_BYTES = 160
+TARGETS = 168  # by peer: where its piece goes, or 0 when it is not wanted
+TARGET_BYTES = 176
+CONTEXT_BYTES = 256
+TABLES = (POINTERS, SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES)
+
+NOT_SHARED = -(1 << 62)  # SHARED of a tensor that does not lie in the heap
+
+# What a kernel returns.
+DONE = 0
+PENDING = 1
+ABORTED = 2
+MISMATCH = 3
+
+
+def align(number: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not below ``number``."""
+    return -(-number // unit) * unit
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The offsets of an arena for ``size`` ranks."""
+
+    size: int
+    slot_bytes: int
+    pipe_bytes: int
+    channel_bytes: int  # of all ranks together
+    heap_bytes: int
+
+    @property
+    def control(self) -> int:
+        return PAGE
+
+    @property
+    def splits(self) -> int:
+        return self.control + self.size * CONTROL_BYTES
+
+    @property
+    def splits_bytes(self) -> int:
+        """Of one rank: by parity, then sent and expected, then by peer."""
+        return 2 * 2 * 8 * self.size
+
+    @property
+    def slots(self) -> int:
+        return align(self.splits + self.size * self.splits_bytes, PAGE)
+
+    @property
+    def pipes(self) -> int:
+        return self.slots + self.size * SLOTS_PER_RANK * self.slot_bytes
+
+    @property
+    def channels(self) -> int:
+        return self.pipes + self.size * PIPES_PER_RANK * self.pipe_bytes
+
+    @property
+    def heaps(self) -> int:
+        return align(self.channels + self.channel_bytes, PAGE)
+
+    @property
+    def total(self) -> int:
+        return self.heaps + self.size * self.heap_bytes

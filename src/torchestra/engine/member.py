@@ -1,0 +1,319 @@
+"""One rank's place in an arena: its private kernel context, and how its waits end.
+
+A kernel that has waited for a while returns PENDING, with the rank it waits for in BLOCKED. :meth:`Member.run`
+then looks, in Python: signals have been handled by the time it runs, so Ctrl-C gets through; a peer that has
+died or left, an abort by another rank or the deadline end the operation with an error that names the
+rank. An operation that is left halfway cannot be taken back, so whoever leaves one aborts the group: it writes
+why into the arena's header, and every other rank raises that instead of waiting for ever.
+
+A mismatch is different: it is found when everybody has arrived and before anything was moved, so all ranks
+raise it together and the group stays usable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchestra.engine import layout as at
+from torchestra.engine import operations
+from torchestra.engine.arena import Arena
+from torchestra.engine.callsites import call_site
+from torchestra.engine.heap import Heap
+from torchestra.engine.kernels import control
+from torchestra.engine.liveness import Peers, process_start
+from torchestra.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    GroupDestroyedError,
+    RankFailedError,
+)
+
+_LIVENESS_SECONDS = 0.05
+_ANSWER_SECONDS = 0.5
+
+
+class Member:
+    """Rank ``rank`` of the group that meets in ``arena``. One operation runs at a time."""
+
+    def __init__(self, arena: Arena, rank: int, name: str, *, spins: int, yields: int) -> None:
+        self.arena = arena
+        self.rank = rank
+        self.size = arena.layout.size
+        self.name = name
+        self.heap = Heap(arena, rank)
+        self.peers: Peers | None = None
+        self.closed = False
+        self._aborted: GroupAbortedError | None = None
+        self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
+        self._tables: npt.NDArray[np.int64] = np.zeros((len(at.TABLES), self.size), dtype=np.int64)
+        self._patience = np.array([0, int(_LIVENESS_SECONDS * 1e9)], dtype=np.int64)
+        self.context: int = self._words.ctypes.data
+        layout, base = arena.layout, arena.address
+        for offset, value in (
+            (at.RANK, rank),
+            (at.SIZE, self.size),
+            (at.CONTROL, base + layout.control),
+            (at.SPLITS, base + layout.splits),
+            (at.SLOTS, base + layout.slots),
+            (at.SLOT_BYTES, layout.slot_bytes),
+            (at.PIPES, base + layout.pipes),
+            (at.PIPE_BYTES, layout.pipe_bytes),
+            (at.HEAPS, base + layout.heaps),
+            (at.HEAP_BYTES, layout.heap_bytes),
+            (at.ABORT, base + at.HEADER_ABORT),
+            (at.SPINS, spins),
+            (at.YIELDS, yields),
+            (at.PATIENCE, self._patience.ctypes.data),
+            *((table, self._tables[index].ctypes.data) for index, table in enumerate(at.TABLES)),
+        ):
+            self._words[offset // 8] = value
+        self._control = arena.control(rank)
+
+    # -- what the engine above uses
+
+    def word(self, offset: int) -> int:
+        """A word of the private context."""
+        return int(self._words[offset // 8])
+
+    def set_word(self, offset: int, value: int) -> None:
+        self._words[offset // 8] = value
+
+    def set_table(self, table: int, values: Sequence[int]) -> None:
+        """Fill one of the tables by peer (at.SOURCES, …)."""
+        self._tables[at.TABLES.index(table), :] = values
+
+    def finish(
+        self, code: int, kernel: Callable[..., int], arguments: tuple[int, ...], seconds: float, site: str | None
+    ) -> None:
+        """Bring an operation to its end whose kernel has not returned DONE.
+
+        Args:
+            code: what the kernel returned.
+            kernel, arguments: to call it again with.
+            seconds: how long the operation may wait for other ranks, counted from now.
+            site: the line of the program that called, where it is not on this thread's stack.
+        """
+        started = time.monotonic()
+        try:
+            suspect: int | None = None
+            while code == at.PENDING:
+                meta, count = arguments[1], arguments[2] if len(arguments) > 2 else 0
+                suspect = self.check(
+                    operations.describe(meta, count), self.word(at.BLOCKED), started, seconds, suspect
+                )
+                code = kernel(*arguments)
+        except GroupAbortedError:
+            raise
+        except BaseException as error:
+            self.abort(f"rank {self.rank} left {self._now()} with {type(error).__name__}: {error}")
+            raise
+        if code == at.ABORTED:
+            raise self.aborted()
+        if code == at.MISMATCH:
+            self.set_word(at.RESUME, 0)
+            self._raise_mismatch(arguments[1], arguments[2] if len(arguments) > 2 else 0, site, seconds)
+
+    def check(
+        self, doing: str, blocked: int | None, started: float, seconds: float, suspect: int | None = None
+    ) -> int | None:
+        """Raise if waiting any longer in ``doing`` (begun at time.monotonic() ``started``) is in vain.
+
+        A rank that is gone may have done its part before it went. So the first call that finds the
+        rank waited for gone only returns it, for the caller to look once more and hand it in as ``suspect``.
+        (Ranks that wait for a rank which waits for the dead one hear of it by the abort.)
+
+        Raises:
+            GroupAbortedError: another rank has aborted the group, or the rank waited for has left it.
+            RankFailedError: the rank waited for has died (any rank, where ``blocked`` is None).
+            CollectiveTimeoutError: more than ``seconds`` have passed.
+            GroupDestroyedError: this rank has closed the group meanwhile.
+        """
+        if self.arena.word(at.HEADER_ABORT):
+            raise self.aborted()
+        if self.closed:
+            raise GroupDestroyedError(f"rank {self.rank} destroyed group {self.name!r} while it was in {doing}")
+        dead = self.peers.dead() if self.peers is not None else ()
+        gone = next((rank for rank in dead if blocked in (None, rank)), None)
+        if gone is None and blocked is not None and self._state_of(blocked) == at.LEFT:
+            gone = blocked
+        if gone is not None:
+            if suspect != gone:
+                return gone
+            if gone in dead:
+                self.abort(f"{_ranks(dead)} died; rank {self.rank} saw it in {doing}", failed=dead)
+            else:
+                self.abort(
+                    f"rank {gone} has destroyed the group, and rank {self.rank} waits for it in {doing}:"
+                    " do all ranks call the same operations?"
+                )
+            raise self.aborted()
+        waited = time.monotonic() - started
+        if waited > seconds:
+            missing = self.missing()
+            report = self._report()
+            message = (
+                f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.rank}:"
+                f" {_ranks(missing) if missing else 'no rank'} had not arrived.{report}"
+            )
+            self.abort(message)
+            raise CollectiveTimeoutError(message, missing)
+        return None
+
+    def _state_of(self, rank: int) -> int:
+        return self.arena.word(self.arena.control(rank) + at.STATE)
+
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not arrived in this rank's current operation."""
+        now = self.word(at.SEQUENCE) << at.STEP_BITS
+        return tuple(
+            rank
+            for rank in range(self.size)
+            if rank != self.rank and self.arena.word(self.arena.control(rank) + at.PROGRESS) <= now
+        )
+
+    def abort(self, why: str, failed: tuple[int, ...] = ()) -> None:
+        """Make the group unusable for all ranks, unless one of them has done so already."""
+        header = self.arena.address
+        if control.claim(header + at.HEADER_ABORT_CLAIM) == 0:
+            text = json.dumps({"why": why, "failed": failed, "by": self.rank})
+            if len(text) > at.HEADER_ABORT_TEXT_BYTES:
+                cut = at.HEADER_ABORT_TEXT_BYTES - 200
+                text = json.dumps({"why": why[: cut // 2], "failed": failed, "by": self.rank})
+            length = self.arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, text)
+            control.tell(header + at.HEADER_ABORT_LENGTH, length)
+            control.tell(header + at.HEADER_ABORT, 1)
+            control.wake_everybody(self.context)
+
+    def aborted(self) -> GroupAbortedError:
+        """The error that says why the group was aborted (which it must have been)."""
+        if self._aborted is None:
+            length = control.read(self.arena.address + at.HEADER_ABORT_LENGTH)
+            told: dict[str, Any] = json.loads(self.arena.text(at.HEADER_ABORT_TEXT, length))
+            message = f"rank {self.rank}: group {self.name!r} can no longer be used: {told['why']}"
+            failed = tuple(told["failed"])
+            self._aborted = RankFailedError(message, failed) if failed else GroupAbortedError(message)
+        # A new object each time: a traceback must not grow over repeated raises.
+        error = self._aborted
+        return RankFailedError(str(error), error.ranks) if isinstance(error, RankFailedError) else type(error)(
+            str(error)
+        )
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.arena.word(at.HEADER_ABORT) != 0
+
+    def announce(self) -> None:
+        """Enter this rank into the arena: who it is, and that it is there."""
+        pid = os.getpid()
+        self.arena.set_word(self._control + at.PROCESS, pid)
+        self.arena.set_word(self._control + at.STARTED, process_start(pid))
+        control.tell(self.arena.address + self._control + at.STATE, at.PRESENT)
+
+    def leave(self) -> None:
+        """Say that this rank takes part in nothing any more."""
+        self.closed = True
+        control.tell(self.arena.address + self._control + at.STATE, at.LEFT)
+        control.ask(self.arena.address + self._control + at.ASKED)  # ends the watcher
+        control.wake_everybody(self.context)
+        if self.peers is not None:
+            self.peers.close()
+
+    # -- telling each other what one is doing
+
+    def _raise_mismatch(self, meta: int, count: int, site: str | None, seconds: float) -> None:
+        """Tell the others what this rank called, hear what they called, and raise it all."""
+        mine = f"{operations.describe(meta, count)} at {site or call_site()}"
+        self._set_text(mine)
+        deadline = time.monotonic() + min(seconds, 10)
+        for step in (2, 3):
+            control.publish_step(self.context, step)
+            while control.await_step(self.context, step) != at.DONE:
+                if self.is_aborted or time.monotonic() > deadline:
+                    break
+            if step == 2:
+                calls = [mine if rank == self.rank else self._text_of(rank) for rank in range(self.size)]
+        lines = "".join(f"\n  rank {rank} called {call}" for rank, call in enumerate(calls))
+        raise CollectiveMismatchError(
+            f"the ranks of group {self.name!r} called different operations (number"
+            f" {self.word(at.SEQUENCE)} of the group):{lines}\nNothing was sent; the group stays usable."
+        )
+
+    def _set_text(self, text: str) -> None:
+        offset = self._control
+        length = self.arena.set_text(offset + at.TEXT, at.TEXT_BYTES, text)
+        control.tell(self.arena.address + offset + at.TEXT_LENGTH, length)
+
+    def _text_of(self, rank: int) -> str:
+        offset = self.arena.control(rank)
+        length = control.read(self.arena.address + offset + at.TEXT_LENGTH)
+        return self.arena.text(offset + at.TEXT, length)
+
+    def _now(self) -> str:
+        parity = (self.word(at.SEQUENCE) & 1) * 8
+        meta = self.arena.word(self._control + at.META + parity)
+        count = self.arena.word(self._control + at.COUNT + parity)
+        return f"operation {self.word(at.SEQUENCE)}, {operations.describe(meta, count)}"
+
+    def _last_of(self, rank: int) -> str:
+        """The last operation that a rank has begun, from its control block."""
+        block = self.arena.control(rank)
+        sequence = self.arena.word(block + at.PROGRESS) >> at.STEP_BITS
+        if sequence == 0:
+            return "has called nothing yet"
+        parity = (sequence & 1) * 8
+        meta, count = self.arena.word(block + at.META + parity), self.arena.word(block + at.COUNT + parity)
+        return f"last called operation {sequence}, {operations.describe(meta, count)}"
+
+    def _report(self) -> str:
+        """Per rank: the operation it is in or has last begun, and where its program is now."""
+        ask = [rank for rank in range(self.size) if rank != self.rank]
+        asked = {rank: control.ask(self.arena.address + self.arena.control(rank) + at.ASKED) for rank in ask}
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        lines = [f"\n  rank {self.rank} waits in {self._now()}, at {call_site()}"]
+        while ask and time.monotonic() < deadline:
+            for rank in tuple(ask):
+                answer = control.read(self.arena.address + self.arena.control(rank) + at.ANSWERED)
+                if answer >= asked[rank]:
+                    ask.remove(rank)
+            time.sleep(0.005)
+        for rank in sorted(asked):
+            where = "did not say where it is" if rank in ask else self._text_of(rank)
+            lines.append(f"\n  rank {rank} {self._last_of(rank)}; {where}")
+        return "".join(sorted(lines, key=lambda line: int(line.split()[1])))
+
+
+class Watcher(threading.Thread):
+    """Answers peers that ask where this rank's program is: one sleeping thread per group and rank.
+
+    It sleeps on the ASKED word and is woken only when a peer's wait has timed out.
+    """
+
+    def __init__(self, member: Member, thread: threading.Thread) -> None:
+        super().__init__(name=f"torchestra-watcher-{member.name}-{member.rank}", daemon=True)
+        self._member = member
+        self._thread = thread
+
+    def run(self) -> None:
+        member = self._member
+        block = member.arena.address + member.arena.control(member.rank)
+        answered = 0
+        while not member.closed:
+            asked = control.await_question(member.context, block + at.ASKED, answered)
+            if asked == answered or member.closed:
+                continue
+            member._set_text(f"is at {call_site(self._thread.ident)}")
+            control.tell(block + at.ANSWERED, asked)
+            answered = asked
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,46 @@
+"""Asynchronous operations: one thread per group and rank runs them in the program's order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+Task = Callable[[], None]
+
+
+class ProgressThread:
+    """Runs tasks one after the other. The thread is started by the first task and is a daemon."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self.pending = 0
+        """How many tasks have been submitted and have not ended. Read without a lock: it is 0
+        only when nothing that this thread submitted is still to run."""
+
+    def submit(self, task: Task) -> None:
+        """Queue a task. It must not raise."""
+        with self._lock:
+            self.pending += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._tasks.put(task)
+
+    def close(self, seconds: float) -> None:
+        """Let what is queued end, and the thread with it; wait for that at most ``seconds``."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._tasks.put(None)
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            finally:
+                with self._lock:
+                    self.pending -= 1
+                del task

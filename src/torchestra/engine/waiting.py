@@ -1,0 +1,182 @@
+"""How ranks wait for each other: publish and wait, arrival and fingerprint.
+
+The protocol. Every rank has one word, PROGRESS, that only it writes and that only grows: the sequence number
+of its current operation in the upper bits, the step it has finished in the lower 24. A rank
+publishes a step when everything it wrote for that step is in place (sequentially consistent store, which
+is a release), and a peer that sees the value (acquire) may read what was written before it. As the
+steps of an operation are the same on every rank, "rank p has finished step s of operation n" is one
+comparison, and stays true when p has gone on.
+
+Sleeping. A waiter looks SPINS times, yields the core YIELDS times, then counts itself in the peer's
+WAITERS word and sleeps on the lower half of PROGRESS (a futex). No wake-up is lost: the waiter does
+``WAITERS += 1; read PROGRESS``, the publisher ``write PROGRESS; read WAITERS``, all four
+sequentially consistent, so at least one of the two sees the other's write; and a futex compares
+the word again when it goes to sleep. A sleep that saw no progress for PATIENCE returns PENDING to
+Python, which looks at signals, the deadline and the peers' lives and calls the kernel again.
+
+The fingerprint. Beside PROGRESS a rank keeps, by the parity of the sequence number, what it was called for:
+META and COUNT. They are written before step 1 is published and compared by every peer when it has
+seen step 1. Two of each suffice: a rank that has begun operation n + 2 has seen everybody at step 1 of
+operation n + 1, so everybody has compared those of operation n.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+import platform
+
+from numba import njit
+
+from torchestra.engine import layout as at
+from torchestra.engine.atomics import (
+    fetch_add,
+    load,
+    load_acquire,
+    load_ordered,
+    sched_yield,
+    spin_hint,
+    store,
+    store_ordered,
+    syscall,
+)
+
+KERNEL_OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
+
+FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}.get(
+    platform.machine(), 98
+)
+FUTEX_WAIT = 0
+FUTEX_WAKE = 1
+EVERYBODY = 0x7FFF_FFFF
+
+CONTROL_BYTES, STEP_BITS = at.CONTROL_BYTES, at.STEP_BITS
+RANK, SIZE, CONTROL, ABORT = at.RANK, at.SIZE, at.CONTROL, at.ABORT
+HEAPS, HEAP_BYTES, NOT_SHARED = at.HEAPS, at.HEAP_BYTES, at.NOT_SHARED
+SEQUENCE, BLOCKED, SPINS, YIELDS, PATIENCE = at.SEQUENCE, at.BLOCKED, at.SPINS, at.YIELDS, at.PATIENCE
+META, COUNT, SHARED, WAITERS = at.META, at.COUNT, at.SHARED, at.WAITERS
+DONE, PENDING, ABORTED, MISMATCH = at.DONE, at.PENDING, at.ABORTED, at.MISMATCH
+
+
+@njit(**KERNEL_OPTIONS)
+def control_of(context, rank):
+    return load(context + CONTROL) + rank * CONTROL_BYTES
+
+
+@njit(**KERNEL_OPTIONS)
+def publish(context, step):
+    """Tell the peers that this rank has finished ``step`` of its current operation."""
+    word = control_of(context, load(context + RANK))
+    store_ordered(word, (load(context + SEQUENCE) << STEP_BITS) + step)
+    if load_ordered(word + WAITERS) > 0:
+        syscall(FUTEX, word, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+
+
+@njit(**KERNEL_OPTIONS)
+def wait_until(context, peer, target):
+    """Wait until PROGRESS of ``peer`` is at least ``target``: DONE, PENDING or ABORTED."""
+    word = control_of(context, peer)
+    if load_acquire(word) >= target:
+        return DONE
+    for _ in range(load(context + SPINS)):
+        spin_hint()
+        if load_acquire(word) >= target:
+            return DONE
+    for _ in range(load(context + YIELDS)):
+        sched_yield()
+        if load_acquire(word) >= target:
+            return DONE
+    while True:
+        if load_acquire(load(context + ABORT)) != 0:
+            store(context + BLOCKED, peer)
+            return ABORTED
+        fetch_add(word + WAITERS, 1)
+        seen = load_ordered(word)
+        if seen < target:
+            syscall(FUTEX, word, FUTEX_WAIT, seen & 0xFFFF_FFFF, load(context + PATIENCE), 0, 0)
+        fetch_add(word + WAITERS, -1)
+        now = load_acquire(word)
+        if now >= target:
+            return DONE
+        if now == seen:
+            store(context + BLOCKED, peer)
+            return PENDING
+
+
+@njit(**KERNEL_OPTIONS)
+def wait_for_step(context, step):
+    """Wait until every peer has finished ``step`` of the current operation."""
+    rank = load(context + RANK)
+    target = (load(context + SEQUENCE) << STEP_BITS) + step
+    for peer in range(load(context + SIZE)):
+        if peer != rank:
+            code = wait_until(context, peer, target)
+            if code != DONE:
+                return code
+    return DONE
+
+
+@njit(**KERNEL_OPTIONS)
+def begin(context):
+    """Take the next sequence number; the parity of the slot to use."""
+    sequence = load(context + SEQUENCE) + 1
+    store(context + SEQUENCE, sequence)
+    return sequence & 1
+
+
+@njit(**KERNEL_OPTIONS)
+def arrive(context, meta, count, shared):
+    """Publish the fingerprint of the operation, and step 1."""
+    parity = (load(context + SEQUENCE) & 1) * 8
+    word = control_of(context, load(context + RANK)) + parity
+    store(word + META, meta)
+    store(word + COUNT, count)
+    store(word + SHARED, shared)
+    publish(context, 1)
+
+
+@njit(**KERNEL_OPTIONS)
+def meet(context, meta, count):
+    """Wait until every peer has arrived, and compare fingerprints: DONE, PENDING, ABORTED or MISMATCH.
+
+    MISMATCH is returned only after *everybody* has arrived, so every rank returns it, and the
+    next operation finds all ranks at the same sequence number.
+    """
+    rank = load(context + RANK)
+    sequence = load(context + SEQUENCE)
+    target = (sequence << STEP_BITS) + 1
+    parity = (sequence & 1) * 8
+    verdict = DONE
+    for peer in range(load(context + SIZE)):
+        if peer != rank:
+            code = wait_until(context, peer, target)
+            if code != DONE:
+                return code
+            word = control_of(context, peer) + parity
+            if load(word + META) != meta or load(word + COUNT) != count:
+                verdict = MISMATCH
+    return verdict
+
+
+@njit(**KERNEL_OPTIONS)
+def everyone_shares(context):
+    """Whether the tensors of all ranks lie in their heaps, after :func:`meet`."""
+    parity = (load(context + SEQUENCE) & 1) * 8
+    for rank in range(load(context + SIZE)):
+        if load(control_of(context, rank) + parity + SHARED) == NOT_SHARED:
+            return False
+    return True
+
+
+@njit(**KERNEL_OPTIONS)
+def shared_tensor(context, rank):
+    """The address, here, of the tensor that ``rank`` called with, when it lies in its heap."""
+    parity = (load(context + SEQUENCE) & 1) * 8
+    offset = load(control_of(context, rank) + parity + SHARED)
+    return load(context + HEAPS) + rank * load(context + HEAP_BYTES) + offset
+
+
+@njit(**KERNEL_OPTIONS)
+def part(context):
+    """The last step of an operation that read peers' tensors in place: wait until all have read."""
+    return wait_for_step(context, 2)

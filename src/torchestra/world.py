@@ -1,0 +1,353 @@
+"""The world: which ranks exist, the default group and all others, one registry per process.
+
+Where ranks are threads, each thread has a registry of its own; the functions here find the right one. The
+registry is the only state of torchestra that is not reached through an object, and it is changed in this file only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Union
+
+from torchestra.engine import warm_up
+from torchestra.engine.joining import join
+from torchestra.engine.local import LocalEngine
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError
+from torchestra.communicator import Communicator
+from torchestra.process_group import NonMember, ProcessGroup
+from torchestra.rendezvous import Rendezvous, launch_environment, rendezvous
+from torchestra.store import PrefixStore, Store
+from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
+
+AnyGroup = Union[ProcessGroup, NonMember]
+_BACKENDS = ("native", "threads")
+_DEFAULT_NAME = "default"
+
+
+@dataclass
+class World:
+    """What one rank knows: its groups by name, and how many it has made."""
+
+    default: ProcessGroup | None = None
+    groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    made: int = 0
+    made_locally: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ThreadRank:
+    """A rank that is a thread: its number, how many there are, and the store they share."""
+
+    rank: int
+    size: int
+    store: Store
+
+
+class _PerThread(threading.local):
+    world: World | None = None
+    rank: ThreadRank | None = None
+
+
+_process_world = World()
+_thread = _PerThread()
+
+
+def current_world() -> World:
+    """The registry of the calling rank."""
+    return _thread.world or _process_world
+
+
+@contextlib.contextmanager
+def thread_rank(rank: int, size: int, store: Store) -> Iterator[None]:
+    """Make the calling thread rank ``rank`` of ``size`` while the block runs.
+
+    Inside, ``init_process_group()`` without arguments joins the other threads that use the same
+    ``store`` object; groups that the block leaves open are destroyed at its end.
+    """
+    before = _thread.world, _thread.rank
+    _thread.world, _thread.rank = World(), ThreadRank(rank, size, store)
+    try:
+        yield
+    finally:
+        if _thread.world.default is not None:
+            destroy_process_group()
+        _thread.world, _thread.rank = before
+
+
+def default_group() -> ProcessGroup:
+    """The default group of the calling rank.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    group = current_world().default
+    if group is None:
+        raise NotInitializedError(
+            "Default process group has not been initialized, please make sure to call init_process_group."
+        )
+    return group
+
+
+def is_available() -> bool:
+    """Whether torchestra can be used here: always."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether this rank has a default group."""
+    return current_world().default is not None
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: Any = None,
+) -> None:
+    """Meet the other ranks and make the default group. Must be called by every rank, and first.
+
+    Args:
+        backend: ``"native"`` (ranks are processes), ``"threads"`` (ranks are threads of this process), or
+            None for whichever the rank was launched as.
+        init_method: where to meet: ``env://`` (default), ``file://path`` or ``tcp://host:port``.
+        timeout: how long to wait for the others here, and in later operations; default 30 minutes.
+        world_size, rank: how many ranks there are and which this one is; default: what the launcher
+            (torchestra run, torchrun, Slurm, mpiexec) has put into the environment.
+        store: a store that all ranks share, instead of ``init_method``; needs ``rank`` and ``world_size``.
+        group_name: a description of the group.
+        pg_options: none are known.
+        device_id: refused; only CPU tensors are moved.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, something is missing from the environment, or this rank
+            has a default group already.
+        CollectiveTimeoutError, StoreTimeoutError: the others did not come in time.
+    """
+    world = current_world()
+    if world.default is not None:
+        raise InvalidArgumentError(
+            "trying to initialize the default process group twice! Call destroy_process_group() first"
+        )
+    if pg_options is not None:
+        raise InvalidArgumentError(f"pg_options: this backend has no options, got {pg_options!r}")
+    if device_id is not None:
+        raise InvalidArgumentError(f"device_id: only CPU tensors are moved, got {device_id!r}")
+    seconds = timeout_seconds(DEFAULT_TIMEOUT if timeout is None else timeout)
+    here = _thread.rank
+    chosen = _choose_backend(backend, as_thread=here is not None)
+    if store is not None and init_method is not None:
+        raise InvalidArgumentError("give `init_method` or `store`, not both")
+    if here is not None and store is None and init_method is None:
+        met = Rendezvous(store=here.store, rank=here.rank, world_size=here.size)
+    else:
+        met = rendezvous(
+            init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=seconds),
+            store=store,
+        )
+    group = _make_group(
+        PrefixStore("torchestra", met.store),
+        ranks=range(met.world_size),
+        rank=met.rank,
+        name=_DEFAULT_NAME,
+        backend=chosen,
+        seconds=seconds,
+        description=group_name or "default_pg",
+    )
+    world.default = group
+    world.groups[group.group_name] = group
+
+
+def _choose_backend(backend: str | None, *, as_thread: bool) -> str:
+    if backend is None:
+        return "threads" if as_thread else "native"
+    if not isinstance(backend, str):
+        raise InvalidArgumentTypeError(f"backend must be a str, got {backend!r}")
+    chosen = backend.lower().removeprefix("cpu:")
+    if chosen not in _BACKENDS:
+        raise InvalidArgumentError(f"unknown backend {backend!r}; there are {', '.join(_BACKENDS)}, and None to pick")
+    return chosen
+
+
+def _make_group(
+    store: Store,
+    ranks: Sequence[int],
+    rank: int,
+    name: str,
+    backend: str,
+    seconds: float,
+    description: str,
+) -> ProcessGroup:
+    warm_up()
+    own = PrefixStore(f"group/{name}", store)
+    member = join(own, rank, len(ranks), name, seconds, threads=backend == "threads")
+    communicator = Communicator(LocalEngine(member), name, seconds)
+    return ProcessGroup(communicator, ranks, backend=backend, store=store, description=description)
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+) -> AnyGroup:
+    """Make a group of some ranks. Must be called by every rank of the world, in the same order.
+
+    Args:
+        ranks: global ranks; default: all. They are numbered in this order.
+        timeout: for operations of the group; default: that of the default group.
+        backend: None or the default group's.
+        pg_options, device_id: as for :func:`init_process_group`.
+        use_local_synchronization: if true, only the members need to call.
+        group_desc: a description.
+
+    Returns:
+        The group; on a rank that is not in it, a :class:`NonMember`.
+
+    Raises:
+        InvalidArgumentError: ranks repeat or do not exist, or an argument is wrong.
+        NotInitializedError: there is no default group.
+        CollectiveTimeoutError: not all members came in time.
+    """
+    world = current_world()
+    parent = default_group()
+    if pg_options is not None or device_id is not None:
+        raise InvalidArgumentError("new_group: pg_options and device_id are not known to this backend")
+    if backend is not None and _choose_backend(backend, as_thread=False) != parent.backend:
+        raise InvalidArgumentError(
+            f"new_group: backend {backend!r} differs from the default group's {parent.backend!r}"
+        )
+    chosen = tuple(range(parent.size())) if ranks is None else tuple(ranks)
+    for rank in chosen:
+        if not isinstance(rank, int) or not 0 <= rank < parent.size():
+            raise InvalidArgumentError(
+                f"new_group: rank {rank!r} does not exist; the world has ranks 0 to {parent.size() - 1}"
+            )
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise InvalidArgumentError(f"new_group: ranks must be some and differ, got {list(chosen)}")
+    seconds = parent.communicator.seconds if timeout is None else timeout_seconds(timeout)
+    if use_local_synchronization:
+        number = world.made_locally[chosen] = world.made_locally.get(chosen, 0) + 1
+        name = f"of-{'-'.join(map(str, chosen))}-{number}"
+    else:
+        world.made += 1
+        name = str(world.made)
+    if parent.rank() not in chosen:
+        return NonMember(chosen, name)
+    group = _make_group(
+        parent.store,
+        ranks=chosen,
+        rank=chosen.index(parent.rank()),
+        name=name,
+        backend=parent.backend,
+        seconds=seconds,
+        description=group_desc or "undefined",
+    )
+    world.groups[name] = group
+    return group
+
+
+def destroy_process_group(group: AnyGroup | None = None) -> None:
+    """Leave a group, or with None (or the default group) all of them.
+
+    Operations that are queued are run first. Whoever waits for this rank in the group gets an error.
+
+    Raises:
+        NotInitializedError: there is no such group.
+    """
+    world = current_world()
+    if isinstance(group, NonMember):
+        return
+    if group is None or group is world.default:
+        default_group()
+        for each in reversed(list(world.groups.values())):
+            each.destroy()
+        world.groups.clear()
+        world.default = None
+        world.made = 0
+        world.made_locally.clear()
+        return
+    if world.groups.get(group.group_name) is not group:
+        raise NotInitializedError(f"{group!r} is not a group of this rank, or was destroyed already")
+    del world.groups[group.group_name]
+    group.destroy()
+
+
+def get_rank(group: AnyGroup | None = None) -> int:
+    """This rank's number in the group (default: the default group), or -1 if it is not in it."""
+    return (default_group() if group is None else group).rank()
+
+
+def get_world_size(group: AnyGroup | None = None) -> int:
+    """How many ranks the group has (default: the default group), or -1 if this rank is not in it."""
+    return (default_group() if group is None else group).size()
+
+
+def get_process_group_ranks(group: AnyGroup | None = None) -> list[int]:
+    """The global ranks of the group, in the order of their numbers in it."""
+    return list((default_group() if group is None else group).ranks)
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """The number in ``group`` of a global rank; InvalidArgumentError if it is not in it."""
+    return group.to_group_rank(global_rank)
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """The global number of a rank of ``group``; InvalidArgumentError if there is none."""
+    return group.to_global_rank(group_rank)
+
+
+def get_backend(group: AnyGroup | None = None) -> str:
+    """The backend's name: ``"native"`` or ``"threads"``."""
+    chosen = default_group() if group is None else group
+    if isinstance(chosen, NonMember):
+        raise InvalidArgumentError(f"get_backend: this rank is {chosen!r}")
+    return chosen.backend
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """This rank's number among those of its host, as the launcher says.
+
+    Raises:
+        NotInitializedError: the launcher does not say, and there is no ``fallback_rank``.
+    """
+    if _thread.rank is not None:
+        return _thread.rank.rank
+    local = launch_environment().local_rank
+    if local is not None:
+        return local
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    raise NotInitializedError(
+        "LOCAL_RANK is not in the environment; launch with torchestra run or torchrun, or give fallback_rank"
+    )
+
+
+class _GroupMeta(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default group, or None."""
+        return current_world().default
+
+
+class group(metaclass=_GroupMeta):  # noqa: N801 - torch.distributed's name
+    """``group.WORLD`` is the default group, as in torch.distributed."""
+
+
+class GroupMember(metaclass=_GroupMeta):
+    """``GroupMember.WORLD`` is the default group, as in torch.distributed."""
