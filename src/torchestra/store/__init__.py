@@ -1,0 +1,19 @@
+"""Stores: the key-value maps through which ranks meet and agree before they can talk."""
+
+from __future__ import annotations
+
+from torchestra.store.base import DEFAULT_STORE_TIMEOUT, Store
+from torchestra.store.file import FileStore
+from torchestra.store.hash import HashStore
+from torchestra.store.prefix import PrefixStore
+from torchestra.store.tcp import TCPStore, TCPStoreServer
+
+__all__ = [
+    "DEFAULT_STORE_TIMEOUT",
+    "FileStore",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "TCPStoreServer",
+]

@@ -1,0 +1,314 @@
+"""The key-value store through which ranks meet before they can talk, and what every store promises."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Union
+
+from torchestra.errors import InvalidArgumentError, StoreTimeoutError
+from torchestra.types import Timeout, timeout_seconds
+
+__all__ = ["DEFAULT_STORE_TIMEOUT", "Store", "Value"]
+
+DEFAULT_STORE_TIMEOUT = timedelta(seconds=300)
+"""How long a store waits for a key when nothing else is said."""
+
+Value = Union[str, bytes, bytearray, memoryview]
+"""What may be stored: bytes, or a string, which is stored as UTF-8. What comes back is always bytes."""
+
+INTERNAL_PREFIX = "\0"
+"""First character of the keys a store keeps for itself; they are neither listed nor counted."""
+
+_LONGEST_TIMEOUT = 1e9
+_INTERPRETER_SLICE = 0.05
+
+
+class Store:
+    """A map from string keys to bytes, shared by all ranks, in which a reader may wait for a writer.
+
+    This is torch.distributed's ``Store``. To write a store of your own, subclass it and implement
+    :meth:`set`, :meth:`get`, :meth:`add`, :meth:`compare_set` and :meth:`check`; :meth:`wait` (by asking
+    again and again), :meth:`multi_get`, :meth:`multi_set` and :meth:`barrier` are then provided, to be
+    overridden where the store can do better. :meth:`append`, :meth:`delete_key`, :meth:`list_keys` (and
+    :meth:`num_keys`, which counts it) and the queues raise NotImplementedError until overridden.
+
+    All stores of torchestra may be used by several threads at once, and a wait in one thread holds up
+    no other.
+
+    A wait that ends without the key raises :class:`~torchestra.StoreTimeoutError`, which names the key,
+    the store and the seconds waited; the store stays usable.
+    """
+
+    _timeout: timedelta = DEFAULT_STORE_TIMEOUT
+
+    def set(self, key: str, value: Value) -> None:
+        """Stores ``value`` under ``key``, in place of what was there."""
+        raise _unsupported(self, "set")
+
+    def get(self, key: str) -> bytes:
+        """The value of ``key``, which is waited for.
+
+        Raises:
+            StoreTimeoutError: it did not come within :attr:`timeout`.
+        """
+        raise _unsupported(self, "get")
+
+    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
+        """Sets ``key`` to ``desired_value`` if its value is ``expected_value``, as one step.
+
+        A key that does not exist is created if ``expected_value`` is empty, and left alone otherwise.
+
+        Returns:
+            What the key holds afterwards; for a key left non-existent, ``expected_value``.
+        """
+        raise _unsupported(self, "compare_set")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether every one of ``keys`` is there now (as a value, or as a queue that is not empty)."""
+        raise _unsupported(self, "check")
+
+    def delete_key(self, key: str) -> bool:
+        """Removes ``key`` (value and queue). Returns whether there was one."""
+        raise _unsupported(self, "delete_key")
+
+    def list_keys(self) -> list[str]:
+        """The keys that hold a value, in no particular order. Queues are not listed."""
+        raise _unsupported(self, "list_keys")
+
+    def num_keys(self) -> int:
+        """How many keys :meth:`list_keys` lists.
+
+        Keys that a store keeps for its own purposes do not count: after ``set`` of two keys it is 2 for
+        every kind of store (torch's TCPStore and FileStore may say 3).
+        """
+        return len(self.list_keys())
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds ``amount`` to the number under ``key`` (0 if there is none), as one step.
+
+        The number is kept as decimal text, so that ``get`` returns ``b"6"``.
+
+        Returns:
+            The new number.
+
+        Raises:
+            InvalidArgumentError: what the key holds is not a number.
+        """
+        raise _unsupported(self, "add")
+
+    def append(self, key: str, value: Value) -> None:
+        """Adds ``value`` at the end of what ``key`` holds (nothing, if it does not exist), as one step."""
+        raise _unsupported(self, "append")
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """Returns as soon as all ``keys`` are there.
+
+        Args:
+            keys: the keys; none is a wait that is over at once.
+            timeout: how long to wait, a timedelta or seconds; :attr:`timeout` if None.
+
+        Raises:
+            StoreTimeoutError: some did not come in time; it names them.
+        """
+        keys = check_keys(keys)
+        started = time.monotonic()
+        seconds = self._seconds(timeout)
+        for _ in pauses(started + seconds):
+            if self.check(keys):
+                return
+        missing = [key for key in keys if not self.check([key])]
+        if missing:
+            raise missing_keys_error(self, missing, seconds)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of ``keys`` in their order, waiting for all of them up to :attr:`timeout`.
+
+        Raises:
+            StoreTimeoutError: some did not come in time.
+        """
+        keys = check_keys(keys)
+        self.wait(keys)
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        """Sets each key to the value at the same place in ``values``.
+
+        Raises:
+            InvalidArgumentError: there are more of the one than of the other; nothing is set.
+        """
+        for key, value in check_pairs(keys, values):
+            self.set(key, value)
+
+    def queue_push(self, key: str, value: Value) -> None:
+        """Puts ``value`` at the end of the queue ``key``. Queues and values have separate contents."""
+        raise _unsupported(self, "queue_push")
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Takes the oldest value from the queue ``key``; of several that wait, the first is served first.
+
+        Args:
+            key: the queue.
+            block: wait up to :attr:`timeout` while the queue is empty.
+
+        Raises:
+            StoreTimeoutError: nothing came in time.
+            QueueEmptyError: the queue is empty and ``block`` is False.
+        """
+        raise _unsupported(self, "queue_pop")
+
+    def queue_len(self, key: str) -> int:
+        """How many values the queue ``key`` holds; 0 if there is no such queue."""
+        raise _unsupported(self, "queue_len")
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Returns when ``world_size`` callers have come with this ``key``.
+
+        The key may be used for another round afterwards, unless one ended in a time-out.
+
+        Args:
+            key: the name of the barrier.
+            world_size: how many must come.
+            timeout: how long to wait, a timedelta or seconds; :attr:`timeout` if None.
+
+        Raises:
+            StoreTimeoutError: not all came in time; it says how many did.
+        """
+        check_key(key)
+        world_size = check_integer("world_size", world_size)
+        if world_size < 1:
+            raise InvalidArgumentError(f"a barrier needs a world_size of at least 1, got {world_size}")
+        seconds = self._seconds(timeout)
+        number = self.add(f"{key}/num_members", 1)
+        turn = (number - 1) // world_size
+        if number % world_size == 0:
+            self.set(f"{key}/last_member/{turn}", b"1")
+        try:
+            self.wait([f"{key}/last_member/{turn}"], seconds)
+        except StoreTimeoutError:
+            came = self.add(f"{key}/num_members", 0) - turn * world_size
+            raise StoreTimeoutError(
+                f"barrier {key!r} of {self}: {came} of {world_size} came within {seconds:g} s; "
+                "the others are late, stuck or gone"
+            ) from None
+
+    def clone(self) -> Store:
+        """Another store object on the same data, with a time-out of its own (at first this one's)."""
+        return copy.copy(self)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Sets how long :meth:`get`, :meth:`wait` and the other waits may take: a timedelta or seconds."""
+        self._timeout = timedelta(seconds=min(timeout_seconds(timeout), _LONGEST_TIMEOUT))
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a wait may take when it is not told otherwise; 300 seconds at first."""
+        return self._timeout
+
+    def has_extended_api(self) -> bool:
+        """Whether ``append``, ``multi_get`` and ``multi_set`` are there, as in all stores of torchestra."""
+        return type(self).append is not Store.append
+
+    def close(self) -> None:
+        """Gives back what the store holds (connections, a server, its share in a file) now.
+
+        Garbage collection and the end of the process do it otherwise. Closing twice is no error.
+        """
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+    def _seconds(self, timeout: Timeout | None) -> float:
+        chosen = self.timeout.total_seconds() if timeout is None else timeout_seconds(timeout)
+        return min(chosen, _LONGEST_TIMEOUT)
+
+
+def check_key(key: str) -> str:
+    if not isinstance(key, str):
+        raise InvalidArgumentError(f"a key of a store must be a string, got {key!r}")
+    if key.startswith(INTERNAL_PREFIX):
+        raise InvalidArgumentError(f"a key of a store must not begin with a NUL character, got {key!r}")
+    return key
+
+
+def check_keys(keys: Sequence[str]) -> list[str]:
+    if isinstance(keys, (str, bytes)) or not isinstance(keys, Sequence):
+        raise InvalidArgumentError(f"keys must be a list of strings, got {keys!r}")
+    return [check_key(key) for key in keys]
+
+
+def check_pairs(keys: Sequence[str], values: Sequence[Value]) -> list[tuple[str, bytes]]:
+    names = check_keys(keys)
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or len(values) != len(names):
+        size = len(values) if isinstance(values, Sequence) else repr(values)
+        raise InvalidArgumentError(f"multi_set needs a value for every key: {len(names)} keys, {size} values")
+    return [(name, encode_value(value)) for name, value in zip(names, values, strict=True)]
+
+
+def check_integer(what: str, number: int) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise InvalidArgumentError(f"{what} must be an integer, got {number!r}") from None
+
+
+def encode_value(value: Value) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    raise InvalidArgumentError(f"a value of a store must be bytes or a string, got {type(value).__name__}")
+
+
+def parse_number(key: str, value: bytes) -> int:
+    try:
+        if len(value) > 40:
+            raise ValueError
+        return int(value)
+    except ValueError:
+        shown = value if len(value) <= 40 else value[:37] + b"..."
+        raise InvalidArgumentError(f"add needs a number, but key {key!r} holds {shown!r}") from None
+
+
+def missing_keys_error(store: Store, missing: Sequence[str], seconds: float) -> StoreTimeoutError:
+    """The error for keys that did not come to ``store`` within ``seconds``."""
+    named = ", ".join(repr(key) for key in missing[:8])
+    if len(missing) > 8:
+        named += f" and {len(missing) - 8} more"
+    return StoreTimeoutError(
+        f"{'key' if len(missing) == 1 else 'keys'} {named} did not come to {store} within {seconds:g} s: "
+        "the rank that sets it is late, stuck or gone; look at its output, or raise the time-out"
+    )
+
+
+def interpreter_slice(remaining: float) -> float:
+    """How long a call into C may block: short on the main thread, because signals are handled there."""
+    longest = _INTERPRETER_SLICE if threading.current_thread() is threading.main_thread() else 1.0
+    return max(0.0, min(remaining, longest))
+
+
+def pauses(deadline: float) -> Iterator[None]:
+    """Yields at once, then after pauses that grow from 1 ms to 50 ms, a last time at the deadline."""
+    pause = 0.001
+    while True:
+        last = time.monotonic() >= deadline
+        yield
+        if last:
+            return
+        time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+        pause = min(pause * 1.5, _INTERPRETER_SLICE)
+
+
+def nap(seconds: float) -> None:
+    """Sleeps, in slices short enough for signals to be handled."""
+    until = time.monotonic() + seconds
+    while (remaining := until - time.monotonic()) > 0:
+        time.sleep(interpreter_slice(remaining))
+
+
+def _unsupported(store: Store, method: str) -> NotImplementedError:
+    return NotImplementedError(f"{type(store).__name__} does not support {method}")

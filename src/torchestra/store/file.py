@@ -1,0 +1,182 @@
+"""A store in a file, for processes that share a file system."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from torchestra.errors import InvalidArgumentError, QueueEmptyError
+from torchestra.store.base import (
+    Store,
+    Value,
+    check_integer,
+    check_key,
+    check_keys,
+    check_pairs,
+    encode_value,
+    missing_keys_error,
+    pauses,
+)
+from torchestra.store.filelog import LONGEST, Kind
+from torchestra.store.sharedfile import SharedFile
+from torchestra.types import Timeout
+
+__all__ = ["FileStore"]
+
+
+class FileStore(Store):
+    """A store in a file that every rank can read and write.
+
+    Each change is a record at the end of the file, written under a lock (``flock``); each user replays
+    what is new. A process killed while it writes harms nobody: its incomplete record is cut off by the
+    next writer. Waiting means looking at the file every 1 to 50 ms, so waiting ``queue_pop`` callers are
+    served in no particular order.
+
+    With a ``world_size``, the file is deleted when so many users have come and the last has gone
+    (:meth:`close`, garbage collection, or the end of its process, by whatever means); and a file in which
+    every remaining user is a process of this host that was killed belongs to a job that is over, so it is
+    begun anew. Without one, the file and its keys stay.
+
+    Args:
+        file_name: the file; created, readable by this user only, if it does not exist. Its directory must
+            exist, on a file system with working locks.
+        world_size: how many users there will be; negative or None if that is open.
+
+    Raises:
+        InvalidArgumentError: the path cannot be opened for reading and writing.
+        DistStoreError: the file holds something else than a FileStore, or cannot be locked.
+    """
+
+    def __init__(self, file_name: str | os.PathLike[str], world_size: int | None = -1) -> None:
+        try:
+            path = os.path.abspath(os.fspath(file_name))
+        except TypeError:
+            raise InvalidArgumentError(f"file_name must be a path, got {file_name!r}") from None
+        world_size = -1 if world_size is None else check_integer("world_size", world_size)
+        self._original: FileStore | None = None
+        self._file = SharedFile(path, world_size)
+        self._file.join(self)
+
+    @property
+    def path(self) -> str:
+        """The absolute path of the file."""
+        return self._file.path
+
+    def set(self, key: str, value: Value) -> None:
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        pairs = [(key, self._fitting(value)) for key, value in check_pairs(keys, values)]
+        with self._file.writing() as write:
+            write([(Kind.SET, key, value) for key, value in pairs])
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        keys = check_keys(keys)
+        seconds = self._seconds(None)
+        missing = keys
+        for _ in pauses(time.monotonic() + seconds):
+            with self._file.reading() as table:
+                missing = table.missing_values(keys)
+                if not missing:
+                    return [value for value in map(table.get, keys) if value is not None]
+        raise missing_keys_error(self, missing, seconds)
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        keys = check_keys(keys)
+        seconds = self._seconds(timeout)
+        missing = keys
+        for _ in pauses(time.monotonic() + seconds):
+            with self._file.reading() as table:
+                missing = table.missing(keys)
+                if not missing:
+                    return
+        raise missing_keys_error(self, missing, seconds)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        keys = check_keys(keys)
+        with self._file.reading() as table:
+            return not table.missing(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        check_key(key)
+        amount = check_integer("amount", amount)
+        with self._file.writing() as write:
+            total = write.table.sum(key, amount)
+            write([(Kind.SET, key, str(total).encode())])
+            return total
+
+    def append(self, key: str, value: Value) -> None:
+        check_key(key)
+        tail = self._fitting(encode_value(value))
+        with self._file.writing() as write:
+            write([(Kind.APPEND, key, tail)])
+
+    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
+        check_key(key)
+        expected, desired = encode_value(expected_value), self._fitting(encode_value(desired_value))
+        with self._file.writing() as write:
+            if write.table.compared(key, expected):
+                write([(Kind.SET, key, desired)])
+                return desired
+            held = write.table.get(key)
+            return expected if held is None else held
+
+    def delete_key(self, key: str) -> bool:
+        check_key(key)
+        with self._file.writing() as write:
+            if key not in write.table:
+                return False
+            write([(Kind.DELETE, key, b"")])
+            return True
+
+    def list_keys(self) -> list[str]:
+        with self._file.reading() as table:
+            return table.listed()
+
+    def queue_push(self, key: str, value: Value) -> None:
+        check_key(key)
+        encoded = self._fitting(encode_value(value))
+        with self._file.writing() as write:
+            write([(Kind.PUSH, key, encoded)])
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        check_key(key)
+        seconds = self._seconds(None) if block else 0.0
+        for _ in pauses(time.monotonic() + seconds):
+            if self.queue_len(key) == 0:
+                continue
+            with self._file.writing() as write:
+                value = write.table.first(key)
+                if value is not None:
+                    write([(Kind.POP, key, b"")])
+                    return value
+        if block:
+            raise missing_keys_error(self, [key], seconds)
+        raise QueueEmptyError(f"queue {key!r} of {self} is empty")
+
+    def queue_len(self, key: str) -> int:
+        check_key(key)
+        with self._file.reading() as table:
+            return table.queue_len(key)
+
+    def clone(self) -> Store:
+        twin = super().clone()
+        assert isinstance(twin, FileStore)
+        # The user that is counted in the file is the original, so it must live as long as its clones.
+        twin._original = self._original or self
+        return twin
+
+    def close(self) -> None:
+        self._file.leave()
+
+    def __repr__(self) -> str:
+        return f"FileStore({self.path})"
+
+    def _fitting(self, value: bytes) -> bytes:
+        if len(value) > LONGEST:
+            raise InvalidArgumentError(f"a value of {self} may have up to 4 GiB, got {len(value)} bytes")
+        return value

@@ -1,0 +1,75 @@
+"""The file format of FileStore: a magic number, then records, only ever appended.
+
+::
+
+    file    = magic record*
+    record  = head crc32(head) key value
+    head    = kind:u8  key length:u32  value length:u32  crc32(key value):u32      (big-endian)
+
+A writer killed halfway leaves an incomplete record at the end, which :func:`scan` stops at and the next
+writer cuts off. The head has a checksum of its own, so that a damaged length is seen as damage and not
+taken for a long record that is still incomplete, after which good records would be cut off.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from collections.abc import Iterator
+
+__all__ = ["MAGIC", "DamagedLogError", "Kind", "encode", "scan"]
+
+MAGIC = b"TSTRFS\x00\x01"
+LONGEST = 2**32 - 1
+
+_HEAD = struct.Struct(">BIII")
+_CHECK = struct.Struct(">I")
+_HEAD_SIZE = _HEAD.size + _CHECK.size
+
+
+class Kind(enum.IntEnum):
+    """What a record does to the table, or who comes and goes."""
+
+    SET = 1
+    APPEND = 2
+    DELETE = 3
+    PUSH = 4
+    POP = 5
+    JOIN = 6
+    LEAVE = 7
+
+
+class DamagedLogError(Exception):
+    """What is in the file cannot have been written by FileStore."""
+
+
+def encode(kind: Kind, key: str, value: bytes = b"") -> bytes:
+    """One record."""
+    name = key.encode()
+    head = _HEAD.pack(kind, len(name), len(value), zlib.crc32(value, zlib.crc32(name)))
+    return b"".join((head, _CHECK.pack(zlib.crc32(head)), name, value))
+
+
+def scan(data: bytes) -> Iterator[tuple[Kind, str, bytes, int]]:
+    """The complete records at the start of ``data``: kind, key, value, and where each ends.
+
+    Raises:
+        DamagedLogError: a record is there but wrong; its argument is the position.
+    """
+    start = 0
+    while len(data) - start >= _HEAD_SIZE:
+        head = data[start : start + _HEAD.size]
+        (check,) = _CHECK.unpack_from(data, start + _HEAD.size)
+        if zlib.crc32(head) != check:
+            raise DamagedLogError(start)
+        kind, key_size, value_size, body_check = _HEAD.unpack(head)
+        body = start + _HEAD_SIZE
+        end = body + key_size + value_size
+        if end > len(data):
+            return
+        key, value = data[body : body + key_size], data[body + key_size : end]
+        if zlib.crc32(value, zlib.crc32(key)) != body_check:
+            raise DamagedLogError(start)
+        yield Kind(kind), key.decode(), value, end
+        start = end

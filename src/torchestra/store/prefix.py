@@ -1,0 +1,114 @@
+"""A part of another store, set apart by a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.store.base import Store, Value, check_key, check_keys
+from torchestra.types import Timeout
+
+__all__ = ["PrefixStore"]
+
+
+class PrefixStore(Store):
+    """Puts ``prefix/`` before every key and passes all else on to another store.
+
+    Several may share one store without seeing each other's keys, and they nest. :meth:`list_keys` and
+    :meth:`num_keys` tell of the keys below the prefix only (torch counts all of the underlying store's).
+    The time-out is the underlying store's; :meth:`set_timeout` sets it there.
+
+    Args:
+        prefix: what to put before the keys; a string.
+        store: the store that holds them.
+
+    Raises:
+        InvalidArgumentError: ``prefix`` is not a string, or ``store`` not a :class:`Store`.
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        check_key(prefix)
+        if not isinstance(store, Store):
+            raise InvalidArgumentError(f"PrefixStore needs a Store of torchestra to prefix, got {store!r}")
+        self._prefix = prefix
+        self._store = store
+
+    @property
+    def underlying_store(self) -> Store:
+        """The store that holds the keys (itself perhaps a PrefixStore)."""
+        return self._store
+
+    @property
+    def prefix(self) -> str:
+        """What is put before the keys, without the ``/``."""
+        return self._prefix
+
+    def set(self, key: str, value: Value) -> None:
+        self._store.set(self._full(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._full(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._full(key), amount)
+
+    def append(self, key: str, value: Value) -> None:
+        self._store.append(self._full(key), value)
+
+    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
+        return self._store.compare_set(self._full(key), expected_value, desired_value)
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        # Subclasses of others may know wait with one argument only.
+        if timeout is None:
+            self._store.wait(self._all_full(keys))
+        else:
+            self._store.wait(self._all_full(keys), timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(self._all_full(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(self._full(key))
+
+    def list_keys(self) -> list[str]:
+        start = f"{self._prefix}/"
+        return [key[len(start) :] for key in self._store.list_keys() if key.startswith(start)]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._store.multi_get(self._all_full(keys))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        self._store.multi_set(self._all_full(keys), values)
+
+    def queue_push(self, key: str, value: Value) -> None:
+        self._store.queue_push(self._full(key), value)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        return self._store.queue_pop(self._full(key), block)
+
+    def queue_len(self, key: str) -> int:
+        return self._store.queue_len(self._full(key))
+
+    def clone(self) -> Store:
+        return PrefixStore(self._prefix, self._store.clone())
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        self._store.set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._store.timeout
+
+    def has_extended_api(self) -> bool:
+        return self._store.has_extended_api()
+
+    def __repr__(self) -> str:
+        return f"PrefixStore({self._prefix!r}, {self._store!r})"
+
+    def _full(self, key: str) -> str:
+        return f"{self._prefix}/{check_key(key)}"
+
+    def _all_full(self, keys: Sequence[str]) -> list[str]:
+        return [f"{self._prefix}/{key}" for key in check_keys(keys)]

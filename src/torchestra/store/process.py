@@ -1,0 +1,74 @@
+"""Naming a process so that others can tell later whether it is still there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+__all__ = ["ProcessIdentity"]
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process, told apart from a later one that was given the same number.
+
+    Attributes:
+        hostname: the name of its host, for messages.
+        pid: its number.
+        started: when it started, in clock ticks since the host did; 0 where the system does not tell.
+        space: what process numbers are unique in (one boot of one host, one container); empty if unknown.
+    """
+
+    hostname: str
+    pid: int
+    started: int
+    space: str
+
+    @classmethod
+    def current(cls) -> ProcessIdentity:
+        """The calling process."""
+        pid = os.getpid()
+        return cls(socket.gethostname().replace(" ", "_"), pid, _start_time(pid) or 0, _process_space())
+
+    @classmethod
+    def decode(cls, text: str) -> ProcessIdentity:
+        """The identity that :meth:`encode` wrote.
+
+        Raises:
+            ValueError: it did not write this.
+        """
+        hostname, pid, started, space = text.split(" ")
+        return cls(hostname, int(pid), int(started), space)
+
+    def encode(self) -> str:
+        """One line of text."""
+        return f"{self.hostname} {self.pid} {self.started} {self.space}"
+
+    def is_dead(self) -> bool:
+        """Whether the process is known to have ended; False if it lives or cannot be seen from here."""
+        if not self.space or self.space != _process_space():
+            return False
+        return _start_time(self.pid) != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.hostname}"
+
+
+def _process_space() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> int | None:
+    """The start of a process in clock ticks since boot; None if it has ended or is a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name, in parentheses, may hold anything; the fields of interest come after it.
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])

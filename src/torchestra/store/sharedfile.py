@@ -1,0 +1,271 @@
+"""The file under a FileStore: locking, replaying, appending, and who uses it.
+
+Who may do what: a record is appended, and a torn end cut off, only under the exclusive lock; the file is
+read only under a lock, shared or exclusive. Whoever gets the exclusive lock therefore sees whole records
+and at most one torn one, left by a writer that died; the kernel drops a lock when its holder dies.
+
+The file is opened anew for every access. So a forked child shares no lock with its parent, network file
+systems show what others wrote, and a file that was deleted and made anew is noticed by its inode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+
+from torchestra.errors import DistStoreError, InvalidArgumentError
+from torchestra.store.filelog import MAGIC, DamagedLogError, Kind, encode, scan
+from torchestra.store.process import ProcessIdentity
+from torchestra.store.table import Table
+
+__all__ = ["SharedFile", "Writer"]
+
+_LOCK_SECONDS = 60.0
+_FAREWELL_SECONDS = 2.0
+
+Change = tuple[Kind, str, bytes]
+
+
+class Writer:
+    """Appends records; valid while the exclusive lock is held. ``table`` is up to date."""
+
+    def __init__(self, file: SharedFile, descriptor: int) -> None:
+        self._file = file
+        self._descriptor = descriptor
+
+    @property
+    def table(self) -> Table:
+        return self._file.table
+
+    def __call__(self, changes: Sequence[Change]) -> None:
+        self._file.append(self._descriptor, changes)
+
+
+class SharedFile:
+    """One user's view of the file. Safe for several threads."""
+
+    def __init__(self, path: str, world_size: int) -> None:
+        self.path = path
+        self.table = Table()
+        self._world_size = world_size
+        self._mutex = threading.Lock()
+        self._offset = 0
+        self._inode = (0, 0)
+        self._members: dict[str, ProcessIdentity] = {}
+        self._ever_joined = 0
+        self._pid = os.getpid()
+        self._token = ""
+        self._closed = False
+
+    def join(self, owner: object) -> None:
+        """Counts this user in, until :meth:`leave`, the collection of ``owner`` or the process's end."""
+        with self._mutex:
+            while True:
+                with self._opened(create=True) as descriptor, self._locked(descriptor, fcntl.LOCK_EX):
+                    if not self._is_current(descriptor):
+                        continue
+                    self._replay(descriptor, writing=True)
+                    if self._is_left_behind():
+                        os.unlink(self.path)
+                        continue
+                    token = os.urandom(8).hex()
+                    me = ProcessIdentity.current().encode().encode()
+                    self.append(descriptor, [(Kind.JOIN, token, me)])
+                    self._token = token
+                    break
+        weakref.finalize(owner, self.leave)
+
+    def leave(self) -> None:
+        """Counts this user out, and deletes the file if it was the last. Closed afterwards."""
+        with self._mutex:
+            if self._closed or self._pid != os.getpid():
+                return
+            self._closed = True
+            # What cannot be counted out now (a full disk, a deleted file) is found dead later.
+            with contextlib.suppress(OSError, DistStoreError, InvalidArgumentError):
+                self._count_out()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Table]:
+        """The table as the file has it now; for use inside the block only."""
+        with self._mutex:
+            self._check_open()
+            with self._opened() as descriptor:
+                status = os.fstat(descriptor)
+                if (status.st_dev, status.st_ino) != self._inode or status.st_size != self._offset:
+                    with self._locked(descriptor, fcntl.LOCK_SH):
+                        self._replay(descriptor, writing=False)
+            yield self.table
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Writer]:
+        """The right to append; the table is what the file has, and nobody else changes it meanwhile."""
+        with self._mutex:
+            self._check_open()
+            with self._opened() as descriptor, self._locked(descriptor, fcntl.LOCK_EX):
+                if not self._is_current(descriptor):
+                    raise self._deleted()
+                self._replay(descriptor, writing=True)
+                yield Writer(self, descriptor)
+
+    def append(self, descriptor: int, changes: Sequence[Change]) -> None:
+        """Writes records at the end and applies them. Only under the exclusive lock, after a replay."""
+        data = memoryview(b"".join(encode(*change) for change in changes))
+        written = 0
+        try:
+            while written < len(data):
+                written += os.pwrite(descriptor, data[written:], self._offset + written)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, self._offset)
+            raise DistStoreError(f"FileStore cannot write to {self.path}: {error.strerror}") from error
+        self._offset += len(data)
+        for change in changes:
+            self._apply(*change)
+
+    def _count_out(self) -> None:
+        with self._opened() as descriptor, self._locked(descriptor, fcntl.LOCK_EX, _FAREWELL_SECONDS):
+            if not self._is_current(descriptor):
+                return
+            self._replay(descriptor, writing=True)
+            self._members.pop(self._token, None)
+            complete = self._ever_joined >= self._world_size >= 0
+            if complete and all(member.is_dead() for member in self._members.values()):
+                os.unlink(self.path)
+            else:
+                self.append(descriptor, [(Kind.LEAVE, self._token, b"")])
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DistStoreError(f"FileStore({self.path}) is closed; make a new one to use the file again")
+
+    @contextlib.contextmanager
+    def _opened(self, create: bool = False) -> Iterator[int]:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        try:
+            descriptor = os.open(self.path, flags, 0o600)
+        except FileNotFoundError as error:
+            raise (self._unusable(error) if create else self._deleted()) from error
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _unusable(self, error: OSError) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"FileStore cannot open {self.path}: {error.strerror}; "
+            "it must be a file that every rank may read and write, in a directory that exists"
+        )
+
+    def _deleted(self) -> DistStoreError:
+        return DistStoreError(
+            f"FileStore: the file {self.path} was deleted while in use; give every job a file of its own"
+        )
+
+    @contextlib.contextmanager
+    def _locked(self, descriptor: int, kind: int, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
+        # Not a blocking flock: signals must get through to the main thread, and time must end.
+        deadline = time.monotonic() + seconds
+        pause = 0.0002
+        while True:
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
+                    raise DistStoreError(
+                        f"FileStore cannot lock {self.path}: {error.strerror}; the file system lacks flock"
+                    ) from error
+            if time.monotonic() >= deadline:
+                raise DistStoreError(
+                    f"FileStore({self.path}) was locked by another process for {seconds:g} s; is one stopped?"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+        try:
+            yield
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    def _is_current(self, descriptor: int) -> bool:
+        """Whether the path still leads to the file that was opened."""
+        mine = os.fstat(descriptor)
+        try:
+            named = os.stat(self.path)
+        except FileNotFoundError:
+            return False
+        return (mine.st_dev, mine.st_ino) == (named.st_dev, named.st_ino)
+
+    def _replay(self, descriptor: int, *, writing: bool) -> None:
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != self._inode or status.st_size < self._offset:
+            self._inode = (status.st_dev, status.st_ino)
+            self._offset = 0
+            self._ever_joined = 0
+            self._members = {}
+            self.table = Table()
+        if self._offset < len(MAGIC):
+            start = _read(descriptor, 0, len(MAGIC))
+            if not MAGIC.startswith(start):
+                raise DistStoreError(
+                    f"{self.path} is not a FileStore's (it begins with {start!r}); name a new file"
+                )
+            if len(start) < len(MAGIC):
+                if not writing:
+                    return
+                os.pwrite(descriptor, MAGIC, 0)
+            self._offset = len(MAGIC)
+        base = self._offset
+        try:
+            for kind, key, value, end in scan(_read(descriptor, base, status.st_size - base)):
+                self._apply(kind, key, value)
+                self._offset = base + end
+        except (DamagedLogError, ValueError) as error:
+            raise DistStoreError(
+                f"{self.path} is damaged at byte {self._offset}: something else than FileStore wrote to it"
+            ) from error
+        if writing and self._offset < status.st_size:
+            os.ftruncate(descriptor, self._offset)
+
+    def _apply(self, kind: Kind, key: str, value: bytes) -> None:
+        if kind is Kind.SET:
+            self.table.set(key, value)
+        elif kind is Kind.APPEND:
+            self.table.append(key, value)
+        elif kind is Kind.DELETE:
+            self.table.delete(key)
+        elif kind is Kind.PUSH:
+            self.table.push(key, value)
+        elif kind is Kind.POP:
+            self.table.pop(key)
+        elif kind is Kind.JOIN:
+            self._members[key] = ProcessIdentity.decode(value.decode())
+            self._ever_joined += 1
+        else:
+            self._members.pop(key, None)
+
+    def _is_left_behind(self) -> bool:
+        """Whether the file belongs to a job whose last processes were killed."""
+        if self._world_size < 0 or not self._members:
+            return False
+        return all(member.is_dead() for member in self._members.values())
+
+
+def _read(descriptor: int, offset: int, size: int) -> bytes:
+    parts = []
+    while size > 0:
+        part = os.pread(descriptor, size, offset)
+        if not part:
+            break
+        parts.append(part)
+        offset += len(part)
+        size -= len(part)
+    return b"".join(parts)

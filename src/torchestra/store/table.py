@@ -1,0 +1,197 @@
+"""What a store remembers, and who waits for it.
+
+A :class:`Table` is the contents of a store: values, queues, and the parked waits. It knows no threads,
+sockets or files; whoever owns it (HashStore under a lock, the TCP server in its one thread, FileStore
+while it holds the file) calls it from one place at a time.
+
+A parked wait is indexed by each key it still misses, so a ``set`` touches only the waits it concerns:
+64 ranks that wait for different keys do not wake each other.
+
+Invariants: a :class:`Parked` is in the index under exactly its ``missing`` keys; ``ready`` is called
+once, when none is missing, from inside the operation that brought the last one, and never after
+:meth:`Table.cancel`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from torchestra.store.base import INTERNAL_PREFIX, parse_number
+
+__all__ = ["Parked", "Popper", "Table"]
+
+
+class Parked:
+    """A wait for several keys that are not all there yet."""
+
+    __slots__ = ("keys", "missing", "ready")
+
+    def __init__(self, keys: Sequence[str], ready: Callable[[], None]) -> None:
+        self.keys = keys
+        self.missing: set[str] = set()
+        self.ready = ready
+
+
+class Popper:
+    """A wait for the next value of a queue; ``take`` is called with it."""
+
+    __slots__ = ("key", "take")
+
+    def __init__(self, key: str, take: Callable[[bytes], None]) -> None:
+        self.key = key
+        self.take = take
+
+
+class Table:
+    """Values and queues by key, with the semantics of torch.distributed's stores."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._queues: dict[str, deque[bytes]] = {}
+        self._parked: dict[str, dict[Parked, None]] = {}
+        self._poppers: dict[str, deque[Popper]] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values or key in self._queues
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of ``keys`` that are neither a value nor a queue with something in it."""
+        return [key for key in keys if key not in self]
+
+    def missing_values(self, keys: Sequence[str]) -> list[str]:
+        """Those of ``keys`` that hold no value."""
+        return [key for key in keys if key not in self._values]
+
+    def listed(self) -> list[str]:
+        """The keys with a value, without those that stores keep for themselves."""
+        return [key for key in self._values if not key.startswith(INTERNAL_PREFIX)]
+
+    def get(self, key: str) -> bytes | None:
+        return self._values.get(key)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        self._arrived(key)
+
+    def sum(self, key: str, amount: int) -> int:
+        """The number under ``key``, 0 if there is none, plus ``amount``."""
+        old = self._values.get(key)
+        return (0 if old is None else parse_number(key, old)) + amount
+
+    def add(self, key: str, amount: int) -> int:
+        total = self.sum(key, amount)
+        self.set(key, str(total).encode())
+        return total
+
+    def append(self, key: str, tail: bytes) -> None:
+        self.set(key, self._values.get(key, b"") + tail)
+
+    def compared(self, key: str, expected: bytes) -> bool:
+        """Whether a compare_set that expects ``expected`` goes through."""
+        return self._values.get(key, b"") == expected
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        if self.compared(key, expected):
+            self.set(key, desired)
+            return desired
+        return self._values.get(key, expected)
+
+    def delete(self, key: str) -> bool:
+        held_value = self._values.pop(key, None) is not None
+        held_queue = self._queues.pop(key, None) is not None
+        return held_value or held_queue
+
+    def push(self, key: str, value: bytes, *, front: bool = False) -> None:
+        """Gives ``value`` to who has waited longest for it, or puts it in the queue.
+
+        ``front`` puts it before the others, for a value that was taken but could not be delivered.
+        """
+        poppers = self._poppers.get(key)
+        if poppers:
+            popper = poppers.popleft()
+            if not poppers:
+                del self._poppers[key]
+            popper.take(value)
+            return
+        queue = self._queues.setdefault(key, deque())
+        if front:
+            queue.appendleft(value)
+        else:
+            queue.append(value)
+        self._arrived(key)
+
+    def pop(self, key: str) -> bytes | None:
+        queue = self._queues.get(key)
+        if queue is None:
+            return None
+        value = queue.popleft()
+        if not queue:
+            del self._queues[key]
+        return value
+
+    def first(self, key: str) -> bytes | None:
+        """What :meth:`pop` would return."""
+        queue = self._queues.get(key)
+        return None if queue is None else queue[0]
+
+    def queue_len(self, key: str) -> int:
+        return len(self._queues.get(key, ()))
+
+    def park(self, keys: Sequence[str], ready: Callable[[], None], *, values_only: bool) -> Parked:
+        """Has ``ready`` called when all ``keys`` are there; at least one must be missing now.
+
+        Args:
+            keys: what is waited for.
+            ready: called from inside the operation that brings the last key; must not raise.
+            values_only: a queue under the key does not count (for ``get``).
+        """
+        parked = _ParkedForValues(keys, ready) if values_only else Parked(keys, ready)
+        self._index(parked)
+        return parked
+
+    def park_pop(self, key: str, take: Callable[[bytes], None]) -> Popper:
+        """Has ``take`` called with the next value pushed to the queue ``key``, which must be empty now."""
+        popper = Popper(key, take)
+        self._poppers.setdefault(key, deque()).append(popper)
+        return popper
+
+    def cancel(self, wait: Parked | Popper) -> None:
+        """Forgets a parked wait. One that is over already is left alone."""
+        if isinstance(wait, Popper):
+            poppers = self._poppers.get(wait.key)
+            if poppers and wait in poppers:
+                poppers.remove(wait)
+                if not poppers:
+                    del self._poppers[wait.key]
+            return
+        for key in wait.missing:
+            waits = self._parked[key]
+            del waits[wait]
+            if not waits:
+                del self._parked[key]
+        wait.missing = set()
+
+    def _still_missing(self, parked: Parked) -> list[str]:
+        if isinstance(parked, _ParkedForValues):
+            return self.missing_values(parked.keys)
+        return self.missing(parked.keys)
+
+    def _index(self, parked: Parked) -> None:
+        parked.missing = set(self._still_missing(parked))
+        for key in parked.missing:
+            self._parked.setdefault(key, {})[parked] = None
+
+    def _arrived(self, key: str) -> None:
+        for parked in self._parked.pop(key, ()):
+            parked.missing.discard(key)
+            if parked.missing:
+                continue
+            # A key that had come may have been deleted since, so the whole list is looked at again.
+            self._index(parked)
+            if not parked.missing:
+                parked.ready()
+
+
+class _ParkedForValues(Parked):
+    __slots__ = ()

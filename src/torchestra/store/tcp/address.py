@@ -1,0 +1,190 @@
+"""Where a store listens and is reached: TCP addresses, and Unix sockets without a file.
+
+``unix:@name`` is Linux's abstract Unix socket: a name in the kernel, gone with the process that bound
+it, however that ends, and open to processes of the same user only (checked by asking the kernel who is
+at the other end). It serves ranks that are known to share a host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torchestra.errors import DistNetworkError, InvalidArgumentError
+from torchestra.store.base import check_integer, interpreter_slice
+
+__all__ = ["Address", "dial", "listen"]
+
+_BACKLOG = 4096
+_UNIX = "unix:@"
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host name or interface with a port; or ``unix:@name``, with port 0."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def checked(cls, host: str, port: int, *, listening: bool) -> Address:
+        """An address from a user's arguments.
+
+        Raises:
+            InvalidArgumentError: the host is not a name, or the port not one of 0 to 65535 (0 only where
+                a server is to choose one).
+        """
+        if not isinstance(host, str) or not host:
+            raise InvalidArgumentError(f"the host of a TCPStore must be a name or an address, got {host!r}")
+        port = check_integer("port", port)
+        if host.startswith(_UNIX):
+            return cls(host, 0)
+        if not 0 <= port <= 65535:
+            raise InvalidArgumentError(f"port must have a value from 0 to 65535, got {port}")
+        if port == 0 and not listening:
+            raise InvalidArgumentError("port 0 lets a server choose; a client needs the port that it chose")
+        return cls(host, port)
+
+    @property
+    def is_unix(self) -> bool:
+        return self.host.startswith(_UNIX)
+
+    def resolved(self) -> list[tuple[int, Any]]:
+        """Family and socket address of each way to reach it, IPv4 first."""
+        if self.is_unix:
+            return [(socket.AF_UNIX, "\0" + self.host[len(_UNIX) :])]
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        pairs = dict.fromkeys((int(family), address) for family, _, _, _, address in found)
+        return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)
+
+    def __str__(self) -> str:
+        if self.is_unix:
+            return self.host
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def listen(address: Address, *, anywhere: bool) -> socket.socket:
+    """A listening socket on the interface that ``address`` names, on no other.
+
+    Args:
+        address: where to listen.
+        anywhere: if the host is known but not an address of this machine (a load balancer's, a
+            container's outer one), listen on all interfaces.
+
+    Raises:
+        DistNetworkError: the port is in use, or the host is not this one; it says what to do.
+    """
+    try:
+        family, where = address.resolved()[0]
+    except OSError as error:
+        raise DistNetworkError(f"TCPStore cannot listen on {address}: {error.strerror}") from error
+    try:
+        return _bound(family, where)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise DistNetworkError(
+                f"TCPStore cannot listen on {address}: the address is already in use, by another job or by "
+                "another master of this one; choose a free port (MASTER_PORT), or 0 to have one chosen"
+            ) from error
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise DistNetworkError(f"TCPStore cannot listen on {address}: {error.strerror}") from error
+        if not anywhere:
+            raise DistNetworkError(
+                f"TCPStore cannot listen on {address}: that is not an address of this host; run the master "
+                "there, or set TORCHESTRA_SECRET on all ranks to let it listen on every interface"
+            ) from error
+    everywhere = "" if family == socket.AF_INET else "::"
+    return _bound(family, (everywhere, address.port))
+
+
+def _bound(family: int, where: Any) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family != socket.AF_UNIX:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def dial(address: Address, deadline: float) -> socket.socket:
+    """Connects once, to the first of the host's addresses that answers.
+
+    Raises:
+        OSError: nobody listens, the name is unknown, or the deadline has come.
+    """
+    failure: OSError = OSError(errno.EADDRNOTAVAIL, "the host has no address")
+    for family, where in address.resolved():
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            _connect(connection, where, deadline)
+            tune(connection)
+            if family == socket.AF_UNIX and peer_user(connection) != os.getuid():
+                raise OSError(errno.EACCES, "the server belongs to another user")
+            return connection
+        except OSError as error:
+            connection.close()
+            failure = error
+        except BaseException:
+            connection.close()
+            raise
+    raise failure
+
+
+def _connect(connection: socket.socket, where: Any, deadline: float) -> None:
+    connection.setblocking(False)
+    code = connection.connect_ex(where)
+    while code in (errno.EINPROGRESS, errno.EALREADY):
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        if wait_ready(connection, select.POLLOUT, remaining):
+            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            break
+    if (
+        code == 0
+        and connection.family != socket.AF_UNIX
+        and connection.getsockname() == connection.getpeername()
+    ):
+        # TCP lets a socket connect to itself where nobody listens on a port of the ephemeral range.
+        code = errno.ECONNREFUSED
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def wait_ready(connection: socket.socket, events: int, remaining: float) -> bool:
+    """Waits a short while, at most ``remaining`` seconds, for ``POLLIN`` or ``POLLOUT``, or a failure."""
+    if connection.fileno() < 0:
+        raise OSError(errno.EBADF, "the connection was closed")
+    poller = select.poll()
+    poller.register(connection, events)
+    return bool(poller.poll(interpreter_slice(remaining) * 1000))
+
+
+def tune(connection: socket.socket) -> None:
+    """Small messages leave at once, and a host that vanished is noticed at last."""
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    with contextlib.suppress(AttributeError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user id of the process at the other end of a Unix socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])

@@ -1,0 +1,220 @@
+"""A store served over the network by one of the ranks, or by a process apart."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Sequence
+
+from torchestra.errors import InvalidArgumentError, QueueEmptyError, StoreTimeoutError
+from torchestra.store.base import (
+    DEFAULT_STORE_TIMEOUT,
+    INTERNAL_PREFIX,
+    Store,
+    Value,
+    check_integer,
+    check_key,
+    check_keys,
+    check_pairs,
+    encode_value,
+    missing_keys_error,
+)
+from torchestra.store.tcp.address import Address
+from torchestra.store.tcp.pool import GRACE_SECONDS, ConnectionPool
+from torchestra.store.tcp.protocol import Reply, Request
+from torchestra.store.tcp.secret import Secret, job_secret
+from torchestra.store.tcp.server import TCPStoreServer
+from torchestra.store.tcp.tenants import Tenancy
+from torchestra.types import Timeout
+
+__all__ = ["TCPStore"]
+
+_WORKERS = f"{INTERNAL_PREFIX}workers"
+
+
+class TCPStore(Store):
+    """A store whose contents are in one process, the master's, and which the others reach over TCP.
+
+    With ``is_master`` the object also runs the server, in a thread, until it is closed, collected, or its
+    process ends; from then on the others' operations raise :class:`~torchestra.DistNetworkError`. A client
+    may be started before the master: it tries until the time-out. After a fork the child has connections
+    of its own; the server stays with the parent.
+
+    A value may have up to 1 GiB. All operations, the waiting ones too, see Ctrl-C at once and end at their
+    deadline: the time-out, and a few seconds more if the server does not answer.
+
+    Args:
+        host_name: where the server is, or the interface the master listens on (that one only).
+            ``unix:@name`` is a Unix socket without a file, for processes of one user on one host.
+        port: its port; for a master 0 has one chosen (see :attr:`port`).
+        world_size: how many TCPStores, the master's included, there will be; None if that is open.
+        is_master: run the server here.
+        timeout: for connecting, ``wait_for_workers`` and all later waits; a timedelta or seconds.
+        wait_for_workers: a master with a ``world_size`` waits until so many have connected.
+        multi_tenant: masters of this process with the same host and port share one server.
+        master_listen_fd: a socket that is bound already, for the master to listen on and to own.
+        use_libuv: accepted because torch has it; there is one server here.
+        secret: what both sides prove to know; the environment variable TORCHESTRA_SECRET if None.
+
+    Raises:
+        DistNetworkError: nobody answered in time, the port is in use, or the secrets differ.
+        StoreTimeoutError: not all workers came.
+        InvalidArgumentError: the port is not one of 0 to 65535, or 0 for a client.
+
+    Attributes:
+        host: as given.
+        port: where the server listens.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = DEFAULT_STORE_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+        *,
+        secret: Secret = None,
+    ) -> None:
+        self.set_timeout(timeout)
+        if world_size is not None:
+            world_size = check_integer("world_size", world_size)
+        known = job_secret(secret)
+        address = Address.checked(host_name, port, listening=is_master)
+        tenancy = Tenancy(address, known, master_listen_fd, shared=multi_tenant) if is_master else None
+        self._server: TCPStoreServer | None = tenancy.server if tenancy else None
+        self._address = Address(address.host, self._server.port) if self._server else address
+        self._secret = known
+        self._pool = ConnectionPool(self._address, known)
+        self._finalizer = weakref.finalize(self, _shut, self._pool, tenancy)
+        try:
+            self._pool.connect(self.timeout.total_seconds())
+            if world_size is not None and world_size > 0:
+                self._report_for_work(world_size, is_master and wait_for_workers)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def host(self) -> str:
+        return self._address.host
+
+    @property
+    def port(self) -> int:
+        return self._address.port
+
+    def set(self, key: str, value: Value) -> None:
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        fields = [field for key, value in check_pairs(keys, values) for field in (key.encode(), value)]
+        self._ask(Request.SET, fields)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._ask_and_wait(Request.GET, check_keys(keys), self._seconds(None))
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        self._ask_and_wait(Request.WAIT, check_keys(keys), self._seconds(timeout))
+
+    def add(self, key: str, amount: int) -> int:
+        check_key(key)
+        amount = check_integer("amount", amount)
+        return int(self._ask(Request.ADD, [key.encode(), str(amount).encode()])[0])
+
+    def append(self, key: str, value: Value) -> None:
+        check_key(key)
+        self._ask(Request.APPEND, [key.encode(), encode_value(value)])
+
+    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
+        check_key(key)
+        values = [encode_value(expected_value), encode_value(desired_value)]
+        return self._ask(Request.COMPARE_SET, [key.encode(), *values])[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask(Request.CHECK, [key.encode() for key in check_keys(keys)]) == [b"1"]
+
+    def delete_key(self, key: str) -> bool:
+        check_key(key)
+        return self._ask(Request.DELETE, [key.encode()]) == [b"1"]
+
+    def list_keys(self) -> list[str]:
+        return [key.decode() for key in self._ask(Request.LIST, [])]
+
+    def queue_push(self, key: str, value: Value) -> None:
+        check_key(key)
+        self._ask(Request.PUSH, [key.encode(), encode_value(value)])
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        check_key(key)
+        if block:
+            return self._ask_and_wait(Request.POP, [key], self._seconds(None))[0]
+        found = self._ask(Request.POP, [b"", key.encode()], may_be_empty=True)
+        if not found:
+            raise QueueEmptyError(f"queue {key!r} of {self} is empty")
+        return found[0]
+
+    def queue_len(self, key: str) -> int:
+        check_key(key)
+        return int(self._ask(Request.QUEUE_LENGTH, [key.encode()])[0])
+
+    def clone(self) -> Store:
+        """A client of the same server, with a time-out and connections of its own."""
+        return TCPStore(self.host, self.port, timeout=self.timeout, secret=self._secret)
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def __repr__(self) -> str:
+        return f"TCPStore({self._address})"
+
+    def _ask(self, request: Request, fields: list[bytes], *, may_be_empty: bool = False) -> list[bytes]:
+        code, found = self._pool.request(request, fields, self._seconds(None), GRACE_SECONDS)
+        if code == Reply.REFUSED:
+            raise InvalidArgumentError(f"{self}: {found[0].decode(errors='replace')}")
+        if code == Reply.EMPTY and may_be_empty:
+            return []
+        return found
+
+    def _ask_and_wait(self, request: Request, keys: list[str], seconds: float) -> list[bytes]:
+        milliseconds = str(math.ceil(seconds * 1000)).encode()
+        fields = [milliseconds, *(key.encode() for key in keys)]
+        code, found = self._pool.request(request, fields, seconds, GRACE_SECONDS)
+        if code == Reply.MISSING:
+            raise missing_keys_error(self, [key.decode(errors="replace") for key in found], seconds)
+        if code == Reply.REFUSED:
+            raise InvalidArgumentError(f"{self}: {found[0].decode(errors='replace')}")
+        return found
+
+    def _report_for_work(self, world_size: int, wait: bool) -> None:
+        """Counts this store in; the last of a round says so under a key that the master waits for."""
+        started = time.monotonic()
+        number = int(self._ask(Request.ADD, [_WORKERS.encode(), b"1"])[0])
+        turn = (number - 1) // world_size
+        complete = f"{_WORKERS}/{turn}"
+        if number % world_size == 0:
+            self._ask(Request.SET, [complete.encode(), b"1"])
+        if not wait:
+            return
+        seconds = max(0.0, self.timeout.total_seconds() - (time.monotonic() - started))
+        try:
+            self._ask_and_wait(Request.WAIT, [complete], seconds)
+        except StoreTimeoutError:
+            came = int(self._ask(Request.ADD, [_WORKERS.encode(), b"0"])[0]) - turn * world_size
+            raise StoreTimeoutError(
+                f"{self}: {came} of {world_size} stores connected within {self.timeout.total_seconds():g} s; "
+                "the ranks of the others are late or gone, or look for the master elsewhere"
+            ) from None
+
+
+def _shut(pool: ConnectionPool, tenancy: Tenancy | None) -> None:
+    pool.close()
+    if tenancy is not None:
+        tenancy.end()

@@ -1,0 +1,155 @@
+"""The client's side of one connection: the handshake, then one request and its reply at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+
+from torchestra.errors import DistNetworkError
+from torchestra.store.tcp.address import Address, dial, wait_ready
+from torchestra.store.tcp.protocol import (
+    HELLO_SIZE,
+    NONCE_SIZE,
+    PROOF_SIZE,
+    VERSION,
+    AuthMethod,
+    Buffer,
+    Decoder,
+    Hello,
+    ProtocolError,
+    encode,
+    proof,
+)
+from torchestra.store.tcp.secret import SECRET_VARIABLE
+
+__all__ = ["Connection"]
+
+_CHUNK = 1 << 20
+_HANDSHAKE_SECONDS = 15.0
+
+
+class Connection:
+    """A connection that has been accepted by a server of this protocol and version.
+
+    Args:
+        address: where the server listens.
+        secret: what both sides prove to know; None if there is none.
+        deadline: when to stop trying, on the monotonic clock.
+
+    Raises:
+        OSError: there is no server yet, or it went away in between; worth another try. Of these,
+            TimeoutError means that the server took the connection and then said nothing for a while.
+        DistNetworkError: what listens there is something else, or has another version or secret.
+    """
+
+    def __init__(self, address: Address, secret: bytes | None, deadline: float) -> None:
+        self._address = address
+        self._decoder = Decoder()
+        self._socket = dial(address, deadline)
+        try:
+            self._shake_hands(secret, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS))
+        except BaseException:
+            self.close()
+            raise
+
+    def request(self, code: int, fields: Sequence[bytes], deadline: float) -> tuple[int, list[bytes]]:
+        """Sends a request and returns the reply's code and fields.
+
+        Raises:
+            ProtocolError: the request is too large (nothing has been sent), or the reply makes no sense.
+            OSError: the connection broke, or (TimeoutError) the deadline came. It is of no more use then.
+        """
+        self._send(encode(code, fields), deadline)
+        while True:
+            message = self._decoder.message()
+            if message is not None:
+                return message
+            self._receive(deadline)
+
+    def close(self) -> None:
+        """Ends the connection; the server forgets what it waited for."""
+        self._socket.close()
+
+    def interrupt(self) -> None:
+        """Ends the request that another thread has under way with an error there."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _shake_hands(self, secret: bytes | None, deadline: float) -> None:
+        method = AuthMethod.NONE if secret is None else AuthMethod.HMAC_SHA256
+        nonce = os.urandom(NONCE_SIZE)
+        self._send([Hello(method, nonce).encode(from_client=True)], deadline)
+        theirs = self._server_hello(deadline)
+        if theirs.version != VERSION:
+            raise DistNetworkError(
+                f"the store at {self._address} speaks version {theirs.version} of the protocol, this process "
+                f"version {VERSION}; use the same torchestra on all ranks"
+            )
+        if theirs.method != method:
+            sides = ("the server", "this process")
+            one, other = sides if secret is None else reversed(sides)
+            raise DistNetworkError(
+                f"TCPStore({self._address}): {one} has a secret and {other} has none; "
+                f"give both the same one ({SECRET_VARIABLE})"
+            )
+        if secret is None:
+            return
+        self._send([proof(secret, "client", nonce, theirs.nonce)], deadline)
+        try:
+            answer = self._take(PROOF_SIZE, deadline)
+        except ConnectionError:
+            answer = b""
+        if not hmac.compare_digest(answer, proof(secret, "server", nonce, theirs.nonce)):
+            raise DistNetworkError(
+                f"TCPStore({self._address}): the server and this process have different secrets; "
+                f"give both the same one ({SECRET_VARIABLE}), or is it another job's port?"
+            )
+
+    def _server_hello(self, deadline: float) -> Hello:
+        while len(self._decoder) < HELLO_SIZE and Hello.plausible(self._decoder.start(), from_client=False):
+            self._receive(deadline)
+        try:
+            return Hello.decode((self._decoder.take(HELLO_SIZE) or b"").ljust(HELLO_SIZE), from_client=False)
+        except ProtocolError:
+            raise DistNetworkError(
+                f"what listens at {self._address} is not a torchestra store; is the port another program's?"
+            ) from None
+
+    def _take(self, size: int, deadline: float) -> bytes:
+        while True:
+            data = self._decoder.take(size)
+            if data is not None:
+                return data
+            self._receive(deadline)
+
+    def _send(self, buffers: Sequence[Buffer], deadline: float) -> None:
+        for buffer in buffers:
+            view = memoryview(buffer)
+            while view:
+                try:
+                    view = view[self._socket.send(view) :]
+                except BlockingIOError:
+                    wait_ready(self._socket, select.POLLOUT, _remaining(deadline))
+
+    def _receive(self, deadline: float) -> None:
+        while True:
+            try:
+                data = self._socket.recv(_CHUNK)
+                break
+            except BlockingIOError:
+                wait_ready(self._socket, select.POLLIN, _remaining(deadline))
+        if not data:
+            raise ConnectionResetError("the server closed the connection")
+        self._decoder.feed(data)
+
+
+def _remaining(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError("the server did not answer")
+    return remaining

@@ -1,0 +1,140 @@
+"""The server's side of one connection: what came in, what is to go out, and how far it has got."""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import os
+import socket
+from collections import deque
+from collections.abc import Iterable
+
+from torchestra.store.table import Parked, Popper
+from torchestra.store.tcp.protocol import (
+    HELLO_SIZE,
+    NONCE_SIZE,
+    PROOF_SIZE,
+    VERSION,
+    AuthMethod,
+    Buffer,
+    Decoder,
+    Hello,
+    ProtocolError,
+    proof,
+)
+
+__all__ = ["Peer", "Stage"]
+
+_CHUNK = 1 << 18
+
+
+class Stage(enum.Enum):
+    """How far a connection has got."""
+
+    HELLO = enum.auto()
+    PROOF = enum.auto()
+    READY = enum.auto()
+
+
+class Peer:
+    """One connection. Everything that can go wrong with it is an OSError or a ProtocolError.
+
+    Attributes:
+        stage: strangers are at HELLO or PROOF, clients at READY.
+        wait: the parked request, if the client waits for a key.
+        deadline: when the stage or the wait ends, in seconds of the monotonic clock; None if never.
+    """
+
+    def __init__(self, connection: socket.socket, secret: bytes | None) -> None:
+        self.connection = connection
+        self.stage = Stage.HELLO
+        self.wait: Parked | Popper | None = None
+        self.deadline: float | None = None
+        self.closed = False
+        self._secret = secret
+        self._decoder = Decoder()
+        self._outbox: deque[memoryview] = deque()
+        self._nonce = b""
+        self._client_nonce = b""
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether the handshake is not over."""
+        return self.stage is not Stage.READY
+
+    @property
+    def sending(self) -> bool:
+        """Whether something that is to go out has not gone yet; nothing is read meanwhile."""
+        return bool(self._outbox)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether bytes have come that belong to no request answered or parked so far."""
+        return len(self._decoder) > 0
+
+    def receive(self) -> None:
+        """Takes in what has come, up to a quarter of a megabyte, so that the others get their turn."""
+        try:
+            data = self.connection.recv(_CHUNK)
+        except (BlockingIOError, InterruptedError):
+            return
+        if not data:
+            raise ConnectionResetError("the client has gone")
+        self._decoder.feed(data)
+        if self.wait is not None:
+            raise ProtocolError("a request came while another one was waiting")
+
+    def send(self, buffers: Iterable[Buffer]) -> None:
+        """Sends what the socket takes and keeps the rest for :meth:`flush`."""
+        self._outbox.extend(memoryview(buffer) for buffer in buffers)
+        self.flush()
+
+    def flush(self) -> None:
+        """Goes on sending."""
+        while self._outbox:
+            buffer = self._outbox[0]
+            try:
+                sent = self.connection.send(buffer)
+            except (BlockingIOError, InterruptedError):
+                return
+            if sent == len(buffer):
+                self._outbox.popleft()
+            else:
+                self._outbox[0] = buffer[sent:]
+
+    def shake_hands(self) -> bool:
+        """Goes through as much of the handshake as has come; returns whether there was progress."""
+        if self.stage is Stage.HELLO:
+            return self._greet()
+        return self._verify()
+
+    def next_message(self) -> tuple[int, list[bytes]] | None:
+        """The next request, if it has come as a whole."""
+        return self._decoder.message()
+
+    def _greet(self) -> bool:
+        if not Hello.plausible(self._decoder.start(), from_client=True):
+            raise ProtocolError("a stranger")
+        data = self._decoder.take(HELLO_SIZE)
+        if data is None:
+            return False
+        hello = Hello.decode(data, from_client=True)
+        method = AuthMethod.NONE if self._secret is None else AuthMethod.HMAC_SHA256
+        self._client_nonce = hello.nonce
+        self._nonce = os.urandom(NONCE_SIZE)
+        self.send([Hello(method, self._nonce).encode(from_client=False)])
+        if hello.version != VERSION or hello.method != method:
+            raise ProtocolError("another version, or a secret on one side only")
+        self.stage = Stage.READY if self._secret is None else Stage.PROOF
+        return True
+
+    def _verify(self) -> bool:
+        assert self._secret is not None
+        answer = self._decoder.take(PROOF_SIZE)
+        if answer is None:
+            return False
+        if not hmac.compare_digest(answer, proof(self._secret, "client", self._client_nonce, self._nonce)):
+            raise ProtocolError("the client has another secret")
+        self.send([proof(self._secret, "server", self._client_nonce, self._nonce)])
+        self.stage = Stage.READY
+        return True

@@ -1,0 +1,171 @@
+"""A client's connections to one server: as many as there are threads in a request at the same time.
+
+A thread takes an idle connection, or opens one, and puts it back after the reply. So a thread that
+waits holds up no other, threads that come and go leave nothing behind, and a connection whose request
+was broken off (by Ctrl-C, a deadline, an error) is closed rather than used again in an unknown state.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torchestra.errors import DistNetworkError, DistStoreError, InvalidArgumentError
+from torchestra.store.base import nap
+from torchestra.store.tcp.address import Address
+from torchestra.store.tcp.connection import Connection
+from torchestra.store.tcp.forks import forget_in_children
+from torchestra.store.tcp.protocol import ProtocolError
+
+__all__ = ["GRACE_SECONDS", "ConnectionPool", "patiently"]
+
+GRACE_SECONDS = 10.0
+_FIRST_PAUSE = 0.01
+_LONGEST_PAUSE = 0.5
+_PATIENCE = 10.0
+_SHORTEST_ATTEMPT = 0.5
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+
+
+class ConnectionPool:
+    """Sends requests from any thread. Connects when first needed."""
+
+    def __init__(self, address: Address, secret: bytes | None) -> None:
+        self._address = address
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._all: set[Connection] = set()
+        self._closed = False
+        forget_in_children(self)
+
+    def connect(self, seconds: float) -> None:
+        """Makes sure that there is a server; waits for it to start, up to ``seconds``.
+
+        Raises:
+            DistNetworkError: there is none, or it will not have us.
+        """
+        self._give_back(self._take(seconds))
+
+    def request(
+        self, code: int, fields: Sequence[bytes], seconds: float, grace: float = 0.0
+    ) -> tuple[int, list[bytes]]:
+        """The reply to a request.
+
+        Args:
+            code: the request.
+            fields: its fields.
+            seconds: how long connecting, and then the reply, may take.
+            grace: how much longer the reply may take, because the server itself waits so many seconds.
+
+        Raises:
+            DistNetworkError: the connection was lost, or no reply came.
+            InvalidArgumentError: the request is too large.
+        """
+        connection = self._take(seconds)
+        try:
+            reply = connection.request(code, fields, time.monotonic() + seconds + grace)
+        except BaseException as error:
+            self._discard(connection)
+            if isinstance(error, TimeoutError):
+                raise DistNetworkError(
+                    f"the server of TCPStore({self._address}) gave no answer within {seconds + grace:g} s; "
+                    "its process is stopped or overloaded, or the network is down"
+                ) from error
+            if isinstance(error, OSError):
+                raise DistNetworkError(
+                    f"lost the connection to the server of TCPStore({self._address}): {error}; "
+                    "the process it ran in (rank 0's, as a rule) has ended or closed the store"
+                ) from error
+            if isinstance(error, ProtocolError):
+                raise InvalidArgumentError(f"TCPStore({self._address}): {error}") from error
+            raise
+        self._give_back(connection)
+        return reply
+
+    def close(self) -> None:
+        """Closes all connections, also those in use; later requests are refused."""
+        with self._lock:
+            self._closed = True
+            for connection in self._idle:
+                connection.close()
+            for connection in self._all.difference(self._idle):
+                connection.interrupt()
+            self._all.clear()
+            self._idle.clear()
+
+    def forget(self) -> None:
+        """In a forked child: lets go of the parent's connections, and connects anew when needed."""
+        self._lock = threading.Lock()
+        for connection in self._all:
+            connection.close()
+        self._all = set()
+        self._idle = []
+
+    def _take(self, seconds: float) -> Connection:
+        with self._lock:
+            if self._closed:
+                raise DistStoreError(f"TCPStore({self._address}) is closed")
+            if self._idle:
+                return self._idle.pop()
+        connection = self._opened(seconds)
+        with self._lock:
+            self._all.add(connection)
+        return connection
+
+    def _give_back(self, connection: Connection) -> None:
+        with self._lock:
+            if self._closed or connection not in self._all:
+                connection.close()
+            else:
+                self._idle.append(connection)
+
+    def _discard(self, connection: Connection) -> None:
+        connection.close()
+        with self._lock:
+            self._all.discard(connection)
+
+    def _opened(self, seconds: float) -> Connection:
+        return patiently(
+            self._address, lambda deadline: Connection(self._address, self._secret, deadline), seconds
+        )
+
+
+def patiently(address: Address, connect: Callable[[float], _T], seconds: float) -> _T:
+    """Connects, again and again until it works: the server may start later than its clients.
+
+    Args:
+        address: where, for messages.
+        connect: makes one attempt, given the deadline; raises OSError if another one makes sense.
+        seconds: how long to go on.
+
+    Raises:
+        DistNetworkError: no attempt succeeded in time.
+    """
+    started = time.monotonic()
+    deadline = started + seconds
+    pause = _FIRST_PAUSE
+    warned = False
+    while True:
+        try:
+            return connect(max(deadline, started + _SHORTEST_ATTEMPT))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            failure = error
+        now = time.monotonic()
+        if now + pause >= deadline:
+            raise DistNetworkError(
+                f"no store answered at {address} within {seconds:g} s ({reason}); is the master "
+                "(rank 0) running, and are MASTER_ADDR and MASTER_PORT its address?"
+            ) from failure
+        if not warned and now - started > _PATIENCE:
+            warned = True
+            _log.warning("still trying to reach a store at %s (%s)", address, reason)
+        nap(pause)
+        pause = min(pause * 1.5, _LONGEST_PAUSE)

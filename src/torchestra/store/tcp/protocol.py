@@ -1,0 +1,226 @@
+"""What travels between a TCPStore and its server. Bytes only: nothing is ever unpickled.
+
+A connection begins with a handshake of fixed size::
+
+    client  ->  b"tstr" version:u8 method:u8 0:u16  nonce:32 bytes
+    server  ->  b"TSTR" version:u8 method:u8 0:u16  nonce:32 bytes
+    if the server's method is HMAC:
+    client  ->  HMAC-SHA256(secret, "client" + both nonces)
+    server  ->  HMAC-SHA256(secret, "server" + both nonces)
+
+Each side proves that it knows the secret by answering the other's random challenge; the secret itself
+never travels, and a proof is good for one connection only. A side that finds the other's version or
+method to be another than its own says what it has to say and goes.
+
+After that the client sends requests and the server answers each with one reply, both as messages::
+
+    message = code:u8  length:u32  field*        (big-endian; length is that of the fields)
+    field   = length:u32  bytes
+
+Keys are UTF-8; numbers (amounts, counts, milliseconds) are decimal text. What the fields of each
+request are is told at :class:`Request`. While a request waits at the server (its key is not there yet)
+nothing else may be sent on that connection; to give up, the client closes it.
+
+Limits: a message may have up to :data:`MAX_MESSAGE` bytes, 1 GiB, so that values of hundreds of
+megabytes pass. A reader makes room only for bytes that have come, so a lie about a length costs it
+nothing. Until the handshake is done only its fixed size is read.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import struct
+from collections.abc import Sequence
+from typing import Union
+
+__all__ = [
+    "HELLO_SIZE",
+    "MAX_MESSAGE",
+    "PROOF_SIZE",
+    "VERSION",
+    "AuthMethod",
+    "Decoder",
+    "Hello",
+    "ProtocolError",
+    "Reply",
+    "Request",
+    "encode",
+    "number",
+    "proof",
+]
+
+VERSION = 1
+MAX_MESSAGE = 1 << 30
+NONCE_SIZE = 32
+PROOF_SIZE = 32
+
+_HELLO = struct.Struct(">4sBBH32s")
+HELLO_SIZE = _HELLO.size
+_HEAD = struct.Struct(">BI")
+_LENGTH = struct.Struct(">I")
+_CLIENT_MAGIC = b"tstr"
+_SERVER_MAGIC = b"TSTR"
+
+Buffer = Union[bytes, memoryview]
+
+
+class ProtocolError(Exception):
+    """The other side does not keep to the protocol."""
+
+
+class AuthMethod(enum.IntEnum):
+    """How the sides prove who they are."""
+
+    NONE = 0
+    HMAC_SHA256 = 1
+
+
+class Request(enum.IntEnum):
+    """Requests and their fields."""
+
+    SET = 1  # (key value)*
+    GET = 2  # milliseconds key*
+    ADD = 3  # key amount
+    COMPARE_SET = 4  # key expected desired
+    CHECK = 5  # key*
+    WAIT = 6  # milliseconds key*
+    DELETE = 7  # key
+    LIST = 8  #
+    APPEND = 9  # key value
+    PUSH = 10  # key value
+    POP = 11  # milliseconds key; no milliseconds (empty): do not wait
+    QUEUE_LENGTH = 12  # key
+
+
+class Reply(enum.IntEnum):
+    """How a request ended. The fields of OK are its results; a truth value is ``1`` or ``0``."""
+
+    OK = 1
+    MISSING = 2  # the keys that did not come in time
+    EMPTY = 3  # nothing in the queue
+    REFUSED = 4  # one field: why
+
+
+class Hello:
+    """The first message of either side."""
+
+    __slots__ = ("method", "nonce", "version")
+
+    def __init__(self, method: int, nonce: bytes, version: int = VERSION) -> None:
+        self.method = method
+        self.nonce = nonce
+        self.version = version
+
+    def encode(self, *, from_client: bool) -> bytes:
+        """The message."""
+        magic = _CLIENT_MAGIC if from_client else _SERVER_MAGIC
+        return _HELLO.pack(magic, self.version, self.method, 0, self.nonce)
+
+    @classmethod
+    def decode(cls, data: bytes, *, from_client: bool) -> Hello:
+        """Reads a hello; raises :class:`ProtocolError` if it is something else."""
+        magic, version, method, _, nonce = _HELLO.unpack(data)
+        if magic != (_CLIENT_MAGIC if from_client else _SERVER_MAGIC):
+            raise ProtocolError(f"not a hello: {magic!r}")
+        return cls(method, nonce, version)
+
+    @staticmethod
+    def plausible(start: bytes | bytearray, *, from_client: bool) -> bool:
+        """Whether an incomplete message can become a hello."""
+        magic = _CLIENT_MAGIC if from_client else _SERVER_MAGIC
+        return magic.startswith(bytes(start[: len(magic)]))
+
+
+def proof(secret: bytes, side: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    """What ``side`` ("client" or "server") answers to show that it knows the secret."""
+    return hmac.new(secret, side.encode() + client_nonce + server_nonce, hashlib.sha256).digest()
+
+
+def encode(code: int, fields: Sequence[bytes]) -> list[Buffer]:
+    """A message as buffers to be sent one after the other; large fields are not copied.
+
+    Raises:
+        ProtocolError: it would be larger than :data:`MAX_MESSAGE`.
+    """
+    size = sum(len(field) for field in fields) + _LENGTH.size * len(fields)
+    if size > MAX_MESSAGE:
+        raise ProtocolError(f"{size} bytes are more than a message may have ({MAX_MESSAGE})")
+    buffers: list[Buffer] = []
+    small = bytearray(_HEAD.pack(code, size))
+    for field in fields:
+        small += _LENGTH.pack(len(field))
+        if len(field) < 65536:
+            small += field
+        else:
+            buffers += (bytes(small), memoryview(field))
+            small = bytearray()
+    if small:
+        buffers.append(bytes(small))
+    return buffers
+
+
+def number(field: bytes) -> int:
+    """The number in a field; raises :class:`ProtocolError` if it is none of a sensible length."""
+    try:
+        if len(field) > 40:
+            raise ValueError
+        return int(field)
+    except ValueError:
+        raise ProtocolError("a number was expected") from None
+
+
+class Decoder:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._buffer)
+
+    def feed(self, data: Buffer) -> None:
+        """Adds what was received."""
+        self._buffer += data
+
+    def take(self, size: int) -> bytes | None:
+        """The next ``size`` bytes, or None if they are not all there."""
+        if len(self._buffer) < size:
+            return None
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
+
+    def start(self) -> bytes:
+        """Up to four bytes of what comes next."""
+        return bytes(self._buffer[:4])
+
+    def message(self) -> tuple[int, list[bytes]] | None:
+        """The next message, or None if it is not all there.
+
+        Raises:
+            ProtocolError: it is too large, or its fields do not add up.
+        """
+        if len(self._buffer) < _HEAD.size:
+            return None
+        code, size = _HEAD.unpack_from(self._buffer)
+        if size > MAX_MESSAGE:
+            raise ProtocolError(f"a message of {size} bytes is larger than {MAX_MESSAGE}")
+        end = _HEAD.size + size
+        if len(self._buffer) < end:
+            return None
+        fields = []
+        with memoryview(self._buffer) as view:
+            position = _HEAD.size
+            while position < end:
+                if position + _LENGTH.size > end:
+                    raise ProtocolError("a message ends within the length of a field")
+                (length,) = _LENGTH.unpack_from(view, position)
+                position += _LENGTH.size
+                if position + length > end:
+                    raise ProtocolError("a field goes beyond its message")
+                fields.append(bytes(view[position : position + length]))
+                position += length
+        del self._buffer[:end]
+        return code, fields

@@ -1,0 +1,151 @@
+"""What each request does to the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Union
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.store.table import Parked, Popper, Table
+from torchestra.store.tcp.protocol import ProtocolError, Reply, Request, number
+
+__all__ = ["Outcome", "Waiting", "answer"]
+
+Outcome = tuple[Reply, list[bytes]]
+"""A reply's code and fields."""
+
+Waker = Callable[[Outcome], None]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The request is parked; its waker will be called, or it is to be cancelled after ``seconds``."""
+
+    wait: Parked | Popper
+    seconds: float
+
+
+def answer(table: Table, code: int, fields: Sequence[bytes], wake: Waker) -> Outcome | Waiting:
+    """Carries out a request.
+
+    Args:
+        table: what the store holds.
+        code: the request's code.
+        fields: its fields.
+        wake: called with the outcome of a parked request once its keys have come.
+
+    Raises:
+        ProtocolError: there is no such request, or it has other fields.
+    """
+    handler = _HANDLERS.get(code)
+    if handler is None:
+        raise ProtocolError(f"there is no request {code}")
+    try:
+        return handler(table, fields, wake)
+    except InvalidArgumentError as error:
+        return Reply.REFUSED, [str(error).encode()]
+    except ValueError as error:
+        raise ProtocolError(f"request {code} with wrong fields: {error}") from error
+
+
+def _set(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:
+    keys = [key.decode() for key in fields[::2]]
+    for key, value in zip(keys, fields[1::2], strict=True):
+        table.set(key, value)
+    return Reply.OK, []
+
+
+def _get(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome | Waiting:
+    milliseconds, *names = fields
+    keys = [name.decode() for name in names]
+
+    def values() -> Outcome:
+        return Reply.OK, [value for value in map(table.get, keys) if value is not None]
+
+    seconds = number(milliseconds) / 1000
+    if not table.missing_values(keys):
+        return values()
+    return Waiting(table.park(keys, lambda: wake(values()), values_only=True), seconds)
+
+
+def _wait(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome | Waiting:
+    milliseconds, *names = fields
+    keys = [name.decode() for name in names]
+    seconds = number(milliseconds) / 1000
+    if not table.missing(keys):
+        return Reply.OK, []
+    return Waiting(table.park(keys, lambda: wake((Reply.OK, [])), values_only=False), seconds)
+
+
+def _add(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:
+    key, amount = fields
+    return Reply.OK, [str(table.add(key.decode(), number(amount))).encode()]
+
+
+def _append(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:
+    key, tail = fields
+    table.append(key.decode(), tail)
+    return Reply.OK, []
+
+
+def _compare_set(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:
+    key, expected, desired = fields
+    return Reply.OK, [table.compare_set(key.decode(), expected, desired)]
+
+
+def _check(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:
+    return _truth(not table.missing([key.decode() for key in fields]))
+
+
+def _delete(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:
+    (key,) = fields
+    return _truth(table.delete(key.decode()))
+
+
+def _list(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:
+    () = fields
+    return Reply.OK, [key.encode() for key in table.listed()]
+
+
+def _push(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:
+    key, value = fields
+    table.push(key.decode(), value)
+    return Reply.OK, []
+
+
+def _pop(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome | Waiting:
+    milliseconds, name = fields
+    key = name.decode()
+    seconds = number(milliseconds) / 1000 if milliseconds else None
+    value = table.pop(key)
+    if value is not None:
+        return Reply.OK, [value]
+    if seconds is None:
+        return Reply.EMPTY, []
+    return Waiting(table.park_pop(key, lambda value: wake((Reply.OK, [value]))), seconds)
+
+
+def _queue_length(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:
+    (key,) = fields
+    return Reply.OK, [str(table.queue_len(key.decode())).encode()]
+
+
+def _truth(value: bool) -> Outcome:
+    return Reply.OK, [b"1" if value else b"0"]
+
+
+_HANDLERS: dict[int, Callable[[Table, Sequence[bytes], Waker], Union[Outcome, Waiting]]] = {
+    Request.SET: _set,
+    Request.GET: _get,
+    Request.ADD: _add,
+    Request.COMPARE_SET: _compare_set,
+    Request.CHECK: _check,
+    Request.WAIT: _wait,
+    Request.DELETE: _delete,
+    Request.LIST: _list,
+    Request.APPEND: _append,
+    Request.PUSH: _push,
+    Request.POP: _pop,
+    Request.QUEUE_LENGTH: _queue_length,
+}

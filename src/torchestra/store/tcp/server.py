@@ -1,0 +1,336 @@
+"""The server of a TCPStore: one thread, one selector, one table.
+
+Every client is served from the one thread, so requests need no lock and each is one step. A request for
+a key that is not there is parked in the table and answered by the ``set`` that brings it; the server
+never polls, and sleeps in the selector until a byte, or the next deadline, comes.
+
+What a client does wrong ends its own connection only. Strangers, that is connections that have not
+finished the handshake, are held at little cost: 40 bytes are read of each, they have
+:data:`HANDSHAKE_SECONDS` to finish, and of more than :data:`MOST_STRANGERS` the oldest is dropped (a real
+client that is dropped tries again). So floods and silent connections leave room for the clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import heapq
+import itertools
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.store.table import Popper, Table
+from torchestra.store.tcp.address import Address, listen, peer_user, tune
+from torchestra.store.tcp.forks import forget_in_children
+from torchestra.store.tcp.peer import Peer
+from torchestra.store.tcp.protocol import ProtocolError, Reply, encode
+from torchestra.store.tcp.requests import Outcome, Waiting, answer
+from torchestra.store.tcp.secret import Secret, job_secret
+
+__all__ = ["TCPStoreServer"]
+
+HANDSHAKE_SECONDS = 30.0
+MOST_STRANGERS = 256
+_ACCEPTED_AT_ONCE = 64
+_BREATH = 0.1
+_LONGEST_SLEEP = 3600.0
+
+_log = logging.getLogger(__name__)
+
+
+class TCPStoreServer:
+    """Serves a store to the TCPStores of this and other processes until :meth:`close`.
+
+    A TCPStore with ``is_master=True`` makes one for itself. Made by hand, or by
+    ``python -m torchestra.store.tcp``, it serves from a process that is not one of the ranks. It runs in a
+    daemon thread of its own and ends with its process at the latest.
+
+    Args:
+        host: the name or address of the interface to listen on; only that one is opened, so ``127.0.0.1``
+            and ``localhost`` are reached from this host only. ``unix:@name`` is a Unix socket without a
+            file, for processes of the same user on this host.
+        port: where to listen; 0 has one chosen, see :attr:`port`.
+        secret: what clients must prove to know; the environment variable TORCHESTRA_SECRET if None. With
+            neither, whoever reaches the port may use the store.
+        listen_fd: the descriptor of a socket that is bound already, in place of host and port. The
+            server takes it over and closes it.
+
+    Raises:
+        DistNetworkError: the port is in use, or the host is not this one.
+        InvalidArgumentError: the port is not one of 0 to 65535, or ``listen_fd`` is bound to another one.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        secret: Secret = None,
+        listen_fd: int | None = None,
+    ) -> None:
+        self._secret = job_secret(secret)
+        wanted = Address.checked(host, port, listening=True)
+        if listen_fd is None:
+            self._listener = listen(wanted, anywhere=self._secret is not None)
+        else:
+            self._listener = _taken_over(listen_fd, wanted)
+        self._address = Address(host, 0 if wanted.is_unix else int(self._listener.getsockname()[1]))
+        self._table = Table()
+        self._peers: set[Peer] = set()
+        self._strangers: dict[Peer, None] = {}
+        self._deadlines: list[tuple[float, int, Peer]] = []
+        self._counter = itertools.count()
+        self._woken: list[tuple[Peer, Outcome]] = []
+        self._resume_at: float | None = None
+        self._closing = False
+        self._waker, self._wake_end = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_end, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        forget_in_children(self)
+        self._thread = threading.Thread(target=self._serve, name=repr(self), daemon=True)
+        self._thread.start()
+
+    @property
+    def host(self) -> str:
+        """The host it was told to listen on."""
+        return self._address.host
+
+    @property
+    def port(self) -> int:
+        """The port it listens on; 0 for a Unix socket."""
+        return self._address.port
+
+    @property
+    def closed(self) -> bool:
+        """Whether it serves no more."""
+        return self._closing
+
+    def uses_secret(self, secret: bytes | None) -> bool:
+        """Whether ``secret`` is the one clients must prove."""
+        return self._secret == secret
+
+    def close(self) -> None:
+        """Ends every connection and frees the port. Closing twice is no error."""
+        if self._closing:
+            return
+        self._closing = True
+        self._waker.send(b"x")
+        if self._thread is not threading.current_thread():
+            self._thread.join(10.0)
+
+    def forget(self) -> None:
+        """In a forked child, where the thread does not exist: closes the inherited descriptors."""
+        self._closing = True
+        self._release()
+
+    def __enter__(self) -> TCPStoreServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"TCPStoreServer({self._address})"
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                for key, events in self._selector.select(self._time_to_next()):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.data is not None:
+                        self._guarded(key.data, partial(self._attend, events=events))
+                self._expire()
+        except Exception:
+            _log.exception("%r ends after an error of its own", self)
+        finally:
+            self._closing = True
+            self._release()
+
+    def _release(self) -> None:
+        for peer in self._peers:
+            peer.closed = True
+            peer.connection.close()
+        self._peers.clear()
+        self._selector.close()
+        for end in (self._listener, self._waker, self._wake_end):
+            end.close()
+
+    def _guarded(self, peer: Peer, action: Callable[[Peer], None]) -> None:
+        """Runs an action for a peer; what goes wrong ends that peer's connection and nothing else."""
+        if peer.closed:
+            return
+        try:
+            action(peer)
+            self._selector.modify(
+                peer.connection, selectors.EVENT_WRITE if peer.sending else selectors.EVENT_READ, peer
+            )
+        except (OSError, ProtocolError) as error:
+            _log.debug("%r drops a connection: %s", self, error)
+            self._drop(peer)
+        except Exception:
+            _log.exception("%r drops a connection after an error of its own", self)
+            self._drop(peer)
+
+    def _attend(self, peer: Peer, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            peer.flush()
+        if events & selectors.EVENT_READ:
+            peer.receive()
+        while not peer.sending and peer.wait is None:
+            if peer.is_stranger:
+                if not peer.shake_hands():
+                    return
+                if not peer.is_stranger:
+                    self._strangers.pop(peer, None)
+                    peer.deadline = None
+                continue
+            message = peer.next_message()
+            if message is None:
+                return
+            outcome = answer(self._table, *message, self._waking(peer))
+            self._deliver_woken()
+            self._settle(peer, outcome)
+
+    def _settle(self, peer: Peer, outcome: Outcome | Waiting) -> None:
+        if isinstance(outcome, Waiting):
+            peer.wait = outcome.wait
+            if peer.has_more:
+                raise ProtocolError("a request came while another one was waiting")
+            self._set_deadline(peer, time.monotonic() + outcome.seconds)
+            return
+        peer.wait = None
+        peer.deadline = None
+        code, fields = outcome
+        try:
+            buffers = encode(code, fields)
+        except ProtocolError as error:
+            buffers = encode(Reply.REFUSED, [f"the answer: {error}; ask for fewer keys at once".encode()])
+        peer.send(buffers)
+
+    def _waking(self, peer: Peer) -> Callable[[Outcome], None]:
+        # Called in the midst of another peer's request, so the answer is only noted down.
+        return lambda outcome: self._woken.append((peer, outcome))
+
+    def _deliver_woken(self) -> None:
+        """Answers the waits that a request has ended, before that request itself is answered."""
+        woken, self._woken = self._woken, []
+        for peer, outcome in woken:
+            self._guarded(peer, partial(self._settle, outcome=outcome))
+
+    def _drop(self, peer: Peer) -> None:
+        if peer.closed:
+            return
+        peer.closed = True
+        peer.deadline = None
+        if peer.wait is not None:
+            self._table.cancel(peer.wait)
+        self._peers.discard(peer)
+        self._strangers.pop(peer, None)
+        with contextlib.suppress(KeyError, ValueError, OSError):
+            self._selector.unregister(peer.connection)
+        peer.connection.close()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._make_room(error)
+                return
+            self._admit(connection)
+
+    def _admit(self, connection: socket.socket) -> None:
+        peer = Peer(connection, self._secret)
+        try:
+            if connection.family == socket.AF_UNIX and peer_user(connection) != os.getuid():
+                connection.close()
+                return
+            connection.setblocking(False)
+            tune(connection)
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+        except OSError:
+            connection.close()
+            return
+        self._peers.add(peer)
+        self._strangers[peer] = None
+        self._set_deadline(peer, time.monotonic() + HANDSHAKE_SECONDS)
+        if len(self._strangers) > MOST_STRANGERS:
+            self._drop(next(iter(self._strangers)))
+
+    def _make_room(self, error: OSError) -> None:
+        """No descriptors are left: strangers go first; if there are none, newcomers wait a little."""
+        if self._strangers:
+            for peer in list(self._strangers):
+                self._drop(peer)
+            return
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            _log.warning("%r is out of file descriptors; raise `ulimit -n` where it runs", self)
+        self._selector.unregister(self._listener)
+        self._resume_at = time.monotonic() + _BREATH
+
+    def _set_deadline(self, peer: Peer, deadline: float) -> None:
+        peer.deadline = deadline
+        heapq.heappush(self._deadlines, (deadline, next(self._counter), peer))
+        if len(self._deadlines) > 64 + 2 * len(self._peers):
+            # Waits that ended early leave their entries behind.
+            self._deadlines = [entry for entry in self._deadlines if entry[0] == entry[2].deadline]
+            heapq.heapify(self._deadlines)
+
+    def _time_to_next(self) -> float | None:
+        moments = [self._deadlines[0][0]] if self._deadlines else []
+        if self._resume_at is not None:
+            moments.append(self._resume_at)
+        return min(_LONGEST_SLEEP, max(0.0, min(moments) - time.monotonic())) if moments else None
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        if self._resume_at is not None and self._resume_at <= now:
+            self._resume_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, _, peer = heapq.heappop(self._deadlines)
+            if peer.deadline != deadline or peer.closed:
+                continue
+            if peer.wait is None:
+                self._drop(peer)
+            else:
+                self._guarded(peer, self._give_up_waiting)
+
+    def _give_up_waiting(self, peer: Peer) -> None:
+        wait = peer.wait
+        assert wait is not None
+        missing = [wait.key] if isinstance(wait, Popper) else sorted(wait.missing)
+        self._table.cancel(wait)
+        self._settle(peer, (Reply.MISSING, [key.encode() for key in missing]))
+
+
+def _taken_over(descriptor: int, wanted: Address) -> socket.socket:
+    try:
+        listener = socket.socket(fileno=descriptor)
+        bound = listener.getsockname()
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"master_listen_fd {descriptor} is not a socket that can listen: {error.strerror}"
+        ) from error
+    if not wanted.is_unix and wanted.port not in (0, bound[1]):
+        listener.close()
+        raise InvalidArgumentError(
+            f"master_listen_fd is bound to port {bound[1]}, which does not match port {wanted.port}"
+        )
+    listener.listen(socket.SOMAXCONN)
+    listener.setblocking(False)
+    return listener

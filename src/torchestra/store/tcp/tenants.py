@@ -1,0 +1,65 @@
+"""Which server a master uses: one of its own, or one that several masters of the process share."""
+
+from __future__ import annotations
+
+import threading
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.store.tcp.address import Address
+from torchestra.store.tcp.server import TCPStoreServer
+
+__all__ = ["Tenancy"]
+
+_lock = threading.RLock()
+_shared: dict[Address, tuple[TCPStoreServer, set[int]]] = {}
+
+
+class Tenancy:
+    """A master's right to a server. A shared server ends with its last tenant.
+
+    Args:
+        address: where to listen.
+        secret: what clients must prove to know.
+        listen_fd: a bound socket to listen on.
+        shared: whether to use, and to be, a server that other tenants of this address use.
+
+    Raises:
+        DistNetworkError: the port is in use by something else.
+        InvalidArgumentError: the shared server has another secret.
+    """
+
+    def __init__(
+        self, address: Address, secret: bytes | None, listen_fd: int | None = None, *, shared: bool = False
+    ) -> None:
+        self._key: Address | None = None
+        if not shared:
+            self.server = TCPStoreServer(address.host, address.port, secret=secret, listen_fd=listen_fd)
+            return
+        with _lock:
+            found = _shared.get(address)
+            # A forked child finds its parent's servers here, which are closed for it.
+            if found is None or found[0].closed:
+                server = TCPStoreServer(address.host, address.port, secret=secret, listen_fd=listen_fd)
+                found = (server, set())
+                _shared[Address(address.host, server.port)] = found
+            elif not found[0].uses_secret(secret):
+                raise InvalidArgumentError(
+                    f"the server at {address} is shared in this process with another secret"
+                )
+            self.server, tenants = found
+            self._key = Address(address.host, self.server.port)
+            tenants.add(id(self))
+
+    def end(self) -> None:
+        """Gives the right up; closes the server if it was the last."""
+        if self._key is None:
+            self.server.close()
+            return
+        with _lock:
+            server, tenants = _shared.get(self._key, (None, set()))
+            if server is not self.server:
+                return
+            tenants.discard(id(self))
+            if not tenants:
+                del _shared[self._key]
+                self.server.close()

@@ -1,0 +1,119 @@
+"""Speaking to a store of torch.distributed, above all the one that torchrun's agent serves.
+
+Under torchrun the agent already listens on MASTER_PORT with torch's own TCPStore, so the ranks meet
+there through torch's client. That client waits inside C++, deaf to Ctrl-C and holding up the other
+threads; so nothing here waits in it: whether a key has come is asked every 1 to 50 ms.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torchestra.errors import DistNetworkError, DistStoreError
+from torchestra.store.base import Store, Value, check_integer, check_key, check_keys, encode_value
+from torchestra.store.tcp.address import Address, dial
+from torchestra.store.tcp.pool import patiently
+from torchestra.types import Timeout, timeout_seconds
+
+__all__ = ["TorchStore", "connect_to_agent"]
+
+_T = TypeVar("_T")
+_REQUEST_SECONDS = 60.0
+
+
+class TorchStore(Store):
+    """A store of torch.distributed, with the methods and errors of torchestra's stores.
+
+    Queues are not supported.
+
+    Args:
+        store: an instance of ``torch.distributed.Store``.
+        name: what to call it in messages; its type's name if None.
+    """
+
+    def __init__(self, store: Any, name: str | None = None) -> None:
+        self._store = store
+        self._name = name or f"torch's {type(store).__name__}"
+        self.set_timeout(store.timeout)
+
+    @property
+    def torch_store(self) -> Any:
+        """The store of torch.distributed."""
+        return self._store
+
+    def set(self, key: str, value: Value) -> None:
+        check_key(key)
+        encoded = encode_value(value)
+        self._ask(lambda: self._store.set(key, encoded))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return bytes(self._ask(lambda: self._store.get(key)))
+
+    def add(self, key: str, amount: int) -> int:
+        check_key(key)
+        amount = check_integer("amount", amount)
+        return int(self._ask(lambda: self._store.add(key, amount)))
+
+    def append(self, key: str, value: Value) -> None:
+        check_key(key)
+        encoded = encode_value(value)
+        self._ask(lambda: self._store.append(key, encoded))
+
+    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
+        check_key(key)
+        expected, desired = encode_value(expected_value), encode_value(desired_value)
+        return bytes(self._ask(lambda: self._store.compare_set(key, expected, desired)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        keys = check_keys(keys)
+        return bool(self._ask(lambda: self._store.check(keys)))
+
+    def delete_key(self, key: str) -> bool:
+        check_key(key)
+        return bool(self._ask(lambda: self._store.delete_key(key)))
+
+    def list_keys(self) -> list[str]:
+        return [str(key) for key in self._ask(self._store.list_keys)]
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def _ask(self, request: Callable[[], _T]) -> _T:
+        try:
+            return request()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise DistStoreError(f"{self}: {reason}; has the process that serves it ended?") from error
+
+
+def connect_to_agent(host: str, port: int, timeout: Timeout) -> TorchStore:
+    """A client of the store that torchrun's agent serves.
+
+    Args:
+        host: MASTER_ADDR.
+        port: MASTER_PORT.
+        timeout: for connecting and for later waits; a timedelta or seconds.
+
+    Raises:
+        DistNetworkError: nobody listens there, or not torch's store.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    address = Address.checked(host, port, listening=False)
+    started = time.monotonic()
+    seconds = timeout_seconds(timeout)
+    # torch's constructor waits for the server in C++, so it is called only when there is one.
+    patiently(address, lambda deadline: dial(address, deadline).close(), seconds)
+    remaining = max(1.0, min(seconds - (time.monotonic() - started), _REQUEST_SECONDS))
+    try:
+        store = TCPStore(host, port, world_size=None, is_master=False, timeout=timedelta(seconds=remaining))
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise DistNetworkError(f"torchrun's store at {address} did not answer: {reason}") from error
+    adapter = TorchStore(store, f"torchrun's store ({address})")
+    adapter.set_timeout(timeout)
+    return adapter
