@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import os
 import signal
@@ -80,6 +81,12 @@ def launch(
     seconds = None if timeout is None else timeout_seconds(timeout)
     if kind == "processes":
         return _launch_processes(fn, ranks, args, seconds, env or {})
+    if kind == "threads":
+        if env is not None:
+            raise InvalidArgumentError("launch: ranks that are threads share one environment; leave env out")
+        from torchestra.launch.threads import launch_threads
+
+        return launch_threads(fn, ranks, args, seconds)
     raise InvalidArgumentError(f"launch: kind must be 'processes' or 'threads', got {kind!r}")
 
 
@@ -100,19 +107,18 @@ def _launch_processes(
     overdue: list[int] = []
     if timeout is not None:
         job.call_at(time.monotonic() + timeout, lambda: _end_overdue(job, nproc, overdue))
-    try:
-        _run(job)
-    except BaseException:
-        server.close()
-        raise
-    finally:
-        job.close()
-    _servers.give_back(server)
-    if overdue:
-        raise _timeout_error(job, overdue, nproc, timeout)
-    if job.cause is not None:
-        raise _rank_error(job, job.cause) from _exception_of(job.cause)
-    return [_result(state) for state in job.ranks]
+    with contextlib.closing(job):
+        try:
+            _run(job)
+        except BaseException:
+            server.close()
+            raise
+        _servers.give_back(server)
+        if overdue:
+            raise _timeout_error(job, overdue, nproc, timeout)
+        if job.cause is not None:
+            raise _rank_error(job, job.cause) from _exception_of(job.cause)
+        return [_result(state) for state in job.ranks]
 
 
 def _run(job: Job) -> None:
@@ -173,9 +179,8 @@ def _exception_of(cause: Fault) -> BaseException | None:
 
 def _result(state: RankState) -> Any:
     assert state.result is not None
-    with state.result as file:
-        file.seek(0)
-        return load_in_caller(file)
+    state.result.seek(0)
+    return load_in_caller(state.result)
 
 
 class _Servers:

@@ -10,12 +10,19 @@ launcher began to stop the others.
 from __future__ import annotations
 
 import signal
+import time
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 
+from torchestra.errors import GroupAbortedError
 from torchestra.launch.spec import Failure
 
-__all__ = ["Fault", "cause_of", "describe_exit"]
+__all__ = ["Fault", "cause_of", "describe_exit", "failure_of", "users_part"]
+
+_OUR_FILES = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,30 @@ class Fault:
     def shell_code(self) -> int:
         """The exit code that a shell would show, never 0: 128 and the number for a signal."""
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code or 1
+
+
+def failure_of(error: BaseException, exception: bytes | None = None) -> Failure:
+    """What a rank has to say of an exception that just reached its top.
+
+    Args:
+        error: what reached the top.
+        exception: the same, pickled, if it is to travel.
+    """
+    return Failure(
+        time=time.monotonic(),
+        exit_code=-signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1,
+        summary="".join(traceback.format_exception_only(type(error), error)).strip(),
+        traceback="".join(traceback.format_exception(type(error), error, users_part(error.__traceback__))),
+        consequence=isinstance(error, (GroupAbortedError, ConnectionError)),
+        exception=exception,
+    )
+
+
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the launcher's frames at its beginning."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FILES):
+        trace = trace.tb_next
+    return trace
 
 
 def cause_of(faults: Iterable[Fault]) -> Fault | None:

@@ -48,6 +48,7 @@ class RankState:
     """What is known of one rank.
 
     Attributes:
+        control: the launcher's end of its control channel.
         failure: what it said of the exception that ends it.
         result: the file with its pickled result.
         ended: the server's word that its process is gone.
@@ -58,12 +59,12 @@ class RankState:
         self.failure: Failure | None = None
         self.result: BinaryIO | None = None
         self.ended: Ended | None = None
-        self._control = control
+        self.control = control
 
     def hear(self) -> bool:
         """Take every message that the rank has sent so far; False when no more can come."""
         with contextlib.suppress(BlockingIOError):
-            while (message := receive(self._control)) is not None:
+            while (message := receive(self.control)) is not None:
                 if isinstance(message.content, Failure):
                     self.failure = message.content
                 else:
@@ -79,6 +80,12 @@ class RankState:
         if self.ended is not None and (self.ended.exit_code != 0 or (must_return and self.result is None)):
             return Fault(self.rank, self.ended.exit_code, self.ended.time)
         return None
+
+    def close(self) -> None:
+        """Close its channel and its result."""
+        self.control.close()
+        if self.result is not None:
+            self.result.close()
 
 
 class Job:
@@ -112,7 +119,6 @@ class Job:
         self._stop_time: float | None = None
         self._alarms: list[tuple[float, Callable[[], None]]] = []
         self._sources: dict[int, Source] = {}  # by the descriptor that is read
-        self._controls: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self.watch(server.end, self._on_server)
 
@@ -183,8 +189,8 @@ class Job:
     def close(self) -> None:
         """Close what this job opened in this process. The ranks are gone, or the server is about to be."""
         self._selector.close()
-        for control in self._controls:
-            control.close()
+        for state in self.ranks:
+            state.close()
         for descriptor in self._sources:
             os.close(descriptor)
         self._meeting.close()
@@ -198,7 +204,6 @@ class Job:
         for rank in range(self._spec.nproc):
             control, ranks_control = channel()
             control.setblocking(False)
-            self._controls.append(control)
             state = RankState(rank, control)
             self.ranks.append(state)
             self.watch(control, partial(self._on_rank, state))
@@ -246,7 +251,7 @@ class Job:
 
     def _on_rank(self, state: RankState) -> None:
         if not state.hear():
-            self.unwatch(self._controls[state.rank])
+            self.unwatch(state.control)
         self._note_fault(state)
 
     def _note_fault(self, state: RankState) -> None:

@@ -27,17 +27,18 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn, Protocol, cast
 
 from torchestra.launch import rank as rank_process
 from torchestra.launch.spec import Ended, Forked, JobSpec, Ready, SignalRanks
+from torchestra.launch.store_host import serve_store
 from torchestra.launch.wire import receive, send
 
 __all__ = ["serve", "serve_descriptor"]
 
 _PR_SET_PDEATHSIG = 1
 _POLL_WITHOUT_PIDFD_S = 0.02
-_LEFT_TO_THE_LAUNCHER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 
 
 class _Prctl(Protocol):
@@ -62,8 +63,9 @@ def serve(end: socket.socket, launcher: int, *, spawned: bool = False) -> NoRetu
     try:
         if os.getpgrp() != os.getpid():
             os.setpgid(0, 0)
-        for signum in _LEFT_TO_THE_LAUNCHER:
-            signal.signal(signum, signal.SIG_IGN)
+        # Blocked rather than ignored: a rank that is signalled before it has its own handlers keeps the
+        # signal until it has them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, rank_process.SIGNALS)
         prctl = cast(_Prctl, ctypes.CDLL(None).prctl)
         if not spawned:
             _die_with_parent(prctl, launcher)
@@ -84,6 +86,7 @@ def _load() -> None:
     """Import what ranks need. The garbage collector would only cost: now, and in pages copied later."""
     gc.disable()
     importlib.import_module("torch")
+    importlib.import_module("torchestra.store.tcp.server")
     face = importlib.import_module("torchestra")
     for name in getattr(face, "__all__", ()):
         getattr(face, name)
@@ -118,6 +121,7 @@ class _Server:
         self._end = end
         self._prctl = prctl
         self._ranks: dict[int, int] = {}  # rank by pid, of those alive
+        self._store_pid: int | None = None
         self._clean_groups = True  # of the ranks that end now: the job is failing or was told to stop
         self._epoll = select.epoll()
         self._epoll.register(end.fileno(), select.EPOLLIN)
@@ -143,6 +147,7 @@ class _Server:
             self._signal(SignalRanks(signal.SIGKILL))
             for pid in self._ranks:
                 os.waitpid(pid, 0)
+            self._end_store()
 
     def _obey(self) -> bool:
         """Carry out one message of the launcher; False when it has gone."""
@@ -153,23 +158,29 @@ class _Server:
             self._signal(message.content)
         else:
             assert isinstance(message.content, JobSpec)
-            self._fork_ranks(message.content, message.files[0])
+            self._start_job(message.content, message.files[0])
         return True
 
-    def _fork_ranks(self, spec: JobSpec, listener: int) -> None:
+    def _start_job(self, spec: JobSpec, listener: int) -> None:
         stations: list[list[int]] = []
         for _ in range(spec.nproc):
             message = receive(self._end)
             if message is None:
                 raise ConnectionResetError("the launcher went while it described its job")
             stations.append(message.files)
+        received = [listener, *(descriptor for files in stations for descriptor in files)]
+        self._store_pid = self._fork(lambda: serve_store(spec, listener), received, [listener])
         self._clean_groups = False
-        pids = [self._fork_rank(spec, rank, stations) for rank in range(spec.nproc)]
-        for descriptor in [listener, *(descriptor for files in stations for descriptor in files)]:
+        for rank, files in enumerate(stations):
+            pid = self._fork(partial(rank_process.run, spec, rank, files), received, files)
+            self._ranks[pid] = rank
+            self._watch(pid)
+        for descriptor in received:
             os.close(descriptor)
-        send(self._end, Forked(tuple(pids)))
+        send(self._end, Forked(tuple(self._ranks)))
 
-    def _fork_rank(self, spec: JobSpec, rank: int, stations: list[list[int]]) -> int:
+    def _fork(self, body: Callable[[], NoReturn], received: list[int], keep: list[int]) -> int:
+        """Fork a process that dies with this one, leads its own group, and has open only ``keep`` of ours."""
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -178,12 +189,9 @@ class _Server:
                 _die_with_parent(self._prctl, server)
                 self._end.close()
                 self._epoll.close()
-                for descriptor in self._pidfds:
+                for descriptor in {*received, *self._pidfds}.difference(keep):
                     os.close(descriptor)
-                for other, files in enumerate(stations):
-                    for descriptor in files if other != rank else ():
-                        os.close(descriptor)
-                rank_process.run(spec, rank, stations[rank])
+                body()
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -191,8 +199,6 @@ class _Server:
         # Both sides set it: whichever comes first, the group exists before anybody signals it.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
-        self._ranks[pid] = rank
-        self._watch(pid)
         return pid
 
     def _watch(self, pid: int) -> int | None:
@@ -222,7 +228,16 @@ class _Server:
             os.close(descriptor)
             del self._pidfds[descriptor]
         self._polled.discard(pid)
-        send(self._end, Ended(self._ranks.pop(pid), exit_code, now))
+        rank = self._ranks.pop(pid)
+        if not self._ranks:
+            self._end_store()
+        send(self._end, Ended(rank, exit_code, now))
+
+    def _end_store(self) -> None:
+        if self._store_pid is not None:
+            os.kill(self._store_pid, signal.SIGKILL)
+            os.waitpid(self._store_pid, 0)
+            self._store_pid = None
 
     def _signal(self, order: SignalRanks) -> None:
         """Signal the ranks alive: their processes, or with SIGKILL their whole process groups."""

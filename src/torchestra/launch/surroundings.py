@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Mapping
 
@@ -39,6 +40,7 @@ class MeetingPoint:
             "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": _HOST,
             "MASTER_PORT": str(self._held.getsockname()[1]),
+            "TORCHESTRA_SECRET": base.get("TORCHESTRA_SECRET") or secrets.token_hex(16),
             "TORCHESTRA_STORE": f"{_HOST}:{self.listener.getsockname()[1]}",
         }
 

@@ -1,0 +1,57 @@
+# Every target makes what it needs: Python >= 3.10 and make are enough on a fresh machine.
+# PYTHON=python3.12 make test uses another interpreter (after `make clean`).
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+DEFINED_BY := pyproject.toml constraints.txt
+
+# Constraints for the builds that pip runs in environments of its own.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.examples
+	$(RUN) -m torchestra run --nproc 2 examples/digits.py
+
+test: $(VENV)/.test
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(VENV)/.lint
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
+
+# mpi4py works with one MPI per environment, so each of the three has its own.
+bench: $(VENV)/.bench .venv-openmpi/.peer .venv-impi/.peer
+	$(RUN) -m torchestra bench $(ARGS)
+
+clean:
+	rm -rf .venv .venv-openmpi .venv-impi build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+$(VENV)/.examples: $(DEFINED_BY)
+$(VENV)/.test: $(DEFINED_BY)
+$(VENV)/.lint: $(DEFINED_BY)
+$(VENV)/.bench: $(DEFINED_BY)
+$(VENV)/.test: EXTRAS := test,examples
+$(VENV)/.lint: EXTRAS := lint,test,examples
+$(VENV)/.examples: EXTRAS := examples
+$(VENV)/.bench: EXTRAS := bench
+
+$(VENV)/.examples $(VENV)/.test $(VENV)/.lint $(VENV)/.bench: | $(VENV)/bin/python
+	@echo "installing torchestra[$(EXTRAS)] into $(VENV)"
+	$(RUN) $(INSTALL) -e '.[$(EXTRAS)]'
+	@touch $@
+
+.venv-openmpi/.peer: MPI := openmpi
+.venv-impi/.peer: MPI := impi-rt
+.venv-openmpi/.peer .venv-impi/.peer: constraints.txt
+	@echo "installing mpi4py with $(MPI) into $(@D)"
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(INSTALL) mpi4py numpy $(MPI)
+	@touch $@
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,129 @@
+"""``torchestra doctor``: what torchestra finds on this machine, and what that means for it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torchestra.launch.cores import usable_cores
+
+__all__ = ["Finding", "add_arguments", "examine", "main"]
+
+_PACKAGES = ("torchestra", "torch", "numba", "numpy")
+_FEW_FILES = 1024
+_GIB = 1 << 30
+
+
+class Finding(NamedTuple):
+    """One thing looked at: what was found, and a remark where it is not as it should be."""
+
+    subject: str
+    found: str
+    remark: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command has no arguments."""
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print what was found; 1 if something is in the way of torchestra, else 0."""
+    from rich.console import Console
+    from rich.table import Table
+
+    findings = list(examine())
+    table = Table("", "found", "remark", box=None, header_style="bold", pad_edge=False)
+    for finding in findings:
+        table.add_row(
+            finding.subject, finding.found, f"[yellow]{finding.remark}[/]" if finding.remark else ""
+        )
+    Console().print(table)
+    return 1 if any(finding.found == "missing" for finding in findings) else 0
+
+
+def examine() -> Iterator[Finding]:
+    """Look at the machine; imports neither torch nor numba."""
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    for package in _PACKAGES:
+        yield Finding(package, _version(package))
+    yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    yield _cores()
+    yield _memory()
+    yield _memory_files()
+    yield _supported("futex", _has_futex, "waiting ranks would not sleep")
+    yield _supported("pidfd", _has_pidfd, "deaths of ranks are polled for, 50 times a second")
+    yield _open_files()
+    yield _kernel_cache()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed" if package == "torchestra" else "missing"
+
+
+def _cores() -> Finding:
+    present, usable = os.cpu_count() or 1, usable_cores()
+    remark = "the affinity mask or the container's quota holds some back" if usable < present else ""
+    return Finding("cores", f"{usable} usable of {present}", remark)
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    remark = f"limited to {limit / _GIB:.1f} GiB per process" if limit != resource.RLIM_INFINITY else ""
+    return Finding("memory", f"{total / _GIB:.1f} GiB", remark)
+
+
+def _memory_files() -> Finding:
+    try:
+        os.close(os.memfd_create("torchestra-doctor"))
+    except (AttributeError, OSError) as error:
+        return Finding("memory files", "no memfd_create", f"/dev/shm is used in its place ({error})")
+    return Finding("memory files", "memfd_create")
+
+
+def _supported(subject: str, probe: Callable[[], bool], without: str) -> Finding:
+    return Finding(subject, "yes") if probe() else Finding(subject, "no", without)
+
+
+def _has_pidfd() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _has_futex() -> bool:
+    """Whether a FUTEX_WAKE of nobody succeeds."""
+    number = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+    word = ctypes.c_uint32(0)
+    futex_wake = 1
+    return number is not None and ctypes.CDLL(None).syscall(number, ctypes.byref(word), futex_wake, 1, 0) == 0
+
+
+def _open_files() -> Finding:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remark = "enough for about 250 ranks; ulimit -n raises it" if limit <= _FEW_FILES else ""
+    return Finding("open files", f"{limit} per process", remark)
+
+
+def _kernel_cache() -> Finding:
+    package = Path(__file__).parent
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    directory = Path(chosen) if chosen else package
+    kernels = sum(1 for _ in directory.rglob("*.nbc"))
+    found = f"{kernels} compiled in {directory}"
+    if chosen is None and not os.access(package, os.W_OK):
+        return Finding("kernel cache", found, "not writable: Numba uses a directory of the user's own")
+    return Finding("kernel cache", found, "" if kernels else "the first run will compile them")

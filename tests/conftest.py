@@ -1,0 +1,50 @@
+"""What every test may use. The time limit per test, with a dump of all stacks, is in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_TAG = "TORCHESTRA_TEST_TAG"
+_PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it when what the test started should be gone: it waits a little, and fails naming what is not.
+
+    Processes are known by a variable in the environment they inherited from this test, whoever their
+    parent is by now; shared memory by what /dev/shm did not hold before.
+    """
+    tag = uuid.uuid4().hex
+    monkeypatch.setenv(_TAG, tag)
+    shared_before = set(os.listdir("/dev/shm"))
+
+    def check() -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while (left := _processes(tag)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert left == [], f"processes left behind: {left}"
+        assert set(os.listdir("/dev/shm")) <= shared_before
+
+    return check
+
+
+def _processes(tag: str) -> list[str]:
+    """The command lines of all processes, this one apart, that inherited the tag and still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                environment = (entry / "environ").read_bytes()
+                zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+                if f"{_TAG}={tag}".encode() in environment and not zombie:
+                    found.append((entry / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue  # It ended meanwhile.
+    return found

@@ -1,0 +1,87 @@
+"""Running ``torchestra run`` as a user does: a process of its own, with a script in a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import pytest
+
+_LIMIT_S = 60
+
+
+class Finished(NamedTuple):
+    """How a job ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Running:
+    """A job under way, in a session of its own."""
+
+    def __init__(self, arguments: list[str], **options: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torchestra", "run", *arguments],
+            start_new_session=True,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **options,  # type: ignore[call-overload]
+        )
+
+    def line(self) -> str:
+        """The next line of its output, without the prefix."""
+        stdout: IO[str] = self.process.stdout  # type: ignore[assignment]
+        return stdout.readline().rstrip("\n").partition("] ")[2]
+
+    def lines(self, count: int) -> list[str]:
+        """The next lines of its output, sorted."""
+        return sorted(self.line() for _ in range(count))
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signal the launcher alone."""
+        self.process.send_signal(signum)
+
+    def finish(self, stdin: str | None = None) -> Finished:
+        out, err = self.process.communicate(stdin, timeout=_LIMIT_S)
+        return Finished(self.process.returncode, out, err)
+
+    def kill(self) -> None:
+        """Leave nothing of it, whatever the test found."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    """Write a script to a file; its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "job.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def start(script: Callable[[str], str]) -> Iterator[Callable[..., Running]]:
+    """Start ranks that run the text given: ``start(text, nproc, *arguments, **popen_options)``."""
+    jobs: list[Running] = []
+
+    def begin(text: str, nproc: int, *arguments: str, **options: object) -> Running:
+        jobs.append(Running(["--nproc", str(nproc), script(text), *arguments], **options))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.kill()

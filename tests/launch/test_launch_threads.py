@@ -1,0 +1,76 @@
+"""``launch(kind="threads")``: ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import torchestra as dist
+from torchestra.errors import InvalidArgumentError, LaunchTimeoutError, RankError
+from torchestra.launch import launch
+
+
+def test_each_thread_is_a_rank_of_one_world() -> None:
+    def work(factor: int) -> tuple[int, int, list[float], str]:
+        dist.init_process_group()
+        tensor = torch.full((2,), float(dist.get_rank() * factor))
+        dist.all_reduce(tensor)
+        return dist.get_rank(), dist.get_world_size(), tensor.tolist(), threading.current_thread().name
+
+    results = launch(work, 3, 10, kind="threads")
+    assert results == [(rank, 3, [30.0, 30.0], f"torchestra rank {rank}") for rank in range(3)]
+    assert not dist.is_initialized(), "the world of the ranks is theirs alone"
+
+
+def test_the_failed_rank_is_named_and_its_peers_do_not_hang() -> None:
+    ended = []
+
+    def work() -> None:
+        dist.init_process_group()
+        rank = dist.get_rank()
+        try:
+            if rank == 1:
+                raise ValueError("no")
+            dist.barrier()
+        finally:
+            ended.append(rank)
+
+    with pytest.raises(RankError) as caught:
+        launch(work, 3, kind="threads")
+    assert str(caught.value) == "rank 1 of 3 failed: ValueError: no"
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.traceback.splitlines()[1].endswith("in work")
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_a_time_out_names_the_ranks_and_where_they_are() -> None:
+    end = threading.Event()
+
+    def wait_for_the_end() -> None:
+        end.wait()
+
+    def work() -> None:
+        dist.init_process_group()
+        if dist.get_rank() != 0:
+            wait_for_the_end()
+
+    before = set(threading.enumerate())
+    with pytest.raises(LaunchTimeoutError) as caught:
+        launch(work, 3, kind="threads", timeout=0.5)
+    end.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert caught.value.ranks == (1, 2)
+    assert str(caught.value) == (
+        "launch: ranks 1, 2 of 3 had not finished after 0.5 s, and a thread cannot be ended;"
+        " raise timeout= if that is not a hang"
+    )
+    assert "in wait_for_the_end" in caught.value.tracebacks
+
+
+def test_an_environment_of_their_own_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="ranks that are threads share one environment"):
+        launch(print, 2, kind="threads", env={"A": "B"})
