@@ -81,15 +81,6 @@ def check_same_dtype(tensors: Sequence[torch.Tensor], dtype: torch.dtype, parame
             )
 
 
-def check_same_numel(tensors: Sequence[torch.Tensor], numel: int, parameter: str, name: str) -> None:
-    """Refuse tensors that do not have ``numel`` elements."""
-    for index, tensor in enumerate(tensors):
-        if tensor.numel() != numel:
-            raise InvalidArgumentError(
-                f"{name}: `{parameter}[{index}]` has {tensor.numel()} elements, expected {numel}"
-            )
-
-
 def check_rank(rank: object, size: int, parameter: str, name: str) -> int:
     """Refuse a rank that the group does not have."""
     if not isinstance(rank, int) or isinstance(rank, bool):
@@ -99,24 +90,63 @@ def check_rank(rank: object, size: int, parameter: str, name: str) -> int:
     return rank
 
 
-def check_splits(splits: object, parameter: str, length: int, size: int, name: str) -> list[int] | None:
-    """Refuse split sizes that are not one non-negative int for each rank or do not add up to ``length``.
+def check_own_numel(tensors: Sequence[torch.Tensor], rank: int, numel: int, parameter: str, name: str) -> None:
+    """Refuse a list whose entry for this rank does not have as many elements as this rank's tensor."""
+    if tensors[rank].numel() != numel:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}[{rank}]`, this rank's own, has {tensors[rank].numel()} elements, expected {numel}"
+        )
 
-    None, or an empty list, stands for equal splits; then ``length`` must be a multiple of ``size``.
-    """
-    if splits is None or (isinstance(splits, (list, tuple)) and not splits):
-        if length % size:
+
+def check_rooted_list(
+    tensors: object,
+    parameter: str,
+    is_root: bool,
+    role: str,
+    like: torch.Tensor,
+    size: int,
+    name: str,
+    *,
+    written: bool = False,
+) -> list[torch.Tensor] | None:
+    """Refuse a list that is missing on the root, present elsewhere, or does not fit the tensor ``like``."""
+    if not is_root:
+        if tensors:
+            raise InvalidArgumentError(f"{name}: `{parameter}` must not be specified on ranks other than the {role}")
+        return None
+    if tensors is None:
+        raise InvalidArgumentError(f"{name}: `{parameter}` must be specified on the {role} rank")
+    checked = check_list(tensors, parameter, size, name, written=written)
+    check_same_dtype(checked, like.dtype, parameter, name)
+    for index, tensor in enumerate(checked):
+        if tensor.numel() != like.numel():
             raise InvalidArgumentError(
-                f"{name}: dimension 0 has length {length}, which the group's {size} ranks do not divide;"
+                f"{name}: `{parameter}[{index}]` has {tensor.numel()} elements, expected {like.numel()}"
+            )
+    return checked
+
+
+def check_splits(splits: object, parameter: str, tensor: torch.Tensor, size: int, name: str) -> list[int]:
+    """Refuse split sizes that are not one non-negative int per rank, or do not add up to the rows.
+
+    None, or an empty list, stands for equal splits; then the number of rows must be a multiple of ``size``.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if splits is None or (isinstance(splits, (list, tuple)) and not splits):
+        if rows % size:
+            raise InvalidArgumentError(
+                f"{name}: dimension 0 has length {rows}, which the group's {size} ranks do not divide;"
                 f" give `{parameter}`"
             )
-        return None
+        return [rows // size] * size
     if not isinstance(splits, (list, tuple)) or len(splits) != size:
-        raise InvalidArgumentError(f"{name}: `{parameter}` must list one length for each of {size} ranks, got {splits!r}")
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` must list one length for each of {size} ranks, got {splits!r}"
+        )
     if any(not isinstance(part, int) or part < 0 for part in splits):
         raise InvalidArgumentError(f"{name}: `{parameter}` must be non-negative ints, got {splits!r}")
-    if sum(splits) != length:
+    if sum(splits) != rows:
         raise InvalidArgumentError(
-            f"{name}: `{parameter}` adds up to {sum(splits)}, but dimension 0 has length {length}"
+            f"{name}: `{parameter}` adds up to {sum(splits)}, but dimension 0 has length {rows}"
         )
     return list(splits)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from torchestra import checks
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.types import ReduceOp, Timeout, timeout_seconds
 from torchestra.work import Work
@@ -57,7 +57,7 @@ def _member(group: AnyGroup | None, name: str) -> ProcessGroup | None:
     if isinstance(group, NonMember):
         warnings.warn(f"{name}: running on a rank that is {group!r}; nothing is done", stacklevel=3)
         return None
-    raise checks.InvalidArgumentTypeError(f"{name}: `group` must be a ProcessGroup, got {group!r}")
+    raise InvalidArgumentTypeError(f"{name}: `group` must be a ProcessGroup, got {group!r}")
 
 
 def _root(
@@ -85,9 +85,6 @@ def all_reduce(
     member = _member(group, "all_reduce")
     if member is None:
         return None
-    checks.check_op(op, "all_reduce")
-    checks.check_tensor(tensor, "tensor", "all_reduce", written=True)
-    checks.check_reducible(tensor, op, "all_reduce")
     return member.communicator.all_reduce(tensor, op, async_op)
 
 
@@ -104,9 +101,6 @@ def reduce(
     if member is None:
         return None
     root = _root(member, dst, group_dst, "dst", "reduce")
-    checks.check_op(op, "reduce")
-    checks.check_tensor(tensor, "tensor", "reduce", written=True)
-    checks.check_reducible(tensor, op, "reduce")
     return member.communicator.reduce(tensor, op, root, async_op)
 
 
@@ -122,7 +116,6 @@ def broadcast(
     if member is None:
         return None
     root = _root(member, src, group_src, "src", "broadcast")
-    checks.check_tensor(tensor, "tensor", "broadcast", written=True)
     return member.communicator.broadcast(tensor, root, async_op)
 
 
@@ -136,11 +129,7 @@ def all_gather(
     member = _member(group, "all_gather")
     if member is None:
         return None
-    outputs = checks.check_list(tensor_list, "tensor_list", member.size(), "all_gather", written=True)
-    checks.check_tensor(tensor, "tensor", "all_gather")
-    checks.check_same_dtype(outputs, tensor.dtype, "tensor_list", "all_gather")
-    checks.check_same_numel([outputs[member.rank()]], tensor.numel(), f"tensor_list of this rank, {member.rank()}:", "all_gather")
-    return member.communicator.all_gather(outputs, tensor, async_op)
+    return member.communicator.all_gather(tensor_list, tensor, async_op)
 
 
 def all_gather_into_tensor(
@@ -156,16 +145,7 @@ def all_gather_into_tensor(
     member = _member(group, "all_gather_into_tensor")
     if member is None:
         return None
-    name = "all_gather_into_tensor"
-    checks.check_tensor(output_tensor, "output_tensor", name, written=True)
-    checks.check_tensor(input_tensor, "input_tensor", name)
-    checks.check_same_dtype([output_tensor], input_tensor.dtype, "output_tensor", name)
-    if output_tensor.numel() != input_tensor.numel() * member.size():
-        raise InvalidArgumentError(
-            f"{name}: output_tensor has {output_tensor.numel()} elements, expected the input's"
-            f" {input_tensor.numel()} times the group's {member.size()} ranks"
-        )
-    return member.communicator.all_gather_flat(output_tensor, input_tensor, async_op)
+    return member.communicator.all_gather_into_tensor(output_tensor, input_tensor, async_op)
 
 
 def gather(
@@ -181,17 +161,7 @@ def gather(
     if member is None:
         return None
     root = _root(member, dst, group_dst, "dst", "gather", default=0)
-    checks.check_tensor(tensor, "tensor", "gather")
-    outputs = None
-    if member.rank() == root:
-        if gather_list is None:
-            raise InvalidArgumentError("gather: `gather_list` must be specified on the destination rank")
-        outputs = checks.check_list(gather_list, "gather_list", member.size(), "gather", written=True)
-        checks.check_same_dtype(outputs, tensor.dtype, "gather_list", "gather")
-        checks.check_same_numel(outputs, tensor.numel(), "gather_list", "gather")
-    elif gather_list:
-        raise InvalidArgumentError("gather: `gather_list` must not be specified on ranks other than the destination")
-    return member.communicator.gather(outputs, tensor, root, async_op)
+    return member.communicator.gather(gather_list, tensor, root, async_op)
 
 
 def scatter(
@@ -207,17 +177,7 @@ def scatter(
     if member is None:
         return None
     root = _root(member, src, group_src, "src", "scatter", default=0)
-    checks.check_tensor(tensor, "tensor", "scatter", written=True)
-    sources = None
-    if member.rank() == root:
-        if scatter_list is None:
-            raise InvalidArgumentError("scatter: `scatter_list` must be specified on the source rank")
-        sources = checks.check_list(scatter_list, "scatter_list", member.size(), "scatter")
-        checks.check_same_dtype(sources, tensor.dtype, "scatter_list", "scatter")
-        checks.check_same_numel(sources, tensor.numel(), "scatter_list", "scatter")
-    elif scatter_list:
-        raise InvalidArgumentError("scatter: `scatter_list` must not be specified on ranks other than the source")
-    return member.communicator.scatter(tensor, sources, root, async_op)
+    return member.communicator.scatter(tensor, scatter_list, root, async_op)
 
 
 def reduce_scatter(
@@ -231,14 +191,7 @@ def reduce_scatter(
     member = _member(group, "reduce_scatter")
     if member is None:
         return None
-    name = "reduce_scatter"
-    checks.check_op(op, name)
-    checks.check_tensor(output, "output", name, written=True)
-    checks.check_reducible(output, op, name)
-    sources = checks.check_list(input_list, "input_list", member.size(), name)
-    checks.check_same_dtype(sources, output.dtype, "input_list", name)
-    checks.check_same_numel([sources[member.rank()]], output.numel(), f"input_list of this rank, {member.rank()}:", name)
-    return member.communicator.reduce_scatter(output, sources, op, async_op)
+    return member.communicator.reduce_scatter(output, input_list, op, async_op)
 
 
 def reduce_scatter_tensor(
@@ -252,18 +205,7 @@ def reduce_scatter_tensor(
     member = _member(group, "reduce_scatter_tensor")
     if member is None:
         return None
-    name = "reduce_scatter_tensor"
-    checks.check_op(op, name)
-    checks.check_tensor(output, "output", name, written=True)
-    checks.check_tensor(input, "input", name)
-    checks.check_reducible(output, op, name)
-    checks.check_same_dtype([input], output.dtype, "input", name)
-    if input.numel() != output.numel() * member.size():
-        raise InvalidArgumentError(
-            f"{name}: input has {input.numel()} elements, expected the output's {output.numel()} times the"
-            f" group's {member.size()} ranks"
-        )
-    return member.communicator.reduce_scatter_flat(output, input, op, async_op)
+    return member.communicator.reduce_scatter_tensor(output, input, op, async_op)
 
 
 def all_to_all(
@@ -276,11 +218,7 @@ def all_to_all(
     member = _member(group, "all_to_all")
     if member is None:
         return None
-    name = "all_to_all"
-    outputs = checks.check_list(output_tensor_list, "output_tensor_list", member.size(), name, written=True)
-    inputs = checks.check_list(input_tensor_list, "input_tensor_list", member.size(), name)
-    checks.check_same_dtype([*inputs, *outputs], inputs[0].dtype, "tensors", name)
-    return member.communicator.all_to_all(outputs, inputs, async_op)
+    return member.communicator.all_to_all(output_tensor_list, input_tensor_list, async_op)
 
 
 def all_to_all_single(
@@ -298,15 +236,9 @@ def all_to_all_single(
     member = _member(group, "all_to_all_single")
     if member is None:
         return None
-    name = "all_to_all_single"
-    checks.check_tensor(output, "output", name, written=True)
-    checks.check_tensor(input, "input", name)
-    checks.check_same_dtype([output], input.dtype, "output", name)
-    size = member.size()
-    rows_in, rows_out = (tensor.shape[0] if tensor.dim() else 1 for tensor in (input, output))
-    inputs = checks.check_splits(input_split_sizes, "input_split_sizes", rows_in, size, name)
-    outputs = checks.check_splits(output_split_sizes, "output_split_sizes", rows_out, size, name)
-    return member.communicator.all_to_all_flat(output, input, outputs, inputs, async_op)
+    return member.communicator.all_to_all_single(
+        output, input, output_split_sizes, input_split_sizes, async_op
+    )
 
 
 def barrier(

@@ -1,9 +1,11 @@
-"""The operations of a group on plain tensors: order, time-outs, layouts, synchronous and not.
+"""The operations of a group on tensors: argument checks, order, time-outs, layouts, synchronous and not.
 
-Arguments have been checked (checks.py) and ranks are the group's own. The program's order is kept so: a
-synchronous operation with nothing pending runs on the calling thread; otherwise, and with
-``async_op``, operations queue for the group's progress thread. Tensors that are not contiguous are copied
-before and back after.
+Ranks are the group's own. The program's order is kept so: a synchronous operation with nothing pending runs on
+the calling thread; otherwise, and with ``async_op``, operations queue for the group's progress thread.
+Tensors that are not contiguous are copied before and back after.
+
+Small synchronous operations are dominated by Python, so each has a *quick path* for the usual case, plain
+tensors and nothing pending; everything else, errors included, goes the other way.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torchestra import checks
 from torchestra.engine.callsites import call_site
-from torchestra.engine.local import LocalEngine
+from torchestra.engine.local import LocalEngine, Plan
 from torchestra.engine.operations import Kind
 from torchestra.engine.progress import ProgressThread
-from torchestra.errors import GroupDestroyedError
+from torchestra.errors import GroupDestroyedError, InvalidArgumentError
 from torchestra.types import ReduceOp
 from torchestra.work import Work
 
@@ -25,15 +28,30 @@ Operation = Callable[[str | None], list[torch.Tensor]]
 """Runs an operation, given the line that called it if that is not on this thread's stack."""
 
 _CLOSE_SECONDS = 5.0
+_Tensor, _Parameter, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be handed to the engine as it is: dense, on the CPU, one element after the other.
+
+    (A contiguous tensor with torch's negative bit has one element; complex dtypes are not asked about.)
+    """
+    return (
+        (tensor.__class__ is _Tensor or tensor.__class__ is _Parameter)
+        and tensor.is_cpu
+        and tensor.layout is _STRIDED
+        and tensor.is_contiguous()
+        and (tensor.numel() != 1 or not tensor.is_neg())
+    )
+
+
+def made_plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor if its memory holds its elements one after the other, else such a copy of it."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 class Communicator:
-    """One rank's end of a group."""
+    """One rank's end of a group. Every method is to be called by all ranks, in the same order."""
 
     def __init__(self, engine: LocalEngine, name: str, seconds: float) -> None:
         self.engine = engine
@@ -41,55 +59,80 @@ class Communicator:
         self.size = engine.size
         self.name = name
         self.seconds = seconds
+        self.closed = False
         self._progress = ProgressThread(f"torchestra-{name}-{engine.rank}")
         # Held while an operation runs, so that two threads of one rank do not mix theirs.
         self._lock = threading.Lock()
-        self.closed = False
+        # What the quick paths serve, by dtype (and operation, or root): filled by the other paths.
+        self._quick_reductions: list[dict[torch.dtype, Plan]] = [{} for _ in ReduceOp._NAMES]
+        self._quick_scatters: list[dict[torch.dtype, Plan]] = [{} for _ in ReduceOp._NAMES]
+        self._quick_broadcasts: list[dict[torch.dtype, Plan]] = [{} for _ in range(engine.size)]
+        self._quick_gathers: dict[torch.dtype, Plan] = {}
+        self._quick_exchanges: dict[torch.dtype, Plan] = {}
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
         """Replace the tensor by the reduction of all ranks' tensors."""
         if (
-            not async_op
-            and op.factor is None
+            op.__class__ is ReduceOp
+            and (tensor.__class__ is _Tensor or tensor.__class__ is _Parameter)
+            and (plan := self._quick_reductions[op.code].get(tensor.dtype)) is not None
+            and not async_op
+            and is_plain(tensor)
             and not self._progress.pending
-            and not self.closed
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-            and not tensor.is_conj()
         ):
             with self._lock:
-                self.engine.all_reduce(tensor, op, self.seconds if seconds is None else seconds)
+                self.engine.all_reduce(tensor, plan, self.seconds if seconds is None else seconds)
             return None
+        name = "all_reduce"
+        self._check_reduction(tensor, "tensor", op, name)
+        plan = self._plan(Kind.all_reduce, tensor.dtype, op)
+        self._remember(self._quick_reductions[op.code], tensor.dtype, op, plan)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = plain(tensor) if op.factor is None else tensor.detach() * op.factor
-            self.engine.all_reduce(buffer, op, self._limit(seconds), site)
+            buffer = self._scaled(tensor, op)
+            self.engine.all_reduce(buffer, plan, self._limit(seconds), site)
             return self._write_back([tensor], [buffer])
 
-        return self._run(operation, f"all_reduce({op.name})", async_op)
+        return self._run(operation, f"{name}({op.name})", async_op)
 
     def reduce(
         self, tensor: torch.Tensor, op: ReduceOp, root: int, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
         """Replace the root's tensor by the reduction of all ranks' tensors."""
+        name = "reduce"
+        self._check_reduction(tensor, "tensor", op, name)
+        plan = self._plan(Kind.reduce, tensor.dtype, op, root)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = plain(tensor) if op.factor is None else tensor.detach() * op.factor
-            self.engine.reduce(buffer, op, root, self._limit(seconds), site)
+            buffer = self._scaled(tensor, op)
+            self.engine.reduce(buffer, plan, root, self._limit(seconds), site)
             return self._write_back([tensor], [buffer]) if self.rank == root else [tensor]
 
-        return self._run(operation, f"reduce({op.name})", async_op)
+        return self._run(operation, f"{name}({op.name})", async_op)
 
     def broadcast(
         self, tensor: torch.Tensor, root: int, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
         """Replace every rank's tensor by the root's."""
+        if (
+            (tensor.__class__ is _Tensor or tensor.__class__ is _Parameter)
+            and (plan := self._quick_broadcasts[root].get(tensor.dtype)) is not None
+            and not async_op
+            and is_plain(tensor)
+            and not self._progress.pending
+        ):
+            with self._lock:
+                self.engine.broadcast(tensor, plan, root, self.seconds if seconds is None else seconds)
+            return None
+        checks.check_tensor(tensor, "tensor", "broadcast", written=True)
+        plan = self._plan(Kind.broadcast, tensor.dtype, root=root)
+        self._remember(self._quick_broadcasts[root], tensor.dtype, None, plan)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = plain(tensor)
-            self.engine.broadcast(buffer, root, self._limit(seconds), site)
+            buffer = made_plain(tensor)
+            self.engine.broadcast(buffer, plan, root, self._limit(seconds), site)
             return [tensor] if self.rank == root else self._write_back([tensor], [buffer])
 
         return self._run(operation, "broadcast", async_op)
@@ -101,26 +144,58 @@ class Communicator:
         async_op: bool = False,
         seconds: float | None = None,
     ) -> Work | None:
-        """Put every rank's tensor into one of the outputs."""
+        """Put every rank's tensor into one of the outputs; sizes may differ between ranks."""
+        name = "all_gather"
+        targets = checks.check_list(outputs, "tensor_list", self.size, name, written=True)
+        checks.check_tensor(tensor, "tensor", name)
+        checks.check_same_dtype(targets, tensor.dtype, "tensor_list", name)
+        checks.check_own_numel(targets, self.rank, tensor.numel(), "tensor_list", name)
+        plan = self._plan(Kind.all_gather, tensor.dtype)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            buffers = [plain(output) for output in outputs]
-            self.engine.all_gather(buffers, plain(tensor), self._limit(seconds), site)
-            return self._write_back(outputs, buffers)
+            buffers = [made_plain(target) for target in targets]
+            self.engine.all_gather(buffers, made_plain(tensor), plan, self._limit(seconds), site)
+            return self._write_back(targets, buffers)
 
-        return self._run(operation, "all_gather", async_op)
+        return self._run(operation, name, async_op)
 
-    def all_gather_flat(
+    def all_gather_into_tensor(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
         """Put every rank's tensor into the output, one after the other."""
+        if (
+            (tensor.__class__ is _Tensor or tensor.__class__ is _Parameter)
+            and (plan := self._quick_gathers.get(tensor.dtype)) is not None
+            and not async_op
+            and is_plain(tensor)
+            and is_plain(output)
+            and output.dtype is tensor.dtype
+            and output.numel() == tensor.numel() * self.size
+            and not self._progress.pending
+        ):
+            with self._lock:
+                self.engine.all_gather_flat(
+                    output, tensor, plan, self.seconds if seconds is None else seconds
+                )
+            return None
+        name = "all_gather_into_tensor"
+        checks.check_tensor(output, "output_tensor", name, written=True)
+        checks.check_tensor(tensor, "input_tensor", name)
+        checks.check_same_dtype([output], tensor.dtype, "output_tensor", name)
+        if output.numel() != tensor.numel() * self.size:
+            raise InvalidArgumentError(
+                f"{name}: output_tensor has {output.numel()} elements, expected the input's {tensor.numel()}"
+                f" times the group's {self.size} ranks"
+            )
+        plan = self._plan(Kind.all_gather, tensor.dtype)
+        self._remember(self._quick_gathers, tensor.dtype, None, plan)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = plain(output)
-            self.engine.all_gather_flat(buffer, plain(tensor), self._limit(seconds), site)
+            buffer = made_plain(output)
+            self.engine.all_gather_flat(buffer, made_plain(tensor), plan, self._limit(seconds), site)
             return self._write_back([output], [buffer])
 
-        return self._run(operation, "all_gather_into_tensor", async_op)
+        return self._run(operation, name, async_op)
 
     def gather(
         self,
@@ -131,13 +206,19 @@ class Communicator:
         seconds: float | None = None,
     ) -> Work | None:
         """Put every rank's tensor into one of the root's outputs."""
+        name = "gather"
+        checks.check_tensor(tensor, "tensor", name)
+        targets = checks.check_rooted_list(
+            outputs, "gather_list", self.rank == root, "destination", tensor, self.size, name, written=True
+        )
+        plan = self._plan(Kind.gather, tensor.dtype, root=root)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            buffers = None if outputs is None else [plain(output) for output in outputs]
-            self.engine.gather(buffers, plain(tensor), root, self._limit(seconds), site)
-            return self._write_back(outputs, buffers) if outputs is not None and buffers is not None else []
+            buffers = None if targets is None else [made_plain(target) for target in targets]
+            self.engine.gather(buffers, made_plain(tensor), plan, self._limit(seconds), site)
+            return [] if targets is None or buffers is None else self._write_back(targets, buffers)
 
-        return self._run(operation, "gather", async_op)
+        return self._run(operation, name, async_op)
 
     def scatter(
         self,
@@ -148,20 +229,23 @@ class Communicator:
         seconds: float | None = None,
     ) -> Work | None:
         """Put one of the root's tensors into each rank's output."""
+        name = "scatter"
+        checks.check_tensor(output, "tensor", name, written=True)
+        sources = checks.check_rooted_list(
+            tensors, "scatter_list", self.rank == root, "source", output, self.size, name
+        )
+        plan = self._plan(Kind.scatter, output.dtype, root=root)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = plain(output)
-            sources = None if tensors is None else [plain(tensor) for tensor in tensors]
-            nothing = [(0, 0)] * self.size
-            sends = nothing if sources is None else [(s.data_ptr(), s.nbytes) for s in sources]
-            receives = list(nothing)
+            buffer = made_plain(output)
+            plain = [made_plain(source) for source in sources or ()]
+            sends = [(source.data_ptr(), source.nbytes) for source in plain] or [(0, 0)] * self.size
+            receives = [(0, 0)] * self.size
             receives[root] = (buffer.data_ptr(), buffer.nbytes)
-            self.engine.exchange(
-                Kind.scatter, output.dtype, sends, receives, self._limit(seconds), site, root=root
-            )
+            self.engine.exchange(plan, sends, receives, self._limit(seconds), site)
             return self._write_back([output], [buffer])
 
-        return self._run(operation, "scatter", async_op)
+        return self._run(operation, name, async_op)
 
     def reduce_scatter(
         self,
@@ -171,19 +255,23 @@ class Communicator:
         async_op: bool = False,
         seconds: float | None = None,
     ) -> Work | None:
-        """Reduce the ranks' tensors for this rank into its output."""
+        """Reduce the ranks' tensors for this rank into its output; sizes may differ between ranks."""
+        name = "reduce_scatter"
+        self._check_reduction(output, "output", op, name)
+        sources = checks.check_list(tensors, "input_list", self.size, name)
+        checks.check_same_dtype(sources, output.dtype, "input_list", name)
+        checks.check_own_numel(sources, self.rank, output.numel(), "input_list", name)
+        plan = self._plan(Kind.reduce_scatter, output.dtype, op)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = plain(output)
-            sources = [plain(tensor) for tensor in tensors]
-            if op.factor is not None:
-                sources = [source * op.factor for source in sources]
-            self.engine.reduce_scatter(buffer, sources, op, self._limit(seconds), site)
+            buffer = made_plain(output)
+            plain = [self._scaled(source, op) for source in sources]
+            self.engine.reduce_scatter(buffer, plain, plan, self._limit(seconds), site)
             return self._write_back([output], [buffer])
 
-        return self._run(operation, f"reduce_scatter({op.name})", async_op)
+        return self._run(operation, f"{name}({op.name})", async_op)
 
-    def reduce_scatter_flat(
+    def reduce_scatter_tensor(
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
@@ -192,14 +280,40 @@ class Communicator:
         seconds: float | None = None,
     ) -> Work | None:
         """Reduce the ranks' tensors, and put this rank's piece of the result into its output."""
+        if (
+            op.__class__ is ReduceOp
+            and (tensor.__class__ is _Tensor or tensor.__class__ is _Parameter)
+            and (plan := self._quick_scatters[op.code].get(tensor.dtype)) is not None
+            and not async_op
+            and is_plain(tensor)
+            and is_plain(output)
+            and output.dtype is tensor.dtype
+            and tensor.numel() == output.numel() * self.size
+            and not self._progress.pending
+        ):
+            with self._lock:
+                self.engine.reduce_scatter_flat(
+                    output, tensor, plan, self.seconds if seconds is None else seconds
+                )
+            return None
+        name = "reduce_scatter_tensor"
+        self._check_reduction(output, "output", op, name)
+        checks.check_tensor(tensor, "input", name)
+        checks.check_same_dtype([tensor], output.dtype, "input", name)
+        if tensor.numel() != output.numel() * self.size:
+            raise InvalidArgumentError(
+                f"{name}: input has {tensor.numel()} elements, expected the output's {output.numel()} times the"
+                f" group's {self.size} ranks"
+            )
+        plan = self._plan(Kind.reduce_scatter, output.dtype, op)
+        self._remember(self._quick_scatters[op.code], output.dtype, op, plan)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = plain(output)
-            source = plain(tensor) if op.factor is None else tensor.detach() * op.factor
-            self.engine.reduce_scatter_flat(buffer, source, op, self._limit(seconds), site)
+            buffer = made_plain(output)
+            self.engine.reduce_scatter_flat(buffer, self._scaled(tensor, op), plan, self._limit(seconds), site)
             return self._write_back([output], [buffer])
 
-        return self._run(operation, f"reduce_scatter_tensor({op.name})", async_op)
+        return self._run(operation, f"{name}({op.name})", async_op)
 
     def all_to_all(
         self,
@@ -209,42 +323,69 @@ class Communicator:
         seconds: float | None = None,
     ) -> Work | None:
         """Send each rank one tensor, and receive one from each."""
+        name = "all_to_all"
+        targets = checks.check_list(outputs, "output_tensor_list", self.size, name, written=True)
+        sources = checks.check_list(tensors, "input_tensor_list", self.size, name)
+        dtype = sources[0].dtype
+        checks.check_same_dtype(sources, dtype, "input_tensor_list", name)
+        checks.check_same_dtype(targets, dtype, "output_tensor_list", name)
+        plan = self._plan(Kind.all_to_all, dtype)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            buffers = [plain(output) for output in outputs]
-            sources = [plain(tensor) for tensor in tensors]
-            sends = [(source.data_ptr(), source.nbytes) for source in sources]
+            buffers = [made_plain(target) for target in targets]
+            plain = [made_plain(source) for source in sources]
+            sends = [(source.data_ptr(), source.nbytes) for source in plain]
             receives = [(buffer.data_ptr(), buffer.nbytes) for buffer in buffers]
-            dtype = tensors[0].dtype
-            self.engine.exchange(Kind.all_to_all, dtype, sends, receives, self._limit(seconds), site)
-            return self._write_back(outputs, buffers)
+            self.engine.exchange(plan, sends, receives, self._limit(seconds), site)
+            return self._write_back(targets, buffers)
 
-        return self._run(operation, "all_to_all", async_op)
+        return self._run(operation, name, async_op)
 
-    def all_to_all_flat(
+    def all_to_all_single(
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
-        output_splits: list[int] | None,
-        input_splits: list[int] | None,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
         async_op: bool = False,
         seconds: float | None = None,
     ) -> Work | None:
         """Send each rank a range of rows, and receive one from each; lengths in rows, None for equal ones."""
+        if (
+            output_splits is None
+            and input_splits is None
+            and (tensor.__class__ is _Tensor or tensor.__class__ is _Parameter)
+            and (plan := self._quick_exchanges.get(tensor.dtype)) is not None
+            and not async_op
+            and is_plain(tensor)
+            and is_plain(output)
+            and output.dtype is tensor.dtype
+            and (shape := tensor.shape) == output.shape
+            and shape
+            and shape[0] % self.size == 0
+            and not self._progress.pending
+        ):
+            with self._lock:
+                self.engine.all_to_all_flat(
+                    output, tensor, plan, self.seconds if seconds is None else seconds
+                )
+            return None
+        name = "all_to_all_single"
+        checks.check_tensor(output, "output", name, written=True)
+        checks.check_tensor(tensor, "input", name)
+        checks.check_same_dtype([output], tensor.dtype, "output", name)
+        sent = checks.check_splits(input_splits, "input_split_sizes", tensor, self.size, name)
+        expected = checks.check_splits(output_splits, "output_split_sizes", output, self.size, name)
+        plan = self._plan(Kind.all_to_all, tensor.dtype)
+        self._remember(self._quick_exchanges, tensor.dtype, None, plan)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            buffer, source = plain(output), plain(tensor)
-            if output_splits is None and input_splits is None:
-                self.engine.all_to_all_flat(buffer, source, self._limit(seconds), site)
-            else:
-                sends = self._ranges(source, input_splits)
-                receives = self._ranges(buffer, output_splits)
-                self.engine.exchange(
-                    Kind.all_to_all, tensor.dtype, sends, receives, self._limit(seconds), site
-                )
+            buffer, source = made_plain(output), made_plain(tensor)
+            sends, receives = self._ranges(source, sent), self._ranges(buffer, expected)
+            self.engine.exchange(plan, sends, receives, self._limit(seconds), site)
             return self._write_back([output], [buffer])
 
-        return self._run(operation, "all_to_all_single", async_op)
+        return self._run(operation, name, async_op)
 
     def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
         """Return (or be done) when every rank has called and finished what it called before."""
@@ -258,29 +399,55 @@ class Communicator:
     def close(self) -> None:
         """Run what is queued, then leave the group."""
         self.closed = True
+        for quick in (*self._quick_reductions, *self._quick_scatters, *self._quick_broadcasts):
+            quick.clear()
+        self._quick_gathers.clear()
+        self._quick_exchanges.clear()
         self._progress.close(_CLOSE_SECONDS)
         self.engine.close()
+
+    # -- shared by the operations
+
+    def _check_reduction(self, tensor: torch.Tensor, parameter: str, op: ReduceOp, name: str) -> None:
+        checks.check_op(op, name)
+        checks.check_tensor(tensor, parameter, name, written=True)
+        checks.check_reducible(tensor, op, name)
+
+    def _plan(
+        self, kind: Kind, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
+    ) -> Plan:
+        if self.closed:
+            raise GroupDestroyedError(f"{kind.name}: rank {self.rank} has destroyed group {self.name!r}")
+        return self.engine.plan(kind, dtype, op, root)
+
+    @staticmethod
+    def _remember(quick: dict[torch.dtype, Plan], dtype: torch.dtype, op: ReduceOp | None, plan: Plan) -> None:
+        """From now on the quick path serves the dtype. Not for what needs work before or after."""
+        if not dtype.is_complex and (op is None or op.factor is None):
+            quick[dtype] = plan
+
+    @staticmethod
+    def _scaled(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        return made_plain(tensor if op.factor is None else tensor.detach() * op.factor)
 
     def _limit(self, seconds: float | None) -> float:
         return self.seconds if seconds is None else seconds
 
-    def _ranges(self, tensor: torch.Tensor, splits: list[int] | None) -> list[tuple[int, int]]:
+    def _ranges(self, tensor: torch.Tensor, splits: list[int]) -> list[tuple[int, int]]:
         """(address, bytes) of consecutive ranges of rows."""
-        rows = tensor.shape[0] if tensor.dim() else 1
-        lengths = [rows // self.size] * self.size if splits is None else splits
+        rows = sum(splits)
         row_bytes = tensor.nbytes // rows if rows else 0
         address, ranges = tensor.data_ptr(), []
-        for length in lengths:
+        for length in splits:
             ranges.append((address, length * row_bytes))
             address += length * row_bytes
         return ranges
 
     @staticmethod
     def _write_back(tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        with torch.no_grad():
-            for tensor, buffer in zip(tensors, buffers, strict=True):
-                if buffer.data_ptr() != tensor.data_ptr():
-                    tensor.detach().copy_(buffer)
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            if buffer.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(buffer)
         return list(tensors)
 
     def _run(self, operation: Operation, description: str, async_op: bool) -> Work | None:

@@ -28,23 +28,9 @@ class Choices:
     def for_group(cls, size: int, buffer_bytes: int) -> Choices:
         return cls(direct=min(128 << 10 if size == 2 else 16 << 10, buffer_bytes), chunk=min(512 << 10, buffer_bytes))
 
-    def all_reduce_chunk(self, count: int, unit: int) -> int:
-        """Elements per chunk of an all_reduce, or 0 for the direct algorithm."""
-        if count * unit <= self.direct:
-            return 0
-        return self._chunk(count * unit) // unit
-
-    def share_chunk(self, longest: int) -> int:
-        """Bytes per chunk of an operation in which a buffer holds one piece for all readers."""
-        return self._chunk(longest)
-
-    def exchange_chunk(self, longest: int, size: int) -> int:
+    def part(self, size: int) -> int:
         """Bytes per chunk and peer of an operation in which a buffer holds one piece for each peer."""
-        part = self.chunk // max(1, size - 1) // 64 * 64
-        return max(64, part)
-
-    def _chunk(self, total: int) -> int:
-        return self.chunk
+        return max(64, self.chunk // max(1, size - 1) // 64 * 64)
 
 
 def waiting_policy(ranks_here: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ _KERNELS: dict[Any, int] = {
     control.await_step: 2,
 }
 
+Kernel = Callable[..., int]
+
 _loaded = False
 _loading = threading.Lock()
 
@@ -58,3 +61,12 @@ def _load() -> None:
     for dtype in (torch.float32, torch.float64, torch.int64):
         reductions.reduction(dtype, ReduceOp.SUM)
     reductions.reduction(torch.float32, ReduceOp.AVG)
+
+
+def entry_point(kernel: Any) -> Kernel:
+    """The compiled function of a loaded kernel.
+
+    Calling it spares the dispatcher's look at the types of the arguments, 0.3 µs for ten of them; every
+    argument must be an int.
+    """
+    return next(iter(kernel.overloads.values())).entry_point  # type: ignore[no-any-return]
