@@ -36,7 +36,8 @@ def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = F
         )
     if tensor.device.type != "cpu":
         raise InvalidArgumentError(
-            f"{name}: `{parameter}` is on unsupported device type {tensor.device.type}; move it to the CPU first"
+            f"{name}: `{parameter}` is on unsupported device type {tensor.device.type}; move it to the CPU"
+            f" first"
         )
     if not LocalEngine.moves(tensor.dtype):
         raise InvalidArgumentError(f"{name}: `{parameter}` has dtype {tensor.dtype}, which cannot be sent")
@@ -56,7 +57,9 @@ def check_reducible(tensor: torch.Tensor, op: ReduceOp, name: str) -> None:
         raise InvalidArgumentError(f"{name}: {op.name} is not defined for tensors of dtype {tensor.dtype}")
 
 
-def check_list(tensors: object, parameter: str, length: int, name: str, *, written: bool = False) -> list[torch.Tensor]:
+def check_list(
+    tensors: object, parameter: str, length: int, name: str, *, written: bool = False
+) -> list[torch.Tensor]:
     """Refuse what is not a list of ``length`` tensors, one for each rank."""
     if not isinstance(tensors, (list, tuple)):
         raise InvalidArgumentTypeError(
@@ -64,7 +67,8 @@ def check_list(tensors: object, parameter: str, length: int, name: str, *, writt
         )
     if len(tensors) != length:
         raise InvalidArgumentError(
-            f"{name}: `{parameter}` must have one tensor for each of the group's {length} ranks, got {len(tensors)}"
+            f"{name}: `{parameter}` must have one tensor for each of the group's {length} ranks, got"
+            f" {len(tensors)}"
         )
     return [
         check_tensor(tensor, f"{parameter}[{index}]", name, written=written)
@@ -86,15 +90,20 @@ def check_rank(rank: object, size: int, parameter: str, name: str) -> int:
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise InvalidArgumentTypeError(f"{name}: `{parameter}` must be an int, got {rank!r}")
     if not 0 <= rank < size:
-        raise InvalidArgumentError(f"{name}: `{parameter}` is {rank}, but the group has ranks 0 to {size - 1}")
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` is {rank}, but the group has ranks 0 to {size - 1}"
+        )
     return rank
 
 
-def check_own_numel(tensors: Sequence[torch.Tensor], rank: int, numel: int, parameter: str, name: str) -> None:
+def check_own_numel(
+    tensors: Sequence[torch.Tensor], rank: int, numel: int, parameter: str, name: str
+) -> None:
     """Refuse a list whose entry for this rank does not have as many elements as this rank's tensor."""
     if tensors[rank].numel() != numel:
         raise InvalidArgumentError(
-            f"{name}: `{parameter}[{rank}]`, this rank's own, has {tensors[rank].numel()} elements, expected {numel}"
+            f"{name}: `{parameter}[{rank}]`, this rank's own, has {tensors[rank].numel()} elements,"
+            f" expected {numel}"
         )
 
 
@@ -112,7 +121,9 @@ def check_rooted_list(
     """Refuse a list that is missing on the root, present elsewhere, or does not fit the tensor ``like``."""
     if not is_root:
         if tensors:
-            raise InvalidArgumentError(f"{name}: `{parameter}` must not be specified on ranks other than the {role}")
+            raise InvalidArgumentError(
+                f"{name}: `{parameter}` must not be specified on ranks other than the {role}"
+            )
         return None
     if tensors is None:
         raise InvalidArgumentError(f"{name}: `{parameter}` must be specified on the {role} rank")

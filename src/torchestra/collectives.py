@@ -1,13 +1,14 @@
 """The collectives as functions, with torch.distributed's names, arguments and defaults.
 
-Each is to be called by every rank of the group, in the same order. ``group`` is the default group unless given;
-a rank that is not in it gets a warning and None. ``async_op=True`` returns a :class:`Work` at once,
+Each is to be called by every rank of the group, in the same order. ``group`` is the default group unless
+given; a rank that is not in it gets a warning and None. ``async_op=True`` returns a :class:`Work` at once,
 else None is returned when the operation is done. Roots and peers are *global* ranks, or numbers within the
 group where the argument's name begins with ``group_``. Tensors are dense CPU tensors, contiguous or not.
 
-Raised by all of them: InvalidArgumentError (nothing was sent, the group stays usable), CollectiveMismatchError (the
-ranks called different things; nothing was sent), RankFailedError, GroupAbortedError and CollectiveTimeoutError
-(the group can no longer be used), GroupDestroyedError, NotInitializedError.
+Raised by all of them: InvalidArgumentError (nothing was sent, the group stays usable),
+CollectiveMismatchError (the ranks called different things; nothing was sent), RankFailedError,
+GroupAbortedError and CollectiveTimeoutError (the group can no longer be used), GroupDestroyedError,
+NotInitializedError.
 """
 
 from __future__ import annotations
@@ -61,7 +62,12 @@ def _member(group: AnyGroup | None, name: str) -> ProcessGroup | None:
 
 
 def _root(
-    group: ProcessGroup, rank: int | None, group_rank: int | None, parameter: str, name: str, default: int | None = None
+    group: ProcessGroup,
+    rank: int | None,
+    group_rank: int | None,
+    parameter: str,
+    name: str,
+    default: int | None = None,
 ) -> int:
     """The root in the group's numbering, from a global or a group rank."""
     if rank is not None and group_rank is not None:
@@ -81,7 +87,8 @@ def all_reduce(
     group: AnyGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Replace the tensor on every rank by the reduction of all ranks' tensors, bit for bit the same on each."""
+    """Replace the tensor on every rank by the reduction of all ranks' tensors, bit for bit the same on"
+    " each."""
     member = _member(group, "all_reduce")
     if member is None:
         return None
@@ -96,7 +103,8 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Replace the tensor of rank ``dst`` by the reduction of all ranks' tensors; the others' stay as they are."""
+    """Replace the tensor of rank ``dst`` by the reduction of all ranks' tensors; the others' stay as"
+    " they are."""
     member = _member(group, "reduce")
     if member is None:
         return None
@@ -196,7 +204,7 @@ def reduce_scatter(
 
 def reduce_scatter_tensor(
     output: torch.Tensor,
-    input: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch.distributed's name
     op: ReduceOp = ReduceOp.SUM,
     group: AnyGroup | None = None,
     async_op: bool = False,
@@ -223,7 +231,7 @@ def all_to_all(
 
 def all_to_all_single(
     output: torch.Tensor,
-    input: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch.distributed's name
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
     group: AnyGroup | None = None,

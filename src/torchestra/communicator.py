@@ -1,7 +1,7 @@
 """The operations of a group on tensors: argument checks, order, time-outs, layouts, synchronous and not.
 
-Ranks are the group's own. The program's order is kept so: a synchronous operation with nothing pending runs on
-the calling thread; otherwise, and with ``async_op``, operations queue for the group's progress thread.
+Ranks are the group's own. The program's order is kept so: a synchronous operation with nothing pending runs
+on the calling thread; otherwise, and with ``async_op``, operations queue for the group's progress thread.
 Tensors that are not contiguous are copied before and back after.
 
 Small synchronous operations are dominated by Python, so each has a *quick path* for the usual case, plain
@@ -98,7 +98,12 @@ class Communicator:
         return self._run(operation, f"{name}({op.name})", async_op)
 
     def reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, root: int, async_op: bool = False, seconds: float | None = None
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        root: int,
+        async_op: bool = False,
+        seconds: float | None = None,
     ) -> Work | None:
         """Replace the root's tensor by the reduction of all ranks' tensors."""
         name = "reduce"
@@ -302,7 +307,8 @@ class Communicator:
         checks.check_same_dtype([tensor], output.dtype, "input", name)
         if tensor.numel() != output.numel() * self.size:
             raise InvalidArgumentError(
-                f"{name}: input has {tensor.numel()} elements, expected the output's {output.numel()} times the"
+                f"{name}: input has {tensor.numel()} elements, expected the output's {output.numel()}"
+                f" times the"
                 f" group's {self.size} ranks"
             )
         plan = self._plan(Kind.reduce_scatter, output.dtype, op)
@@ -310,7 +316,9 @@ class Communicator:
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(output)
-            self.engine.reduce_scatter_flat(buffer, self._scaled(tensor, op), plan, self._limit(seconds), site)
+            self.engine.reduce_scatter_flat(
+                buffer, self._scaled(tensor, op), plan, self._limit(seconds), site
+            )
             return self._write_back([output], [buffer])
 
         return self._run(operation, f"{name}({op.name})", async_op)
@@ -421,7 +429,9 @@ class Communicator:
         return self.engine.plan(kind, dtype, op, root)
 
     @staticmethod
-    def _remember(quick: dict[torch.dtype, Plan], dtype: torch.dtype, op: ReduceOp | None, plan: Plan) -> None:
+    def _remember(
+        quick: dict[torch.dtype, Plan], dtype: torch.dtype, op: ReduceOp | None, plan: Plan
+    ) -> None:
         """From now on the quick path serves the dtype. Not for what needs work before or after."""
         if not dtype.is_complex and (op is None or op.factor is None):
             quick[dtype] = plan

@@ -17,8 +17,8 @@ class ProcessGroup:
     """Some ranks of the world that run collectives together, in an order that all of them share.
 
     Made by :func:`torchestra.init_process_group` and :func:`torchestra.new_group`, never directly. Ranks are
-    numbered anew in every group; where a function of this package takes a *global* rank, it is the number in the
-    default group.
+    numbered anew in every group; where a function of this package takes a *global* rank, it is the number in
+    the default group.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class ProcessGroup:
         rank = self._group_rank.get(global_rank)
         if rank is None:
             raise InvalidArgumentError(
-                f"`{parameter}`: global rank {global_rank!r} is not part of group {self.group_name!r}, which has"
+                f"`{parameter}`: global rank {global_rank!r} is not part of group {self.group_name!r},"
+                f" which has"
                 f" global ranks {list(self.ranks)}"
             )
         return rank
@@ -85,7 +86,8 @@ class ProcessGroup:
         """
         if not 0 <= group_rank < len(self.ranks):
             raise InvalidArgumentError(
-                f"group rank {group_rank!r} is not part of group {self.group_name!r}, which has {self.size()} ranks"
+                f"group rank {group_rank!r} is not part of group {self.group_name!r}, which has"
+                f" {self.size()} ranks"
             )
         return self.ranks[group_rank]
 
@@ -94,9 +96,8 @@ class ProcessGroup:
         self.communicator.close()
 
     def __repr__(self) -> str:
-        return (
-            f"<ProcessGroup {self.group_name!r}: rank {self.rank()} of {self.size()}, backend {self.backend!r}>"
-        )
+        return f"<ProcessGroup {self.group_name!r}: rank {self.rank()} of {self.size()}, backend
+        {self.backend!r}>"
 
 
 class NonMember:

@@ -38,13 +38,15 @@ class Work:
             True.
 
         Raises:
-            CollectiveTimeoutError: ``timeout`` has passed; the operation goes on, and can be waited for again.
-            DistError: what the operation failed with.
+            CollectiveTimeoutError: ``timeout`` has passed; the operation goes on, and can be waited for
+            again. DistError: what the operation failed with.
         """
         if not self._done.is_set():
             seconds = None if timeout is None else timeout_seconds(timeout)
             if not self._done.wait(seconds):
-                raise CollectiveTimeoutError(f"{self._description} is not done after waiting {seconds} s for it")
+                raise CollectiveTimeoutError(
+                    f"{self._description} is not done after waiting {seconds} s for it"
+                )
         if self._exception is not None:
             raise self._exception
         return True

@@ -1,7 +1,8 @@
 """The world: which ranks exist, the default group and all others, one registry per process.
 
 Where ranks are threads, each thread has a registry of its own; the functions here find the right one. The
-registry is the only state of torchestra that is not reached through an object, and it is changed in this file only.
+registry is the only state of torchestra that is not reached through an object, and it is changed in this
+file only.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Union
 
+from torchestra.communicator import Communicator
 from torchestra.engine import warm_up
 from torchestra.engine.joining import join
 from torchestra.engine.local import LocalEngine
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError
-from torchestra.communicator import Communicator
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.rendezvous import Rendezvous, launch_environment, rendezvous
 from torchestra.store import PrefixStore, Store
@@ -176,7 +177,9 @@ def _choose_backend(backend: str | None, *, as_thread: bool) -> str:
         raise InvalidArgumentTypeError(f"backend must be a str, got {backend!r}")
     chosen = backend.lower().removeprefix("cpu:")
     if chosen not in _BACKENDS:
-        raise InvalidArgumentError(f"unknown backend {backend!r}; there are {', '.join(_BACKENDS)}, and None to pick")
+        raise InvalidArgumentError(
+            f"unknown backend {backend!r}; there are {', '.join(_BACKENDS)}, and None to pick"
+        )
     return chosen
 
 
@@ -345,7 +348,7 @@ class _GroupMeta(type):
         return current_world().default
 
 
-class group(metaclass=_GroupMeta):  # noqa: N801 - torch.distributed's name
+class group(metaclass=_GroupMeta):
     """``group.WORLD`` is the default group, as in torch.distributed."""
 
 

@@ -26,7 +26,9 @@ class Choices:
 
     @classmethod
     def for_group(cls, size: int, buffer_bytes: int) -> Choices:
-        return cls(direct=min(128 << 10 if size == 2 else 16 << 10, buffer_bytes), chunk=min(512 << 10, buffer_bytes))
+        return cls(
+            direct=min(128 << 10 if size == 2 else 16 << 10, buffer_bytes), chunk=min(512 << 10, buffer_bytes)
+        )
 
     def part(self, size: int) -> int:
         """Bytes per chunk and peer of an operation in which a buffer holds one piece for each peer."""

@@ -1,7 +1,7 @@
 """The memory that the ranks of a group share: one anonymous memory file, mapped by each of them.
 
-A memory file (``memfd_create``) has no name, so nothing is left in the file system whatever is killed, and it is
-not bounded by the size of ``/dev/shm``. It is sparse: the channels and heaps of an arena are far larger
+A memory file (``memfd_create``) has no name, so nothing is left in the file system whatever is killed, and
+it is not bounded by the size of ``/dev/shm``. It is sparse: the channels and heaps of an arena are far larger
 than what is ever touched.
 """
 
@@ -57,7 +57,8 @@ class Arena:
         except OSError as error:
             os.close(descriptor)
             raise DistBackendError(
-                f"cannot map {layout.total >> 30} GiB of sparse shared memory for a group of {layout.size} ranks"
+                f"cannot map {layout.total >> 30} GiB of sparse shared memory for a group of {layout.size}"
+                f" ranks"
                 f" ({error}); is the address space limited (ulimit -v)?"
             ) from error
         for offset, value in cls._header(layout):
@@ -77,7 +78,8 @@ class Arena:
         for offset, value in cls._header(layout):
             if arena.word(offset) != value:
                 raise DistBackendError(
-                    f"the group's arena has {arena.word(offset)} in word {offset} of its header, expected {value}:"
+                    f"the group's arena has {arena.word(offset)} in word {offset} of its header, expected"
+                    f" {value}:"
                     " do all ranks run the same version of torchestra?"
                 )
         return arena

@@ -82,6 +82,8 @@ def compare_exchange(typing_context, address, expected, desired):
 
 @intrinsic
 def load(typing_context, address):
+    """The word, in no order with anything."""
+
     def generate(context, builder, signature, arguments):
         return builder.load(_word_pointer(builder, arguments[0]))
 
@@ -90,6 +92,8 @@ def load(typing_context, address):
 
 @intrinsic
 def store(typing_context, address, value):
+    """Write the word, in no order with anything."""
+
     def generate(context, builder, signature, arguments):
         builder.store(arguments[1], _word_pointer(builder, arguments[0]))
         return context.get_dummy_value()

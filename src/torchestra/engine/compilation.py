@@ -27,7 +27,12 @@ def cache_directory() -> Path:
 def _fingerprint() -> str:
     """Changes whenever Numba would compile anew: sources, versions, processor."""
     digest = hashlib.sha256()
-    for word in (numba.__version__, platform.machine(), platform.python_version(), numba.core.config.CPU_NAME):
+    for word in (
+        numba.__version__,
+        platform.machine(),
+        platform.python_version(),
+        numba.core.config.CPU_NAME,
+    ):
         digest.update(repr(word).encode())
     for source in sorted(_ENGINE.rglob("*.py")):
         digest.update(f"{source}:{source.stat().st_mtime_ns}".encode())

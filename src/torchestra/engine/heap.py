@@ -1,7 +1,8 @@
 """Tensors that lie in the arena: an allocator over the part of it that belongs to this rank.
 
 First fit over a list of free ranges, neighbours merged. A tensor's range comes back when its storage dies,
-and pages of large ranges are handed back to the system. Nobody else allocates here, so no peer has to be asked.
+and pages of large ranges are handed back to the system. Nobody else allocates here, so no peer has to be
+asked.
 """
 
 from __future__ import annotations

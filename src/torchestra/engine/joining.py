@@ -130,7 +130,8 @@ def _meet_processes(store: Store, rank: int, size: int, name: str, deadline: flo
     kind, address = _ask_for_arena(store, rank, size, name, deadline)
     if kind != "processes":
         raise DistBackendError(
-            f"rank {rank} of group {name!r} is a process, but rank 0 is a thread: give all ranks the same backend"
+            f"rank {rank} of group {name!r} is a process, but rank 0 is a thread: give all ranks the same"
+            f" backend"
         )
     descriptor = _fetch(address, rank, name, deadline)
     try:
@@ -172,7 +173,8 @@ def _hand_out(store: Store, descriptor: int, size: int, name: str, deadline: flo
                 here = {peer for peer in waiting if store.check([f"here/{peer}"])}
                 missing = tuple(sorted(waiting - here)) or tuple(sorted(waiting))
                 raise CollectiveTimeoutError(
-                    f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of group {name!r} did not"
+                    f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of group"
+                    f" {name!r} did not"
                     f" come within {time.monotonic() - started:.1f} s (seen from rank 0 of {size}): are they"
                     " running, on this host, and do they use the same rendezvous?",
                     missing,
@@ -217,7 +219,8 @@ def _fetch(address: str, rank: int, name: str, deadline: float) -> int:
                 pass  # the queue of rank 0 is full
             except OSError as error:
                 raise DistBackendError(
-                    f"rank {rank} of group {name!r} cannot reach rank 0 on this host ({error}): either rank 0 has"
+                    f"rank {rank} of group {name!r} cannot reach rank 0 on this host ({error}): either"
+                    f" rank 0 has"
                     " failed, or the two are on different hosts, which torchestra does not span yet"
                 ) from error
             if time.monotonic() > deadline:
@@ -235,6 +238,7 @@ def _fetch(address: str, rank: int, name: str, deadline: float) -> int:
                     ) from None
     if message != _MAGIC or not descriptors:
         raise DistBackendError(
-            f"rank 0 of group {name!r} refused rank {rank}: do two processes claim the same rank, or another user's?"
+            f"rank 0 of group {name!r} refused rank {rank}: do two processes claim the same rank, or"
+            f" another user's?"
         )
     return descriptors[0]

@@ -77,7 +77,9 @@ class PeerThreads:
 
     def dead(self) -> tuple[int, ...]:
         return tuple(
-            rank for rank, thread in sorted(self._threads.items()) if rank != self._own and not thread.is_alive()
+            rank
+            for rank, thread in sorted(self._threads.items())
+            if rank != self._own and not thread.is_alive()
         )
 
     def close(self) -> None:

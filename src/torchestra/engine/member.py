@@ -1,10 +1,11 @@
 """One rank's place in an arena: its private kernel context, and how its waits end.
 
-A kernel that has waited for a while returns PENDING, with the rank it waits for in BLOCKED. :meth:`Member.run`
-then looks, in Python: signals have been handled by the time it runs, so Ctrl-C gets through; a peer that has
-died or left, an abort by another rank or the deadline end the operation with an error that names the
-rank. An operation that is left halfway cannot be taken back, so whoever leaves one aborts the group: it writes
-why into the arena's header, and every other rank raises that instead of waiting for ever.
+A kernel that has waited for a while returns PENDING, with the rank it waits for in BLOCKED.
+:meth:`Member.run` then looks, in Python: signals have been handled by the time it runs, so Ctrl-C gets
+through; a peer that has died or left, an abort by another rank or the deadline end the operation with an
+error that names the rank. An operation that is left halfway cannot be taken back, so whoever leaves one
+aborts the group: it writes why into the arena's header, and every other rank raises that instead of waiting
+for ever.
 
 A mismatch is different: it is found when everybody has arrived and before anything was moved, so all ranks
 raise it together and the group stays usable.
@@ -92,7 +93,12 @@ class Member:
         self._tables[at.TABLES.index(table), :] = values
 
     def finish(
-        self, code: int, kernel: Callable[..., int], arguments: tuple[int, ...], seconds: float, site: str | None
+        self,
+        code: int,
+        kernel: Callable[..., int],
+        arguments: tuple[int, ...],
+        seconds: float,
+        site: str | None,
     ) -> None:
         """Bring an operation to its end whose kernel has not returned DONE.
 
@@ -140,7 +146,9 @@ class Member:
         if self.arena.word(at.HEADER_ABORT):
             raise self.aborted()
         if self.closed:
-            raise GroupDestroyedError(f"rank {self.rank} destroyed group {self.name!r} while it was in {doing}")
+            raise GroupDestroyedError(
+                f"rank {self.rank} destroyed group {self.name!r} while it was in {doing}"
+            )
         dead = self.peers.dead() if self.peers is not None else ()
         gone = next((rank for rank in dead if blocked in (None, rank)), None)
         if gone is None and blocked is not None and self._state_of(blocked) == at.LEFT:
@@ -203,8 +211,10 @@ class Member:
             self._aborted = RankFailedError(message, failed) if failed else GroupAbortedError(message)
         # A new object each time: a traceback must not grow over repeated raises.
         error = self._aborted
-        return RankFailedError(str(error), error.ranks) if isinstance(error, RankFailedError) else type(error)(
-            str(error)
+        return (
+            RankFailedError(str(error), error.ranks)
+            if isinstance(error, RankFailedError)
+            else type(error)(str(error))
         )
 
     @property

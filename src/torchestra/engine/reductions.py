@@ -81,8 +81,7 @@ _DTYPES = tuple(_ELEMENTS)
 
 # PREMUL_SUM multiplies before it sends and then is a SUM.
 _OPERATION = {"PREMUL_SUM": SUM} | {
-    name: code
-    for code, name in enumerate(("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
+    name: code for code, name in enumerate(("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
 }
 
 _addresses: dict[tuple[torch.dtype, int], int] = {}

@@ -60,6 +60,7 @@ DONE, PENDING, ABORTED, MISMATCH = at.DONE, at.PENDING, at.ABORTED, at.MISMATCH
 
 @njit(**KERNEL_OPTIONS)
 def control_of(context, rank):
+    """The address of the control block of a rank."""
     return load(context + CONTROL) + rank * CONTROL_BYTES
 
 

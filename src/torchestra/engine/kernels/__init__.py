@@ -1,0 +1,1 @@
+"""The compiled functions: each is one collective from beginning to end, resumable where it waits."""

@@ -77,10 +77,12 @@ def wake_everybody(context):
 
 @njit(**KERNEL_OPTIONS)
 def publish_step(context, step):
+    """:func:`waiting.publish`, for Python."""
     publish(context, step)
     return 0
 
 
 @njit(**KERNEL_OPTIONS)
 def await_step(context, step):
+    """:func:`waiting.wait_for_step`, for Python."""
     return wait_for_step(context, step)

@@ -183,8 +183,8 @@ def _longest_split(context):
 def exchange(context, meta, count, chunk):
     """Every rank sends one piece to each peer: SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES, by peer.
 
-    In iteration t a rank copies part t of the piece for each peer into its place in the buffer (SIZE - 1 places
-    of ``chunk`` bytes) and part t - 1 of the pieces for itself out of the others' buffers.
+    In iteration t a rank copies part t of the piece for each peer into its place in the buffer (SIZE - 1
+    places of ``chunk`` bytes) and part t - 1 of the pieces for itself out of the others' buffers.
     What the ranks send and expect is told with the fingerprint, and all compare all of it.
     """
     rank = load(context + RANK)

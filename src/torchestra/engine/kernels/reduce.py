@@ -38,9 +38,7 @@ def all_reduce(context, meta, count, source, target, unit, function, root, chunk
     """Reduce to everybody (``root`` = -1) or to one rank; ``target`` may be ``source``."""
     if chunk == 0:
         return _all_reduce_direct(context, meta, count, source, target, unit, function, root)
-    return _all_reduce_chunked(
-        context, meta, count, source, target, unit, function, root, chunk, shared
-    )
+    return _all_reduce_chunked(context, meta, count, source, target, unit, function, root, chunk, shared)
 
 
 @njit(**KERNEL_OPTIONS)
@@ -184,8 +182,8 @@ def _all_reduce_shared(context, count, unit, function, root):
 def reduce_scatter(context, meta, count, target, unit, function, chunk, longest):
     """Reduce the pieces that the tables SOURCES and SOURCE_BYTES describe, each to the rank it is for.
 
-    In iteration t a rank copies part t of every peer's piece into its buffer and reduces part t - 1 of its own
-    piece out of everybody's buffers. ``longest`` is the number of elements of the longest
+    In iteration t a rank copies part t of every peer's piece into its buffer and reduces part t - 1 of its
+    own piece out of everybody's buffers. ``longest`` is the number of elements of the longest
     piece, ``chunk`` of a part; SIZE - 1 parts fit into a buffer.
     """
     rank = load(context + RANK)
