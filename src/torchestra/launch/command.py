@@ -13,7 +13,7 @@ from types import FrameType
 from torchestra.errors import DistError
 from torchestra.launch.cores import usable_cores
 from torchestra.launch.job import Job, StopPlan
-from torchestra.launch.output import open_devices
+from torchestra.launch.output import colours_wanted, open_devices
 from torchestra.launch.report import failure_report, tracebacks_report
 from torchestra.launch.spec import JobSpec, Script
 from torchestra.launch.stdin import StandardInput
@@ -111,7 +111,7 @@ def _conclude(job: Job, received: list[int]) -> int:
         sys.stderr.write(f"{tracebacks_report(job)}torchestra: ended by {name}\n")
         return 128 + received[0]
     if job.cause is not None:
-        sys.stderr.write(failure_report(job))
+        sys.stderr.write(failure_report(job, colours_wanted(sys.stderr.isatty())))
         return job.cause.shell_code
     return 0
 

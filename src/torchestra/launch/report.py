@@ -10,7 +10,7 @@ from torchestra.launch.job import Job, RankState
 __all__ = ["failure_report", "ranks_phrase", "tracebacks_report"]
 
 
-def failure_report(job: Job) -> str:
+def failure_report(job: Job, coloured: bool = False) -> str:
     """The end of a failed job, for the screen: other ranks' tracebacks, the cause's, and the summary."""
     cause = job.cause
     assert cause is not None
@@ -19,8 +19,10 @@ def failure_report(job: Job) -> str:
     pid = f" (pid {job.pids[cause.rank]})" if job.pids else ""
     stopped = [state.rank for state in job.ranks if state is not job.ranks[cause.rank] and _failed(state)]
     rest = f"; {ranks_phrase(stopped)} ended with it" if stopped else ""
-    summary = f"torchestra: rank {cause.rank}{pid} failed: {describe_exit(cause.exit_code)}{rest}\n"
-    return others + trace + summary
+    summary = f"torchestra: rank {cause.rank}{pid} failed: {describe_exit(cause.exit_code)}{rest}"
+    if coloured:
+        summary = f"\x1b[1;31m{summary}\x1b[0m"
+    return f"{others}{trace}{summary}\n"
 
 
 def tracebacks_report(job: Job, skip: int | None = None) -> str:
