@@ -263,6 +263,79 @@ def barrier(
     return member.communicator.barrier(async_op, seconds)
 
 
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    """Send the tensor to rank ``dst``, which must receive one of the same dtype and number of elements.
+
+    To be called by the sender only. Returns when the tensor may be changed; the message may not have been
+    received yet. Messages with the same tag between two ranks arrive in the order in which they were sent.
+    A time-out before anything was sent leaves the group usable.
+    """
+    member = _member(group, "send")
+    if member is not None:
+        member.communicator.send(tensor, _root(member, dst, group_dst, "dst", "send"), tag)
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    """Receive a tensor from rank ``src`` (default: from any) and return the global rank that sent it.
+
+    To be called by the receiver only; a rank that is not in the group gets -1. A message of another dtype or
+    size is thrown away with a DistBackendError that says what came. A time-out before anything was received
+    leaves the group usable.
+    """
+    member = _member(group, "recv")
+    if member is None:
+        return -1
+    source = _sender(member, src, group_src, "recv")
+    return member.to_global_rank(member.communicator.recv(tensor, source, tag))
+
+
+def isend(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Begin to :func:`send`; the tensor must stay as it is until the work is done."""
+    member = _member(group, "isend")
+    if member is None:
+        return None
+    return member.communicator.isend(tensor, _root(member, dst, group_dst, "dst", "isend"), tag)
+
+
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work | None:
+    """Begin to :func:`recv`; the tensor must not be touched until the work is done."""
+    member = _member(group, "irecv")
+    if member is None:
+        return None
+    return member.communicator.irecv(tensor, _sender(member, src, group_src, "irecv"), tag)
+
+
+def _sender(group: ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int | None:
+    """The rank to receive from in the group's numbering, or None for any."""
+    if rank is None and group_rank is None:
+        return None
+    return _root(group, rank, group_rank, "src", name)
+
+
 def empty(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
 ) -> torch.Tensor:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from torchestra import checks
 from torchestra.engine.callsites import call_site
+from torchestra.engine.channels import Transfer
 from torchestra.engine.local import LocalEngine, Plan
 from torchestra.engine.operations import Kind
 from torchestra.engine.progress import ProgressThread
@@ -404,6 +406,56 @@ class Communicator:
 
         return self._run(operation, "barrier", async_op)
 
+    def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
+        """Send a message to a rank; returns when the tensor may be changed."""
+        checks.check_tensor(tensor, "tensor", "send")
+        self._refuse_if_closed("send")
+        self.engine.send(made_plain(tensor), rank, tag, self._limit(seconds))
+
+    def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
+        """Receive a message from a rank, or from any (None), into the tensor; the rank that sent it."""
+        checks.check_tensor(tensor, "tensor", "recv", written=True)
+        self._refuse_if_closed("recv")
+        buffer = made_plain(tensor)
+        source = self.engine.receive(buffer, rank, tag, self._limit(seconds))
+        self._write_back([tensor], [buffer])
+        return source
+
+    def isend(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> Work:
+        """Begin to send a message to a rank."""
+        checks.check_tensor(tensor, "tensor", "isend")
+        self._refuse_if_closed("isend")
+        buffer = made_plain(tensor)
+        work = Work(f"isend to rank {rank} of group {self.name!r}")
+        self.engine.begin_send(
+            buffer, rank, tag, self._limit(seconds), partial(self._end_message, work, tensor, buffer, False)
+        )
+        return work
+
+    def irecv(
+        self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None
+    ) -> Work:
+        """Begin to receive a message from a rank, or from any (None), into the tensor."""
+        checks.check_tensor(tensor, "tensor", "irecv", written=True)
+        self._refuse_if_closed("irecv")
+        buffer = made_plain(tensor)
+        source = "any rank" if rank is None else f"rank {rank}"
+        work = Work(f"irecv from {source} of group {self.name!r}")
+        self.engine.begin_receive(
+            buffer, rank, tag, self._limit(seconds), partial(self._end_message, work, tensor, buffer, True)
+        )
+        return work
+
+    def _end_message(
+        self, work: Work, tensor: torch.Tensor, buffer: torch.Tensor, received: bool, transfer: Transfer
+    ) -> None:
+        if transfer.error is not None:
+            work.fail(transfer.error)
+            return
+        if received:
+            self._write_back([tensor], [buffer])
+        work.finish([tensor], transfer.source)
+
     def close(self) -> None:
         """Run what is queued, then leave the group."""
         self.closed = True
@@ -416,6 +468,10 @@ class Communicator:
 
     # -- shared by the operations
 
+    def _refuse_if_closed(self, name: str) -> None:
+        if self.closed:
+            raise GroupDestroyedError(f"{name}: rank {self.rank} has destroyed group {self.name!r}")
+
     def _check_reduction(self, tensor: torch.Tensor, parameter: str, op: ReduceOp, name: str) -> None:
         checks.check_op(op, name)
         checks.check_tensor(tensor, parameter, name, written=True)
@@ -424,8 +480,7 @@ class Communicator:
     def _plan(
         self, kind: Kind, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
     ) -> Plan:
-        if self.closed:
-            raise GroupDestroyedError(f"{kind.name}: rank {self.rank} has destroyed group {self.name!r}")
+        self._refuse_if_closed(kind.name)
         return self.engine.plan(kind, dtype, op, root)
 
     @staticmethod
@@ -461,8 +516,7 @@ class Communicator:
         return list(tensors)
 
     def _run(self, operation: Operation, description: str, async_op: bool) -> Work | None:
-        if self.closed:
-            raise GroupDestroyedError(f"{description}: rank {self.rank} has destroyed group {self.name!r}")
+        self._refuse_if_closed(description)
         if not async_op and not self._progress.pending:
             with self._lock:
                 operation(None)

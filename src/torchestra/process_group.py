@@ -96,8 +96,8 @@ class ProcessGroup:
         self.communicator.close()
 
     def __repr__(self) -> str:
-        return f"<ProcessGroup {self.group_name!r}: rank {self.rank()} of {self.size()}, backend
-        {self.backend!r}>"
+        place = f"rank {self.rank()} of {self.size()}"
+        return f"<ProcessGroup {self.group_name!r}: {place}, backend {self.backend!r}>"
 
 
 class NonMember:

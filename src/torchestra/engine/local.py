@@ -10,17 +10,17 @@ question to a tensor 0.04 µs, a Python call 0.06 µs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from torchestra.engine import layout as at
 from torchestra.engine.algorithms import Choices
-from torchestra.engine.channels import Mailbox
+from torchestra.engine.channels import Mailbox, Transfer
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.kernels.catalogue import Kernel, entry_point
-from torchestra.engine.member import Member
-from torchestra.engine.operations import DTYPE_CODE, UNEVEN, Kind, pack
+from torchestra.engine.member import Member, MessageWaiter
+from torchestra.engine.operations import DTYPE_CODE, DTYPES, UNEVEN, Kind, pack
 from torchestra.engine.reductions import reduction, supports
 from torchestra.types import ReduceOp
 
@@ -42,7 +42,14 @@ class LocalEngine:
         self.member = member
         self.size = member.size
         self.rank = member.rank
-        self.mailbox = Mailbox(member)
+        self.mailbox = Mailbox(
+            member.context,
+            member.arena.address + member.arena.layout.channels,
+            member.rank,
+            member.size,
+            member.name,
+            kind_name=lambda code: str(DTYPES[code])[6:],
+        )
         self._context = member.context
         self._all_reduce = entry_point(reduce.all_reduce)
         self._reduce_scatter = entry_point(reduce.reduce_scatter)
@@ -228,6 +235,43 @@ class LocalEngine:
     def barrier(self, seconds: float, site: str | None = None) -> None:
         """Return when all ranks have called."""
         self._run(self._barrier, (self._context, _BARRIER), seconds, site)
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int, seconds: float) -> None:
+        """Send a message; the tensor may be changed afterwards, though the message may not have arrived."""
+        waiter = MessageWaiter(self.member, seconds)
+        self.mailbox.send(tensor.data_ptr(), tensor.nbytes, DTYPE_CODE[tensor.dtype], rank, tag, waiter)
+
+    def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, seconds: float) -> int:
+        """Receive a message from a rank, or from any; the rank that sent it."""
+        waiter = MessageWaiter(self.member, seconds)
+        return self.mailbox.recv(
+            tensor.data_ptr(), tensor.nbytes, DTYPE_CODE[tensor.dtype], rank, tag, waiter
+        )
+
+    def begin_send(
+        self, tensor: torch.Tensor, rank: int, tag: int, seconds: float, done: Callable[[Transfer], None]
+    ) -> None:
+        """:meth:`send` in the background; ``done`` is called when it has ended, and keeps the tensor"
+        " alive."""
+        waiter = MessageWaiter(self.member, seconds)
+        self.mailbox.isend(
+            tensor.data_ptr(), tensor.nbytes, DTYPE_CODE[tensor.dtype], rank, tag, waiter, done
+        )
+
+    def begin_receive(
+        self,
+        tensor: torch.Tensor,
+        rank: int | None,
+        tag: int,
+        seconds: float,
+        done: Callable[[Transfer], None],
+    ) -> None:
+        """:meth:`receive` in the background; ``done`` is called when it has ended, and keeps the tensor"
+        " alive."""
+        waiter = MessageWaiter(self.member, seconds)
+        self.mailbox.irecv(
+            tensor.data_ptr(), tensor.nbytes, DTYPE_CODE[tensor.dtype], rank, tag, waiter, done
+        )
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the arena."""

@@ -17,7 +17,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,13 +129,25 @@ class Member:
             self._raise_mismatch(arguments[1], arguments[2] if len(arguments) > 2 else 0, site, seconds)
 
     def check(
-        self, doing: str, blocked: int | None, started: float, seconds: float, suspect: int | None = None
+        self,
+        doing: str,
+        blocked: int | None,
+        started: float,
+        seconds: float,
+        suspect: int | None = None,
+        *,
+        alone: bool = False,
     ) -> int | None:
         """Raise if waiting any longer in ``doing`` (begun at time.monotonic() ``started``) is in vain.
 
         A rank that is gone may have done its part before it went. So the first call that finds the
         rank waited for gone only returns it, for the caller to look once more and hand it in as ``suspect``.
         (Ranks that wait for a rank which waits for the dead one hear of it by the abort.)
+
+        Args:
+            alone: the operation concerns only ``blocked`` (a message), and nothing of it has happened yet:
+            when
+                its time is over the group stays usable.
 
         Raises:
             GroupAbortedError: another rank has aborted the group, or the rank waited for has left it.
@@ -166,8 +178,16 @@ class Member:
             raise self.aborted()
         waited = time.monotonic() - started
         if waited > seconds:
+            if alone:
+                asked = tuple(range(self.size)) if blocked is None else (blocked,)
+                raise CollectiveTimeoutError(
+                    f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.rank};"
+                    f" the group"
+                    f" stays usable.{self._report(asked)}",
+                    asked,
+                )
             missing = self.missing()
-            report = self._report()
+            report = self._report(range(self.size))
             message = (
                 f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.rank}:"
                 f" {_ranks(missing) if missing else 'no rank'} had not arrived.{report}"
@@ -283,9 +303,9 @@ class Member:
         meta, count = self.arena.word(block + at.META + parity), self.arena.word(block + at.COUNT + parity)
         return f"last called operation {sequence}, {operations.describe(meta, count)}"
 
-    def _report(self) -> str:
+    def _report(self, ranks: Iterable[int]) -> str:
         """Per rank: the operation it is in or has last begun, and where its program is now."""
-        ask = [rank for rank in range(self.size) if rank != self.rank]
+        ask = [rank for rank in ranks if rank != self.rank]
         asked = {rank: control.ask(self.arena.address + self.arena.control(rank) + at.ASKED) for rank in ask}
         deadline = time.monotonic() + _ANSWER_SECONDS
         lines = [f"\n  rank {self.rank} waits in {self._now()}, at {call_site()}"]
@@ -299,6 +319,23 @@ class Member:
             where = "did not say where it is" if rank in ask else self._text_of(rank)
             lines.append(f"\n  rank {rank} {self._last_of(rank)}; {where}")
         return "".join(sorted(lines, key=lambda line: int(line.split()[1])))
+
+
+class MessageWaiter:
+    """How long a message may wait, for the mailbox: a new one for every message."""
+
+    def __init__(self, member: Member, seconds: float) -> None:
+        self._member = member
+        self._seconds = seconds
+        self._suspect: int | None = None
+
+    def check(self, doing: str, blocked: int | None, started: float) -> None:
+        """Raise what :meth:`Member.check` raises; a time-out leaves the group usable."""
+        self._suspect = self._member.check(doing, blocked, started, self._seconds, self._suspect, alone=True)
+
+    def abort(self, reason: str) -> None:
+        """A message was left halfway."""
+        self._member.abort(reason)
 
 
 class Watcher(threading.Thread):
