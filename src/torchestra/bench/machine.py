@@ -1,0 +1,83 @@
+"""What the benchmark ran on, and how busy that was with other things."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["available_memory", "busy_share", "describe_machine"]
+
+_PACKAGES = ("torchestra", "torch", "numba", "numpy")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, caches, memory, system and versions, for the report."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "caches": _caches(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def available_memory() -> int | None:
+    """Bytes that can be allocated without swapping; None where the system does not say."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"))
+    return int(found[1]) * 1024 if found else None
+
+
+def busy_share(seconds: float) -> float | None:
+    """Watch for a while; the share (0 to 1) of all cores that somebody used. None where it cannot be told."""
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1])
+
+
+def _ticks() -> tuple[int, int] | None:
+    """Busy and total time of all cores since the start, in the system's ticks."""
+    found = re.match(r"cpu +([\d ]+)", _text("/proc/stat"))
+    if not found:
+        return None
+    times = [int(number) for number in found[1].split()[:8]]
+    idle = times[3] + times[4]
+    return sum(times) - idle, sum(times)
+
+
+def _processor() -> str:
+    found = re.search(r"model name\s*: (.+)", _text("/proc/cpuinfo"))
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _caches() -> dict[str, str]:
+    caches = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind = _text(index / "level").strip(), _text(index / "type").strip()
+        if kind != "Instruction":
+            caches[f"L{level}"] = _text(index / "size").strip()
+    return caches
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,134 @@
+"""Ranks are started, watched and ended; with those that only stream memory, because they start quickly."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchestra.bench.fleet import Fleet, PeerError
+from torchestra.bench.measuring import measure_streams
+from torchestra.bench.peers import Column, Peer
+
+STREAM = {"slot": "", "operation": "update"}
+PREPARE = {"do": "prepare", **STREAM, "size": 1 << 16, "memory": "private"}
+TIME = {"do": "time", **STREAM, "batch": 2, "batches": 3, "warmup": 1}
+
+
+def memory_peer(kind: str = "memory") -> Peer:
+    return Peer("memory", kind, Path(sys.executable), (Column("memory", "memory"),))
+
+
+def processes_of(directory: Path) -> list[int]:
+    """The processes whose environment names a socket in a directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if f"{directory}/".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def test_every_rank_answers_in_order_and_nothing_is_left(tmp_path, nothing_left):
+    with Fleet(memory_peer(), 3, tmp_path) as fleet:
+        assert len(processes_of(tmp_path)) == 3
+        assert fleet.description.startswith("NumPy")
+        assert fleet.ask(PREPARE, 20) == [{}, {}, {}]
+        answers = fleet.ask(TIME, 20)
+        assert [len(answer["means"]) for answer in answers] == [3, 3, 3]
+        assert all(mean > 0 for answer in answers for mean in answer["means"])
+    nothing_left()
+    assert list(tmp_path.glob("*.socket")) == []
+
+
+def test_a_rank_that_dies_is_named_at_once(tmp_path, nothing_left):
+    with Fleet(memory_peer(), 2, tmp_path) as fleet:
+        fleet.ask(PREPARE, 20)
+        numbers = {number: _rank_of(number) for number in processes_of(tmp_path)}
+        victim = next(number for number, rank in numbers.items() if rank == 1)
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(PeerError, match="memory, 2 ranks: rank 1 is gone at time update"):
+            fleet.ask({**TIME, "batches": 200}, 60)
+    nothing_left()
+
+
+def _rank_of(number: int) -> int:
+    environment = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+    return int(next(entry for entry in environment if entry.startswith(b"RANK=")).split(b"=")[1])
+
+
+def test_a_rank_that_raises_tells_what(tmp_path, nothing_left):
+    with (
+        Fleet(memory_peer(), 2, tmp_path) as fleet,
+        pytest.raises(PeerError, match=r"rank \d failed at prepare nonsense: KeyError: 'nonsense'"),
+    ):
+        fleet.ask({**PREPARE, "operation": "nonsense"}, 20)
+    nothing_left()
+
+
+def test_a_peer_that_cannot_start_says_why_and_leaves_nothing(tmp_path, nothing_left):
+    with pytest.raises(PeerError, match="ValueError: there is no kind of rank called 'telepathy'"):
+        Fleet(memory_peer("telepathy"), 2, tmp_path)
+    nothing_left()
+
+
+def test_a_peer_whose_interpreter_ends_at_once_shows_its_last_words(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'cannot open shared object file' >&2\nexit 127\n")
+    python.chmod(0o755)
+    peer = Peer("broken", "mpi", python, (Column("broken", "Broken MPI"),))
+    with pytest.raises(
+        PeerError, match=r"Broken MPI, 2 ranks: a rank ended .*cannot open shared object file"
+    ):
+        Fleet(peer, 2, tmp_path)
+
+
+def test_a_peer_that_never_joins_is_given_up_and_ended(tmp_path, nothing_left):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 1000\n")
+    python.chmod(0o755)
+    peer = Peer("asleep", "mpi", python, (Column("asleep", "Sleepy MPI"),))
+    with pytest.raises(PeerError, match="only 0 of 2 ranks came"):
+        Fleet(peer, 2, tmp_path, start_seconds=0.2)
+    nothing_left()
+
+
+def test_an_answer_that_does_not_come_in_time_is_an_error(tmp_path, nothing_left):
+    with Fleet(memory_peer(), 2, tmp_path) as fleet:
+        fleet.ask(PREPARE, 20)
+        with pytest.raises(PeerError, match="rank 0, rank 1 did not finish time update in time"):
+            fleet.ask({**TIME, "batches": 100_000_000}, 0.1)
+        fleet.kill()
+    nothing_left()
+
+
+def test_ranks_leave_when_the_driver_is_killed(tmp_path, nothing_left):
+    script = (
+        "import sys, time\nfrom pathlib import Path\nfrom torchestra.bench.fleet import Fleet\n"
+        "from torchestra.bench.peers import Column, Peer\n"
+        "peer = Peer('memory', 'memory', Path(sys.executable), (Column('memory', 'memory'),))\n"
+        f"fleet = Fleet(peer, 2, Path({str(tmp_path)!r}))\nprint('started', flush=True)\ntime.sleep(1000)\n"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == b"started\n"
+        assert len(processes_of(tmp_path)) == 2
+    finally:
+        driver.kill()
+        driver.communicate()
+    nothing_left()
+
+
+def test_streams_are_told_in_bytes_per_second_of_all_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchestra.bench.measuring._STREAM_BYTES", 1 << 20)
+    with Fleet(memory_peer(), 2, tmp_path) as fleet:
+        rates = measure_streams(fleet, ("update", "read", "write", "copy"), 0.01)
+    assert set(rates) == {"update", "read", "write", "copy"}
+    # Between a slow phone and a rack: a mistake in the units would be outside.
+    assert all(1e7 < rate < 1e14 for rate in rates.values())
