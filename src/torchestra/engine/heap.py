@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import mmap
+import os
 import threading
 import weakref
 
@@ -32,6 +33,7 @@ class Heap:
         self._free: list[tuple[int, int]] = [(0, arena.layout.heap_bytes)]
         # A finaliser may run in the middle of an allocation, on the same thread.
         self._lock = threading.RLock()
+        self._owner = os.getpid()
         self.first_address = arena.address + self._start
         self.last_address = self.first_address + arena.layout.heap_bytes
 
@@ -69,6 +71,8 @@ class Heap:
         )
 
     def _give(self, offset: int, length: int) -> None:
+        if os.getpid() != self._owner:
+            return  # a forked child drops its copy of the tensor; the memory is still its parent's
         if length >= _RETURN_ABOVE:
             first = at.align(self._start + offset, mmap.PAGESIZE)
             last = (self._start + offset + length) // mmap.PAGESIZE * mmap.PAGESIZE

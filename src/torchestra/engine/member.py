@@ -53,6 +53,7 @@ class Member:
         self.heap = Heap(arena, rank)
         self.peers: Peers | None = None
         self.closed = False
+        self._owner = os.getpid()
         self._aborted: GroupAbortedError | None = None
         self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
         self._tables: npt.NDArray[np.int64] = np.zeros((len(at.TABLES), self.size), dtype=np.int64)
@@ -251,6 +252,8 @@ class Member:
     def leave(self) -> None:
         """Say that this rank takes part in nothing any more."""
         self.closed = True
+        if os.getpid() != self._owner:
+            return  # a forked child is not the rank
         control.tell(self.arena.address + self._control + at.STATE, at.LEFT)
         control.ask(self.arena.address + self._control + at.ASKED)  # ends the watcher
         control.wake_everybody(self.context)
