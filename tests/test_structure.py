@@ -1,0 +1,120 @@
+"""Rules about the source as a whole that no single file's test would notice."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchestra
+
+SOURCE = Path(torchestra.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+MOST_LINES = 800
+SPEAKS_TO_TORCH_DISTRIBUTED = ("interop/", "bench/", "store/torch_agent.py")
+OPTIONAL = {"matplotlib", "mpi4py"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def uses_torch_distributed(tree: ast.AST) -> bool:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names = [f"{node.value.id}.{node.attr}"]
+        else:
+            continue
+        if any(f"{name}.".startswith("torch.distributed.") for name in names):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import torch.distributed as dist", True),
+        ("from torch import distributed", True),
+        ("from torch.distributed.rpc import api", True),
+        ("import torch\nx = torch.distributed.ReduceOp", True),
+        ("import torch\nimport torchestra as dist", False),
+        ("from torch.distributions import Normal", False),
+    ],
+)
+def test_the_search_for_torch_distributed_finds_it(text: str, expected: bool) -> None:
+    assert uses_torch_distributed(ast.parse(text)) is expected
+
+
+def test_torch_distributed_is_used_where_torchestra_meets_it_and_nowhere_else() -> None:
+    users = [name_of(path) for path in FILES if uses_torch_distributed(ast.parse(path.read_text()))]
+    assert [name for name in users if not name.startswith(SPEAKS_TO_TORCH_DISTRIBUTED)] == []
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    vague = {"utils", "util", "helpers", "helper", "common", "misc"}
+    assert [name_of(path) for path in FILES if path.stem in vague] == []
+    assert [name_of(path) for path in FILES if ast.get_docstring(ast.parse(path.read_text())) is None] == []
+
+
+def public_parts(module: types.ModuleType) -> Iterator[tuple[str, object]]:
+    """Public functions, classes and methods that the module defines."""
+    for name, value in vars(module).items():
+        if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
+            continue
+        if inspect.isclass(value) or inspect.isfunction(value):
+            yield f"{module.__name__}.{name}", value
+        if inspect.isclass(value):
+            for part, member in vars(value).items():
+                if not part.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+                    yield f"{module.__name__}.{name}.{part}", getattr(value, part)
+
+
+def test_everything_public_is_documented() -> None:
+    undocumented = []
+    for found in pkgutil.walk_packages([str(SOURCE)], "torchestra."):
+        if found.name.endswith("__main__"):
+            continue
+        try:
+            module = importlib.import_module(found.name)
+        except ModuleNotFoundError as error:
+            if error.name in OPTIONAL:
+                continue
+            raise
+        undocumented += [name for name, part in public_parts(module) if not inspect.getdoc(part)]
+    assert undocumented == []
+
+
+def test_importing_torchestra_starts_no_thread_and_opens_nothing() -> None:
+    """So that a process that has imported it may fork its ranks."""
+    program = """
+import os, threading, torch, numba
+
+def state():
+    files = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdecimal()
+             and os.path.lexists(f"/proc/self/fd/{fd}")}
+    return len(os.listdir("/proc/self/task")), threading.active_count(), files
+
+before = state()
+import torchestra
+for name in dir(torchestra):
+    getattr(torchestra, name)
+assert state() == before, (before, state())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
