@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-__all__ = ["ProcessIdentity"]
+__all__ = ["ProcessIdentity", "parent_of", "start_time"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ProcessIdentity:
     def current(cls) -> ProcessIdentity:
         """The calling process."""
         pid = os.getpid()
-        return cls(socket.gethostname().replace(" ", "_"), pid, _start_time(pid) or 0, _process_space())
+        return cls(socket.gethostname().replace(" ", "_"), pid, start_time(pid) or 0, _process_space())
 
     @classmethod
     def decode(cls, text: str) -> ProcessIdentity:
@@ -47,9 +47,14 @@ class ProcessIdentity:
 
     def is_dead(self) -> bool:
         """Whether the process is known to have ended; False if it lives or cannot be seen from here."""
-        if not self.space or self.space != _process_space():
-            return False
-        return _start_time(self.pid) != self.started
+        return self._is_visible() and start_time(self.pid) != self.started
+
+    def is_alive(self) -> bool:
+        """Whether the process is known to live; False if it ended or cannot be seen from here."""
+        return self._is_visible() and start_time(self.pid) == self.started
+
+    def _is_visible(self) -> bool:
+        return bool(self.space) and self.space == _process_space()
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.hostname}"
@@ -63,12 +68,23 @@ def _process_space() -> str:
         return ""
 
 
-def _start_time(pid: int) -> int | None:
+def start_time(pid: int) -> int | None:
     """The start of a process in clock ticks since boot; None if it has ended or is a zombie."""
+    fields = _status(pid)
+    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def parent_of(pid: int) -> int | None:
+    """The process that a process is a child of; None if it has ended."""
+    fields = _status(pid)
+    return int(fields[1]) if fields else None
+
+
+def _status(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat from the state on; none if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name, in parentheses, may hold anything; the fields of interest come after it.
-            fields = file.read().rpartition(b")")[2].split()
+            return file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+        return []

@@ -90,7 +90,7 @@ class TCPStore(Store):
         self._server: TCPStoreServer | None = tenancy.server if tenancy else None
         self._address = Address(address.host, self._server.port) if self._server else address
         self._secret = known
-        self._pool = ConnectionPool(self._address, known)
+        self._pool = ConnectionPool(self._address, known, own=is_master)
         self._finalizer = weakref.finalize(self, _shut, self._pool, tenancy)
         try:
             self._pool.connect(self.timeout.total_seconds())

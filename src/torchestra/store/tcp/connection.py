@@ -40,6 +40,7 @@ class Connection:
         address: where the server listens.
         secret: what both sides prove to know; None if there is none.
         deadline: when to stop trying, on the monotonic clock.
+        own: whether the server is in this process.
 
     Raises:
         OSError: there is no server yet, or it went away in between; worth another try. Of these,
@@ -47,8 +48,9 @@ class Connection:
         DistNetworkError: what listens there is something else, or has another version or secret.
     """
 
-    def __init__(self, address: Address, secret: bytes | None, deadline: float) -> None:
+    def __init__(self, address: Address, secret: bytes | None, deadline: float, *, own: bool = False) -> None:
         self._address = address
+        self._own = own
         self._decoder = Decoder()
         self._socket = dial(address, deadline)
         try:
@@ -83,7 +85,7 @@ class Connection:
     def _shake_hands(self, secret: bytes | None, deadline: float) -> None:
         method = AuthMethod.NONE if secret is None else AuthMethod.HMAC_SHA256
         nonce = os.urandom(NONCE_SIZE)
-        self._send([Hello(method, nonce).encode(from_client=True)], deadline)
+        self._send([Hello(method, nonce, own=self._own).encode(from_client=True)], deadline)
         theirs = self._server_hello(deadline)
         if theirs.version != VERSION:
             raise DistNetworkError(

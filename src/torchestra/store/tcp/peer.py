@@ -42,6 +42,7 @@ class Peer:
     Attributes:
         stage: strangers are at HELLO or PROOF, clients at READY.
         wait: the parked request, if the client waits for a key.
+        own: whether the client lives in the server's process.
         deadline: when the stage or the wait ends, in seconds of the monotonic clock; None if never.
     """
 
@@ -51,6 +52,7 @@ class Peer:
         self.wait: Parked | Popper | None = None
         self.deadline: float | None = None
         self.closed = False
+        self.own = False
         self._secret = secret
         self._decoder = Decoder()
         self._outbox: deque[memoryview] = deque()
@@ -121,6 +123,7 @@ class Peer:
         hello = Hello.decode(data, from_client=True)
         method = AuthMethod.NONE if self._secret is None else AuthMethod.HMAC_SHA256
         self._client_nonce = hello.nonce
+        self.own = hello.own
         self._nonce = os.urandom(NONCE_SIZE)
         self.send([Hello(method, self._nonce).encode(from_client=False)])
         if hello.version != VERSION or hello.method != method:

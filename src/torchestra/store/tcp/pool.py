@@ -34,10 +34,17 @@ _log = logging.getLogger(__name__)
 
 
 class ConnectionPool:
-    """Sends requests from any thread. Connects when first needed."""
+    """Sends requests from any thread. Connects when first needed.
 
-    def __init__(self, address: Address, secret: bytes | None) -> None:
+    Args:
+        address: where the server listens.
+        secret: what both sides prove to know.
+        own: whether the server is in this process.
+    """
+
+    def __init__(self, address: Address, secret: bytes | None, *, own: bool = False) -> None:
         self._address = address
+        self._own = own
         self._secret = secret
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
@@ -102,6 +109,7 @@ class ConnectionPool:
 
     def forget(self) -> None:
         """In a forked child: lets go of the parent's connections, and connects anew when needed."""
+        self._own = False
         self._lock = threading.Lock()
         for connection in self._all:
             connection.close()
@@ -133,7 +141,9 @@ class ConnectionPool:
 
     def _opened(self, seconds: float) -> Connection:
         return patiently(
-            self._address, lambda deadline: Connection(self._address, self._secret, deadline), seconds
+            self._address,
+            lambda deadline: Connection(self._address, self._secret, deadline, own=self._own),
+            seconds,
         )
 
 
@@ -161,7 +171,7 @@ def patiently(address: Address, connect: Callable[[float], _T], seconds: float) 
         now = time.monotonic()
         if now + pause >= deadline:
             raise DistNetworkError(
-                f"no store answered at {address} within {seconds:g} s ({reason}); is the master "
+                f"no store answered at {address} within {round(seconds, 2):g} s ({reason}); is the master "
                 "(rank 0) running, and are MASTER_ADDR and MASTER_PORT its address?"
             ) from failure
         if not warned and now - started > _PATIENCE:

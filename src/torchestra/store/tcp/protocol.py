@@ -2,15 +2,16 @@
 
 A connection begins with a handshake of fixed size::
 
-    client  ->  b"tstr" version:u8 method:u8 0:u16  nonce:32 bytes
-    server  ->  b"TSTR" version:u8 method:u8 0:u16  nonce:32 bytes
+    client  ->  b"tstr" version:u8 method:u8 own:u16  nonce:32 bytes
+    server  ->  b"TSTR" version:u8 method:u8   0:u16  nonce:32 bytes
     if the server's method is HMAC:
     client  ->  HMAC-SHA256(secret, "client" + both nonces)
     server  ->  HMAC-SHA256(secret, "server" + both nonces)
 
 Each side proves that it knows the secret by answering the other's random challenge; the secret itself
 never travels, and a proof is good for one connection only. A side that finds the other's version or
-method to be another than its own says what it has to say and goes.
+method to be another than its own says what it has to say and goes. ``own`` is 1 if the client lives in
+the server's process, so that the server can tell whether others are left when that process ends.
 
 After that the client sends requests and the server answers each with one reply, both as messages::
 
@@ -106,25 +107,26 @@ class Reply(enum.IntEnum):
 class Hello:
     """The first message of either side."""
 
-    __slots__ = ("method", "nonce", "version")
+    __slots__ = ("method", "nonce", "own", "version")
 
-    def __init__(self, method: int, nonce: bytes, version: int = VERSION) -> None:
+    def __init__(self, method: int, nonce: bytes, version: int = VERSION, *, own: bool = False) -> None:
         self.method = method
         self.nonce = nonce
         self.version = version
+        self.own = own
 
     def encode(self, *, from_client: bool) -> bytes:
         """The message."""
         magic = _CLIENT_MAGIC if from_client else _SERVER_MAGIC
-        return _HELLO.pack(magic, self.version, self.method, 0, self.nonce)
+        return _HELLO.pack(magic, self.version, self.method, self.own, self.nonce)
 
     @classmethod
     def decode(cls, data: bytes, *, from_client: bool) -> Hello:
         """Reads a hello; raises :class:`ProtocolError` if it is something else."""
-        magic, version, method, _, nonce = _HELLO.unpack(data)
+        magic, version, method, own, nonce = _HELLO.unpack(data)
         if magic != (_CLIENT_MAGIC if from_client else _SERVER_MAGIC):
             raise ProtocolError(f"not a hello: {magic!r}")
-        return cls(method, nonce, version)
+        return cls(method, nonce, version, own=own == 1)
 
     @staticmethod
     def plausible(start: bytes | bytearray, *, from_client: bool) -> bool:

@@ -27,6 +27,7 @@ from functools import partial
 from types import TracebackType
 
 from torchestra.errors import InvalidArgumentError
+from torchestra.store.base import pauses
 from torchestra.store.table import Popper, Table
 from torchestra.store.tcp.address import Address, listen, peer_user, tune
 from torchestra.store.tcp.forks import forget_in_children
@@ -117,6 +118,12 @@ class TCPStoreServer:
     def uses_secret(self, secret: bytes | None) -> bool:
         """Whether ``secret`` is the one clients must prove."""
         return self._secret == secret
+
+    def linger(self, seconds: float) -> None:
+        """Waits, at most so many seconds, until no client from another process is connected."""
+        for _ in pauses(time.monotonic() + seconds):
+            if self._closing or not any(not (peer.own or peer.is_stranger) for peer in list(self._peers)):
+                return
 
     def close(self) -> None:
         """Ends every connection and frees the port. Closing twice is no error."""

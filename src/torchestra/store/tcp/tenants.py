@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
+import sys
 import threading
 
 from torchestra.errors import InvalidArgumentError
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.server import TCPStoreServer
 
-__all__ = ["Tenancy"]
+__all__ = ["Tenancy", "keep_server"]
+
+_FAREWELL_SECONDS = 3.0
 
 _lock = threading.RLock()
 _shared: dict[Address, tuple[TCPStoreServer, set[int]]] = {}
+_kept: dict[Address, Tenancy] = {}
 
 
 class Tenancy:
@@ -63,3 +68,35 @@ class Tenancy:
             if not tenants:
                 del _shared[self._key]
                 self.server.close()
+
+
+def keep_server(host: str, port: int, secret: bytes | None) -> None:
+    """Has the shared server at an address run until the process ends, starting it if there is none.
+
+    The others may come again for another world at any time after this process left the last one, so the
+    server must not end in between. And they may have something to ask when this process is done already,
+    so its end is put off, by up to 3 seconds, until they have gone too (unless it ends by an exception).
+
+    Args:
+        host: the interface to listen on.
+        port: the port; not 0, since nobody could come back to it.
+        secret: what clients must prove to know.
+
+    Raises:
+        DistNetworkError: the port is in use by something else.
+        InvalidArgumentError: the server has another secret.
+    """
+    address = Address.checked(host, port, listening=True)
+    with _lock:
+        kept = _kept.get(address)
+        if kept is None or kept.server.closed:
+            _kept[address] = Tenancy(address, secret, shared=True)
+            # Other than atexit, this is also called at the end of a multiprocessing child.
+            multiprocessing.util.Finalize(None, _see_off, (address,), exitpriority=1)
+
+
+def _see_off(address: Address) -> None:
+    failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
+    kept = _kept.get(address)
+    if kept is not None and not failed:
+        kept.server.linger(_FAREWELL_SECONDS)

@@ -1,0 +1,8 @@
+"""How the ranks of a job find each other: by what a launcher says, an address, a file, or a store."""
+
+from __future__ import annotations
+
+from torchestra.rendezvous.environment import LaunchEnvironment, launch_environment
+from torchestra.rendezvous.methods import Rendezvous, rendezvous
+
+__all__ = ["LaunchEnvironment", "Rendezvous", "launch_environment", "rendezvous"]

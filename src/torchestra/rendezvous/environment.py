@@ -1,0 +1,145 @@
+"""What the launchers say to their ranks through environment variables.
+
+=================  ==========================================  ==========================================
+source             rank and number of ranks                    the same within the host
+=================  ==========================================  ==========================================
+torchrun           RANK, WORLD_SIZE                            LOCAL_RANK, LOCAL_WORLD_SIZE
+torchestra         the same, and TORCHESTRA_STORE              the same
+environment        the same, set by hand or by another tool    the same
+openmpi            OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE  OMPI_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE
+mpich              PMI_RANK, PMI_SIZE (Intel MPI too)          MPI_LOCALRANKID, MPI_LOCALNRANKS
+slurm              SLURM_PROCID, SLURM_STEP_NUM_TASKS          SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
+=================  ==========================================  ==========================================
+
+The first that is found counts. MPI comes before Slurm because mpiexec inside a Slurm job starts its ranks
+through Slurm: the SLURM variables the ranks then see are those of MPI's own daemon, one per host.
+MASTER_ADDR and MASTER_PORT, where set, are taken whatever the source is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.rendezvous import slurm
+
+__all__ = ["LaunchEnvironment", "launch_environment"]
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """What a launcher told this process; None where it told nothing.
+
+    Attributes:
+        rank: which rank this is.
+        world_size: how many ranks there are.
+        local_rank: which of the ranks on this host.
+        local_world_size: how many ranks are on this host.
+        master_addr: the host of rank 0.
+        master_port: a port there that is meant for meeting.
+        source: ``"torchrun"``, ``"torchestra"``, ``"openmpi"``, ``"mpich"`` (also Intel MPI), ``"slurm"``,
+            or ``"environment"`` (plain variables, or none).
+    """
+
+    rank: int | None
+    world_size: int | None
+    local_rank: int | None
+    local_world_size: int | None
+    master_addr: str | None
+    master_port: int | None
+    source: str
+
+
+def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvironment:
+    """Reads the environment.
+
+    Args:
+        variables: what to read; ``os.environ`` if None. Empty values count as not set.
+
+    Raises:
+        InvalidArgumentError: a variable that should be a number is something else.
+    """
+    source = os.environ if variables is None else variables
+    given = {name: value for name, value in source.items() if value}
+    if "RANK" in given:
+        found = _from_torch(given)
+    elif "OMPI_COMM_WORLD_RANK" in given:
+        found = _from_openmpi(given)
+    elif "PMI_RANK" in given and not _is_slurm_with_pmi(given):
+        found = _from_mpich(given)
+    elif slurm.launched(given):
+        found = _from_slurm(given)
+    else:
+        found = _from_torch(given)
+    return found
+
+
+def _from_torch(given: Mapping[str, str]) -> LaunchEnvironment:
+    if "TORCHELASTIC_RUN_ID" in given or given.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        source = "torchrun"
+    elif "TORCHESTRA_STORE" in given:
+        source = "torchestra"
+    else:
+        source = "environment"
+    return _launch(given, source, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def _from_openmpi(given: Mapping[str, str]) -> LaunchEnvironment:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return _launch(given, "openmpi", *(f"OMPI_COMM_WORLD_{name}" for name in names))
+
+
+def _from_mpich(given: Mapping[str, str]) -> LaunchEnvironment:
+    return _launch(given, "mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def _from_slurm(given: Mapping[str, str]) -> LaunchEnvironment:
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given else "SLURM_NTASKS"
+    world_size = number(given, size)
+    # With MASTER_ADDR alone, the port is still one that all ranks can derive.
+    return LaunchEnvironment(
+        rank=number(given, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=number(given, "SLURM_LOCALID"),
+        local_world_size=slurm.tasks_on_this_host(given, world_size),
+        master_addr=given.get("MASTER_ADDR") or slurm.first_host(given),
+        master_port=number(given, "MASTER_PORT") or slurm.derived_port(given),
+        source="slurm",
+    )
+
+
+def _launch(
+    given: Mapping[str, str], source: str, rank: str, world_size: str, local_rank: str, local_world_size: str
+) -> LaunchEnvironment:
+    return LaunchEnvironment(
+        rank=number(given, rank),
+        world_size=number(given, world_size),
+        local_rank=number(given, local_rank),
+        local_world_size=number(given, local_world_size),
+        master_addr=given.get("MASTER_ADDR"),
+        master_port=number(given, "MASTER_PORT"),
+        source=source,
+    )
+
+
+def _is_slurm_with_pmi(given: Mapping[str, str]) -> bool:
+    """Whether srun itself set the PMI variables, so that the richer SLURM ones are about the same ranks."""
+    return (
+        slurm.launched(given)
+        and given["PMI_RANK"] == given["SLURM_PROCID"]
+        and "MPI_LOCALRANKID" not in given
+    )
+
+
+def number(given: Mapping[str, str], name: str) -> int | None:
+    """The integer in a variable, None if it is not set."""
+    if name not in given:
+        return None
+    try:
+        return int(given[name])
+    except ValueError:
+        raise InvalidArgumentError(
+            f"environment variable {name} must be an integer, got {given[name]!r}"
+        ) from None

@@ -1,0 +1,110 @@
+"""Everybody present: how the ranks of a world make sure, through a store, that all of them have come.
+
+A store may outlive a world: a process group is destroyed and made again, ranks are restarted. So worlds
+are numbered, and each has the keys under its *generation* to itself::
+
+    rendezvous/generation       the number of generations that are complete, as far as anyone has noticed
+    rendezvous/G/world_size     what the first to come in generation G says
+    rendezvous/G/rank/R         which process is rank R
+    rendezvous/G/complete       set by whoever finds all ranks there
+
+A rank that comes joins the first generation that is not complete. Since a generation is complete only
+when all its ranks are there, no rank can be ahead of another by more than one. A rank that gives up takes
+its name off again, so that it, or a process in its place, can try once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from torchestra.errors import InvalidArgumentError, StoreTimeoutError
+from torchestra.store import PrefixStore, Store
+from torchestra.store.process import ProcessIdentity
+
+__all__ = ["gather"]
+
+
+def gather(store: Store, rank: int, world_size: int, seconds: float) -> Store:
+    """Waits until all ranks have come, and returns a store that only these have.
+
+    Args:
+        store: the same for all ranks.
+        rank: this rank.
+        world_size: how many there are.
+        seconds: how long to wait for the others.
+
+    Raises:
+        StoreTimeoutError: some did not come; it names them.
+        InvalidArgumentError: another process is this rank too, or another rank gives another world_size.
+    """
+    worlds = PrefixStore("rendezvous", store)
+    generation = _first_incomplete(worlds)
+    here = PrefixStore(str(generation), worlds)
+    agreed = here.compare_set("world_size", "", str(world_size))
+    if agreed != str(world_size).encode():
+        raise InvalidArgumentError(
+            f"rank {rank} has world_size {world_size}, but another rank at {store} has {agreed.decode()}; "
+            "all ranks must have the same (WORLD_SIZE)"
+        )
+    _sign(here, rank)
+    everybody = [_name(other) for other in range(world_size)]
+    try:
+        if here.check(everybody):
+            here.set("complete", b"1")
+        here.wait(["complete"], seconds)
+    except StoreTimeoutError:
+        missing = [other for other in range(world_size) if not here.check([_name(other)])]
+        _sign_off(here, rank, alone=len(missing) == world_size - 1)
+        raise StoreTimeoutError(_who_is_missing(missing, store, rank, world_size, seconds)) from None
+    return PrefixStore(str(generation), store)
+
+
+def _first_incomplete(worlds: Store) -> int:
+    generation = worlds.add("generation", 0)
+    while worlds.check([f"{generation}/complete"]):
+        worlds.compare_set("generation", str(generation), str(generation + 1))
+        generation = worlds.add("generation", 0)
+    return generation
+
+
+def _name(rank: int) -> str:
+    return f"rank/{rank}"
+
+
+def _sign(here: Store, rank: int) -> None:
+    """Writes down that this process is ``rank``, in place of one that is gone, not of one that lives."""
+    me = ProcessIdentity.current()
+    mine = me.encode().encode()
+    holder = here.compare_set(_name(rank), "", mine)
+    while holder != mine:
+        other = ProcessIdentity.decode(holder.decode())
+        if other.is_alive():
+            raise InvalidArgumentError(
+                f"two processes are rank {rank}: {other}, and {me}; every process needs a RANK of its own"
+            )
+        # Dead, or on another host: a rank that was restarted there is more likely than a second one.
+        holder = here.compare_set(_name(rank), holder, mine)
+
+
+def _sign_off(here: Store, rank: int, *, alone: bool) -> None:
+    # A store that cannot delete keys keeps the name, which does not harm a later try of this process.
+    with contextlib.suppress(NotImplementedError):
+        here.delete_key(_name(rank))
+        if alone:
+            here.delete_key("world_size")
+
+
+def _who_is_missing(missing: list[int], store: Store, rank: int, world_size: int, seconds: float) -> str:
+    if not missing:
+        return (
+            f"rank {rank} of {world_size} waited {round(seconds, 2):g} s at {store}; the last ranks "
+            "came just then, so the time-out is too short"
+        )
+    named = ", ".join(map(str, missing[:16])) + (
+        f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+    )
+    which = f"rank{'s' * (len(missing) > 1)} {named}"
+    return (
+        f"rank {rank} of {world_size} waited {round(seconds, 2):g} s at {store} for {which} to come; "
+        "are they running, and do they look for the others at the same place?"
+    )

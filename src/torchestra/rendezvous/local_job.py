@@ -1,0 +1,61 @@
+"""A meeting point for ranks that share a host, made from what they have in common.
+
+mpiexec tells its ranks their numbers but not where to meet. The ranks on one host have one ancestor: the
+launcher's process (Hydra's proxy, PRRTE's daemon, Slurm's step daemon), the nearest one above them that
+was not itself started as a rank. Its process number and start time, with the job's own number where the
+launcher gives one, make the name of an abstract Unix socket. So two jobs at once get two names, a wrapper
+script around the program changes nothing, nothing is guessed about free ports, and nothing is left behind
+however the job ends: the kernel forgets the name with the last process. Only processes of the same user
+are let in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.rendezvous import slurm
+from torchestra.store.process import parent_of, start_time
+
+__all__ = ["meeting_point"]
+
+_RANK_VARIABLES = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK", "slurm": "SLURM_PROCID"}
+_JOB_VARIABLES = ("PMIX_NAMESPACE", "I_MPI_HYDRA_UUID", "PMI_JOBID")
+
+
+def meeting_point(given: Mapping[str, str], source: str) -> str:
+    """The ``unix:@name`` at which the ranks that the launcher ``source`` started on this host meet.
+
+    Raises:
+        InvalidArgumentError: this system has no abstract Unix sockets.
+    """
+    if not sys.platform.startswith("linux"):
+        raise InvalidArgumentError(
+            f"ranks started by {source} can meet without further ado on Linux only; "
+            "set MASTER_ADDR and MASTER_PORT for all of them"
+        )
+    job = slurm.job_name(given) if source == "slurm" else None
+    if job is None:
+        launcher = _launcher(_RANK_VARIABLES[source])
+        numbers = (given.get(name, "") for name in _JOB_VARIABLES)
+        job = " ".join((source, *numbers, str(launcher), str(start_time(launcher))))
+    digest = hashlib.sha256(job.encode()).hexdigest()[:32]
+    return f"unix:@torchestra-{os.getuid()}-{digest}"
+
+
+def _launcher(variable: str) -> int:
+    """The nearest ancestor whose environment lacks ``variable``."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                names = {entry.partition(b"=")[0] for entry in file.read().split(b"\0")}
+        except OSError:
+            break
+        if variable.encode() not in names:
+            break
+        pid = parent_of(pid) or 1
+    return pid

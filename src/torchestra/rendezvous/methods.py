@@ -1,0 +1,229 @@
+"""The ways to meet: ``env://``, ``tcp://``, ``file://``, or a store the caller has."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from torchestra.errors import DistNetworkError, InvalidArgumentError
+from torchestra.rendezvous.environment import LaunchEnvironment, launch_environment
+from torchestra.rendezvous.gathering import gather
+from torchestra.rendezvous.local_job import meeting_point
+from torchestra.store import FileStore, PrefixStore, Store, TCPStore
+from torchestra.store.base import check_integer, nap
+from torchestra.store.tcp.address import Address
+from torchestra.store.tcp.secret import job_secret
+from torchestra.store.tcp.tenants import keep_server
+from torchestra.store.torch_agent import TorchStore, connect_to_agent
+from torchestra.types import Timeout, timeout_seconds
+
+__all__ = ["Rendezvous", "rendezvous"]
+
+_UNKNOWN = -1
+_BEFORE_TRYING_AGAIN = 0.1
+_LAUNCHERS_WITHOUT_ADDRESS = ("mpich", "openmpi", "slurm")
+
+Opener = Callable[[float], Store]
+"""Connects to the store within so many seconds."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The outcome of a meeting.
+
+    Attributes:
+        store: shared by all ranks of this world and by nobody else, empty at first.
+        rank: which rank this is.
+        world_size: how many there are.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+
+
+def rendezvous(
+    init_method: str | None = None,
+    *,
+    rank: int = -1,
+    world_size: int = -1,
+    timeout: Timeout,
+    store: Store | None = None,
+) -> Rendezvous:
+    """Meets the other ranks; returns when all have come. Must be called by every rank.
+
+    It may be called again, in the same processes and with the same arguments, for a new world: the keys of
+    the old one are not seen. Rank 0's server goes on meanwhile, until its process ends.
+
+    Args:
+        init_method: ``env://`` (None means the same): by what the launcher has put into the environment,
+            see :func:`launch_environment`. ``tcp://host:port``: rank 0 listens there. ``file:///path``: a
+            file that all ranks can write, see :class:`~torchestra.FileStore`. Rank and world size may be
+            given in it: ``tcp://host:port?rank=0&world_size=2``.
+        rank: this rank; -1: as the address or the environment says.
+        world_size: the number of ranks; -1: as the address or the environment says.
+        timeout: for reaching the store and for the others to come, and the store's time-out afterwards.
+        store: meet here instead. A store of torch.distributed is accepted too.
+
+    Raises:
+        InvalidArgumentError: something is missing from the arguments and the environment, or wrong, or two
+            processes are the same rank.
+        DistNetworkError: rank 0 was not reached in time, or cannot listen.
+        StoreTimeoutError: some ranks did not come in time; it names them.
+    """
+    seconds = timeout_seconds(timeout)
+    place = "store:" if store is not None else init_method or "env://"
+    parts = urlsplit(place)
+    query = dict(parse_qsl(parts.query))
+    launch = launch_environment()
+    rank = _settled("rank", rank, query, launch.rank, parts.scheme)
+    world_size = _settled("world_size", world_size, query, launch.world_size, parts.scheme)
+    if not 0 <= rank < world_size:
+        raise InvalidArgumentError(
+            f"rank must be from 0 to world_size - 1, got rank {rank} and world_size {world_size}"
+        )
+    if store is not None:
+        shared = store if isinstance(store, Store) else TorchStore(store)
+        return Rendezvous(gather(shared, rank, world_size, seconds), rank, world_size)
+    opened, own = _met(_opener(place, parts, launch, rank, world_size), rank, world_size, seconds)
+    opened.set_timeout(timeout)
+    return Rendezvous(own, rank, world_size)
+
+
+def _settled(name: str, argument: int, query: Mapping[str, str], environment: int | None, scheme: str) -> int:
+    """The rank or world size: the argument, else what the address says, else the environment."""
+    argument = check_integer(name, argument)
+    if name in query:
+        if not query[name].isdigit():
+            raise InvalidArgumentError(f"{name} in the address must be a number, got {query[name]!r}")
+        if argument not in (_UNKNOWN, int(query[name])):
+            raise InvalidArgumentError(
+                f"{name} is {argument} as an argument, but {query[name]} in the address; give it once"
+            )
+        return int(query[name])
+    if argument != _UNKNOWN:
+        return argument
+    if environment is not None:
+        return environment
+    if scheme == "env":
+        raise _not_set(name.upper(), f"pass {name}=")
+    raise InvalidArgumentError(
+        f"Error initializing torchestra using {scheme}:// rendezvous: {name.replace('_', ' ')} parameter "
+        f"missing; pass {name}=, or start with a launcher, which sets {name.upper()}"
+    )
+
+
+def _not_set(variable: str, remedy: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"Error initializing torchestra using env:// rendezvous: environment variable {variable} expected, "
+        f"but not set; start with torchestra run, torchrun, srun or mpiexec, or set {variable}, or {remedy}"
+    )
+
+
+def _opener(place: str, parts: SplitResult, launch: LaunchEnvironment, rank: int, world_size: int) -> Opener:
+    if parts.scheme == "env":
+        return _by_environment(launch, rank)
+    if parts.scheme == "tcp":
+        return _by_address(parts, rank)
+    if parts.scheme == "file":
+        path = unquote(parts.netloc + parts.path)
+        if not path:
+            raise InvalidArgumentError("Error initializing torchestra using file:// rendezvous: path missing")
+        return lambda _: FileStore(path, world_size)
+    raise InvalidArgumentError(
+        f"No rendezvous handler for {place!r}; use env://, tcp://host:port or file:///path"
+    )
+
+
+def _by_address(parts: SplitResult, rank: int) -> Opener:
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"Error initializing torchestra using tcp:// rendezvous: {error}"
+        ) from error
+    if port is None or not parts.hostname:
+        missing = "port number" if parts.hostname else "host"
+        raise InvalidArgumentError(
+            f"Error initializing torchestra using tcp:// rendezvous: {missing} missing; use tcp://host:port"
+        )
+    return _served_by_rank_0(parts.hostname, port, rank)
+
+
+def _by_environment(launch: LaunchEnvironment, rank: int) -> Opener:
+    """Where the launcher means the ranks to meet."""
+    variables = os.environ
+    served = variables.get("TORCHESTRA_STORE")
+    if served and launch.source != "torchrun":
+        host, port = _host_and_port("TORCHESTRA_STORE", served)
+        return lambda seconds: TCPStore(host, port, timeout=seconds)
+    on_this_host = launch.world_size is not None and launch.local_world_size == launch.world_size
+    if launch.source in _LAUNCHERS_WITHOUT_ADDRESS and on_this_host and not variables.get("MASTER_ADDR"):
+        return _served_by_rank_0(meeting_point(variables, launch.source), 0, rank)
+    host, port = _master(launch)
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        run = variables.get("TORCHELASTIC_RUN_ID", "")
+        attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"torchestra/{run}/{attempt}"
+        return lambda seconds: PrefixStore(prefix, connect_to_agent(host, port, seconds))
+    return _served_by_rank_0(host, port, rank)
+
+
+def _master(launch: LaunchEnvironment) -> tuple[str, int]:
+    remedy = "pass init_method='tcp://host:port'"
+    if launch.source in _LAUNCHERS_WITHOUT_ADDRESS:
+        remedy += " with the host of rank 0, the same for all ranks (they are on several hosts)"
+    if launch.master_addr is None:
+        raise _not_set("MASTER_ADDR", remedy)
+    if launch.master_port is None:
+        raise _not_set("MASTER_PORT", remedy)
+    return launch.master_addr, launch.master_port
+
+
+def _host_and_port(variable: str, value: str) -> tuple[str, int]:
+    if value.startswith("unix:@"):
+        return value, 0
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidArgumentError(f"environment variable {variable} must be host:port, got {value!r}")
+    return host.strip("[]"), int(port)
+
+
+def _served_by_rank_0(host: str, port: int, rank: int) -> Opener:
+    address = Address.checked(host, port, listening=rank == 0)
+    if rank != 0:
+        return lambda seconds: TCPStore(host, port, timeout=seconds)
+
+    def open_as_master(seconds: float) -> Store:
+        if address.is_unix or address.port != 0:
+            keep_server(host, port, job_secret(None))
+        return TCPStore(host, port, is_master=True, multi_tenant=True, timeout=seconds)
+
+    return open_as_master
+
+
+def _met(opener: Opener, rank: int, world_size: int, seconds: float) -> tuple[Store, Store]:
+    """The store that was opened, and the part of it that belongs to this world."""
+    deadline = time.monotonic() + seconds
+    opened = opener(seconds)
+    while True:
+        try:
+            return opened, gather(opened, rank, world_size, max(0.0, deadline - time.monotonic()))
+        except DistNetworkError as error:
+            # Rank 0's process was on its way out, or has been restarted; there may be another one soon.
+            opened.close()
+            lost = error
+        except BaseException:
+            opened.close()
+            raise
+        nap(_BEFORE_TRYING_AGAIN)
+        try:
+            opened = opener(max(0.0, deadline - time.monotonic()))
+        except DistNetworkError as error:
+            raise DistNetworkError(
+                f"rank {rank} of {world_size}, while it waited for the others: {lost}; and no other store "
+                f"came within {seconds:g} s"
+            ) from error

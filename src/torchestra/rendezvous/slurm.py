@@ -1,0 +1,104 @@
+"""The variables that srun sets, and Slurm's compressed lists."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+
+from torchestra.errors import InvalidArgumentError
+
+__all__ = ["derived_port", "first_host", "hosts", "job_name", "launched", "tasks_on_this_host"]
+
+# Steps from here up are not srun's: the batch script itself, an interactive shell, and the like.
+_FIRST_SPECIAL_STEP = 0xFFFFFF00
+_LOWEST_PORT, _PORTS = 10_000, 20_000
+
+
+def launched(given: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of its tasks.
+
+    A batch script, and what it runs without srun, also sees SLURM_PROCID (0) and SLURM_NTASKS (of the whole
+    allocation), but no step.
+    """
+    if "SLURM_PROCID" not in given:
+        return False
+    step = _step(given)
+    if step is not None:
+        return step < _FIRST_SPECIAL_STEP
+    return "SLURM_STEP_NUM_TASKS" in given or "SLURM_STEP_NODELIST" in given
+
+
+def first_host(given: Mapping[str, str]) -> str | None:
+    """The host that task 0 is on, None if no list of hosts is given."""
+    listed = (
+        given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST") or given.get("SLURM_NODELIST")
+    )
+    return next(hosts(listed), None) if listed else None
+
+
+def hosts(nodelist: str) -> Iterator[str]:
+    """The hosts in a compressed list: ``a[01-02,7],b`` is a01, a02, a7, b.
+
+    Raises:
+        InvalidArgumentError: a bracket is not closed, or a range is not one of numbers.
+    """
+    if re.search(r"\[[^\]]*(\[|$)", nodelist):
+        raise InvalidArgumentError(f"Slurm's host list {nodelist!r} has a bracket that is not closed")
+    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        parts = re.split(r"\[([^\]]*)\]", entry)
+        # Every second part was in brackets.
+        choices = [list(_numbers(part)) if place % 2 else [part] for place, part in enumerate(parts)]
+        for chosen in itertools.product(*choices):
+            yield "".join(chosen)
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for part in ranges.split(","):
+        low, _, high = part.partition("-")
+        if not low.isdigit() or not (high or low).isdigit():
+            raise InvalidArgumentError(
+                f"Slurm's host list has {part!r} in brackets, which is not a range of numbers"
+            )
+        for value in range(int(low), int(high or low) + 1):
+            yield str(value).zfill(len(low))
+
+
+def tasks_on_this_host(given: Mapping[str, str], tasks: int | None) -> int | None:
+    """How many of the step's tasks are on this host; None if Slurm does not say.
+
+    Slurm lists the counts by host, in the form ``2(x3),1``; a step on one host has one count.
+    """
+    counts: list[int] = []
+    listed = given.get("SLURM_STEP_TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE") or ""
+    for entry in listed.split(",") if listed else []:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = given.get("SLURM_NODEID", "0")
+    if counts and sum(counts) == tasks and node.isdigit() and int(node) < len(counts):
+        return counts[int(node)]
+    return None
+
+
+def job_name(given: Mapping[str, str]) -> str | None:
+    """What tells this step from all others of the cluster, None if there is no job number."""
+    job = given.get("SLURM_JOB_ID") or given.get("SLURM_JOBID")
+    return f"slurm {job} {_step(given) or 0}" if job else None
+
+
+def derived_port(given: Mapping[str, str]) -> int | None:
+    """A port that all tasks of the step compute alike, and other steps, as a rule, otherwise.
+
+    It is below the range that systems give to outgoing connections.
+    """
+    job = given.get("SLURM_JOB_ID") or given.get("SLURM_JOBID")
+    if job is None or not job.isdigit():
+        return None
+    return _LOWEST_PORT + (int(job) * 131 + (_step(given) or 0)) % _PORTS
+
+
+def _step(given: Mapping[str, str]) -> int | None:
+    step = given.get("SLURM_STEP_ID") or given.get("SLURM_STEPID") or ""
+    return int(step) if step.isdigit() else None
