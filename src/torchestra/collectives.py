@@ -49,10 +49,8 @@ __all__ = [
 ]
 
 
-def _member(group: AnyGroup | None, name: str) -> ProcessGroup | None:
+def _member(group: AnyGroup, name: str) -> ProcessGroup | None:
     """The group, or None with a warning if this rank is not in it."""
-    if group is None:
-        return default_group()
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, NonMember):
@@ -70,15 +68,15 @@ def _root(
     default: int | None = None,
 ) -> int:
     """The root in the group's numbering, from a global or a group rank."""
-    if rank is not None and group_rank is not None:
+    if group_rank is None and rank is not None:
+        return group.to_group_rank(rank, parameter)
+    if rank is not None:
         raise InvalidArgumentError(f"{name}: give `{parameter}` or `group_{parameter}`, not both")
     if group_rank is not None:
         return checks.check_rank(group_rank, group.size(), f"group_{parameter}", name)
-    if rank is None:
-        if default is None:
-            raise InvalidArgumentError(f"{name}: give `{parameter}` or `group_{parameter}`")
-        return default
-    return group.to_group_rank(rank, f"{name}: {parameter}")
+    if default is None:
+        raise InvalidArgumentError(f"{name}: give `{parameter}` or `group_{parameter}`")
+    return default
 
 
 def all_reduce(
@@ -87,9 +85,8 @@ def all_reduce(
     group: AnyGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Replace the tensor on every rank by the reduction of all ranks' tensors, bit for bit the same on"
-    " each."""
-    member = _member(group, "all_reduce")
+    """Replace the tensor on every rank by the reduction of all ranks' tensors, bit for bit the same."""
+    member = default_group() if group is None else _member(group, "all_reduce")
     if member is None:
         return None
     return member.communicator.all_reduce(tensor, op, async_op)
@@ -103,9 +100,8 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Replace the tensor of rank ``dst`` by the reduction of all ranks' tensors; the others' stay as"
-    " they are."""
-    member = _member(group, "reduce")
+    """Replace the tensor of rank ``dst`` by the reduction of all ranks' tensors; the others' stay."""
+    member = default_group() if group is None else _member(group, "reduce")
     if member is None:
         return None
     root = _root(member, dst, group_dst, "dst", "reduce")
@@ -120,7 +116,7 @@ def broadcast(
     group_src: int | None = None,
 ) -> Work | None:
     """Replace the tensor on every rank by that of rank ``src``."""
-    member = _member(group, "broadcast")
+    member = default_group() if group is None else _member(group, "broadcast")
     if member is None:
         return None
     root = _root(member, src, group_src, "src", "broadcast")
@@ -134,7 +130,7 @@ def all_gather(
     async_op: bool = False,
 ) -> Work | None:
     """Put the tensor of rank p into ``tensor_list[p]`` on every rank. Sizes may differ between ranks."""
-    member = _member(group, "all_gather")
+    member = default_group() if group is None else _member(group, "all_gather")
     if member is None:
         return None
     return member.communicator.all_gather(tensor_list, tensor, async_op)
@@ -150,7 +146,7 @@ def all_gather_into_tensor(
 
     The output has as many elements as all inputs together: concatenated in dimension 0, or stacked.
     """
-    member = _member(group, "all_gather_into_tensor")
+    member = default_group() if group is None else _member(group, "all_gather_into_tensor")
     if member is None:
         return None
     return member.communicator.all_gather_into_tensor(output_tensor, input_tensor, async_op)
@@ -165,7 +161,7 @@ def gather(
     group_dst: int | None = None,
 ) -> Work | None:
     """Put the tensor of rank p into ``gather_list[p]`` on rank ``dst`` (default: rank 0 of the group)."""
-    member = _member(group, "gather")
+    member = default_group() if group is None else _member(group, "gather")
     if member is None:
         return None
     root = _root(member, dst, group_dst, "dst", "gather", default=0)
@@ -181,7 +177,7 @@ def scatter(
     group_src: int | None = None,
 ) -> Work | None:
     """Put ``scatter_list[p]`` of rank ``src`` (default: rank 0 of the group) into the tensor of rank p."""
-    member = _member(group, "scatter")
+    member = default_group() if group is None else _member(group, "scatter")
     if member is None:
         return None
     root = _root(member, src, group_src, "src", "scatter", default=0)
@@ -196,7 +192,7 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Put the reduction of all ranks' ``input_list[p]`` into the output of rank p."""
-    member = _member(group, "reduce_scatter")
+    member = default_group() if group is None else _member(group, "reduce_scatter")
     if member is None:
         return None
     return member.communicator.reduce_scatter(output, input_list, op, async_op)
@@ -210,7 +206,7 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Work | None:
     """Reduce the inputs of all ranks and put piece p of the result into the output of rank p."""
-    member = _member(group, "reduce_scatter_tensor")
+    member = default_group() if group is None else _member(group, "reduce_scatter_tensor")
     if member is None:
         return None
     return member.communicator.reduce_scatter_tensor(output, input, op, async_op)
@@ -223,7 +219,7 @@ def all_to_all(
     async_op: bool = False,
 ) -> Work | None:
     """Send ``input_tensor_list[p]`` to rank p, and put what it sends here into ``output_tensor_list[p]``."""
-    member = _member(group, "all_to_all")
+    member = default_group() if group is None else _member(group, "all_to_all")
     if member is None:
         return None
     return member.communicator.all_to_all(output_tensor_list, input_tensor_list, async_op)
@@ -241,7 +237,7 @@ def all_to_all_single(
 
     Split sizes count rows (dimension 0) per rank; None stands for equal ranges.
     """
-    member = _member(group, "all_to_all_single")
+    member = default_group() if group is None else _member(group, "all_to_all_single")
     if member is None:
         return None
     return member.communicator.all_to_all_single(
@@ -256,7 +252,7 @@ def barrier(
     timeout: Timeout | None = None,
 ) -> Work | None:
     """Return when all ranks of the group have called. ``device_ids`` has no meaning on the CPU."""
-    member = _member(group, "barrier")
+    member = default_group() if group is None else _member(group, "barrier")
     if member is None:
         return None
     seconds = None if timeout is None else timeout_seconds(timeout)
@@ -276,7 +272,7 @@ def send(
     received yet. Messages with the same tag between two ranks arrive in the order in which they were sent.
     A time-out before anything was sent leaves the group usable.
     """
-    member = _member(group, "send")
+    member = default_group() if group is None else _member(group, "send")
     if member is not None:
         member.communicator.send(tensor, _root(member, dst, group_dst, "dst", "send"), tag)
 
@@ -294,7 +290,7 @@ def recv(
     size is thrown away with a DistBackendError that says what came. A time-out before anything was received
     leaves the group usable.
     """
-    member = _member(group, "recv")
+    member = default_group() if group is None else _member(group, "recv")
     if member is None:
         return -1
     source = _sender(member, src, group_src, "recv")
@@ -309,7 +305,7 @@ def isend(
     group_dst: int | None = None,
 ) -> Work | None:
     """Begin to :func:`send`; the tensor must stay as it is until the work is done."""
-    member = _member(group, "isend")
+    member = default_group() if group is None else _member(group, "isend")
     if member is None:
         return None
     return member.communicator.isend(tensor, _root(member, dst, group_dst, "dst", "isend"), tag)
@@ -323,7 +319,7 @@ def irecv(
     group_src: int | None = None,
 ) -> Work | None:
     """Begin to :func:`recv`; the tensor must not be touched until the work is done."""
-    member = _member(group, "irecv")
+    member = default_group() if group is None else _member(group, "irecv")
     if member is None:
         return None
     return member.communicator.irecv(tensor, _sender(member, src, group_src, "irecv"), tag)

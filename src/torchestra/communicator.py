@@ -30,20 +30,22 @@ Operation = Callable[[str | None], list[torch.Tensor]]
 """Runs an operation, given the line that called it if that is not on this thread's stack."""
 
 _CLOSE_SECONDS = 5.0
-_Tensor, _Parameter, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
+_STRIDED = torch.strided
+# Subclasses may not have their elements in memory at all, and go the other way.
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be handed to the engine as it is: dense, on the CPU, one element after the other.
 
-    (A contiguous tensor with torch's negative bit has one element; complex dtypes are not asked about.)
+    Not to be asked of complex tensors. (Torch's negative bit comes from the imaginary part of a conjugated
+    tensor, which does not begin where its storage does.)
     """
     return (
-        (tensor.__class__ is _Tensor or tensor.__class__ is _Parameter)
-        and tensor.is_cpu
+        tensor.is_cpu
         and tensor.layout is _STRIDED
         and tensor.is_contiguous()
-        and (tensor.numel() != 1 or not tensor.is_neg())
+        and (tensor.storage_offset() == 0 or not tensor.is_neg())
     )
 
 
@@ -78,10 +80,14 @@ class Communicator:
         """Replace the tensor by the reduction of all ranks' tensors."""
         if (
             op.__class__ is ReduceOp
-            and (tensor.__class__ is _Tensor or tensor.__class__ is _Parameter)
+            and tensor.__class__ in _TENSORS
             and (plan := self._quick_reductions[op.code].get(tensor.dtype)) is not None
             and not async_op
-            and is_plain(tensor)
+            # is_plain(tensor), without the 0.06 µs of the call
+            and tensor.is_cpu
+            and tensor.layout is _STRIDED
+            and tensor.is_contiguous()
+            and (tensor.storage_offset() == 0 or not tensor.is_neg())
             and not self._progress.pending
         ):
             with self._lock:
@@ -124,7 +130,7 @@ class Communicator:
     ) -> Work | None:
         """Replace every rank's tensor by the root's."""
         if (
-            (tensor.__class__ is _Tensor or tensor.__class__ is _Parameter)
+            tensor.__class__ in _TENSORS
             and (plan := self._quick_broadcasts[root].get(tensor.dtype)) is not None
             and not async_op
             and is_plain(tensor)
@@ -171,10 +177,11 @@ class Communicator:
     ) -> Work | None:
         """Put every rank's tensor into the output, one after the other."""
         if (
-            (tensor.__class__ is _Tensor or tensor.__class__ is _Parameter)
+            tensor.__class__ in _TENSORS
             and (plan := self._quick_gathers.get(tensor.dtype)) is not None
             and not async_op
             and is_plain(tensor)
+            and output.__class__ in _TENSORS
             and is_plain(output)
             and output.dtype is tensor.dtype
             and output.numel() == tensor.numel() * self.size
@@ -289,10 +296,11 @@ class Communicator:
         """Reduce the ranks' tensors, and put this rank's piece of the result into its output."""
         if (
             op.__class__ is ReduceOp
-            and (tensor.__class__ is _Tensor or tensor.__class__ is _Parameter)
+            and tensor.__class__ in _TENSORS
             and (plan := self._quick_scatters[op.code].get(tensor.dtype)) is not None
             and not async_op
             and is_plain(tensor)
+            and output.__class__ in _TENSORS
             and is_plain(output)
             and output.dtype is tensor.dtype
             and tensor.numel() == output.numel() * self.size
@@ -364,10 +372,11 @@ class Communicator:
         if (
             output_splits is None
             and input_splits is None
-            and (tensor.__class__ is _Tensor or tensor.__class__ is _Parameter)
+            and tensor.__class__ in _TENSORS
             and (plan := self._quick_exchanges.get(tensor.dtype)) is not None
             and not async_op
             and is_plain(tensor)
+            and output.__class__ in _TENSORS
             and is_plain(output)
             and output.dtype is tensor.dtype
             and (shape := tensor.shape) == output.shape
@@ -399,6 +408,10 @@ class Communicator:
 
     def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
         """Return (or be done) when every rank has called and finished what it called before."""
+        if not async_op and not self._progress.pending and not self.closed:
+            with self._lock:
+                self.engine.barrier(self.seconds if seconds is None else seconds)
+            return None
 
         def operation(site: str | None) -> list[torch.Tensor]:
             self.engine.barrier(self._limit(seconds), site)

@@ -251,8 +251,7 @@ class LocalEngine:
     def begin_send(
         self, tensor: torch.Tensor, rank: int, tag: int, seconds: float, done: Callable[[Transfer], None]
     ) -> None:
-        """:meth:`send` in the background; ``done`` is called when it has ended, and keeps the tensor"
-        " alive."""
+        """:meth:`send` in the background; ``done`` is called at its end and keeps the tensor alive."""
         waiter = MessageWaiter(self.member, seconds)
         self.mailbox.isend(
             tensor.data_ptr(), tensor.nbytes, DTYPE_CODE[tensor.dtype], rank, tag, waiter, done
@@ -266,8 +265,7 @@ class LocalEngine:
         seconds: float,
         done: Callable[[Transfer], None],
     ) -> None:
-        """:meth:`receive` in the background; ``done`` is called when it has ended, and keeps the tensor"
-        " alive."""
+        """:meth:`receive` in the background; ``done`` is called at its end and keeps the tensor alive."""
         waiter = MessageWaiter(self.member, seconds)
         self.mailbox.irecv(
             tensor.data_ptr(), tensor.nbytes, DTYPE_CODE[tensor.dtype], rank, tag, waiter, done
