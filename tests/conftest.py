@@ -19,20 +19,25 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Call it when what the test started should be gone: it waits a little, and fails naming what is not.
 
     Processes are known by a variable in the environment they inherited from this test, whoever their
-    parent is by now; shared memory by what /dev/shm did not hold before.
+    parent is by now; shared memory by what /dev/shm did not hold before, other programs' apart.
     """
     tag = uuid.uuid4().hex
     monkeypatch.setenv(_TAG, tag)
-    shared_before = set(os.listdir("/dev/shm"))
+    shared_before = _shared_memory()
 
     def check() -> None:
         deadline = time.monotonic() + _PATIENCE_S
         while (left := _processes(tag)) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert left == [], f"processes left behind: {left}"
-        assert set(os.listdir("/dev/shm")) <= shared_before
+        assert _shared_memory() <= shared_before
 
     return check
+
+
+def _shared_memory() -> set[str]:
+    """The shared memory that torchestra, torch or Python has named."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("torch", "psm_", "sem."))}
 
 
 def _processes(tag: str) -> list[str]:

@@ -140,10 +140,10 @@ def test_a_failed_rank_is_named(how, message, exit_code, cause) -> None:
 
 def test_a_time_out_names_the_ranks_and_where_they_are() -> None:
     with pytest.raises(LaunchTimeoutError) as caught:
-        launch(wait_unless_first, 3, timeout=0.5)
+        launch(wait_unless_first, 3, timeout=3)
     assert caught.value.ranks == (1, 2)
     assert str(caught.value) == (
-        "launch: ranks 1, 2 of 3 had not finished after 0.5 s and were ended;"
+        "launch: ranks 1, 2 of 3 had not finished after 3 s and were ended;"
         " raise timeout= if that is not a hang"
     )
     assert "[ranks 1, 2]" in caught.value.tracebacks
