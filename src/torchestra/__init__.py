@@ -1,6 +1,7 @@
 """Torchestra: distributed PyTorch in plain Python. ``import torchestra as dist``.
 
-The public names stand in ``__init__.pyi``. Each is loaded when it is first used: the command line needs no torch.
+The public names stand in ``__init__.pyi``. Each is loaded when it is first used: the command line needs no
+torch.
 """
 
 import lazy_loader

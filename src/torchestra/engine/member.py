@@ -40,6 +40,7 @@ from torchestra.errors import (
 
 _LIVENESS_SECONDS = 0.05
 _ANSWER_SECONDS = 0.5
+_RESTLESS_SECONDS = 1.0
 
 
 class Member:
@@ -110,9 +111,14 @@ class Member:
             site: the line of the program that called, where it is not on this thread's stack.
         """
         started = time.monotonic()
+        spins, yields = self.word(at.SPINS), self.word(at.YIELDS)
+        suspect: int | None = None
         try:
-            suspect: int | None = None
             while code == at.PENDING:
+                if time.monotonic() - started > _RESTLESS_SECONDS:
+                    # Whoever waits so long will not mind a slower wake-up, and may as well cost nothing.
+                    self.set_word(at.SPINS, 0)
+                    self.set_word(at.YIELDS, 0)
                 meta, count = arguments[1], arguments[2] if len(arguments) > 2 else 0
                 suspect = self.check(
                     operations.describe(meta, count), self.word(at.BLOCKED), started, seconds, suspect
@@ -123,6 +129,9 @@ class Member:
         except BaseException as error:
             self.abort(f"rank {self.rank} left {self._now()} with {type(error).__name__}: {error}")
             raise
+        finally:
+            self.set_word(at.SPINS, spins)
+            self.set_word(at.YIELDS, yields)
         if code == at.ABORTED:
             raise self.aborted()
         if code == at.MISMATCH:
