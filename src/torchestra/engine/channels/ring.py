@@ -48,7 +48,7 @@ from torchestra.engine.atomics import (
 from torchestra.engine.channels import words as w
 from torchestra.engine.kernels.buffers import copy_out
 from torchestra.engine.layout import PATIENCE
-from torchestra.engine.waiting import _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, KERNEL_OPTIONS
+from torchestra.engine.waiting import FUTEX, FUTEX_WAIT, FUTEX_WAKE, KERNEL_OPTIONS
 
 PIECES_AT_ONCE = 8
 
@@ -66,6 +66,7 @@ def full_fence(typing_context):
 
 @njit(**KERNEL_OPTIONS)
 def channel_of(state, source, destination):
+    """The address of a channel."""
     number = source * load(state + w.SIZE) + destination
     return load(state + w.CHANNELS) + number * load(state + w.CHANNEL_BYTES)
 
@@ -82,7 +83,7 @@ def ring_bell(state, rank):
     bell = load(state + w.BELLS) + rank * w.BELL_BYTES
     if load_ordered(bell + w.SLEEPING) == 1 and compare_exchange(bell + w.SLEEPING, 1, 0) == 1:
         fetch_add(bell + w.RUNG, 1)
-        syscall(_FUTEX, bell + w.RUNG, _FUTEX_WAKE, 1, 0, 0, 0)
+        syscall(FUTEX, bell + w.RUNG, FUTEX_WAKE, 1, 0, 0, 0)
 
 
 @njit(**KERNEL_OPTIONS)
@@ -100,11 +101,12 @@ def sleep(state, rung):
     """Sleep until the bell has rung since :func:`prepare_sleep`, PATIENCE at most."""
     bell = load(state + w.BELLS) + load(state + w.RANK) * w.BELL_BYTES
     patience = load(load(state + w.CONTEXT) + PATIENCE)
-    syscall(_FUTEX, bell + w.RUNG, _FUTEX_WAIT, rung & 0xFFFF_FFFF, patience, 0, 0)
+    syscall(FUTEX, bell + w.RUNG, FUTEX_WAIT, rung & 0xFFFF_FFFF, patience, 0, 0)
 
 
 @njit(**KERNEL_OPTIONS)
 def wake_up(state):
+    """Say that this rank does not sleep."""
     store_ordered(load(state + w.BELLS) + load(state + w.RANK) * w.BELL_BYTES + w.SLEEPING, 0)
 
 
@@ -115,7 +117,7 @@ def _put_piece(state, known, channel, record, limit):
     moved = load(record + w.MOVED)
     head = load(known + w.SENT_BYTES)
     place = head & (ring - 1)
-    length = min(min(limit, load(record + w.LENGTH) - moved), ring - place)
+    length = min(limit, load(record + w.LENGTH) - moved, ring - place)
     if head + length - load(known + w.SEEN_TAIL) > ring:
         store(known + w.SEEN_TAIL, load_acquire(channel + w.TAIL))
         if head + length - load(known + w.SEEN_TAIL) > ring:
@@ -223,7 +225,7 @@ def take(state, peer, stream):
         if left == 0 or present <= 0:
             break
         place = tail & (ring - 1)
-        length = min(min(load(state + w.PIECE_BYTES), left), min(present, ring - place))
+        length = min(load(state + w.PIECE_BYTES), left, present, ring - place)
         landing = load(known + w.LANDING)
         if landing != 0:
             copy_out(landing, channel + w.DATA_AT + place, length, stream)

@@ -118,6 +118,7 @@ def piece_bytes(size: int) -> int:
 
 
 def bells_bytes(size: int) -> int:
+    """The size of all bells, up to the first channel."""
     return -(-size * BELL_BYTES // PAGE) * PAGE
 
 

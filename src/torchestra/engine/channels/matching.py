@@ -1,0 +1,459 @@
+"""Which message goes to which receive, and the kernels that a mailbox calls.
+
+*Order.* Messages of one channel are looked at in the order in which they were sent; each goes to the oldest
+posted receive that wants its source (or any) and its tag. So two messages with the same tag from the same
+rank are received in order, however many receives are posted and whatever else is going on.
+
+*The store.* A message at the front of a channel that no receive wants, while a receive waits for that
+source, stands in the way: it is taken into memory of this process (malloc), and found there by a later
+receive, also while it is still arriving. A message that nobody waits behind stays in the channel, so that
+a sender that is far ahead is slowed down. A message to oneself goes straight to its receive or
+into the store: sending to oneself never waits, whatever the size.
+
+*Records.* A send or a receive is a record of 16 words in private memory (words.py), in exactly one list
+while it is QUEUED: sends by destination, receives together. A record that a byte was moved for is RUNNING:
+the first of its destination's list, or CURRENT of its source. Nobody but the thread that holds the
+mailbox's lock touches the state or a record that is in it.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from numba import njit, types
+
+from torchestra.engine.atomics import (
+    load,
+    load_acquire,
+    load_ordered,
+    memcpy,
+    sched_yield,
+    spin_hint,
+    store,
+    store_ordered,
+    stream_fence,
+)
+from torchestra.engine.channels import ring
+from torchestra.engine.channels import words as w
+from torchestra.engine.kernels.buffers import streams
+from torchestra.engine.layout import ABORT, ABORTED, DONE, MISMATCH, PENDING, SPINS, YIELDS
+from torchestra.engine.waiting import KERNEL_OPTIONS
+
+_WORD = types.int64
+_malloc = types.ExternalFunction("malloc", _WORD(_WORD))
+_free = types.ExternalFunction("free", types.void(_WORD))
+
+_ROUNDS = 256  # after so many rounds that moved something a kernel lets Python look at signals
+_YIELDS_OF_THREAD = 20
+_LACKING = -1
+
+put, take, take_header, next_header = ring.put, ring.take, ring.take_header, ring.next_header
+ring_bell, peer_of = ring.ring_bell, ring.peer_of
+prepare_sleep, sleep, wake_up = ring.prepare_sleep, ring.sleep, ring.wake_up
+
+
+@njit(**KERNEL_OPTIONS)
+def _append(queue, record):
+    store(record + w.NEXT, 0)
+    if load(queue + w.FIRST) == 0:
+        store(queue + w.FIRST, record)
+    else:
+        store(load(queue + w.LAST) + w.NEXT, record)
+    store(queue + w.LAST, record)
+
+
+@njit(**KERNEL_OPTIONS)
+def _unlink(queue, before, record):
+    after = load(record + w.NEXT)
+    if before == 0:
+        store(queue + w.FIRST, after)
+    else:
+        store(before + w.NEXT, after)
+    if after == 0:
+        store(queue + w.LAST, before)
+
+
+@njit(**KERNEL_OPTIONS)
+def _remove(queue, record):
+    """Unlink ``record`` if it is in the list."""
+    before = 0
+    found = load(queue + w.FIRST)
+    while found != 0:
+        if found == record:
+            _unlink(queue, before, found)
+            return
+        before = found
+        found = load(found + w.NEXT)
+
+
+@njit(**KERNEL_OPTIONS)
+def _find(queue, peer, tag):
+    """Unlink the oldest record for a peer (or for any) with a tag: its address, or 0."""
+    before = 0
+    found = load(queue + w.FIRST)
+    while found != 0:
+        wanted = load(found + w.PEER)
+        if load(found + w.TAG) == tag and (wanted == peer or wanted < 0):
+            _unlink(queue, before, found)
+            return found
+        before = found
+        found = load(found + w.NEXT)
+    return 0
+
+
+@njit(**KERNEL_OPTIONS)
+def _anybody_waits_for(state, peer):
+    found = load(state + w.POSTED + w.FIRST)
+    while found != 0:
+        wanted = load(found + w.PEER)
+        if wanted == peer or wanted < 0:
+            return True
+        found = load(found + w.NEXT)
+    return False
+
+
+@njit(**KERNEL_OPTIONS)
+def _new_stored(state, source, tag, length, kind):
+    """A message of the store, not yet linked, its payload still to come; 0: no memory."""
+    record = _malloc(w.RECORD_BYTES + length)
+    if record != 0:
+        store(record + w.STAGE, w.RUNNING)
+        store(record + w.ADDRESS, record + w.RECORD_BYTES)
+        store(record + w.LENGTH, length)
+        store(record + w.KIND, kind)
+        store(record + w.PEER, source)
+        store(record + w.TAG, tag)
+        store(record + w.STORED_MESSAGE, 1)
+        store(record + w.FROM_LENGTH, length)
+        store(state + w.STORED, load(state + w.STORED) + length)
+    return record
+
+
+@njit(**KERNEL_OPTIONS)
+def _free_stored(state, stored):
+    store(state + w.STORED, load(state + w.STORED) - load(stored + w.LENGTH))
+    _free(stored)
+
+
+@njit(**KERNEL_OPTIONS)
+def _assign(record, source, length, kind):
+    """Note in a receive which message it gets: whether it is of the length and kind expected."""
+    store(record + w.FROM, source)
+    store(record + w.FROM_LENGTH, length)
+    store(record + w.FROM_KIND, kind)
+    store(record + w.STAGE, w.RUNNING)
+    return length == load(record + w.LENGTH) and kind == load(record + w.KIND)
+
+
+@njit(**KERNEL_OPTIONS)
+def _finish(state, record):
+    if load(record + w.STORED_MESSAGE) != 0:
+        store(record + w.STAGE, w.FINISHED)  # and stays in the store
+        return
+    fits = load(record + w.FROM_LENGTH) == load(record + w.LENGTH)
+    fits = fits and load(record + w.FROM_KIND) == load(record + w.KIND)
+    if load(record + w.SENDING) != 0 or fits:
+        store(record + w.STAGE, w.FINISHED)
+    else:
+        store(record + w.STAGE, w.MISMATCHED)
+    if load(record + w.NOTIFY) != 0:
+        _append(state + w.COMPLETED, record)
+
+
+@njit(**KERNEL_OPTIONS)
+def _send_to_self(state, record):
+    """Finish a send to this rank: DONE or _LACKING."""
+    rank = load(state + w.RANK)
+    length = load(record + w.LENGTH)
+    kind = load(record + w.KIND)
+    receiver = _find(state + w.POSTED, rank, load(record + w.TAG))
+    if receiver != 0:
+        if _assign(receiver, rank, length, kind):
+            memcpy(load(receiver + w.ADDRESS), load(record + w.ADDRESS), length)
+    else:
+        receiver = _new_stored(state, rank, load(record + w.TAG), length, kind)
+        if receiver == 0:
+            return _LACKING
+        memcpy(load(receiver + w.ADDRESS), load(record + w.ADDRESS), length)
+        _append(peer_of(state, rank) + w.STORE, receiver)
+    _finish(state, receiver)
+    _finish(state, record)
+    return DONE
+
+
+@njit(**KERNEL_OPTIONS)
+def _receive_stored(state, source, record):
+    """Let a receive have the oldest message of the store that it wants: whether there is one."""
+    known = peer_of(state, source)
+    stored = _find(known + w.STORE, source, load(record + w.TAG))
+    if stored == 0:
+        return False
+    length = load(stored + w.LENGTH)
+    fits = _assign(record, source, length, load(stored + w.KIND))
+    arriving = load(known + w.CURRENT) == stored
+    arrived = length
+    if arriving:
+        arrived -= load(known + w.LEFT)
+    if fits:
+        memcpy(load(record + w.ADDRESS), load(stored + w.ADDRESS), arrived)
+    if arriving:
+        store(known + w.CURRENT, record)
+        store(known + w.LANDING, load(record + w.ADDRESS) + arrived if fits else 0)
+    else:
+        _finish(state, record)
+    _free_stored(state, stored)
+    return True
+
+
+@njit(**KERNEL_OPTIONS)
+def _begin_message(state, peer):
+    """Take the header at the front of a channel, if a receive wants it or waits behind it.
+
+    1: taken, 0: there is none, or it can stay, _LACKING: no memory to take it into.
+    """
+    if load(state + w.POSTED + w.FIRST) == 0 or peer == load(state + w.RANK):
+        return 0
+    header = next_header(state, peer)
+    if header == 0:
+        return 0
+    tag = load(header + w.MESSAGE_TAG)
+    length = load(header + w.MESSAGE_BYTES)
+    kind = load(header + w.MESSAGE_KIND)
+    known = peer_of(state, peer)
+    record = _find(state + w.POSTED, peer, tag)
+    if record != 0:
+        landing = load(record + w.ADDRESS) if _assign(record, peer, length, kind) else 0
+        store(state + w.NEXT_SOURCE, peer + 1)
+    elif _anybody_waits_for(state, peer):
+        record = _new_stored(state, peer, tag, length, kind)
+        if record == 0:
+            return _LACKING
+        landing = load(record + w.ADDRESS)
+        _append(known + w.STORE, record)
+    else:
+        return 0
+    take_header(state, peer, header, landing)
+    store(known + w.CURRENT, record)
+    return 1
+
+
+@njit(**KERNEL_OPTIONS)
+def _pull(state, peer):
+    """Receive some more from a peer: 1 if anything was moved, 0 if not, or _LACKING."""
+    known = peer_of(state, peer)
+    current = load(known + w.CURRENT)
+    moved = 0
+    if current == 0:
+        moved = _begin_message(state, peer)
+        if moved <= 0:
+            return moved
+        current = load(known + w.CURRENT)
+    elif current == w.BROKEN:
+        return 0
+    if load(known + w.LEFT) > 0:
+        stream = streams(load(state + w.CONTEXT), load(current + w.FROM_LENGTH))
+        if take(state, peer, stream):
+            moved = 1
+        if stream and load(known + w.LEFT) == 0:
+            stream_fence()
+    if load(known + w.LEFT) == 0:
+        store(known + w.CURRENT, 0)
+        _finish(state, current)
+    return moved
+
+
+@njit(**KERNEL_OPTIONS)
+def _push(state, peer):
+    """Send some more of the oldest send to a peer: 1 if anything was moved."""
+    queue = peer_of(state, peer) + w.QUEUE
+    record = load(queue + w.FIRST)
+    if record == 0 or not put(state, peer, record):
+        return 0
+    if load(record + w.MOVED) == load(record + w.LENGTH):
+        _unlink(queue, 0, record)
+        _finish(state, record)
+    return 1
+
+
+@njit(**KERNEL_OPTIONS)
+def _advance(state, record):
+    """Move something of one record (0: of all): 1 if anything was moved, 0 if not, or _LACKING."""
+    size = load(state + w.SIZE)
+    if record != 0:
+        peer = load(record + w.PEER)
+        if load(record + w.SENDING) != 0:
+            return _push(state, peer)
+        if peer >= 0:
+            return _pull(state, peer)
+    moved = 0
+    start = load(state + w.NEXT_SOURCE)
+    for step in range(size):
+        peer = (start + step) % size
+        if record == 0 and _push(state, peer) != 0:
+            moved = 1
+        pulled = _pull(state, peer)
+        if pulled < 0:
+            return pulled
+        moved |= pulled
+    return moved
+
+
+@njit(**KERNEL_OPTIONS)
+def _outcome(record):
+    return DONE if load(record + w.STAGE) == w.FINISHED else MISMATCH
+
+
+@njit(**KERNEL_OPTIONS)
+def run(state, record):
+    """Work until a record is finished (0: until any that is to be notified is).
+
+    DONE, MISMATCH (the record's), PENDING (nothing moved for PATIENCE, or much moved and Python shall have a
+    look), ABORTED, INTERRUPTED (ATTENTION is set), NO_MEMORY; call again to go on.
+    """
+    context = load(state + w.CONTEXT)
+    spins = load(context + SPINS)
+    yields = load(context + YIELDS)
+    if record == 0:
+        spins = 0
+        yields = min(yields, _YIELDS_OF_THREAD)
+    idle = 0
+    rounds = 0
+    while True:
+        moved = _advance(state, record)
+        if moved < 0:
+            return w.NO_MEMORY
+        if record != 0:
+            if load(record + w.STAGE) >= w.FINISHED:
+                return _outcome(record)
+        elif load(state + w.COMPLETED + w.FIRST) != 0:
+            return DONE
+        if load_acquire(state + w.ATTENTION) != 0:
+            return w.INTERRUPTED
+        if moved > 0:
+            idle = 0
+            rounds += 1
+            if rounds == _ROUNDS:
+                return PENDING
+            continue
+        idle += 1
+        if idle <= spins:
+            spin_hint()
+        elif idle <= spins + yields:
+            sched_yield()
+        else:
+            if load_acquire(load(context + ABORT)) != 0:
+                return ABORTED
+            rung = prepare_sleep(state)
+            moved = _advance(state, record)
+            if moved == 0 and load_ordered(state + w.ATTENTION) == 0:
+                sleep(state, rung)
+                moved = _advance(state, record)
+                if moved == 0:
+                    wake_up(state)
+                    return PENDING
+            wake_up(state)
+            if moved < 0:
+                return w.NO_MEMORY
+            idle = 0
+
+
+@njit(**KERNEL_OPTIONS)
+def post(state, record, sending, address, length, kind, peer, tag):
+    """Fill in a record, queue it, and move what can be moved at once: DONE, MISMATCH, PENDING, NO_MEMORY."""
+    store(record + w.STAGE, w.QUEUED)
+    store(record + w.SENDING, sending)
+    store(record + w.ADDRESS, address)
+    store(record + w.LENGTH, length)
+    store(record + w.KIND, kind)
+    store(record + w.PEER, peer)
+    store(record + w.TAG, tag)
+    store(record + w.NOTIFY, 0)
+    if sending != 0:
+        store(record + w.MOVED, 0)
+        if peer == load(state + w.RANK):
+            if _send_to_self(state, record) < 0:
+                store(record + w.STAGE, w.FINISHED)
+                return w.NO_MEMORY
+            return DONE
+        _append(peer_of(state, peer) + w.QUEUE, record)
+    else:
+        size = load(state + w.SIZE)
+        if peer >= 0:
+            found = _receive_stored(state, peer, record)
+        else:
+            found = False
+            start = load(state + w.NEXT_SOURCE)
+            for step in range(size):
+                found = found or _receive_stored(state, (start + step) % size, record)
+        if not found:
+            _append(state + w.POSTED, record)
+    if load(record + w.STAGE) < w.FINISHED and _advance(state, record) < 0:
+        return w.NO_MEMORY
+    return _outcome(record) if load(record + w.STAGE) >= w.FINISHED else PENDING
+
+
+@njit(**KERNEL_OPTIONS)
+def transfer(state, record, sending, address, length, kind, peer, tag):
+    """:func:`post`, and :func:`run` until it is finished."""
+    code = post(state, record, sending, address, length, kind, peer, tag)
+    return code if code != PENDING else run(state, record)
+
+
+@njit(**KERNEL_OPTIONS)
+def cancel(state, record):
+    """Take a record out of the state; the STAGE it had. If that is RUNNING, its channel is lost."""
+    stage = load(record + w.STAGE)
+    if stage < w.FINISHED:
+        if load(record + w.SENDING) != 0:
+            _remove(peer_of(state, load(record + w.PEER)) + w.QUEUE, record)
+        elif stage == w.QUEUED:
+            _remove(state + w.POSTED, record)
+        else:
+            store(peer_of(state, load(record + w.FROM)) + w.CURRENT, w.BROKEN)
+        store(record + w.STAGE, w.FINISHED)
+    return stage
+
+
+@njit(**KERNEL_OPTIONS)
+def completed(state):
+    """Take the oldest record out of COMPLETED: its address, or 0."""
+    record = load(state + w.COMPLETED + w.FIRST)
+    if record != 0:
+        _unlink(state + w.COMPLETED, 0, record)
+    return record
+
+
+@njit(**KERNEL_OPTIONS)
+def call_attention(state):
+    """Bring whoever is in a kernel of this mailbox back to Python. Needs no lock."""
+    store_ordered(state + w.ATTENTION, 1)
+    ring_bell(state, load(state + w.RANK))
+
+
+@njit(**KERNEL_OPTIONS)
+def discard(state):
+    """Free the store."""
+    for peer in range(load(state + w.SIZE)):
+        store_of_peer = peer_of(state, peer) + w.STORE
+        while load(store_of_peer + w.FIRST) != 0:
+            stored = load(store_of_peer + w.FIRST)
+            _unlink(store_of_peer, 0, stored)
+            _free_stored(state, stored)
+    return load(state + w.STORED)
+
+
+_ENTRIES = (
+    (post, 8),
+    (transfer, 8),
+    (run, 2),
+    (cancel, 2),
+    (completed, 1),
+    (call_attention, 1),
+    (discard, 1),
+)
+
+
+def warm_up_channels() -> None:
+    """Compile the kernels, or load them from Numba's cache."""
+    for kernel, arguments in _ENTRIES:
+        kernel.compile((_WORD,) * arguments)
