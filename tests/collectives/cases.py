@@ -1,0 +1,341 @@
+"""The table of collectives: how each is called, and what it must give, as a formula in rank and size.
+
+A case is called on every rank as ``case(make, rank, size, length)``; it makes its tensors through ``make``,
+so that one table serves every dtype and both kinds of memory, and checks its results itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+
+import torchestra as dist
+
+_GUARD = 3
+_GUARD_VALUE = 99
+
+
+def pattern(rank: int, length: int, salt: int = 0) -> torch.Tensor:
+    """What a rank sends: small numbers that every dtype holds, and a sum of a few of them too."""
+    return (torch.arange(length) * 3 + rank * 5 + salt * 7) % 13
+
+
+class Maker:
+    """Makes tensors of one dtype, in ordinary memory or in the arena, with guards on both sides."""
+
+    def __init__(self, dtype: torch.dtype, in_arena: bool) -> None:
+        self.dtype = dtype
+        self.in_arena = in_arena
+        self._guarded: list[tuple[torch.Tensor, int]] = []
+
+    def holding(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor that holds these values."""
+        tensor = self.blank(values.numel())
+        tensor.copy_(self.of(values))
+        return tensor
+
+    def blank(self, length: int) -> torch.Tensor:
+        """A tensor that holds what no operation here gives."""
+        allocate = dist.empty if self.in_arena else torch.empty
+        whole = allocate(length + 2 * _GUARD, dtype=self.dtype)
+        whole.copy_(self.of(torch.tensor(_GUARD_VALUE).expand(whole.shape)))
+        self._guarded.append((whole, length))
+        return whole[_GUARD : _GUARD + length]
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """The values in this dtype."""
+        return values.to(self.dtype)
+
+    def check(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        """The tensor holds these values, and nothing was written beside any that was made."""
+        wanted = self.of(expected)
+        assert found.shape == wanted.shape, what
+        if not torch.equal(_comparable(found), _comparable(wanted)):
+            wrong = (_comparable(found) != _comparable(wanted)).nonzero().flatten()
+            raise AssertionError(
+                f"{what}: {len(wrong)} of {found.numel()} elements differ, the first at {wrong[0].item()}:"
+                f" {found[wrong[0]]} instead of {wanted[wrong[0]]}"
+            )
+
+    def check_guards(self, what: str) -> None:
+        guard = _comparable(self.of(torch.full((_GUARD,), _GUARD_VALUE)))
+        for whole, length in self._guarded:
+            for part in (whole[:_GUARD], whole[_GUARD + length :]):
+                assert torch.equal(_comparable(part), guard), f"{what}: written beside a tensor"
+        self._guarded.clear()
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """Something that torch.equal compares bit for bit, whatever the dtype."""
+    return tensor.contiguous().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.contiguous()
+
+
+Case: TypeAlias = Callable[[Maker, int, int, int], None]
+
+
+def total(size: int, length: int, salt: int = 0) -> torch.Tensor:
+    """The sum of what all ranks send."""
+    return sum((pattern(rank, length, salt) for rank in range(size)), torch.zeros(length, dtype=torch.int64))
+
+
+def all_reduce(make: Maker, rank: int, size: int, length: int) -> None:
+    tensor = make.holding(pattern(rank, length))
+    assert dist.all_reduce(tensor) is None
+    make.check(tensor, total(size, length), "sum")
+
+
+def reduce_first(make: Maker, rank: int, size: int, length: int) -> None:
+    _reduce(make, rank, size, length, root=0)
+
+
+def reduce_last(make: Maker, rank: int, size: int, length: int) -> None:
+    _reduce(make, rank, size, length, root=size - 1)
+
+
+def _reduce(make: Maker, rank: int, size: int, length: int, root: int) -> None:
+    tensor = make.holding(pattern(rank, length))
+    dist.reduce(tensor, root)
+    make.check(tensor, total(size, length) if rank == root else pattern(rank, length), f"reduce to {root}")
+
+
+def broadcast_first(make: Maker, rank: int, size: int, length: int) -> None:
+    _broadcast(make, rank, length, root=0)
+
+
+def broadcast_last(make: Maker, rank: int, size: int, length: int) -> None:
+    _broadcast(make, rank, length, root=size - 1)
+
+
+def _broadcast(make: Maker, rank: int, length: int, root: int) -> None:
+    tensor = make.holding(pattern(rank, length))
+    dist.broadcast(tensor, root)
+    make.check(tensor, pattern(root, length), f"broadcast from {root}")
+
+
+def all_gather(make: Maker, rank: int, size: int, length: int) -> None:
+    tensor = make.holding(pattern(rank, length))
+    outputs = [make.blank(length) for _ in range(size)]
+    dist.all_gather(outputs, tensor)
+    for peer, output in enumerate(outputs):
+        make.check(output, pattern(peer, length), f"piece of {peer}")
+    make.check(tensor, pattern(rank, length), "input")
+
+
+def all_gather_in_place(make: Maker, rank: int, size: int, length: int) -> None:
+    outputs = [make.blank(length) for _ in range(size)]
+    outputs[rank].copy_(make.of(pattern(rank, length)))
+    dist.all_gather(outputs, outputs[rank])
+    for peer, output in enumerate(outputs):
+        make.check(output, pattern(peer, length), f"piece of {peer}")
+
+
+def all_gather_uneven(make: Maker, rank: int, size: int, length: int) -> None:
+    """Rank p has length * p / (size - 1) elements, so one has none and one has them all."""
+    lengths = _shares(size, length)
+    tensor = make.holding(pattern(rank, lengths[rank]))
+    outputs = [make.blank(share) for share in lengths]
+    dist.all_gather(outputs, tensor)
+    for peer, output in enumerate(outputs):
+        make.check(output, pattern(peer, lengths[peer]), f"piece of {peer}")
+
+
+def _shares(size: int, length: int) -> list[int]:
+    return [length * peer // max(1, size - 1) for peer in range(size)]
+
+
+def all_gather_into_tensor(make: Maker, rank: int, size: int, length: int) -> None:
+    output = make.blank(size * length)
+    dist.all_gather_into_tensor(output, make.holding(pattern(rank, length)))
+    make.check(output, _in_rank_order(size, length), "output")
+
+
+def all_gather_into_tensor_in_place(make: Maker, rank: int, size: int, length: int) -> None:
+    output = make.blank(size * length)
+    piece = output[rank * length : (rank + 1) * length]
+    piece.copy_(make.of(pattern(rank, length)))
+    dist.all_gather_into_tensor(output, piece)
+    make.check(output, _in_rank_order(size, length), "output")
+
+
+def _in_rank_order(size: int, length: int) -> torch.Tensor:
+    return torch.cat([pattern(peer, length) for peer in range(size)])
+
+
+def gather_first(make: Maker, rank: int, size: int, length: int) -> None:
+    _gather(make, rank, size, length, root=0)
+
+
+def gather_last(make: Maker, rank: int, size: int, length: int) -> None:
+    _gather(make, rank, size, length, root=size - 1)
+
+
+def _gather(make: Maker, rank: int, size: int, length: int, root: int) -> None:
+    tensor = make.holding(pattern(rank, length))
+    outputs = [make.blank(length) for _ in range(size)] if rank == root else None
+    dist.gather(tensor, outputs, root)
+    for peer, output in enumerate(outputs or ()):
+        make.check(output, pattern(peer, length), f"piece of {peer}")
+    make.check(tensor, pattern(rank, length), "input")
+
+
+def scatter_first(make: Maker, rank: int, size: int, length: int) -> None:
+    _scatter(make, rank, size, length, root=0)
+
+
+def scatter_last(make: Maker, rank: int, size: int, length: int) -> None:
+    _scatter(make, rank, size, length, root=size - 1)
+
+
+def _scatter(make: Maker, rank: int, size: int, length: int, root: int) -> None:
+    output = make.blank(length)
+    inputs = [make.holding(pattern(root, length, peer)) for peer in range(size)] if rank == root else None
+    dist.scatter(output, inputs, root)
+    make.check(output, pattern(root, length, rank), f"scatter from {root}")
+
+
+def reduce_scatter(make: Maker, rank: int, size: int, length: int) -> None:
+    inputs = [make.holding(pattern(rank, length, peer)) for peer in range(size)]
+    output = make.blank(length)
+    dist.reduce_scatter(output, inputs)
+    make.check(output, total(size, length, rank), "output")
+    for peer, tensor in enumerate(inputs):
+        make.check(tensor, pattern(rank, length, peer), f"input {peer}")
+
+
+def reduce_scatter_uneven(make: Maker, rank: int, size: int, length: int) -> None:
+    lengths = _shares(size, length)
+    output = make.blank(lengths[rank])
+    dist.reduce_scatter(output, [make.holding(pattern(rank, lengths[peer], peer)) for peer in range(size)])
+    make.check(output, total(size, lengths[rank], rank), "output")
+
+
+def reduce_scatter_tensor(make: Maker, rank: int, size: int, length: int) -> None:
+    tensor = make.holding(torch.cat([pattern(rank, length, peer) for peer in range(size)]))
+    output = make.blank(length)
+    dist.reduce_scatter_tensor(output, tensor)
+    make.check(output, total(size, length, rank), "output")
+    make.check(tensor, torch.cat([pattern(rank, length, peer) for peer in range(size)]), "input")
+
+
+def reduce_scatter_tensor_in_place(make: Maker, rank: int, size: int, length: int) -> None:
+    tensor = make.holding(torch.cat([pattern(rank, length, peer) for peer in range(size)]))
+    output = tensor[rank * length : (rank + 1) * length]
+    dist.reduce_scatter_tensor(output, tensor)
+    make.check(output, total(size, length, rank), "output")
+
+
+def all_to_all(make: Maker, rank: int, size: int, length: int) -> None:
+    inputs = [make.holding(pattern(rank, length, peer)) for peer in range(size)]
+    outputs = [make.blank(length) for _ in range(size)]
+    dist.all_to_all(outputs, inputs)
+    for peer, output in enumerate(outputs):
+        make.check(output, pattern(peer, length, rank), f"from {peer}")
+
+
+def all_to_all_uneven(make: Maker, rank: int, size: int, length: int) -> None:
+    inputs = [make.holding(pattern(rank, _between(rank, peer, length), peer)) for peer in range(size)]
+    outputs = [make.blank(_between(peer, rank, length)) for peer in range(size)]
+    dist.all_to_all(outputs, inputs)
+    for peer, output in enumerate(outputs):
+        make.check(output, pattern(peer, _between(peer, rank, length), rank), f"from {peer}")
+
+
+def _between(sender: int, receiver: int, length: int) -> int:
+    """How much a rank sends to another in the uneven cases: some pairs nothing."""
+    return length * ((sender + 2 * receiver) % 3) // 2
+
+
+def all_to_all_single(make: Maker, rank: int, size: int, length: int) -> None:
+    output = make.blank(size * length)
+    dist.all_to_all_single(
+        output, make.holding(torch.cat([pattern(rank, length, peer) for peer in range(size)]))
+    )
+    make.check(output, torch.cat([pattern(peer, length, rank) for peer in range(size)]), "output")
+
+
+def all_to_all_single_split(make: Maker, rank: int, size: int, length: int) -> None:
+    sent = [_between(rank, peer, length) for peer in range(size)]
+    expected = [_between(peer, rank, length) for peer in range(size)]
+    source = torch.cat([pattern(rank, sent[peer], peer) for peer in range(size)])
+    output = make.blank(sum(expected))
+    dist.all_to_all_single(output, make.holding(source), expected, sent)
+    make.check(output, torch.cat([pattern(peer, expected[peer], rank) for peer in range(size)]), "output")
+
+
+def barrier(make: Maker, rank: int, size: int, length: int) -> None:
+    assert dist.barrier() is None
+
+
+REDUCTIONS: tuple[Case, ...] = (
+    all_reduce,
+    reduce_first,
+    reduce_last,
+    reduce_scatter,
+    reduce_scatter_uneven,
+    reduce_scatter_tensor,
+    reduce_scatter_tensor_in_place,
+)
+MOVES: tuple[Case, ...] = (
+    broadcast_first,
+    broadcast_last,
+    all_gather,
+    all_gather_in_place,
+    all_gather_uneven,
+    all_gather_into_tensor,
+    all_gather_into_tensor_in_place,
+    gather_first,
+    gather_last,
+    scatter_first,
+    scatter_last,
+    all_to_all,
+    all_to_all_uneven,
+    all_to_all_single,
+    all_to_all_single_split,
+    barrier,
+)
+CASES = REDUCTIONS + MOVES
+
+# One for each operation that a rank can be in.
+ONE_OF_EACH: tuple[Case, ...] = (
+    all_reduce,
+    reduce_first,
+    broadcast_first,
+    all_gather,
+    all_gather_into_tensor,
+    gather_first,
+    scatter_first,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+)
+
+WHERE = {"ordinary": lambda rank: False, "arena": lambda rank: True, "mixed": lambda rank: rank % 2 == 0}
+"""In what memory each rank's tensors lie."""
+
+
+def check_case(
+    case: Case, lengths: Sequence[int], dtypes: Sequence[torch.dtype], where: Sequence[str] = ()
+) -> None:
+    """On every rank: the case for all these lengths and dtypes, in all kinds of memory."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for length in lengths:
+        for dtype in dtypes:
+            for memory in where:
+                with saying(f"{case.__name__} of {length} {dtype}, {memory}, rank {rank} of {size}"):
+                    make = Maker(dtype, WHERE[memory](rank))
+                    case(make, rank, size, length)
+                    make.check_guards(case.__name__)
+
+
+@contextmanager
+def saying(what: str) -> Iterator[None]:
+    """Put what was done in front of an assertion that fails."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from error

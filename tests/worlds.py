@@ -1,0 +1,407 @@
+"""Running a function on every rank of a world, for tests: ranks as threads, or as processes.
+
+``run("threads", 4, fn, *args)`` calls ``fn(*args)`` on four ranks, in a default group, and returns what they
+returned, by rank; the first rank's exception is raised. ``outcomes(...)`` returns results and exceptions
+instead, and :func:`processes` gives ranks that can be killed while they run. Every world has a hard time
+limit, after which its stacks are printed and it is ended.
+
+Process ranks are forked by a server that is forked from the test process once, before there are any threads,
+and has torch and the kernels loaded. It finds functions by module and name, so they must be at a module's top
+level; the server imports modules that it does not know once, before it forks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import pickle
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NamedTuple
+
+import torch
+
+import torchestra as dist
+from torchestra.engine import warm_up
+from torchestra.store import FileStore, HashStore
+from torchestra.world import thread_rank
+
+KINDS = ("threads", "processes")
+
+# How long a rank waits for the others unless a test says otherwise, and how long a whole world may take.
+OP_SECONDS = 30.0
+WORLD_SECONDS = 60.0
+
+
+class Outcome(NamedTuple):
+    """How one rank ended."""
+
+    value: Any = None
+    error: BaseException | None = None
+    exit_code: int = 0
+
+    @property
+    def message(self) -> str:
+        """What its exception said."""
+        assert self.error is not None, f"the rank returned {self.value!r}"
+        return str(self.error)
+
+
+class RankDied(Exception):
+    """The process of a rank ended without a result."""
+
+
+class Remote(Exception):
+    """The traceback of a rank, as the cause of the exception that came from it."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def run(kind: str, size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """Call ``fn(*args)`` on every rank; the results, by rank. Options as for :func:`outcomes`."""
+    ended = outcomes(kind, size, fn, *args, **options)
+    for rank, outcome in enumerate(ended):
+        if outcome.error is not None:
+            outcome.error.add_note(f"on rank {rank} of {size} {kind}") if hasattr(
+                outcome.error, "add_note"
+            ) else None
+            raise outcome.error
+    return [outcome.value for outcome in ended]
+
+
+def outcomes(
+    kind: str,
+    size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = OP_SECONDS,
+    limit: float = WORLD_SECONDS,
+    init: bool = True,
+) -> list[Outcome]:
+    """Call ``fn(*args)`` on every rank; how each ended.
+
+    Args:
+        timeout: of the default group, in seconds.
+        limit: for the whole, in seconds.
+        init: whether the ranks are in a default group already. Without, a thread may call
+            ``init_process_group()``, and ``fn`` in a process is given a FileStore, rank and size first.
+    """
+    if kind == "threads":
+        return _run_threads(size, fn, args, timeout, limit, init)
+    with processes(size, fn, *args, timeout=timeout, init=init) as world:
+        return world.finish(limit)
+
+
+# -- threads
+
+
+def _run_threads(
+    size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, limit: float, init: bool
+) -> list[Outcome]:
+    store = HashStore()
+    ended: list[Outcome | None] = [None] * size
+
+    def body(rank: int) -> None:
+        try:
+            with thread_rank(rank, size, store):
+                if init:
+                    dist.init_process_group(timeout=timeout)
+                ended[rank] = Outcome(fn(*args))
+        except BaseException as error:
+            ended[rank] = Outcome(error=error)
+
+    threads = [
+        threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if late:
+        faulthandler.dump_traceback(sys.__stderr__)
+        raise AssertionError(f"ranks {late} of {size} threads have not ended after {limit} s")
+    return [outcome or Outcome() for outcome in ended]
+
+
+# -- processes, in the test
+
+
+class ProcessWorld:
+    """Ranks that are processes and run; end with :meth:`finish`.
+
+    Attributes:
+        pids: their process ids, by rank.
+    """
+
+    def __init__(self, connection: Connection, pids: list[int], directory: str) -> None:
+        self.pids = pids
+        self._connection = connection
+        self._directory = directory
+        self._told: list[Outcome | None] = [None] * len(pids)
+        self._running = set(range(len(pids)))
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank that runs."""
+        os.kill(self.pids[rank], number)
+
+    def path(self, name: str) -> str:
+        """A path in a directory that only this world uses; ranks find it in WORLD_DIRECTORY."""
+        return os.path.join(self._directory, name)
+
+    def await_file(self, name: str, limit: float = WORLD_SECONDS) -> str:
+        """Wait until a rank has called :func:`leave_note`; what it wrote."""
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            with contextlib.suppress(FileNotFoundError), open(self.path(name)) as file:
+                return file.read()
+            time.sleep(0.002)
+        raise AssertionError(f"no rank has written {name} after {limit} s")
+
+    def wait(self, rank: int, limit: float = WORLD_SECONDS) -> Outcome:
+        """Wait until one rank has ended; how it did."""
+        self._collect({rank}, limit)
+        return self._told[rank] or Outcome()
+
+    def finish(self, limit: float = WORLD_SECONDS) -> list[Outcome]:
+        """Wait until all have ended; how they did."""
+        self._collect(set(range(len(self.pids))), limit)
+        return [outcome or Outcome() for outcome in self._told]
+
+    def _collect(self, wanted: set[int], limit: float) -> None:
+        deadline = time.monotonic() + limit
+        while self._running & wanted:
+            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                late = sorted(self._running & wanted)
+                for rank in late:
+                    os.kill(self.pids[rank], signal.SIGUSR1)
+                time.sleep(0.5)
+                self.close()
+                raise AssertionError(
+                    f"ranks {late} of {len(self.pids)} processes have not ended after {limit} s"
+                )
+            rank, payload, status = self._connection.recv()
+            self._running.discard(rank)
+            self._told[rank] = _outcome_of(payload, os.waitstatus_to_exitcode(status))
+
+    def close(self) -> None:
+        """Kill what still runs, and wait until it is gone."""
+        for rank in self._running:
+            os.kill(self.pids[rank], signal.SIGKILL)
+        while self._running:
+            self._running.discard(self._connection.recv()[0])
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _outcome_of(payload: bytes, exit_code: int) -> Outcome:
+    if not payload:
+        return Outcome(
+            error=RankDied(f"ended with exit code {exit_code} and without a result"), exit_code=exit_code
+        )
+    value, error, text = pickle.loads(payload)
+    if error is not None:
+        error.__cause__ = Remote(text)
+    return Outcome(value, error, exit_code)
+
+
+@contextlib.contextmanager
+def processes(
+    size: int, fn: Callable[..., Any], *args: Any, timeout: float = OP_SECONDS, init: bool = True
+) -> Iterator[ProcessWorld]:
+    """Ranks that run ``fn(*args)`` in processes while the block runs; what then still runs is killed."""
+    connection = start_server()
+    directory = tempfile.mkdtemp(prefix="torchestra-test-")
+    try:
+        connection.send_bytes(pickle.dumps((list(sys.path), size, directory, timeout, init)))
+        connection.send_bytes(pickle.dumps((fn, args)))
+        pids = connection.recv()
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    if isinstance(pids, str):
+        raise AssertionError(f"the fork server could not start the ranks: {pids}")
+    world = ProcessWorld(connection, pids, directory)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+_server: tuple[int, int, Connection] | None = None
+
+
+def start_server() -> Connection:
+    """Start the fork server unless it runs; the end that it is talked to through."""
+    global _server
+    if _server is None or _server[0] != os.getpid():
+        torch.set_num_threads(1)
+        warm_up()
+        ours, theirs = Pipe()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            _serve(theirs)
+        theirs.close()
+        _server = (os.getpid(), pid, ours)
+        atexit.register(_stop_server)
+    return _server[2]
+
+
+def _stop_server() -> None:
+    global _server
+    if _server is not None and _server[0] == os.getpid():
+        _server[2].close()
+        os.waitpid(_server[1], 0)
+        _server = None
+
+
+# -- the server
+
+
+def _serve(connection: Connection) -> None:
+    """Fork worlds, one after the other, until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            path, size, directory, timeout, init = pickle.loads(connection.recv_bytes())
+            sys.path[:] = path
+            request = connection.recv_bytes()
+            try:
+                fn, args = pickle.loads(request)
+            except BaseException:
+                connection.send(traceback.format_exc())
+                continue
+            _fork_world(connection, size, directory, timeout, init, fn, args)
+    os._exit(0)
+
+
+def _fork_world(
+    connection: Connection,
+    size: int,
+    directory: str,
+    timeout: float,
+    init: bool,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    pipes: dict[int, int] = {}  # descriptor to read from: rank
+    pids = []
+    for rank in range(size):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            for descriptor in (read, *pipes):
+                os.close(descriptor)
+            _be_rank(write, rank, size, directory, timeout, init, fn, args)
+        os.close(write)
+        pipes[read] = rank
+        pids.append(pid)
+    connection.send(pids)
+    chunks: list[list[bytes]] = [[] for _ in range(size)]
+    poll = select.poll()
+    poll.register(connection.fileno(), 0)  # only its end is looked for: the test process is gone
+    for descriptor in pipes:
+        poll.register(descriptor, select.POLLIN)
+    while pipes:
+        for descriptor, _ in poll.poll():
+            if descriptor not in pipes:
+                for rank in pipes.values():
+                    os.kill(pids[rank], signal.SIGKILL)
+                os._exit(1)
+            rank = pipes[descriptor]
+            if piece := os.read(descriptor, 1 << 20):
+                chunks[rank].append(piece)
+                continue
+            poll.unregister(descriptor)
+            os.close(descriptor)
+            del pipes[descriptor]
+            _, status = os.waitpid(pids[rank], 0)
+            connection.send((rank, b"".join(chunks[rank]), status))
+
+
+def _be_rank(
+    write: int,
+    rank: int,
+    size: int,
+    directory: str,
+    timeout: float,
+    init: bool,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """The whole life of a rank."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    os.environ["WORLD_DIRECTORY"] = directory
+    value, error, text = None, None, ""
+    try:
+        torch.set_num_threads(1)
+        store = FileStore(os.path.join(directory, "store"), size)
+        if init:
+            dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout)
+            value = fn(*args)
+        else:
+            value = fn(store, rank, size, *args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException as caught:
+        error, text = caught, traceback.format_exc()
+    try:
+        payload = pickle.dumps((value, error, text))
+        pickle.loads(payload)
+    except Exception as unpicklable:
+        payload = pickle.dumps(
+            (None, AssertionError(f"{unpicklable!r} while pickling {value!r}, {error!r}\n{text}"), text)
+        )
+    with contextlib.suppress(OSError), os.fdopen(write, "wb") as file:
+        file.write(payload)
+    os._exit(0 if error is None else 1)
+
+
+# -- for functions that run on ranks
+
+
+def leave_note(name: str, text: str = "") -> None:
+    """From a process rank: tell the test something (see :meth:`ProcessWorld.await_file`)."""
+    path = os.path.join(os.environ["WORLD_DIRECTORY"], name)
+    with open(path + ".new", "w") as file:
+        file.write(text)
+    os.rename(path + ".new", path)
+
+
+def await_note(name: str, limit: float = WORLD_SECONDS) -> None:
+    """From a process rank: wait until the test, or another rank, has left a note."""
+    path = os.path.join(os.environ["WORLD_DIRECTORY"], name)
+    deadline = time.monotonic() + limit
+    while not os.path.exists(path):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"nobody has written {name} after {limit} s")
+        time.sleep(0.002)
+
+
+def mappings() -> list[str]:
+    """The memory files of torchestra that this process has mapped."""
+    with open("/proc/self/maps") as file:
+        return [line for line in file if "memfd:torchestra" in line]
+
+
+def descriptors() -> set[str]:
+    """What this process has open, by descriptor."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+    return found
