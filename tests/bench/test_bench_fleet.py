@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -21,59 +22,60 @@ def memory_peer(kind: str = "memory") -> Peer:
     return Peer("memory", kind, Path(sys.executable), (Column("memory", "memory"),))
 
 
-def processes_of(directory: Path) -> list[int]:
-    """The processes whose environment names a socket in a directory."""
-    found = []
+def ranks_of(tag: str) -> dict[int, int]:
+    """The processes of the ranks that inherited a tag in their environment, by rank."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                if f"{directory}/".encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
+                environment = (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
+            if f"BENCH_TEST_TAG={tag}".encode() in environment:
+                ranks = [variable[5:] for variable in environment if variable.startswith(b"RANK=")]
+                found |= {int(rank): int(entry.name) for rank in ranks}
     return found
 
 
-def test_every_rank_answers_in_order_and_nothing_is_left(tmp_path, nothing_left):
-    with Fleet(memory_peer(), 3, tmp_path) as fleet:
-        assert len(processes_of(tmp_path)) == 3
+@pytest.fixture
+def tag(monkeypatch) -> str:
+    value = uuid.uuid4().hex
+    monkeypatch.setenv("BENCH_TEST_TAG", value)
+    return value
+
+
+def test_every_rank_answers_in_order_and_nothing_is_left(tag, nothing_left):
+    with Fleet(memory_peer(), 3) as fleet:
+        assert set(ranks_of(tag)) == {0, 1, 2}
         assert fleet.description.startswith("NumPy")
         assert fleet.ask(PREPARE, 20) == [{}, {}, {}]
         answers = fleet.ask(TIME, 20)
         assert [len(answer["means"]) for answer in answers] == [3, 3, 3]
         assert all(mean > 0 for answer in answers for mean in answer["means"])
     nothing_left()
-    assert list(tmp_path.glob("*.socket")) == []
 
 
-def test_a_rank_that_dies_is_named_at_once(tmp_path, nothing_left):
-    with Fleet(memory_peer(), 2, tmp_path) as fleet:
+def test_a_rank_that_dies_is_named_at_once(tag, nothing_left):
+    with Fleet(memory_peer(), 2) as fleet:
         fleet.ask(PREPARE, 20)
-        numbers = {number: _rank_of(number) for number in processes_of(tmp_path)}
-        victim = next(number for number, rank in numbers.items() if rank == 1)
-        os.kill(victim, signal.SIGKILL)
+        os.kill(ranks_of(tag)[1], signal.SIGKILL)
         with pytest.raises(PeerError, match="memory, 2 ranks: rank 1 is gone at time update"):
             fleet.ask({**TIME, "batches": 200}, 60)
     nothing_left()
 
 
-def _rank_of(number: int) -> int:
-    environment = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
-    return int(next(entry for entry in environment if entry.startswith(b"RANK=")).split(b"=")[1])
-
-
-def test_a_rank_that_raises_tells_what(tmp_path, nothing_left):
+def test_a_rank_that_raises_tells_what(nothing_left):
     with (
-        Fleet(memory_peer(), 2, tmp_path) as fleet,
+        Fleet(memory_peer(), 2) as fleet,
         pytest.raises(PeerError, match=r"rank \d failed at prepare nonsense: KeyError: 'nonsense'"),
     ):
         fleet.ask({**PREPARE, "operation": "nonsense"}, 20)
     nothing_left()
 
 
-def test_a_peer_that_cannot_start_says_why_and_leaves_nothing(tmp_path, nothing_left):
+def test_a_peer_that_cannot_start_says_why_and_leaves_nothing(nothing_left):
     with pytest.raises(PeerError, match="ValueError: there is no kind of rank called 'telepathy'"):
-        Fleet(memory_peer("telepathy"), 2, tmp_path)
+        Fleet(memory_peer("telepathy"), 2)
     nothing_left()
 
 
@@ -85,7 +87,7 @@ def test_a_peer_whose_interpreter_ends_at_once_shows_its_last_words(tmp_path):
     with pytest.raises(
         PeerError, match=r"Broken MPI, 2 ranks: a rank ended .*cannot open shared object file"
     ):
-        Fleet(peer, 2, tmp_path)
+        Fleet(peer, 2)
 
 
 def test_a_peer_that_never_joins_is_given_up_and_ended(tmp_path, nothing_left):
@@ -94,12 +96,12 @@ def test_a_peer_that_never_joins_is_given_up_and_ended(tmp_path, nothing_left):
     python.chmod(0o755)
     peer = Peer("asleep", "mpi", python, (Column("asleep", "Sleepy MPI"),))
     with pytest.raises(PeerError, match="only 0 of 2 ranks came"):
-        Fleet(peer, 2, tmp_path, start_seconds=0.2)
+        Fleet(peer, 2, start_seconds=0.2)
     nothing_left()
 
 
-def test_an_answer_that_does_not_come_in_time_is_an_error(tmp_path, nothing_left):
-    with Fleet(memory_peer(), 2, tmp_path) as fleet:
+def test_an_answer_that_does_not_come_in_time_is_an_error(nothing_left):
+    with Fleet(memory_peer(), 2) as fleet:
         fleet.ask(PREPARE, 20)
         with pytest.raises(PeerError, match="rank 0, rank 1 did not finish time update in time"):
             fleet.ask({**TIME, "batches": 100_000_000}, 0.1)
@@ -107,27 +109,27 @@ def test_an_answer_that_does_not_come_in_time_is_an_error(tmp_path, nothing_left
     nothing_left()
 
 
-def test_ranks_leave_when_the_driver_is_killed(tmp_path, nothing_left):
+def test_ranks_leave_when_the_driver_is_killed(tag, nothing_left):
     script = (
         "import sys, time\nfrom pathlib import Path\nfrom torchestra.bench.fleet import Fleet\n"
         "from torchestra.bench.peers import Column, Peer\n"
         "peer = Peer('memory', 'memory', Path(sys.executable), (Column('memory', 'memory'),))\n"
-        f"fleet = Fleet(peer, 2, Path({str(tmp_path)!r}))\nprint('started', flush=True)\ntime.sleep(1000)\n"
+        "fleet = Fleet(peer, 2)\nprint('started', flush=True)\ntime.sleep(1000)\n"
     )
     driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     try:
         assert driver.stdout is not None
         assert driver.stdout.readline() == b"started\n"
-        assert len(processes_of(tmp_path)) == 2
+        assert set(ranks_of(tag)) == {0, 1}
     finally:
         driver.kill()
         driver.communicate()
     nothing_left()
 
 
-def test_streams_are_told_in_bytes_per_second_of_all_processes(tmp_path, monkeypatch):
+def test_streams_are_told_in_bytes_per_second_of_all_processes(monkeypatch):
     monkeypatch.setattr("torchestra.bench.measuring._STREAM_BYTES", 1 << 20)
-    with Fleet(memory_peer(), 2, tmp_path) as fleet:
+    with Fleet(memory_peer(), 2) as fleet:
         rates = measure_streams(fleet, ("update", "read", "write", "copy"), 0.01)
     assert set(rates) == {"update", "read", "write", "copy"}
     # Between a slow phone and a rack: a mistake in the units would be outside.

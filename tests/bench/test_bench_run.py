@@ -106,23 +106,27 @@ def test_a_barrier_knows_no_symmetric_memory():
 
 
 MARKING = """\
-import os, pathlib, sys, time
-where = pathlib.Path(os.environ["TORCHESTRA_BENCH_MARKS"])
+import os, socket, sys, time
+mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 for rank in range({ranks}):
-    (where / f"rank-{{rank}}").write_text(repr(time.monotonic()))
+    mark.sendto(repr(time.monotonic()).encode(), "\\0" + os.environ["TORCHESTRA_BENCH_SOCKET"])
 print("all is lost")
 sys.exit({code})
 """
 
 
-def test_a_launch_lasts_until_the_last_rank_has_left_its_mark():
-    assert 0 < launch_time([sys.executable], MARKING.format(ranks=2, code=0), 2) < 60
+def launched(ranks: int, code: int) -> float:
+    return launch_time([sys.executable, "-c", MARKING.format(ranks=ranks, code=code)], 2, {})
+
+
+def test_a_launch_lasts_until_the_last_rank_is_done():
+    assert 0 < launched(ranks=2, code=0) < 60
 
 
 @pytest.mark.parametrize(("ranks", "code"), [(1, 0), (2, 3)])
 def test_a_launch_that_fails_is_an_error_with_its_last_line(ranks, code):
-    with pytest.raises(RuntimeError, match=f"exit code {code}: all is lost"):
-        launch_time([sys.executable], MARKING.format(ranks=ranks, code=code), 2)
+    with pytest.raises(RuntimeError, match=f"exit code {code}, {ranks} of 2 ranks came: all is lost"):
+        launched(ranks, code)
 
 
 def test_without_peers_the_report_says_so_and_the_function_prints_nothing(capsys, tmp_path, monkeypatch):

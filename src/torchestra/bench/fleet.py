@@ -1,8 +1,9 @@
 """The processes of one peer: started together, told what to do, and gone in the end whatever happens.
 
-Each rank connects to a Unix socket in a directory that only this user can enter (an MPI's launcher
-leaves its ranks no usable standard input). Every wait has a deadline, and a rank that ends is noticed
-at once, because its connection closes.
+Each rank connects to a socket (an MPI's launcher leaves its ranks no usable standard input) whose name is
+random and nowhere in the file system, so that nothing stays behind if this process is killed; who connects
+as another user is turned away. Every wait has a deadline, and a rank that ends is noticed at once, because
+its connection closes.
 """
 
 from __future__ import annotations
@@ -10,25 +11,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torchestra.bench.peers import Peer, rank_environment, torchestra_environment
 from torchestra.bench.ranks.session import SOCKET_VARIABLE
 from torchestra.errors import DistError
 
-__all__ = ["Fleet", "PeerError", "free_port"]
+__all__ = ["Fleet", "PeerError", "free_port", "last_line"]
 
 _START_SECONDS = 120.0
 _QUIT_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
+_TAIL_BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")
 _ENTRY = Path(__file__).resolve().parent / "ranks" / "__main__.py"
 
@@ -45,10 +49,14 @@ class _Rank:
         self.number = -1
         self._received = b""
         self._process: int | None = None
-        # A descriptor of the process, where there is such a thing: a number may be someone else's later.
+        about = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        number, user, _ = _CREDENTIALS.unpack(about)
+        if user != os.geteuid():
+            connection.close()
+            raise PermissionError(f"user {user} connected to the benchmark of user {os.geteuid()}")
+        # The process itself, not its number, which may be someone else's later. Python may lack the call.
         with contextlib.suppress(OSError, AttributeError):
-            about = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            self._process = os.pidfd_open(_CREDENTIALS.unpack(about)[0])
+            self._process = os.pidfd_open(number)
 
     @property
     def name(self) -> str:
@@ -88,7 +96,6 @@ class Fleet:
     Args:
         peer: what to start.
         world: how many ranks.
-        directory: a private directory for the socket and the ranks' output.
         start_seconds: how long the ranks may take until all have joined.
 
     Attributes:
@@ -98,19 +105,17 @@ class Fleet:
         PeerError: the ranks did not start in time; the message ends with the last line of their output.
     """
 
-    def __init__(
-        self, peer: Peer, world: int, directory: Path, start_seconds: float = _START_SECONDS
-    ) -> None:
+    def __init__(self, peer: Peer, world: int, start_seconds: float = _START_SECONDS) -> None:
         self.peer = peer
         self.world = world
         self.description = ""
-        self._log = directory / f"{peer.key}-{world}.log"
-        self._socket = directory / f"{peer.key}-{world}.socket"
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115, closed with the processes
+        self._address = f"torchestra-bench-{secrets.token_hex(16)}"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: list[_Rank] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._listener.bind(str(self._socket))
+            self._listener.bind("\0" + self._address)
             self._listener.listen(world)
             self._start()
             self._gather(time.monotonic() + start_seconds)
@@ -165,11 +170,11 @@ class Fleet:
             rank.close()
         self._ranks.clear()
         self._listener.close()
-        self._socket.unlink(missing_ok=True)
+        self._output.close()
 
     def _start(self) -> None:
         peer, entry = self.peer, [str(self.peer.python), str(_ENTRY), self.peer.kind]
-        extra = {**peer.environment, SOCKET_VARIABLE: str(self._socket)}
+        extra = {**peer.environment, SOCKET_VARIABLE: self._address}
         if peer.mpiexec is not None:
             command = [str(peer.mpiexec), "-n", str(self.world), *entry]
             self._spawn(command, rank_environment(extra))
@@ -180,23 +185,22 @@ class Fleet:
             self._spawn(entry, complete({**extra, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
 
     def _spawn(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        with self._log.open("ab") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    start_new_session=True,
-                )
+        self._processes.append(
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                env=environment,
+                start_new_session=True,
             )
+        )
 
     def _gather(self, deadline: float) -> None:
         """Accept a connection from every rank, and learn who it is."""
         self._listener.settimeout(_LOOK_SECONDS)
         while len(self._ranks) < self.world:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, PermissionError):
                 connection, _ = self._listener.accept()
                 self._ranks.append(_Rank(connection))
                 continue
@@ -239,11 +243,19 @@ class Fleet:
 
     def _error(self, reason: str, tail: bool = True) -> PeerError:
         """The reason, and the last line that the ranks printed, unless the reason says it all."""
-        lines: list[str] = []
-        with contextlib.suppress(OSError):
-            lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        output = f" (last output: {lines[-1].strip()[:300]})" if tail and lines else ""
+        line = last_line(self._output) if tail else ""
+        output = f" (last output: {line})" if line else ""
         return PeerError(f"{self.peer.columns[0].title}, {self.world} ranks: {reason}{output}")
+
+
+def last_line(output: IO[bytes]) -> str:
+    """The last line with something in it of what processes wrote into a file."""
+    # Read without moving the position that the processes write at.
+    size = os.fstat(output.fileno()).st_size
+    start = max(0, size - _TAIL_BYTES)
+    text = os.pread(output.fileno(), size - start, start).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
 
 
 def free_port() -> str:

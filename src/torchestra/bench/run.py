@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ __all__ = ["run_benchmark"]
 _LOOK_SECONDS = 0.2
 _STREAM_SECONDS = 0.25
 _MEMORY_SHARE = 0.7
-_SOCKET_PATH_LIMIT = 70
 
 
 def run_benchmark(options: BenchOptions, watch: Watch | None = None) -> BenchReport:
@@ -73,9 +70,9 @@ class _Run:
         peers, notes = find_peers(self._options, Path.cwd())
         self._notes += notes
         for world in self._options.nproc:
-            with _private_directory() as directory, contextlib.ExitStack() as stack:
-                fleets = self._start(peers, world, directory, stack)
-                memory = self._start_memory(world, directory, stack)
+            with contextlib.ExitStack() as stack:
+                fleets = self._start(peers, world, stack)
+                memory = self._start_memory(world, stack)
                 self._world(world, fleets, memory)
 
     def startup(self) -> None:
@@ -105,13 +102,13 @@ class _Run:
         )
 
     def _start(
-        self, peers: list[Peer], world: int, directory: Path, stack: contextlib.ExitStack
+        self, peers: list[Peer], world: int, stack: contextlib.ExitStack
     ) -> list[tuple[Column, Fleet]]:
         turns = []
         for peer in peers:
             self._tell(f"{world} ranks: starting {peer.columns[0].title}")
             try:
-                fleet = stack.enter_context(Fleet(peer, world, directory))
+                fleet = stack.enter_context(Fleet(peer, world))
             except PeerError as error:
                 self._notes.append(str(error))
                 continue
@@ -121,13 +118,13 @@ class _Run:
                 turns.append((column, fleet))
         return turns
 
-    def _start_memory(self, world: int, directory: Path, stack: contextlib.ExitStack) -> Fleet | None:
+    def _start_memory(self, world: int, stack: contextlib.ExitStack) -> Fleet | None:
         """The processes that find the memory's bandwidth, where a floor is asked for."""
         if max(self._options.sizes) < FLOOR_FROM_BYTES:
             return None
         peer = Peer("memory", "memory", Path(sys.executable), (Column("memory", "memory bandwidth"),))
         try:
-            return stack.enter_context(Fleet(peer, world, directory))
+            return stack.enter_context(Fleet(peer, world))
         except PeerError as error:
             self._notes.append(str(error))
             return None
@@ -178,11 +175,3 @@ class _Run:
 def _column_missing(column: Column, operation: str, timings: dict[str, Any]) -> bool:
     left_out = operation == "barrier" and column.memory != "private"
     return not left_out and column.key not in timings
-
-
-@contextlib.contextmanager
-def _private_directory() -> Iterator[Path]:
-    """A directory that only this user can enter, with a path short enough for a Unix socket."""
-    where = None if len(tempfile.gettempdir()) < _SOCKET_PATH_LIMIT else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="torchestra-bench-", dir=where) as name:
-        yield Path(name)

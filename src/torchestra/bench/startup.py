@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,9 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchestra.bench.fleet import free_port
+from torchestra.bench.fleet import free_port, last_line
 from torchestra.bench.options import BenchOptions
 from torchestra.bench.peers import torchestra_environment
+from torchestra.bench.ranks.session import SOCKET_VARIABLE
 from torchestra.bench.report import SideRow, SideTable
 from torchestra.bench.summary import percentile
 
@@ -23,32 +26,20 @@ __all__ = ["launch_time", "measure_startup"]
 _REPEATS = 3
 _LIMIT_SECONDS = 90.0
 _GRACE_SECONDS = 5.0
-_MARKS = "TORCHESTRA_BENCH_MARKS"
-_SCRIPT = """\
-import os, pathlib, time
-import torch
-import {module} as dist
-dist.init_process_group({backend})
-tensor = torch.ones(1)
-dist.all_reduce(tensor)
-done = time.monotonic()
-assert tensor.item() == dist.get_world_size()
-pathlib.Path(os.environ["{marks}"], f"rank-{{dist.get_rank()}}").write_text(repr(done))
-dist.destroy_process_group()
-"""
+_SCRIPT = str(Path(__file__).resolve().parent / "ranks" / "first_all_reduce.py")
 _COLUMNS = (("torchestra", "torchestra run"), ("gloo", "torchrun"))
-_LAUNCHERS = {
-    "torchestra": (("torchestra", "run", "--nproc={world}"), "torchestra", ""),
+_COMMANDS = {
+    "torchestra": ("torchestra", "run", "--nproc={world}"),
     "gloo": (
-        (
-            "torch.distributed.run",
-            "--master-addr=127.0.0.1",
-            "--master-port={port}",
-            "--nproc-per-node={world}",
-        ),
-        "torch.distributed",
-        '"gloo"',
+        "torch.distributed.run",
+        "--master-addr=127.0.0.1",
+        "--master-port={port}",
+        "--nproc-per-node={world}",
     ),
+}
+_ENVIRONMENTS = {
+    "torchestra": {"TORCHESTRA_BENCH_MODULE": "torchestra"},
+    "gloo": {"TORCHESTRA_BENCH_MODULE": "torch.distributed", "TORCHESTRA_BENCH_BACKEND": "gloo"},
 }
 
 
@@ -61,12 +52,10 @@ def measure_startup(options: BenchOptions) -> tuple[SideTable, list[str]]:
         times: dict[str, list[float]] = {key: [] for key in keys}
         for _ in range(_REPEATS):
             for key in list(times):
-                command, module, backend = _LAUNCHERS[key]
-                script = _SCRIPT.format(module=module, backend=backend, marks=_MARKS)
+                words = [word.format(world=world, port=free_port()) for word in _COMMANDS[key]]
+                command = [sys.executable, "-m", *words, _SCRIPT]
                 try:
-                    port = free_port()
-                    arguments = [argument.format(world=world, port=port) for argument in command]
-                    times[key].append(launch_time([sys.executable, "-m", *arguments], script, world))
+                    times[key].append(launch_time(command, world, _ENVIRONMENTS[key]))
                 except (OSError, RuntimeError) as error:
                     notes.append(f"start-up of {world} ranks by {dict(_COLUMNS)[key]}: {error}")
                     del times[key]
@@ -76,43 +65,41 @@ def measure_startup(options: BenchOptions) -> tuple[SideTable, list[str]]:
     return SideTable("startup", title, "s", columns, tuple(rows)), notes
 
 
-def launch_time(
-    command: Sequence[str], script: str, world: int, environment: Mapping[str, str] | None = None
-) -> float:
-    """Seconds from the start of ``command`` (a script's name is added) until the last rank has left its mark.
+def launch_time(command: Sequence[str], world: int, environment: Mapping[str, str]) -> float:
+    """Seconds from the start of ``command`` until the last of its ranks says that it is done.
 
-    Each rank writes ``time.monotonic()`` into the file ``rank-R`` of the directory that the variable
-    ``TORCHESTRA_BENCH_MARKS`` names. Nothing of the command is left running.
+    Each rank sends ``repr(time.monotonic())`` to the datagram socket that ``TORCHESTRA_BENCH_SOCKET`` names
+    (after a 0 byte). Nothing of the command is left running, nor on the disk.
 
     Raises:
-        RuntimeError: the command failed or took longer than 90 seconds, or a rank left no mark.
+        RuntimeError: the command failed or took longer than 90 seconds, or not all ranks said something.
     """
-    with tempfile.TemporaryDirectory(prefix="torchestra-bench-") as name:
-        directory = Path(name)
-        path = directory / "first_all_reduce.py"
-        path.write_text(script)
-        extra = {_MARKS: name, **(environment or {})}
+    address = f"torchestra-bench-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as marks, tempfile.TemporaryFile() as output:
+        marks.bind("\0" + address)
+        marks.setblocking(False)
         start = time.monotonic()
-        with (directory / "output").open("wb") as output:
-            process = subprocess.Popen(
-                [*command, str(path)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=torchestra_environment(extra),
-                start_new_session=True,
-            )
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=torchestra_environment({**environment, SOCKET_VARIABLE: address}),
+            start_new_session=True,
+        )
         try:
             code = process.wait(_LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"did not end within {_LIMIT_SECONDS:.0f} s") from None
         finally:
             _end(process)
-        marks = [directory / f"rank-{rank}" for rank in range(world)]
-        if code != 0 or not all(mark.exists() for mark in marks):
-            lines = (directory / "output").read_text(errors="replace").strip().splitlines()
-            raise RuntimeError(f"exit code {code}: {lines[-1] if lines else 'no output'}")
-        return max(float(mark.read_text()) for mark in marks) - start
+        done = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                done.append(float(marks.recv(64)))
+        if code != 0 or len(done) != world:
+            raise RuntimeError(f"exit code {code}, {len(done)} of {world} ranks came: {last_line(output)}")
+        return max(done) - start
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,11 +14,11 @@ from torchestra.bench.report import BenchReport, Cell, ColumnInfo, SideTable
 
 __all__ = ["format_ratio", "format_seconds", "format_time", "render", "summary_lines", "to_markdown"]
 
-_LEAST_WIDTH = 140
+_LEAST_WIDTH = 160
 _MISSING = "-"
 Styler = Callable[[BenchReport, Cell, ColumnInfo], str]
 
-OPERATION_TITLES = {"send_recv": "send + recv, and back"}
+OPERATION_TITLES = {"send_recv": "send + recv"}
 _LOST = "bold red"
 _WON = "green"
 
@@ -50,8 +51,11 @@ def render(report: BenchReport, console: Console | None = None) -> None:
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=max(_LEAST_WIDTH, console.width))
-    parts: list[RenderableType] = [_cells_table(report, world) for world in report.worlds]
-    parts += [_side_table(table) for table in report.tables]
+    parts: list[RenderableType] = []
+    for world in report.worlds:
+        parts += [_heading(f"{world} ranks, float32, µs"), _cells_table(report, world)]
+    for side in report.tables:
+        parts += [_heading(f"{side.title} ({side.unit})"), _side_table(side)]
     parts += [Text(line) for line in summary_lines(report)]
     parts += [Text(f"left out: {note}", style="yellow") for note in report.notes]
     console.print(Group(*parts))
@@ -118,8 +122,15 @@ def summary_lines(report: BenchReport) -> list[str]:
         usual = sorted(report.disturbance)[len(report.disturbance) // 2]
         warning = "; other programs were running, take the numbers with care" if worst > 0.05 else ""
         lines.append(f"disturbance: the machine was {usual:.0%} busy (at worst {worst:.0%}) at rest{warning}")
-    lines.append(f"median of the slowest rank; took {report.seconds:.0f} s")
+    lines.append(
+        f"median of the slowest rank (send + recv: half of there and back); took {report.seconds:.0f} s"
+    )
     return lines
+
+
+def _heading(text: str) -> Text:
+    """A title of its own: that of a table would be broken to the table's width."""
+    return Text("\n" + text, style="bold")
 
 
 def _label(cell: Cell) -> str:
@@ -128,9 +139,11 @@ def _label(cell: Cell) -> str:
 
 def _cells_table(report: BenchReport, world: int) -> Table:
     header, *rows = _rows(report, world, _colour_style)
-    table = Table(title=f"{world} ranks, float32, µs", title_justify="left", header_style="bold")
+    table = Table(header_style="bold", box=SIMPLE_HEAD)
     for position, title in enumerate(header):
-        table.add_column(title, justify="left" if position == 0 else "right", no_wrap=True)
+        # Two lines keep the ratios' columns narrow; folding shows all digits where the terminal is too small.
+        header_text = Text(title.plain.replace(" / ", "\n/ "))
+        table.add_column(header_text, justify="left" if position == 0 else "right", overflow="fold")
     previous = ""
     for row in rows:
         if previous and row[0].plain != previous:
@@ -213,7 +226,7 @@ def _side_ratio_titles(table: SideTable) -> list[str]:
 
 
 def _side_table(table: SideTable) -> Table:
-    shown = Table(title=f"{table.title} ({table.unit})", title_justify="left", header_style="bold")
+    shown = Table(header_style="bold", box=SIMPLE_HEAD)
     shown.add_column("")
     for title in [*(title for _, title in table.columns), *_side_ratio_titles(table)]:
         shown.add_column(title, justify="right")

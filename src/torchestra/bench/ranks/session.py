@@ -1,4 +1,4 @@
-"""A rank's talk with the driver: one JSON object per line over a Unix socket.
+"""A rank's talk with the driver: one JSON object per line over a socket.
 
 Between two commands a rank is blocked in a read of that socket, so that a peer which waits for its
 turn costs the peer that is being measured nothing.
@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import traceback
 from typing import Any
@@ -33,9 +34,10 @@ from .timing import timed
 __all__ = ["SOCKET_VARIABLE", "main"]
 
 SOCKET_VARIABLE = "TORCHESTRA_BENCH_SOCKET"
-"""The environment variable that tells a rank where the driver listens."""
+"""The environment variable with the name of the driver's socket (without the 0 byte that is before it)."""
 
 _UNTOUCHED = -1.0
+_LEAVE_SECONDS = 10
 
 
 class _Slot:
@@ -120,7 +122,7 @@ def _member(kind: str) -> Member:
 def main(kind: str) -> None:
     """Join the peer ``kind``, then do what the driver says until it says quit."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(os.environ[SOCKET_VARIABLE])
+    connection.connect("\0" + os.environ[SOCKET_VARIABLE])
     lines = connection.makefile("r", encoding="utf-8")
 
     def tell(message: dict[str, Any]) -> None:
@@ -136,8 +138,7 @@ def main(kind: str) -> None:
     for line in lines:
         command = json.loads(line)
         if command["do"] == "quit":
-            member.close()
-            return
+            break
         try:
             reply = session.answer(command)
         except Exception as error:
@@ -145,5 +146,6 @@ def main(kind: str) -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         with contextlib.suppress(BrokenPipeError):
             tell(reply)
-    # The driver is gone, and nobody can say whether the other ranks still take part in anything.
-    os._exit(1)
+    # Leaving takes all ranks; if the driver is gone, nobody but the alarm ends those that wait in vain.
+    signal.alarm(_LEAVE_SECONDS)
+    member.close()
