@@ -8,6 +8,7 @@ asked.
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import mmap
 import os
@@ -31,8 +32,10 @@ class Heap:
         self._arena = arena
         self._start = arena.layout.heaps + rank * arena.layout.heap_bytes
         self._free: list[tuple[int, int]] = [(0, arena.layout.heap_bytes)]
-        # A finaliser may run in the middle of an allocation, on the same thread.
-        self._lock = threading.RLock()
+        # A finaliser may run at any moment, also in the middle of an allocation and on the same thread: it
+        # only leaves a note here, and the next allocation does the rest.
+        self._given: collections.deque[tuple[int, int]] = collections.deque()
+        self._lock = threading.Lock()
         self._owner = os.getpid()
         self.first_address = arena.address + self._start
         self.last_address = self.first_address + arena.layout.heap_bytes
@@ -59,6 +62,8 @@ class Heap:
 
     def _take(self, length: int) -> int:
         with self._lock:
+            while self._given:
+                self._insert(*self._given.popleft())
             for index, (offset, free) in enumerate(self._free):
                 if free >= length:
                     if free == length:
@@ -78,12 +83,15 @@ class Heap:
             last = (self._start + offset + length) // mmap.PAGESIZE * mmap.PAGESIZE
             with contextlib.suppress(OSError):
                 self._arena.memory.madvise(mmap.MADV_REMOVE, first, last - first)
-        with self._lock:
-            index = bisect.bisect(self._free, (offset, 0))
-            if index < len(self._free) and offset + length == self._free[index][0]:
-                length += self._free.pop(index)[1]
-            if index > 0 and sum(self._free[index - 1]) == offset:
-                offset, before = self._free.pop(index - 1)
-                length += before
-                index -= 1
-            self._free.insert(index, (offset, length))
+        self._given.append((offset, length))
+
+    def _insert(self, offset: int, length: int) -> None:
+        """Put a range back into the list of free ones."""
+        index = bisect.bisect(self._free, (offset, 0))
+        if index < len(self._free) and offset + length == self._free[index][0]:
+            length += self._free.pop(index)[1]
+        if index > 0 and sum(self._free[index - 1]) == offset:
+            offset, before = self._free.pop(index - 1)
+            length += before
+            index -= 1
+        self._free.insert(index, (offset, length))
