@@ -124,6 +124,11 @@ def test_the_terminal_shows_times_ratios_floors_and_what_was_left_out():
     assert "take the numbers with care" in text
 
 
+def test_a_long_list_of_lost_cells_is_only_counted():
+    many = [cell(2, "reduce", 4 << number, torchestra=2, mpich=1) for number in range(20)]
+    assert "cells lost to the best MPI: 22 of 24" in summary_lines(report(*many))
+
+
 def test_lost_cells_are_red_on_a_terminal_and_won_ones_are_not():
     lines = printed(report(), terminal=True).splitlines()
     lost = next(line for line in lines if "64 MB" in line)

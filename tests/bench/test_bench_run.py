@@ -32,6 +32,25 @@ def test_gloo_is_measured_in_every_operation_and_its_results_are_right(tmp_path,
     assert seen[-1][2] == len(cells)
 
 
+def test_torchestra_is_measured_on_ordinary_and_on_symmetric_tensors(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = BenchOptions(
+        operations=("all_reduce", "all_gather", "barrier", "send_recv"),
+        sizes=(4, 65536),
+        nproc=(2,),
+        peers=("torchestra", "symmetric"),
+        rounds=1,
+        seconds=0.002,
+        sections=("collectives",),
+    )
+    report = run_benchmark(options)
+    assert report.notes == ()
+    assert report.right
+    measured = {cell.operation: set(cell.timings) for cell in report.cells}
+    both = {"torchestra", "symmetric"}
+    assert measured == {"all_reduce": both, "all_gather": both, "send_recv": both, "barrier": {"torchestra"}}
+
+
 def test_the_command_prints_a_table_writes_its_files_and_tells_who_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     parser = argparse.ArgumentParser()

@@ -97,7 +97,7 @@ class BenchOptions:
     peers: tuple[str, ...] | None = None
     mpi: tuple[MpiEnvironment, ...] = ()
     rounds: int = 3
-    seconds: float = 0.12
+    seconds: float = 0.1
     sections: tuple[str, ...] = SECTIONS
     output: Path = Path("out/bench")
     markdown: bool = False

@@ -16,6 +16,7 @@ __all__ = ["format_ratio", "format_seconds", "format_time", "render", "summary_l
 
 _LEAST_WIDTH = 160
 _MISSING = "-"
+_LISTED_CELLS = 12
 Styler = Callable[[BenchReport, Cell, ColumnInfo], str]
 
 OPERATION_TITLES = {"send_recv": "send + recv"}
@@ -94,11 +95,11 @@ def summary_lines(report: BenchReport) -> list[str]:
             )
     compared = [cell for cell in report.cells if report.mpi_ratio(cell) is not None]
     if compared:
-        lost = ", ".join(f"{_label(cell)} on {cell.world}" for cell in report.lost())
-        lines.append(
-            f"cells lost to the best MPI: {len(report.lost())} of {len(compared)}"
-            + (f": {lost}" if lost else "")
-        )
+        lost = report.lost()
+        names = ", ".join(f"{_label(cell)} on {cell.world}" for cell in lost)
+        # A longer list helps nobody; the table shows them.
+        told = f": {names}" if 0 < len(lost) <= _LISTED_CELLS else ""
+        lines.append(f"cells lost to the best MPI: {len(lost)} of {len(compared)}{told}")
     for world, rates in report.bandwidth.items():
         told = ", ".join(f"{stream} {rate / 1e9:.1f}" for stream, rate in rates.items())
         lines.append(f"memory bandwidth, {world} processes at once, GB/s read + written: {told}")
