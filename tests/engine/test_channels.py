@@ -307,16 +307,16 @@ def test_random_messages_arrive_between_processes(size: int) -> None:
 # -- that the stress finds what it is for: the same code with its invariant broken
 
 BREAK = 120  # an unused word of the private state
-NOTHING, EARLY_HEAD, EARLY_STAMP, EARLY_TAIL, NO_BELL = (4 * code for code in range(5))
-SLOW_SENDER, SLOW_RECEIVER = 1, 2  # added to it: who waits a little before it copies a piece
+NOTHING, EARLY_HEAD, EARLY_STAMP, EARLY_TAIL, NO_BELL, LATE_LOOK = (4 * code for code in range(6))
+# Added to it: who waits a little at the worst moment, before it copies a piece or while it goes to sleep.
+SLOW_SENDER, SLOW_RECEIVER, SLOW_SLEEPER = 1, 2, 3
 
 
 @pytest.fixture(scope="module")
 def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """A copy of the package in which the state's word BREAK says which part of the protocol is violated.
 
-    One side waits before each copy, so that the peer acts at the worst moment: the unbroken protocol stands
-    that.
+    One side waits where that is worst, so that the peer acts just then: the unbroken protocol stands that.
     """
     folder = tmp_path_factory.mktemp("mutant")
     shutil.copytree(
@@ -359,6 +359,21 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
             "    bell = load(state + w.BELLS) + rank * w.BELL_BYTES\n"
             f"    if load(state + {BREAK}) & 28 != {NO_BELL} and load",
         ),
+        (
+            "    rung = load_ordered(bell + w.RUNG)\n"
+            "    store_ordered(bell + w.SLEEPING, 1)\n"
+            "    full_fence()\n",
+            "    rung = load_ordered(bell + w.RUNG)\n"
+            f"    slow = load(state + {BREAK}) & 3 == {SLOW_SLEEPER}\n"
+            "    if slow:\n"
+            "        usleep(50)\n"
+            "    store_ordered(bell + w.SLEEPING, 1)\n"
+            "    if slow:\n"
+            "        usleep(50)\n"
+            "    full_fence()\n"
+            f"    if load(state + {BREAK}) & 28 == {LATE_LOOK}:\n"
+            "        rung = load_ordered(bell + w.RUNG)\n",
+        ),
     ):
         assert text.count(old) == 1, "the source no longer looks as this test expects"
         text = text.replace(old, new)
@@ -372,8 +387,8 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
             del sys.modules[name]
 
 
-def broken(package: ModuleType, how: int, **options: int) -> Ranks:
-    ranks = Ranks(2, package, **options)
+def broken(package: ModuleType, how: int, size: int = 2, **options: int) -> Ranks:
+    ranks = Ranks(size, package, **options)
     for mailbox in ranks.mailboxes:
         mailbox._words[BREAK // 8] = how
     return ranks
@@ -412,31 +427,40 @@ def test_the_stress_sees_a_broken_protocol(breakable: ModuleType, how: int, slow
 
 
 def ping_pong(ranks: Ranks, turns: int, done: list[int]) -> None:
-    """Every wait sleeps at once, and for very long if it is not woken."""
+    """Rank 0 with all others. Every wait sleeps at once, and for very long if it is not woken."""
     ranks.patience[0] = 1000
 
     def work(rank: int) -> None:
         data = numbers(4)
         for turn in range(turns):
-            if rank == 0:
-                ranks[0].send(data, 1)
-            ranks[rank].recv(data, 1 - rank)
-            if rank == 1:
-                ranks[1].send(data, 0)
+            for peer in range(1, ranks.size) if rank == 0 else (0,):
+                if rank == 0:
+                    ranks[rank].send(data, peer)
+                else:
+                    ranks[rank].recv(data, peer)
+            for peer in range(1, ranks.size) if rank == 0 else (0,):
+                if rank == 0:
+                    ranks[rank].recv(data, peer)
+                else:
+                    ranks[rank].send(data, peer)
             done[rank] = turn
 
     ranks.as_threads(work)
     ranks.close()
 
 
-def test_no_wake_up_is_lost() -> None:
-    ping_pong(Ranks(2, spins=0, yields=0), 2000, [0, 0])
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_wake_up_is_lost(breakable: ModuleType, size: int) -> None:
+    """With more than two ranks, they are also woken by others than the one they wait for."""
+    ping_pong(Ranks(size, spins=0, yields=0), 2000, [0] * size)
+    ping_pong(broken(breakable, NOTHING + SLOW_SLEEPER, size, spins=0, yields=0), 200, [0] * size)
 
 
-def test_a_lost_wake_up_is_seen(breakable: ModuleType) -> None:
-    """Where nobody rings, the same ping-pong hangs."""
-    ranks = broken(breakable, NO_BELL, spins=0, yields=0)
-    done = [0, 0]
+@pytest.mark.parametrize(("how", "size"), [(NO_BELL, 2), (LATE_LOOK + SLOW_SLEEPER, 4)])
+def test_a_lost_wake_up_is_seen(breakable: ModuleType, how: int, size: int) -> None:
+    """Where nobody rings, or a ring can be overlooked, the same ping-pong hangs."""
+    ranks = broken(breakable, how, size, spins=0, yields=0)
+    done = [0] * size
     failures: list[BaseException] = []
 
     def play() -> None:
@@ -451,8 +475,10 @@ def test_a_lost_wake_up_is_seen(breakable: ModuleType) -> None:
     while before != done:
         before = list(done)
         player.join(0.3)
-    for mailbox in ranks.mailboxes:
+    for rank, mailbox in enumerate(ranks.mailboxes):
         mailbox._words[BREAK // 8] = NOTHING
+        # Whose bell was rung too early looks awake; without this, closing would not wake it either.
+        ranks._memory[words.PAGE + rank * words.BELL_BYTES + words.SLEEPING] = 1
     ranks.close()
     player.join(LIMIT)
     assert failures

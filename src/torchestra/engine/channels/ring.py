@@ -19,11 +19,13 @@ it (acquire) and then reads the bytes. The destination reads the bytes, then sto
 the source loads it (acquire) and then overwrites them. Nothing else is shared but the bells.
 
 Sleeping. A rank sleeps on its own bell, and is woken by whoever published something in one of its channels.
-The sleeper does ``SLEEPING = 1; look at RUNG; look at its channels; sleep if RUNG is unchanged``, a
-peer ``publish; look at SLEEPING``; both sequentially consistent, so at least one of the two sees the other's
-write. Whoever takes SLEEPING down (compare and exchange) rings: RUNG += 1, and wakes. One that finds it
-taken down need not: the sleeper will look at its channels again before it next sleeps. Everything
-that a sleep can miss by a killed peer is made good when PATIENCE is over.
+The sleeper does ``look at RUNG; SLEEPING = 1; look at its channels; sleep if RUNG is unchanged``, a peer
+``publish; look at SLEEPING``. The store of SLEEPING and the look at the channels are sequentially consistent,
+and so are the two of the peer, so at least one of them sees what the other wrote. Whoever takes SLEEPING down
+(compare and exchange) rings: RUNG += 1, and wakes. A peer that finds it taken down need not ring: as RUNG
+was looked at before SLEEPING was set, it changes before the sleeper sleeps, or wakes it, and the sleeper
+will look at its channels again. What a sleep misses because a peer was killed between the two is
+made good when PATIENCE is over.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -42,7 +44,6 @@ from torchestra.engine.atomics import (
     memcpy,
     store,
     store_ordered,
-    store_release,
     syscall,
 )
 from torchestra.engine.channels import words as w
@@ -90,8 +91,8 @@ def ring_bell(state, rank):
 def prepare_sleep(state):
     """Announce that this rank is about to sleep; it must look at its channels once more before it does."""
     bell = load(state + w.BELLS) + load(state + w.RANK) * w.BELL_BYTES
-    store_ordered(bell + w.SLEEPING, 1)
     rung = load_ordered(bell + w.RUNG)
+    store_ordered(bell + w.SLEEPING, 1)
     full_fence()
     return rung
 
@@ -206,7 +207,7 @@ def take_header(state, peer, header, landing):
         store(known + w.PRESENT, load(header + w.READY))
         store(known + w.LANDING, landing)
         # No bell: a piece is there, and with it TAIL is published and the bell is rung.
-        store_release(channel + w.TAKEN, got)
+        store_ordered(channel + w.TAKEN, got)
 
 
 @njit(**KERNEL_OPTIONS)
