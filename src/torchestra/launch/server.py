@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
 import os
 import select
 import signal
@@ -85,18 +84,14 @@ def serve(end: socket.socket, launcher: int, *, spawned: bool = False) -> NoRetu
 def _load() -> None:
     """Import what ranks need. The garbage collector would only cost: now, and in pages copied later."""
     gc.disable()
-    importlib.import_module("torch")
-    importlib.import_module("torchestra.store.tcp.server")
-    face = importlib.import_module("torchestra")
-    for name in getattr(face, "__all__", ()):
-        getattr(face, name)
-    with contextlib.suppress(ModuleNotFoundError):
-        engine = importlib.import_module("torchestra.engine")
-        warm_up: Callable[[], None] | None = getattr(engine, "warm_up", None)
-        if warm_up is not None:
-            warm_up()
     import numpy as np
 
+    import torchestra
+    from torchestra.engine import warm_up
+
+    for name in torchestra.__all__:
+        getattr(torchestra, name)
+    warm_up()
     np.random.seed()  # As each rank will: what it imports is then there.
     # What the libraries wish undone at exit (torch takes its operators back one by one) ends with the
     # process anyhow; left to each rank, it would copy thousands of pages only to drop them.

@@ -12,7 +12,7 @@ __all__ = ["serve_store"]
 
 def serve_store(spec: JobSpec, listener: int) -> NoReturn:
     """Serve the store of ``spec``'s job on the listening socket until this process is killed."""
-    from torchestra.store.tcp.server import TCPStoreServer
+    from torchestra.store import TCPStoreServer
 
     with TCPStoreServer(listen_fd=listener, secret=spec.environment["TORCHESTRA_SECRET"]):
         while True:
