@@ -74,6 +74,23 @@ def test_the_command_prints_a_table_writes_its_files_and_tells_who_is_missing(tm
     assert data["cells"][0]["peers"]["gloo"]["right"] is True
 
 
+def test_cells_that_do_not_fit_into_memory_are_left_out_with_a_note(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torchestra.bench.run.available_memory", lambda: 100_000)
+    options = BenchOptions(
+        operations=("all_gather",),
+        sizes=(4, 65536),
+        nproc=(2,),
+        peers=("gloo",),
+        rounds=1,
+        seconds=0.002,
+        sections=("collectives",),
+    )
+    report = run_benchmark(options)
+    assert [cell.size for cell in report.cells] == [4]
+    assert report.notes == ("all_gather 64 KB on 2 ranks: the peers need 0.0 GB, 0.0 GB are available",)
+
+
 class PretendFleet:
     """Answers like a fleet, without processes; may fail at a command, and may get a result wrong."""
 
