@@ -4,8 +4,7 @@ Ranks are the group's own. The program's order is kept so: a synchronous operati
 on the calling thread; otherwise, and with ``async_op``, operations queue for the group's progress thread.
 Tensors that are not contiguous are copied before and back after.
 
-Small synchronous operations are dominated by Python, so each has a *quick path* for the usual case, plain
-tensors and nothing pending; everything else, errors included, goes the other way.
+quick.py has shorter ways through the commonest cases.
 """
 
 from __future__ import annotations
@@ -30,23 +29,6 @@ Operation = Callable[[str | None], list[torch.Tensor]]
 """Runs an operation, given the line that called it if that is not on this thread's stack."""
 
 _CLOSE_SECONDS = 5.0
-_STRIDED = torch.strided
-# Subclasses may not have their elements in memory at all, and go the other way.
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be handed to the engine as it is: dense, on the CPU, one element after the other.
-
-    Not to be asked of complex tensors. (Torch's negative bit comes from the imaginary part of a conjugated
-    tensor, which does not begin where its storage does.)
-    """
-    return (
-        tensor.is_cpu
-        and tensor.layout is _STRIDED
-        and tensor.is_contiguous()
-        and (tensor.storage_offset() == 0 or not tensor.is_neg())
-    )
 
 
 def made_plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,36 +49,14 @@ class Communicator:
         self._progress = ProgressThread(f"torchestra-{name}-{engine.rank}")
         # Held while an operation runs, so that two threads of one rank do not mix theirs.
         self._lock = threading.Lock()
-        # What the quick paths serve, by dtype (and operation, or root): filled by the other paths.
-        self._quick_reductions: list[dict[torch.dtype, Plan]] = [{} for _ in ReduceOp._NAMES]
-        self._quick_scatters: list[dict[torch.dtype, Plan]] = [{} for _ in ReduceOp._NAMES]
-        self._quick_broadcasts: list[dict[torch.dtype, Plan]] = [{} for _ in range(engine.size)]
-        self._quick_gathers: dict[torch.dtype, Plan] = {}
-        self._quick_exchanges: dict[torch.dtype, Plan] = {}
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
         """Replace the tensor by the reduction of all ranks' tensors."""
-        if (
-            op.__class__ is ReduceOp
-            and tensor.__class__ in _TENSORS
-            and (plan := self._quick_reductions[op.code].get(tensor.dtype)) is not None
-            and not async_op
-            # is_plain(tensor), without the 0.06 µs of the call
-            and tensor.is_cpu
-            and tensor.layout is _STRIDED
-            and tensor.is_contiguous()
-            and (tensor.storage_offset() == 0 or not tensor.is_neg())
-            and not self._progress.pending
-        ):
-            with self._lock:
-                self.engine.all_reduce(tensor, plan, self.seconds if seconds is None else seconds)
-            return None
         name = "all_reduce"
         self._check_reduction(tensor, "tensor", op, name)
         plan = self._plan(Kind.all_reduce, tensor.dtype, op)
-        self._remember(self._quick_reductions[op.code], tensor.dtype, op, plan)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = self._scaled(tensor, op)
@@ -120,7 +80,7 @@ class Communicator:
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = self._scaled(tensor, op)
-            self.engine.reduce(buffer, plan, root, self._limit(seconds), site)
+            self.engine.all_reduce(buffer, plan, self._limit(seconds), site)
             return self._write_back([tensor], [buffer]) if self.rank == root else [tensor]
 
         return self._run(operation, f"{name}({op.name})", async_op)
@@ -129,23 +89,12 @@ class Communicator:
         self, tensor: torch.Tensor, root: int, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
         """Replace every rank's tensor by the root's."""
-        if (
-            tensor.__class__ in _TENSORS
-            and (plan := self._quick_broadcasts[root].get(tensor.dtype)) is not None
-            and not async_op
-            and is_plain(tensor)
-            and not self._progress.pending
-        ):
-            with self._lock:
-                self.engine.broadcast(tensor, plan, root, self.seconds if seconds is None else seconds)
-            return None
         checks.check_tensor(tensor, "tensor", "broadcast", written=True)
         plan = self._plan(Kind.broadcast, tensor.dtype, root=root)
-        self._remember(self._quick_broadcasts[root], tensor.dtype, None, plan)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(tensor)
-            self.engine.broadcast(buffer, plan, root, self._limit(seconds), site)
+            self.engine.broadcast(buffer, plan, self._limit(seconds), site)
             return [tensor] if self.rank == root else self._write_back([tensor], [buffer])
 
         return self._run(operation, "broadcast", async_op)
@@ -176,22 +125,6 @@ class Communicator:
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
         """Put every rank's tensor into the output, one after the other."""
-        if (
-            tensor.__class__ in _TENSORS
-            and (plan := self._quick_gathers.get(tensor.dtype)) is not None
-            and not async_op
-            and is_plain(tensor)
-            and output.__class__ in _TENSORS
-            and is_plain(output)
-            and output.dtype is tensor.dtype
-            and output.numel() == tensor.numel() * self.size
-            and not self._progress.pending
-        ):
-            with self._lock:
-                self.engine.all_gather_flat(
-                    output, tensor, plan, self.seconds if seconds is None else seconds
-                )
-            return None
         name = "all_gather_into_tensor"
         checks.check_tensor(output, "output_tensor", name, written=True)
         checks.check_tensor(tensor, "input_tensor", name)
@@ -202,7 +135,6 @@ class Communicator:
                 f" times the group's {self.size} ranks"
             )
         plan = self._plan(Kind.all_gather, tensor.dtype)
-        self._remember(self._quick_gathers, tensor.dtype, None, plan)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(output)
@@ -294,23 +226,6 @@ class Communicator:
         seconds: float | None = None,
     ) -> Work | None:
         """Reduce the ranks' tensors, and put this rank's piece of the result into its output."""
-        if (
-            op.__class__ is ReduceOp
-            and tensor.__class__ in _TENSORS
-            and (plan := self._quick_scatters[op.code].get(tensor.dtype)) is not None
-            and not async_op
-            and is_plain(tensor)
-            and output.__class__ in _TENSORS
-            and is_plain(output)
-            and output.dtype is tensor.dtype
-            and tensor.numel() == output.numel() * self.size
-            and not self._progress.pending
-        ):
-            with self._lock:
-                self.engine.reduce_scatter_flat(
-                    output, tensor, plan, self.seconds if seconds is None else seconds
-                )
-            return None
         name = "reduce_scatter_tensor"
         self._check_reduction(output, "output", op, name)
         checks.check_tensor(tensor, "input", name)
@@ -322,7 +237,6 @@ class Communicator:
                 f" group's {self.size} ranks"
             )
         plan = self._plan(Kind.reduce_scatter, output.dtype, op)
-        self._remember(self._quick_scatters[op.code], output.dtype, op, plan)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(output)
@@ -369,26 +283,6 @@ class Communicator:
         seconds: float | None = None,
     ) -> Work | None:
         """Send each rank a range of rows, and receive one from each; lengths in rows, None for equal ones."""
-        if (
-            output_splits is None
-            and input_splits is None
-            and tensor.__class__ in _TENSORS
-            and (plan := self._quick_exchanges.get(tensor.dtype)) is not None
-            and not async_op
-            and is_plain(tensor)
-            and output.__class__ in _TENSORS
-            and is_plain(output)
-            and output.dtype is tensor.dtype
-            and (shape := tensor.shape) == output.shape
-            and shape
-            and shape[0] % self.size == 0
-            and not self._progress.pending
-        ):
-            with self._lock:
-                self.engine.all_to_all_flat(
-                    output, tensor, plan, self.seconds if seconds is None else seconds
-                )
-            return None
         name = "all_to_all_single"
         checks.check_tensor(output, "output", name, written=True)
         checks.check_tensor(tensor, "input", name)
@@ -396,7 +290,6 @@ class Communicator:
         sent = checks.check_splits(input_splits, "input_split_sizes", tensor, self.size, name)
         expected = checks.check_splits(output_splits, "output_split_sizes", output, self.size, name)
         plan = self._plan(Kind.all_to_all, tensor.dtype)
-        self._remember(self._quick_exchanges, tensor.dtype, None, plan)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer, source = made_plain(output), made_plain(tensor)
@@ -408,10 +301,6 @@ class Communicator:
 
     def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
         """Return (or be done) when every rank has called and finished what it called before."""
-        if not async_op and not self._progress.pending and not self.closed:
-            with self._lock:
-                self.engine.barrier(self.seconds if seconds is None else seconds)
-            return None
 
         def operation(site: str | None) -> list[torch.Tensor]:
             self.engine.barrier(self._limit(seconds), site)
@@ -472,10 +361,6 @@ class Communicator:
     def close(self) -> None:
         """Run what is queued, then leave the group."""
         self.closed = True
-        for quick in (*self._quick_reductions, *self._quick_scatters, *self._quick_broadcasts):
-            quick.clear()
-        self._quick_gathers.clear()
-        self._quick_exchanges.clear()
         self._progress.close(_CLOSE_SECONDS)
         self.engine.close()
 
@@ -495,14 +380,6 @@ class Communicator:
     ) -> Plan:
         self._refuse_if_closed(kind.name)
         return self.engine.plan(kind, dtype, op, root)
-
-    @staticmethod
-    def _remember(
-        quick: dict[torch.dtype, Plan], dtype: torch.dtype, op: ReduceOp | None, plan: Plan
-    ) -> None:
-        """From now on the quick path serves the dtype. Not for what needs work before or after."""
-        if not dtype.is_complex and (op is None or op.factor is None):
-            quick[dtype] = plan
 
     @staticmethod
     def _scaled(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 ========================  =====================================================================
 you                       :class:`InvalidArgumentError`, :class:`NotInitializedError`,
-                          :class:`GroupDestroyedError`, :class:`CollectiveMismatchError`
+                          :class:`GroupDestroyedError`, :class:`CollectiveMismatchError`,
+                          :class:`GradientReductionError`
 a peer                    :class:`RankFailedError`, :class:`GroupAbortedError`
 a rank you launched       :class:`RankError`
 time                      :class:`CollectiveTimeoutError`, :class:`StoreTimeoutError`,
@@ -23,6 +24,7 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "GradientReductionError",
     "GroupAbortedError",
     "GroupDestroyedError",
     "InvalidArgumentError",
@@ -76,6 +78,14 @@ class GroupAbortedError(DistBackendError):
     """Another rank left an operation of this group halfway, so the group can no longer be used.
 
     Destroy it, and make a new one if the ranks go on.
+    """
+
+
+class GradientReductionError(DistError):
+    """The gradients of a DistributedDataParallel were not each computed once between two reductions.
+
+    Raised on the ranks where that happened. Those of the step are not averaged; where the other ranks wait for
+    this one, they hear of it when it leaves the group.
     """
 
 

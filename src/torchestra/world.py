@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Union
 
-from torchestra.communicator import Communicator
 from torchestra.engine import warm_up
 from torchestra.engine.joining import join
 from torchestra.engine.local import LocalEngine
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError
 from torchestra.process_group import NonMember, ProcessGroup
-from torchestra.rendezvous import Rendezvous, launch_environment, rendezvous
+from torchestra.quick import QuickCommunicator
+from torchestra.rendezvous import launch_environment, rendezvous
 from torchestra.store import PrefixStore, Store
 from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
 
@@ -148,15 +148,14 @@ def init_process_group(
     if store is not None and init_method is not None:
         raise InvalidArgumentError("give `init_method` or `store`, not both")
     if here is not None and store is None and init_method is None:
-        met = Rendezvous(store=here.store, rank=here.rank, world_size=here.size)
-    else:
-        met = rendezvous(
-            init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=seconds),
-            store=store,
-        )
+        rank, world_size, store = here.rank, here.size, here.store
+    met = rendezvous(
+        init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=seconds),
+        store=store,
+    )
     group = _make_group(
         PrefixStore("torchestra", met.store),
         ranks=range(met.world_size),
@@ -195,7 +194,7 @@ def _make_group(
     warm_up()
     own = PrefixStore(f"group/{name}", store)
     member = join(own, rank, len(ranks), name, seconds, threads=backend == "threads")
-    communicator = Communicator(LocalEngine(member), name, seconds)
+    communicator = QuickCommunicator(LocalEngine(member), name, seconds)
     return ProcessGroup(communicator, ranks, backend=backend, store=store, description=description)
 
 

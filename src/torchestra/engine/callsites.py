@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import threading
@@ -10,13 +11,17 @@ from types import FrameType
 
 import torch
 
-_PACKAGE = str(Path(__file__).parent.parent)
-_NOT_THE_USERS = (_PACKAGE, str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"])
+_NOT_THE_USERS = tuple(
+    os.path.join(folder, "")
+    for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent, sysconfig.get_paths()["stdlib"])
+)
 
 
 def call_site(thread: int | None = None) -> str:
     """``file:line in function`` of the thread with this identifier (default: the calling one)."""
-    frame: FrameType | None = sys._current_frames().get(thread or threading.get_ident())
+    # Not the frame of this function, which would keep itself alive, and with it all that its callers hold.
+    own = thread is None or thread == threading.get_ident()
+    frame: FrameType | None = sys._getframe(1) if own else sys._current_frames().get(thread or 0)
     innermost = frame
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back

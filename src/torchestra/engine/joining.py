@@ -18,6 +18,8 @@ import threading
 import time
 from datetime import timedelta
 
+import numpy as np
+
 from torchestra.engine import layout as at
 from torchestra.engine.algorithms import waiting_policy
 from torchestra.engine.arena import Arena, layout_for
@@ -72,9 +74,11 @@ def join(store: Store, rank: int, size: int, name: str, seconds: float, *, threa
         shared.threads[rank] = threading.current_thread()
         member.peers = PeerThreads(shared.threads, rank)
         member.announce()
-        _first_barrier(member, deadline)
-        if rank == 0:
-            _forget(shared)
+        try:
+            _first_barrier(member, deadline)
+        finally:
+            if rank == 0:
+                _forget(shared)
     else:
         arena = _meet_processes(store, rank, size, name, deadline)
         member = Member(arena, rank, name, spins=spins, yields=yields)
@@ -88,11 +92,16 @@ def join(store: Store, rank: int, size: int, name: str, seconds: float, *, threa
 
 
 def _first_barrier(member: Member, deadline: float) -> None:
-    meta = pack(Kind.barrier)
-    code = move.barrier(member.context, meta)
-    if code != at.DONE:
-        seconds = max(0.0, deadline - time.monotonic())
-        member.finish(code, move.barrier, (member.context, meta), seconds, None)
+    plan = np.array([member.context, pack(Kind.barrier), 0, 0, -1], dtype=np.int64)
+    arguments = (plan.ctypes.data, 0)
+    try:
+        code = move.barrier(*arguments)
+        if code != at.DONE:
+            seconds = max(0.0, deadline - time.monotonic())
+            member.finish(code, move.barrier, arguments, seconds, None)
+    except BaseException as error:
+        member.leave_halfway(error)
+        raise
 
 
 def _meet_threads(store: Store, rank: int, size: int, name: str, deadline: float) -> _ThreadArena:

@@ -80,6 +80,9 @@ SPINS = 112  # how often a wait looks before it yields
 YIELDS = 120  # how often it yields before it sleeps
 PATIENCE = 128  # address of a struct timespec: how long it sleeps before it returns PENDING
 STREAM_ABOVE = 136  # results of more bytes than this are written past the caches
+DIRECT = 184  # an all_reduce of up to so many bytes has every rank read every tensor
+CHUNK = 192  # bytes per chunk of a tensor that goes through the pipes
+PART = 200  # bytes per chunk and peer, where a buffer holds one part for each peer
 # Tables of SIZE words each, in the same private memory.
 POINTERS = 144  # scratch: the sources of a reduction
 SOURCES = 152  # by peer: where the piece for it lies
@@ -88,6 +91,14 @@ TARGETS = 168  # by peer: where its piece goes, or 0 when it is not wanted
 TARGET_BYTES = 176
 CONTEXT_BYTES = 256
 TABLES = (POINTERS, SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES)
+
+# A plan: what a kernel knows of a kind of operation on a dtype, words of 8 bytes, as byte offsets.
+PLAN_CONTEXT = 0  # address of the kernel's context
+PLAN_META = 8  # the fingerprint (operations.py)
+PLAN_UNIT = 16  # bytes per element
+PLAN_FUNCTION = 24  # address of the reduction (reductions.py)
+PLAN_ROOT = 32  # the root, or -1 for everybody
+PLAN_BYTES = 40
 
 NOT_SHARED = -(1 << 62)  # SHARED of a tensor that does not lie in the heap
 

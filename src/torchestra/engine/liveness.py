@@ -8,12 +8,17 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
+from torchestra.engine.callsites import call_site
+
 
 class Peers(Protocol):
     """What a member asks about the ranks of its group."""
 
     def dead(self) -> tuple[int, ...]:
         """The ranks that have died."""
+
+    def site(self, rank: int) -> str | None:
+        """Where the program of a rank is, if that can be seen from here: ``is at file:line in function``."""
 
     def close(self) -> None:
         """Release what was opened to find out."""
@@ -38,6 +43,8 @@ class PeerProcesses:
     def __init__(self, pids: list[tuple[int, int]], own: int) -> None:
         self._descriptors: dict[int, int] = {}
         self._dead: list[int] = []
+        # Several threads may wait in one group (messages, collectives), and poll() is not for two at once.
+        self._lock = threading.Lock()
         self._poll = select.poll()
         self._owner = os.getpid()
         for rank, (pid, started) in enumerate(pids):
@@ -56,16 +63,21 @@ class PeerProcesses:
             self._poll.register(descriptor, select.POLLIN)
 
     def dead(self) -> tuple[int, ...]:
-        for descriptor, _ in self._poll.poll(0):
-            self._poll.unregister(descriptor)
-            self._dead.append(self._descriptors[descriptor])
-        return tuple(sorted(self._dead))
+        with self._lock:
+            for descriptor, _ in self._poll.poll(0):
+                self._poll.unregister(descriptor)
+                self._dead.append(self._descriptors[descriptor])
+            return tuple(sorted(self._dead))
+
+    def site(self, rank: int) -> str | None:
+        return None
 
     def close(self) -> None:
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
-        self._poll = select.poll()
+        with self._lock:
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+            self._descriptors.clear()
+            self._poll = select.poll()
 
 
 class PeerThreads:
@@ -81,6 +93,12 @@ class PeerThreads:
             for rank, thread in sorted(self._threads.items())
             if rank != self._own and not thread.is_alive()
         )
+
+    def site(self, rank: int) -> str | None:
+        thread = self._threads.get(rank)
+        if thread is None:
+            return "has not come"
+        return "has ended" if not thread.is_alive() else f"is at {call_site(thread.ident)}"
 
     def close(self) -> None:
         pass

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchestra.engine import layout as at
@@ -24,10 +26,21 @@ from torchestra.engine.operations import DTYPE_CODE, DTYPES, UNEVEN, Kind, pack
 from torchestra.engine.reductions import reduction, supports
 from torchestra.types import ReduceOp
 
-_BARRIER = pack(Kind.barrier)
 
-Plan = tuple[int, int, int]
-"""Fingerprint, bytes per element, and address of the reduction, of a kind of operation on a dtype."""
+class Plan:
+    """What the kernels need to know of a kind of operation on a dtype, in words that they read (layout.py).
+
+    Attributes:
+        address: of those words.
+        unit: bytes per element.
+    """
+
+    __slots__ = ("_words", "address", "unit")
+
+    def __init__(self, context: int, meta: int, unit: int, function: int, root: int) -> None:
+        self._words: npt.NDArray[np.int64] = np.array([context, meta, unit, function, root], dtype=np.int64)
+        self.address: int = self._words.ctypes.data
+        self.unit = unit
 
 
 def _uneven(lengths: Sequence[int]) -> int:
@@ -60,7 +73,7 @@ class LocalEngine:
         self._all_gather = entry_point(move.all_gather)
         self._exchange = entry_point(move.exchange)
         self._all_to_all_even = entry_point(move.all_to_all_even)
-        self._shared_offset = member.heap.offset_of
+        self._barrier_plan = Plan(member.context, pack(Kind.barrier), 0, 0, -1)
         self._plans: dict[tuple[Kind, torch.dtype, str, int | None], Plan] = {}
         self.choices = Choices.for_group(member.size, member.arena.layout.slot_bytes)
 
@@ -72,9 +85,9 @@ class LocalEngine:
     @choices.setter
     def choices(self, choices: Choices) -> None:
         self._choices = choices
-        self._direct = choices.direct
-        self._chunk = choices.chunk
-        self._part = choices.part(self.size)
+        self.member.set_word(at.DIRECT, choices.direct)
+        self.member.set_word(at.CHUNK, choices.chunk)
+        self.member.set_word(at.PART, choices.part(self.size))
         self.member.set_word(at.STREAM_ABOVE, choices.stream_above)
 
     def plan(
@@ -85,55 +98,30 @@ class LocalEngine:
         plan = self._plans.get(key)
         if plan is None:
             function = 0 if op is None else reduction(dtype, op)
-            plan = self._plans[key] = (pack(kind, dtype, op, root), dtype.itemsize, function)
+            meta = pack(kind, dtype, op, root)
+            plan = Plan(self._context, meta, dtype.itemsize, function, -1 if root is None else root)
+            self._plans[key] = plan
         return plan
 
     def all_reduce(self, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None) -> None:
-        """Replace the tensor by the reduction of all ranks' tensors."""
-        meta, unit, function = plan
-        address = tensor.data_ptr()
-        count = tensor.numel()
-        if count * unit <= self._direct:
-            chunk, shared = 0, at.NOT_SHARED
-        else:
-            chunk, shared = self._chunk // unit, self._shared_offset(address)
-        code = self._all_reduce(
-            self._context, meta, count, address, address, unit, function, -1, chunk, shared
-        )
-        if code:
-            arguments = (self._context, meta, count, address, address, unit, function, -1, chunk, shared)
-            self.member.finish(code, self._all_reduce, arguments, seconds, site)
+        """Replace the tensor by the reduction of all ranks' tensors (or the root's, by the plan)."""
+        try:
+            code = self._all_reduce(plan.address, count := tensor.numel(), address := tensor.data_ptr())
+            if code:
+                self.member.finish(code, self._all_reduce, (plan.address, count, address), seconds, site)
+        except BaseException as error:
+            self._leave_halfway(error)
+            raise
 
-    def reduce(
-        self, tensor: torch.Tensor, plan: Plan, root: int, seconds: float, site: str | None = None
-    ) -> None:
-        """Replace the root's tensor by the reduction; the others' stay as they are."""
-        meta, unit, function = plan
-        address, count = tensor.data_ptr(), tensor.numel()
-        chunk = 0 if count * unit <= self._direct else self._chunk // unit
-        shared = self._shared_offset(address)
-        arguments = (self._context, meta, count, address, address, unit, function, root, chunk, shared)
-        self._run(self._all_reduce, arguments, seconds, site)
-
-    def broadcast(
-        self, tensor: torch.Tensor, plan: Plan, root: int, seconds: float, site: str | None = None
-    ) -> None:
+    def broadcast(self, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None) -> None:
         """Replace every rank's tensor by the root's."""
-        meta, unit, _ = plan
-        address, count = tensor.data_ptr(), tensor.numel()
-        shared = self._shared_offset(address)
-        arguments = (self._context, meta, count, address, count * unit, root, self._chunk, shared)
-        self._run(self._broadcast, arguments, seconds, site)
+        self._run(self._broadcast, (plan.address, tensor.numel(), tensor.data_ptr()), seconds, site)
 
     def all_gather_flat(
         self, output: torch.Tensor, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None
     ) -> None:
         """Put every rank's tensor, one after the other, into the output."""
-        meta, unit, _ = plan
-        address, count = tensor.data_ptr(), tensor.numel()
-        shared = self._shared_offset(address)
-        target = output.data_ptr()
-        arguments = (self._context, meta, count, address, target, count * unit, self._chunk, shared)
+        arguments = (plan.address, tensor.numel(), tensor.data_ptr(), output.data_ptr())
         self._run(self._all_gather, arguments, seconds, site)
 
     def all_gather(
@@ -175,18 +163,13 @@ class LocalEngine:
     ) -> None:
         self.member.set_table(at.TARGETS, targets)
         self.member.set_table(at.TARGET_BYTES, lengths)
-        address = tensor.data_ptr()
-        arguments = (self._context, plan[0], count, address, self._chunk, self._shared_offset(address))
-        self._run(self._share, arguments, seconds, site)
+        self._run(self._share, (plan.address, count, tensor.data_ptr()), seconds, site)
 
     def reduce_scatter_flat(
         self, output: torch.Tensor, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None
     ) -> None:
         """Reduce the tensors of all ranks, and give each rank its piece of the result."""
-        meta, unit, function = plan
-        count = output.numel()
-        source, target = tensor.data_ptr(), output.data_ptr()
-        arguments = (self._context, meta, count, source, target, unit, function, self._part // unit)
+        arguments = (plan.address, output.numel(), tensor.data_ptr(), output.data_ptr())
         self._run(self._reduce_scatter_even, arguments, seconds, site)
 
     def reduce_scatter(
@@ -198,22 +181,19 @@ class LocalEngine:
         site: str | None = None,
     ) -> None:
         """Reduce, for each rank, the tensors that all ranks have for it; sizes may differ between them."""
-        meta, unit, function = plan
         lengths = [tensor.nbytes for tensor in tensors]
         count = output.numel() if len(set(lengths)) == 1 else _uneven(lengths)
         self.member.set_table(at.SOURCES, [tensor.data_ptr() for tensor in tensors])
         self.member.set_table(at.SOURCE_BYTES, lengths)
-        longest, chunk = max(lengths) // unit, self._part // unit
-        arguments = (self._context, meta, count, output.data_ptr(), unit, function, chunk, longest)
+        arguments = (plan.address, count, output.data_ptr(), max(lengths) // plan.unit)
         self._run(self._reduce_scatter, arguments, seconds, site)
 
     def all_to_all_flat(
         self, output: torch.Tensor, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None
     ) -> None:
         """Send piece p of the tensor to rank p, and receive its piece for this rank; all equally long."""
-        length = tensor.numel() * plan[1] // self.size
-        source, target = tensor.data_ptr(), output.data_ptr()
-        arguments = (self._context, plan[0], -1, source, target, length, self._part)
+        length = tensor.numel() * plan.unit // self.size
+        arguments = (plan.address, -1, tensor.data_ptr(), output.data_ptr(), length)
         self._run(self._all_to_all_even, arguments, seconds, site)
 
     def exchange(
@@ -230,11 +210,11 @@ class LocalEngine:
         member.set_table(at.SOURCE_BYTES, [length for _, length in sends])
         member.set_table(at.TARGETS, [address for address, _ in receives])
         member.set_table(at.TARGET_BYTES, [length for _, length in receives])
-        self._run(self._exchange, (self._context, plan[0], -1, self._part), seconds, site)
+        self._run(self._exchange, (plan.address, -1), seconds, site)
 
     def barrier(self, seconds: float, site: str | None = None) -> None:
         """Return when all ranks have called."""
-        self._run(self._barrier, (self._context, _BARRIER), seconds, site)
+        self._run(self._barrier, (self._barrier_plan.address, 0), seconds, site)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int, seconds: float) -> None:
         """Send a message; the tensor may be changed afterwards, though the message may not have arrived."""
@@ -291,6 +271,25 @@ class LocalEngine:
         self.member.leave()
 
     def _run(self, kernel: Kernel, arguments: tuple[int, ...], seconds: float, site: str | None) -> None:
-        code = kernel(*arguments)
-        if code:
-            self.member.finish(code, kernel, arguments, seconds, site)
+        try:
+            code = kernel(*arguments)
+            if code:
+                self.member.finish(code, kernel, arguments, seconds, site)
+        except BaseException as error:
+            self._leave_halfway(error)
+            raise
+
+    def _leave_halfway(self, error: BaseException) -> None:
+        """After an exception: if the operation was not brought to its end, no other can be begun.
+
+        The exception may be a KeyboardInterrupt at any point since the kernel was first called.
+        """
+        if self.member.word(at.RESUME):
+            self.member.leave_halfway(error)
+            self._all_reduce = self._reduce_scatter = self._reduce_scatter_even = self._refuse
+            self._barrier = self._broadcast = self._share = self._all_gather = self._refuse
+            self._exchange = self._all_to_all_even = self._refuse
+
+    def _refuse(self, *arguments: int) -> int:
+        """In place of every kernel once the group cannot be used."""
+        raise self.member.aborted()

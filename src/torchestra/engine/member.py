@@ -41,6 +41,7 @@ from torchestra.errors import (
 _LIVENESS_SECONDS = 0.05
 _ANSWER_SECONDS = 0.5
 _RESTLESS_SECONDS = 1.0
+_CLAIM_SECONDS = 0.5
 
 
 class Member:
@@ -106,7 +107,7 @@ class Member:
 
         Args:
             code: what the kernel returned.
-            kernel, arguments: to call it again with.
+            kernel, arguments: to call it again with; a plan and a count come first.
             seconds: how long the operation may wait for other ranks, counted from now.
             site: the line of the program that called, where it is not on this thread's stack.
         """
@@ -119,16 +120,10 @@ class Member:
                     # Whoever waits so long will not mind a slower wake-up, and may as well cost nothing.
                     self.set_word(at.SPINS, 0)
                     self.set_word(at.YIELDS, 0)
-                meta, count = arguments[1], arguments[2] if len(arguments) > 2 else 0
-                suspect = self.check(
-                    operations.describe(meta, count), self.word(at.BLOCKED), started, seconds, suspect
-                )
+                meta, count = control.read(arguments[0] + at.PLAN_META), arguments[1]
+                doing, blocked = operations.describe(meta, count), self.word(at.BLOCKED)
+                suspect = self.check(doing, blocked, started, seconds, suspect, site=site)
                 code = kernel(*arguments)
-        except GroupAbortedError:
-            raise
-        except BaseException as error:
-            self.abort(f"rank {self.rank} left {self._now()} with {type(error).__name__}: {error}")
-            raise
         finally:
             self.set_word(at.SPINS, spins)
             self.set_word(at.YIELDS, yields)
@@ -136,7 +131,12 @@ class Member:
             raise self.aborted()
         if code == at.MISMATCH:
             self.set_word(at.RESUME, 0)
-            self._raise_mismatch(arguments[1], arguments[2] if len(arguments) > 2 else 0, site, seconds)
+            meta, count = control.read(arguments[0] + at.PLAN_META), arguments[1]
+            self._raise_mismatch(meta, count, site, seconds)
+
+    def leave_halfway(self, error: BaseException) -> None:
+        """Abort the group because this rank has left its current operation with an exception."""
+        self.abort(f"rank {self.rank} left {self._now()} with {type(error).__name__}: {error}")
 
     def check(
         self,
@@ -147,17 +147,19 @@ class Member:
         suspect: int | None = None,
         *,
         alone: bool = False,
+        site: str | None = None,
     ) -> int | None:
         """Raise if waiting any longer in ``doing`` (begun at time.monotonic() ``started``) is in vain.
 
-        A rank that is gone may have done its part before it went. So the first call that finds the
-        rank waited for gone only returns it, for the caller to look once more and hand it in as ``suspect``.
-        (Ranks that wait for a rank which waits for the dead one hear of it by the abort.)
+        A rank that is gone may have done its part before it went. So the first call that finds the rank
+        waited for gone, or any that has not arrived, only returns it, for the caller to look once more and
+        hand it in as ``suspect``. (Ranks that wait for a rank which waits for the dead one hear of it by
+        the abort.)
 
         Args:
             alone: the operation concerns only ``blocked`` (a message), and nothing of it has happened yet:
-            when
-                its time is over the group stays usable.
+                when its time is over the group stays usable.
+            site: as for :meth:`finish`.
 
         Raises:
             GroupAbortedError: another rank has aborted the group, or the rank waited for has left it.
@@ -171,10 +173,8 @@ class Member:
             raise GroupDestroyedError(
                 f"rank {self.rank} destroyed group {self.name!r} while it was in {doing}"
             )
-        dead = self.peers.dead() if self.peers is not None else ()
-        gone = next((rank for rank in dead if blocked in (None, rank)), None)
-        if gone is None and blocked is not None and self._state_of(blocked) == at.LEFT:
-            gone = blocked
+        dead = self._dead()
+        gone = self._gone(blocked, dead, alone)
         if gone is not None:
             if suspect != gone:
                 return gone
@@ -193,17 +193,32 @@ class Member:
                 raise CollectiveTimeoutError(
                     f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.rank};"
                     f" the group"
-                    f" stays usable.{self._report(asked)}",
+                    f" stays usable.{self._report(asked, site)}",
                     asked,
                 )
             missing = self.missing()
-            report = self._report(range(self.size))
+            report = self._report(range(self.size), site)
             message = (
                 f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.rank}:"
                 f" {_ranks(missing) if missing else 'no rank'} had not arrived.{report}"
             )
             self.abort(message)
             raise CollectiveTimeoutError(message, missing)
+        return None
+
+    def _dead(self) -> tuple[int, ...]:
+        """The ranks that have ended without destroying the group."""
+        dead = self.peers.dead() if self.peers is not None else ()
+        return tuple(rank for rank in dead if self._state_of(rank) != at.LEFT)
+
+    def _gone(self, blocked: int | None, dead: tuple[int, ...], alone: bool) -> int | None:
+        """A rank that is gone and that the wait cannot end without, or None."""
+        if blocked is None:
+            left = [rank for rank in range(self.size) if self._state_of(rank) == at.LEFT]
+            return dead[0] if dead else left[0] if len(left) == self.size - 1 else None
+        for rank in (blocked,) if alone else (blocked, *self.missing()):
+            if rank in dead or self._state_of(rank) == at.LEFT:
+                return rank
         return None
 
     def _state_of(self, rank: int) -> int:
@@ -222,23 +237,35 @@ class Member:
         """Make the group unusable for all ranks, unless one of them has done so already."""
         header = self.arena.address
         if control.claim(header + at.HEADER_ABORT_CLAIM) == 0:
-            text = json.dumps({"why": why, "failed": failed, "by": self.rank})
-            if len(text) > at.HEADER_ABORT_TEXT_BYTES:
-                cut = at.HEADER_ABORT_TEXT_BYTES - 200
-                text = json.dumps({"why": why[: cut // 2], "failed": failed, "by": self.rank})
-            length = self.arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, text)
+            told = json.dumps({"failed": failed, "why": why}, ensure_ascii=False)
+            while len(told.encode()) > at.HEADER_ABORT_TEXT_BYTES:
+                why = why[: len(why) * 9 // 10]
+                told = json.dumps({"failed": failed, "why": f"{why} ..."}, ensure_ascii=False)
+            length = self.arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, told)
             control.tell(header + at.HEADER_ABORT_LENGTH, length)
-            control.tell(header + at.HEADER_ABORT, 1)
-            control.wake_everybody(self.context)
+        else:
+            # Another rank is about to say why, unless it dies at just this moment.
+            deadline = time.monotonic() + _CLAIM_SECONDS
+            while not self.is_aborted and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if self.is_aborted:
+                return
+            self._aborted = self._error_for(why, failed)
+        control.tell(header + at.HEADER_ABORT, 1)
+        control.wake_everybody(self.context)
+
+    def _error_for(self, why: str, failed: tuple[int, ...]) -> GroupAbortedError:
+        message = f"rank {self.rank}: group {self.name!r} can no longer be used: {why}"
+        return RankFailedError(message, failed) if failed else GroupAbortedError(message)
 
     def aborted(self) -> GroupAbortedError:
         """The error that says why the group was aborted (which it must have been)."""
         if self._aborted is None:
+            told: dict[str, Any] = {"why": "a rank died while it said why", "failed": ()}
             length = control.read(self.arena.address + at.HEADER_ABORT_LENGTH)
-            told: dict[str, Any] = json.loads(self.arena.text(at.HEADER_ABORT_TEXT, length))
-            message = f"rank {self.rank}: group {self.name!r} can no longer be used: {told['why']}"
-            failed = tuple(told["failed"])
-            self._aborted = RankFailedError(message, failed) if failed else GroupAbortedError(message)
+            if length:
+                told = json.loads(self.arena.text(at.HEADER_ABORT_TEXT, length))
+            self._aborted = self._error_for(told["why"], tuple(told["failed"]))
         # A new object each time: a traceback must not grow over repeated raises.
         error = self._aborted
         return (
@@ -278,9 +305,14 @@ class Member:
         deadline = time.monotonic() + min(seconds, 10)
         for step in (2, 3):
             control.publish_step(self.context, step)
+            suspect: int | None = None
             while control.await_step(self.context, step) != at.DONE:
-                if self.is_aborted or time.monotonic() > deadline:
+                blocked = self.word(at.BLOCKED)
+                if self.is_aborted:
+                    raise self.aborted()
+                if time.monotonic() > deadline or blocked == suspect:
                     break
+                suspect = self._gone(blocked, self._dead(), alone=True)
             if step == 2:
                 calls = [mine if rank == self.rank else self._text_of(rank) for rank in range(self.size)]
         lines = "".join(f"\n  rank {rank} called {call}" for rank, call in enumerate(calls))
@@ -315,20 +347,22 @@ class Member:
         meta, count = self.arena.word(block + at.META + parity), self.arena.word(block + at.COUNT + parity)
         return f"last called operation {sequence}, {operations.describe(meta, count)}"
 
-    def _report(self, ranks: Iterable[int]) -> str:
+    def _report(self, ranks: Iterable[int], site: str | None) -> str:
         """Per rank: the operation it is in or has last begun, and where its program is now."""
-        ask = [rank for rank in ranks if rank != self.rank]
+        others = [rank for rank in ranks if rank != self.rank]
+        sites = {rank: self.peers.site(rank) if self.peers is not None else None for rank in others}
+        ask = [rank for rank in others if sites[rank] is None]
         asked = {rank: control.ask(self.arena.address + self.arena.control(rank) + at.ASKED) for rank in ask}
         deadline = time.monotonic() + _ANSWER_SECONDS
-        lines = [f"\n  rank {self.rank} waits in {self._now()}, at {call_site()}"]
+        lines = [f"\n  rank {self.rank} waits in {self._now()}, at {site or call_site()}"]
         while ask and time.monotonic() < deadline:
             for rank in tuple(ask):
                 answer = control.read(self.arena.address + self.arena.control(rank) + at.ANSWERED)
                 if answer >= asked[rank]:
                     ask.remove(rank)
             time.sleep(0.005)
-        for rank in sorted(asked):
-            where = "did not say where it is" if rank in ask else self._text_of(rank)
+        for rank in others:
+            where = sites[rank] or ("did not say where it is" if rank in ask else self._text_of(rank))
             lines.append(f"\n  rank {rank} {self._last_of(rank)}; {where}")
         return "".join(sorted(lines, key=lambda line: int(line.split()[1])))
 

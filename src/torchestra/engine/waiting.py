@@ -160,6 +160,14 @@ def meet(context, meta, count):
 
 
 @njit(**KERNEL_OPTIONS)
+def offset_in_heap(context, address):
+    """Where in this rank's heap an address lies, or NOT_SHARED."""
+    length = load(context + HEAP_BYTES)
+    offset = address - (load(context + HEAPS) + load(context + RANK) * length)
+    return offset if 0 <= offset < length else NOT_SHARED
+
+
+@njit(**KERNEL_OPTIONS)
 def everyone_shares(context):
     """Whether the tensors of all ranks lie in their heaps, after :func:`meet`."""
     parity = (load(context + SEQUENCE) & 1) * 8

@@ -1,7 +1,8 @@
 """The collectives that only move bytes: barrier, one-to-many, and many-to-many.
 
-Lengths are in bytes; ``count`` is what the fingerprint compares. Every kernel can return PENDING and be
-called again with the same arguments (waiting.py).
+What kernels take: the address of a plan (layout.py), a count, which the fingerprint compares, and addresses
+of tensors. Lengths are in bytes. Every kernel can return PENDING, and is then called again with the same
+arguments (waiting.py).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -19,6 +20,7 @@ from torchestra.engine.waiting import (
     begin,
     everyone_shares,
     meet,
+    offset_in_heap,
     part,
     publish,
     shared_tensor,
@@ -27,28 +29,35 @@ from torchestra.engine.waiting import (
 
 RANK, SIZE, RESUME, SEQUENCE, SPLITS = at.RANK, at.SIZE, at.RESUME, at.SEQUENCE, at.SPLITS
 SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES = at.SOURCES, at.SOURCE_BYTES, at.TARGETS, at.TARGET_BYTES
-NOT_SHARED, DONE, MISMATCH = at.NOT_SHARED, at.DONE, at.MISMATCH
+NOT_SHARED, DONE, MISMATCH, CHUNK, PART = at.NOT_SHARED, at.DONE, at.MISMATCH, at.CHUNK, at.PART
+PLAN_CONTEXT, PLAN_META = at.PLAN_CONTEXT, at.PLAN_META
+PLAN_UNIT, PLAN_ROOT = at.PLAN_UNIT, at.PLAN_ROOT
 
 
 @njit(**KERNEL_OPTIONS)
-def barrier(context, meta):
-    """Arrive and meet: nobody returns before everybody has called."""
+def barrier(plan, count):
+    """Arrive and meet: nobody returns before everybody has called. ``count`` is 0."""
+    context = load(plan + PLAN_CONTEXT)
+    meta = load(plan + PLAN_META)
     if load(context + RESUME) == 0:
         begin(context)
-        arrive(context, meta, 0, NOT_SHARED)
-    code = meet(context, meta, 0)
+        arrive(context, meta, count, NOT_SHARED)
+    code = meet(context, meta, count)
     store(context + RESUME, 0 if code == DONE else 1)
     return code
 
 
 @njit(**KERNEL_OPTIONS)
-def share(context, meta, count, source, chunk, shared):
+def share(plan, count, source):
     """Every rank offers one piece, and reads the pieces of the others that it wants.
 
     TARGET_BYTES says, the same on every rank, how long the piece of each rank is (0: offers none), TARGETS
     where to put it (0: not wanted here). In iteration t a rank copies part t of its piece into its buffer
     and part t - 1 of the others' pieces out of theirs. One copy in the buffer serves all readers.
     """
+    context = load(plan + PLAN_CONTEXT)
+    meta = load(plan + PLAN_META)
+    chunk = load(context + CHUNK)
     rank = load(context + RANK)
     size = load(context + SIZE)
     targets = load(context + TARGETS)
@@ -82,6 +91,10 @@ def share(context, meta, count, source, chunk, shared):
         if iteration < parts and offset < own:
             length = min(chunk, own - offset)
             memcpy(buffer_of(context, rank, iteration), source + offset, length)
+        if iteration == 0:
+            arrive(context, meta, count, offset_in_heap(context, source))
+        if iteration < parts and offset < own:
+            length = min(chunk, own - offset)
             target = load(targets + rank * 8)
             if target != 0 and target != source:
                 copy_out(target + offset, source + offset, length, stream)
@@ -92,9 +105,7 @@ def share(context, meta, count, source, chunk, shared):
                 length = min(chunk, load(lengths + peer * 8) - offset)
                 if peer != rank and target != 0 and length > 0:
                     copy_out(target + offset, buffer_of(context, peer, iteration - 1), length, stream)
-        if iteration == 0:
-            arrive(context, meta, count, shared)
-        elif iteration < parts:
+        if 0 < iteration < parts:
             publish(context, iteration + 1)
         iteration += 1
     if stream:
@@ -127,25 +138,29 @@ def _share_in_place(context, source, stream):
 
 
 @njit(**KERNEL_OPTIONS)
-def all_gather(context, meta, count, source, target, length, chunk, shared):
-    """Everybody gets the pieces of all, each ``length`` bytes, one after the other."""
+def all_gather(plan, count, source, target):
+    """Everybody gets the pieces of all, each of ``count`` elements, one after the other."""
+    context = load(plan + PLAN_CONTEXT)
     if load(context + RESUME) == 0:
+        length = count * load(plan + PLAN_UNIT)
         for peer in range(load(context + SIZE)):
             store(load(context + TARGETS) + peer * 8, target + peer * length)
             store(load(context + TARGET_BYTES) + peer * 8, length)
-    return share(context, meta, count, source, chunk, shared)
+    return share(plan, count, source)
 
 
 @njit(**KERNEL_OPTIONS)
-def broadcast(context, meta, count, address, length, root, chunk, shared):
-    """Everybody gets the ``length`` bytes of ``root``."""
+def broadcast(plan, count, address):
+    """Everybody gets the ``count`` elements of the plan's root."""
+    context = load(plan + PLAN_CONTEXT)
     if load(context + RESUME) == 0:
+        root = load(plan + PLAN_ROOT)
         for peer in range(load(context + SIZE)):
             store(load(context + TARGETS) + peer * 8, 0)
             store(load(context + TARGET_BYTES) + peer * 8, 0)
         store(load(context + TARGETS) + root * 8, address)
-        store(load(context + TARGET_BYTES) + root * 8, length)
-    return share(context, meta, count, address, chunk, shared)
+        store(load(context + TARGET_BYTES) + root * 8, count * load(plan + PLAN_UNIT))
+    return share(plan, count, address)
 
 
 @njit(**KERNEL_OPTIONS)
@@ -180,13 +195,16 @@ def _longest_split(context):
 
 
 @njit(**KERNEL_OPTIONS)
-def exchange(context, meta, count, chunk):
+def exchange(plan, count):
     """Every rank sends one piece to each peer: SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES, by peer.
 
     In iteration t a rank copies part t of the piece for each peer into its place in the buffer (SIZE - 1
     places of ``chunk`` bytes) and part t - 1 of the pieces for itself out of the others' buffers.
-    What the ranks send and expect is told with the fingerprint, and all compare all of it.
+    What the ranks send and expect is told with the fingerprint, and all compare all of it; ``count`` is -1.
     """
+    context = load(plan + PLAN_CONTEXT)
+    meta = load(plan + PLAN_META)
+    chunk = load(context + PART)
     rank = load(context + RANK)
     size = load(context + SIZE)
     sources = load(context + SOURCES)
@@ -223,13 +241,16 @@ def exchange(context, meta, count, chunk):
             buffer = buffer_of(context, rank, iteration)
             for peer in range(size):
                 length = min(chunk, load(sent + peer * 8) - offset)
-                if length > 0:
+                if peer != rank and length > 0:
                     source = load(sources + peer * 8) + offset
-                    if peer == rank:
-                        length = min(length, load(expected + peer * 8) - offset)
-                        copy_out(load(targets + peer * 8) + offset, source, length, stream)
-                    else:
-                        memcpy(buffer + place(context, rank, peer) * chunk, source, length)
+                    memcpy(buffer + place(context, rank, peer) * chunk, source, length)
+        if iteration == 0:
+            arrive(context, meta, count, NOT_SHARED)
+        # What a rank sends itself. (That it expects as much is found out with the other pairs.)
+        length = min(chunk, min(load(sent + rank * 8), load(expected + rank * 8)) - offset)
+        if length > 0:
+            source = load(sources + rank * 8) + offset
+            copy_out(load(targets + rank * 8) + offset, source, length, stream)
         if iteration > 0:
             offset -= chunk
             for step in range(1, size):
@@ -238,9 +259,7 @@ def exchange(context, meta, count, chunk):
                 if length > 0:
                     buffer = buffer_of(context, peer, iteration - 1) + place(context, peer, rank) * chunk
                     copy_out(load(targets + peer * 8) + offset, buffer, length, stream)
-        if iteration == 0:
-            arrive(context, meta, count, NOT_SHARED)
-        elif iteration < parts:
+        if 0 < iteration < parts:
             publish(context, iteration + 1)
         iteration += 1
     if stream:
@@ -250,12 +269,13 @@ def exchange(context, meta, count, chunk):
 
 
 @njit(**KERNEL_OPTIONS)
-def all_to_all_even(context, meta, count, source, target, length, chunk):
+def all_to_all_even(plan, count, source, target, length):
     """exchange of equal pieces of ``length`` bytes that lie one after the other on both sides."""
+    context = load(plan + PLAN_CONTEXT)
     if load(context + RESUME) == 0:
         for peer in range(load(context + SIZE)):
             store(load(context + SOURCES) + peer * 8, source + peer * length)
             store(load(context + TARGETS) + peer * 8, target + peer * length)
             store(load(context + SOURCE_BYTES) + peer * 8, length)
             store(load(context + TARGET_BYTES) + peer * 8, length)
-    return exchange(context, meta, count, chunk)
+    return exchange(plan, count)

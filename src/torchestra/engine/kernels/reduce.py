@@ -1,8 +1,9 @@
 """all_reduce, reduce and reduce_scatter.
 
-``unit`` is the size of an element in bytes, ``count`` a number of elements, ``function`` the address of a
-reduction (reductions.py), ``chunk`` the elements per chunk, or 0 for the direct algorithm. Every kernel
-can return PENDING and be called again with the same arguments (waiting.py).
+What kernels take: the address of a plan (layout.py), a count of elements, which the fingerprint compares, and
+addresses of tensors. Inside, ``unit`` is the size of an element in bytes, ``function`` the address of a
+reduction (reductions.py), ``chunk`` a number of elements. Every kernel can return PENDING, and is then called
+again with the same arguments (waiting.py).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -20,6 +21,7 @@ from torchestra.engine.waiting import (
     begin,
     everyone_shares,
     meet,
+    offset_in_heap,
     part,
     publish,
     shared_tensor,
@@ -28,17 +30,27 @@ from torchestra.engine.waiting import (
 
 RANK, SIZE, RESUME, POINTERS, SOURCES = at.RANK, at.SIZE, at.RESUME, at.POINTERS, at.SOURCES
 SOURCE_BYTES, NOT_SHARED = at.SOURCE_BYTES, at.NOT_SHARED
+DIRECT, CHUNK, PART = at.DIRECT, at.CHUNK, at.PART
+PLAN_CONTEXT, PLAN_META, PLAN_UNIT = at.PLAN_CONTEXT, at.PLAN_META, at.PLAN_UNIT
+PLAN_FUNCTION, PLAN_ROOT = at.PLAN_FUNCTION, at.PLAN_ROOT
 DONE = at.DONE
 
 _CACHED_BLOCK = 1 << 14
 
 
 @njit(**KERNEL_OPTIONS)
-def all_reduce(context, meta, count, source, target, unit, function, root, chunk, shared):
-    """Reduce to everybody (``root`` = -1) or to one rank; ``target`` may be ``source``."""
-    if chunk == 0:
-        return _all_reduce_direct(context, meta, count, source, target, unit, function, root)
-    return _all_reduce_chunked(context, meta, count, source, target, unit, function, root, chunk, shared)
+def all_reduce(plan, count, address):
+    """Reduce the tensors of all ranks, in place, for everybody or for the plan's root."""
+    context = load(plan + PLAN_CONTEXT)
+    meta = load(plan + PLAN_META)
+    unit = load(plan + PLAN_UNIT)
+    function = load(plan + PLAN_FUNCTION)
+    root = load(plan + PLAN_ROOT)
+    if count * unit <= load(context + DIRECT):
+        return _all_reduce_direct(context, meta, count, address, address, unit, function, root)
+    chunk = load(context + CHUNK) // unit
+    shared = offset_in_heap(context, address)
+    return _all_reduce_chunked(context, meta, count, address, address, unit, function, root, chunk, shared)
 
 
 @njit(**KERNEL_OPTIONS)
@@ -179,13 +191,18 @@ def _all_reduce_shared(context, count, unit, function, root):
 
 
 @njit(**KERNEL_OPTIONS)
-def reduce_scatter(context, meta, count, target, unit, function, chunk, longest):
+def reduce_scatter(plan, count, target, longest):
     """Reduce the pieces that the tables SOURCES and SOURCE_BYTES describe, each to the rank it is for.
 
     In iteration t a rank copies part t of every peer's piece into its buffer and reduces part t - 1 of its
-    own piece out of everybody's buffers. ``longest`` is the number of elements of the longest
-    piece, ``chunk`` of a part; SIZE - 1 parts fit into a buffer.
+    own piece out of everybody's buffers, which hold SIZE - 1 parts each. ``longest`` is the number of
+    elements of the longest piece, and the same on every rank.
     """
+    context = load(plan + PLAN_CONTEXT)
+    meta = load(plan + PLAN_META)
+    unit = load(plan + PLAN_UNIT)
+    function = load(plan + PLAN_FUNCTION)
+    chunk = load(context + PART) // unit
     rank = load(context + RANK)
     size = load(context + SIZE)
     pointers = load(context + POINTERS)
@@ -231,10 +248,12 @@ def reduce_scatter(context, meta, count, target, unit, function, chunk, longest)
 
 
 @njit(**KERNEL_OPTIONS)
-def reduce_scatter_even(context, meta, count, source, target, unit, function, chunk):
+def reduce_scatter_even(plan, count, source, target):
     """reduce_scatter of equal pieces that lie one after the other; ``count`` elements in a piece."""
+    context = load(plan + PLAN_CONTEXT)
     if load(context + RESUME) == 0:
+        length = count * load(plan + PLAN_UNIT)
         for peer in range(load(context + SIZE)):
-            store(load(context + SOURCES) + peer * 8, source + peer * count * unit)
-            store(load(context + SOURCE_BYTES) + peer * 8, count * unit)
-    return reduce_scatter(context, meta, count, target, unit, function, chunk, count)
+            store(load(context + SOURCES) + peer * 8, source + peer * length)
+            store(load(context + SOURCE_BYTES) + peer * 8, length)
+    return reduce_scatter(plan, count, target, count)

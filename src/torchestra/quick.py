@@ -1,0 +1,225 @@
+"""Short ways through the commonest operations, for a group's communicator.
+
+A small operation among processes takes half a microsecond, so that the Python around it decides. Here a call
+that is synchronous, with plain tensors and nothing pending, is told by as few questions as possible and
+handed to the engine; everything else, errors included, goes the general way of :class:`Communicator`, which
+gives the same results. Questions to a tensor cost 0.04 µs each, a Python call 0.06, a ``with`` on a lock
+0.12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchestra.communicator import Communicator
+from torchestra.engine.local import LocalEngine, Plan
+from torchestra.engine.operations import Kind
+from torchestra.types import ReduceOp
+from torchestra.work import Work
+
+_STRIDED = torch.strided
+# Subclasses may not have their elements in memory at all, and go the general way.
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be handed to the engine as it is: dense, on the CPU, one element after the other.
+
+    Not to be asked of complex tensors. (Torch's negative bit comes from the imaginary part of a conjugated
+    tensor, which does not begin where its storage does.)
+    """
+    return (
+        tensor.__class__ in _TENSORS
+        and tensor.is_cpu
+        and tensor.layout is _STRIDED
+        and tensor.is_contiguous()
+        and (tensor.storage_offset() == 0 or not tensor.is_neg())
+    )
+
+
+class QuickCommunicator(Communicator):
+    """A communicator with short ways for plain tensors.
+
+    What they serve, by operation (or root) and dtype, is remembered when it has gone the general way once,
+    and so been checked: dtypes that the operation has, no complex ones, no factors.
+    """
+
+    def __init__(self, engine: LocalEngine, name: str, seconds: float) -> None:
+        super().__init__(engine, name, seconds)
+        self._reductions: list[dict[torch.dtype, Plan]] = [{} for _ in ReduceOp._NAMES]
+        self._scatters: list[dict[torch.dtype, Plan]] = [{} for _ in ReduceOp._NAMES]
+        self._broadcasts: list[dict[torch.dtype, Plan]] = [{} for _ in range(engine.size)]
+        self._gathers: dict[torch.dtype, Plan] = {}
+        self._exchanges: dict[torch.dtype, Plan] = {}
+        # Taken inside the try because an interrupt may come right after the lock was taken.
+        self._acquire, self._release = self._lock.acquire, self._lock.release
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, seconds: float | None = None
+    ) -> Work | None:
+        if (
+            op.__class__ is ReduceOp
+            and tensor.__class__ in _TENSORS
+            and (plan := self._reductions[op.code].get(tensor.dtype)) is not None
+            and not async_op
+            # is_plain(tensor), without the call
+            and tensor.is_cpu
+            and tensor.layout is _STRIDED
+            and tensor.is_contiguous()
+            and (tensor.storage_offset() == 0 or not tensor.is_neg())
+            and not self._progress.pending
+        ):
+            try:
+                self._acquire()
+                self.engine.all_reduce(tensor, plan, self.seconds if seconds is None else seconds)
+            finally:
+                self._release()
+            return None
+        work = super().all_reduce(tensor, op, async_op, seconds)
+        self._remember(self._reductions[op.code], Kind.all_reduce, tensor.dtype, op)
+        return work
+
+    def broadcast(
+        self, tensor: torch.Tensor, root: int, async_op: bool = False, seconds: float | None = None
+    ) -> Work | None:
+        if (
+            tensor.__class__ in _TENSORS
+            and (plan := self._broadcasts[root].get(tensor.dtype)) is not None
+            and not async_op
+            and is_plain(tensor)
+            and not self._progress.pending
+        ):
+            try:
+                self._acquire()
+                self.engine.broadcast(tensor, plan, self.seconds if seconds is None else seconds)
+            finally:
+                self._release()
+            return None
+        work = super().broadcast(tensor, root, async_op, seconds)
+        self._remember(self._broadcasts[root], Kind.broadcast, tensor.dtype, root=root)
+        return work
+
+    def all_gather_into_tensor(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        async_op: bool = False,
+        seconds: float | None = None,
+    ) -> Work | None:
+        if (
+            tensor.__class__ in _TENSORS
+            and (plan := self._gathers.get(tensor.dtype)) is not None
+            and not async_op
+            and is_plain(tensor)
+            and is_plain(output)
+            and output.dtype is tensor.dtype
+            and output.numel() == tensor.numel() * self.size
+            and not self._progress.pending
+        ):
+            try:
+                self._acquire()
+                self.engine.all_gather_flat(
+                    output, tensor, plan, self.seconds if seconds is None else seconds
+                )
+            finally:
+                self._release()
+            return None
+        work = super().all_gather_into_tensor(output, tensor, async_op, seconds)
+        self._remember(self._gathers, Kind.all_gather, tensor.dtype)
+        return work
+
+    def reduce_scatter_tensor(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        async_op: bool = False,
+        seconds: float | None = None,
+    ) -> Work | None:
+        if (
+            op.__class__ is ReduceOp
+            and tensor.__class__ in _TENSORS
+            and (plan := self._scatters[op.code].get(tensor.dtype)) is not None
+            and not async_op
+            and is_plain(tensor)
+            and is_plain(output)
+            and output.dtype is tensor.dtype
+            and tensor.numel() == output.numel() * self.size
+            and not self._progress.pending
+        ):
+            try:
+                self._acquire()
+                self.engine.reduce_scatter_flat(
+                    output, tensor, plan, self.seconds if seconds is None else seconds
+                )
+            finally:
+                self._release()
+            return None
+        work = super().reduce_scatter_tensor(output, tensor, op, async_op, seconds)
+        self._remember(self._scatters[op.code], Kind.reduce_scatter, tensor.dtype, op)
+        return work
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        async_op: bool = False,
+        seconds: float | None = None,
+    ) -> Work | None:
+        if (
+            output_splits is None
+            and input_splits is None
+            and tensor.__class__ in _TENSORS
+            and (plan := self._exchanges.get(tensor.dtype)) is not None
+            and not async_op
+            and is_plain(tensor)
+            and is_plain(output)
+            and output.dtype is tensor.dtype
+            and (shape := tensor.shape) == output.shape
+            and shape
+            and shape[0] % self.size == 0
+            and not self._progress.pending
+        ):
+            try:
+                self._acquire()
+                self.engine.all_to_all_flat(
+                    output, tensor, plan, self.seconds if seconds is None else seconds
+                )
+            finally:
+                self._release()
+            return None
+        work = super().all_to_all_single(output, tensor, output_splits, input_splits, async_op, seconds)
+        self._remember(self._exchanges, Kind.all_to_all, tensor.dtype)
+        return work
+
+    def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
+        if async_op or self._progress.pending or self.closed:
+            return super().barrier(async_op, seconds)
+        try:
+            self._acquire()
+            self.engine.barrier(self.seconds if seconds is None else seconds)
+        finally:
+            self._release()
+        return None
+
+    def close(self) -> None:
+        for quick in (*self._reductions, *self._scatters, *self._broadcasts):
+            quick.clear()
+        self._gathers.clear()
+        self._exchanges.clear()
+        super().close()
+
+    def _remember(
+        self,
+        quick: dict[torch.dtype, Plan],
+        kind: Kind,
+        dtype: torch.dtype,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+    ) -> None:
+        if not dtype.is_complex and (op is None or op.factor is None):
+            quick[dtype] = self.engine.plan(kind, dtype, op, root)
