@@ -17,17 +17,22 @@ class Choices:
     Attributes:
         direct: all_reduce of up to this many bytes has every rank read every tensor.
         chunk: bytes of a chunk of the pipelined algorithms.
+        share: bytes of a chunk where one piece in a buffer is read by everybody (broadcast, all_gather).
         stream_above: results larger than this are written past the caches.
     """
 
     direct: int
     chunk: int
+    share: int
     stream_above: int = 4 << 20
 
     @classmethod
     def for_group(cls, size: int, buffer_bytes: int) -> Choices:
+        direct, share = (128 << 10, 256 << 10) if size == 2 else (16 << 10, 512 << 10)
         return cls(
-            direct=min(128 << 10 if size == 2 else 16 << 10, buffer_bytes), chunk=min(512 << 10, buffer_bytes)
+            direct=min(direct, buffer_bytes),
+            chunk=min(512 << 10, buffer_bytes),
+            share=min(share, buffer_bytes),
         )
 
     def part(self, size: int) -> int:

@@ -138,21 +138,6 @@ def stream_line(typing_context, target, source):
 
 
 @intrinsic
-def stream_line_twice(typing_context, target, second, source):
-    """Copy 64 bytes to ``target`` past the caches and to ``second`` through them."""
-
-    def generate(context, builder, signature, arguments):
-        pointer = _LINE.as_pointer()
-        value = builder.load(builder.inttoptr(arguments[2], pointer), align=1)
-        stored = builder.store(value, builder.inttoptr(arguments[0], pointer), align=64)
-        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
-        builder.store(value, builder.inttoptr(arguments[1], pointer), align=1)
-        return context.get_dummy_value()
-
-    return types.void(_WORD, _WORD, _WORD), generate
-
-
-@intrinsic
 def stream_fence(typing_context):
     """Make earlier non-temporal stores visible before anything that is stored later."""
 

@@ -82,6 +82,7 @@ PATIENCE = 128  # address of a struct timespec: how long it sleeps before it ret
 STREAM_ABOVE = 136  # results of more bytes than this are written past the caches
 DIRECT = 184  # an all_reduce of up to so many bytes has every rank read every tensor
 CHUNK = 192  # bytes per chunk of a tensor that goes through the pipes
+SHARE = 208  # bytes per chunk where one piece in a buffer is read by everybody
 PART = 200  # bytes per chunk and peer, where a buffer holds one part for each peer
 # Tables of SIZE words each, in the same private memory.
 POINTERS = 144  # scratch: the sources of a reduction
@@ -101,6 +102,8 @@ PLAN_ROOT = 32  # the root, or -1 for everybody
 PLAN_BYTES = 40
 
 NOT_SHARED = -(1 << 62)  # SHARED of a tensor that does not lie in the heap
+
+UNKNOWN = -1  # a count that the ranks need not agree on
 
 # What a kernel returns.
 DONE = 0

@@ -87,6 +87,7 @@ class LocalEngine:
         self._choices = choices
         self.member.set_word(at.DIRECT, choices.direct)
         self.member.set_word(at.CHUNK, choices.chunk)
+        self.member.set_word(at.SHARE, choices.share)
         self.member.set_word(at.PART, choices.part(self.size))
         self.member.set_word(at.STREAM_ABOVE, choices.stream_above)
 
@@ -193,7 +194,7 @@ class LocalEngine:
     ) -> None:
         """Send piece p of the tensor to rank p, and receive its piece for this rank; all equally long."""
         length = tensor.numel() * plan.unit // self.size
-        arguments = (plan.address, -1, tensor.data_ptr(), output.data_ptr(), length)
+        arguments = (plan.address, length, tensor.data_ptr(), output.data_ptr())
         self._run(self._all_to_all_even, arguments, seconds, site)
 
     def exchange(
@@ -210,7 +211,7 @@ class LocalEngine:
         member.set_table(at.SOURCE_BYTES, [length for _, length in sends])
         member.set_table(at.TARGETS, [address for address, _ in receives])
         member.set_table(at.TARGET_BYTES, [length for _, length in receives])
-        self._run(self._exchange, (plan.address, -1), seconds, site)
+        self._run(self._exchange, (plan.address, at.UNKNOWN), seconds, site)
 
     def barrier(self, seconds: float, site: str | None = None) -> None:
         """Return when all ranks have called."""

@@ -54,6 +54,7 @@ CONTROL_BYTES, STEP_BITS = at.CONTROL_BYTES, at.STEP_BITS
 RANK, SIZE, CONTROL, ABORT = at.RANK, at.SIZE, at.CONTROL, at.ABORT
 HEAPS, HEAP_BYTES, NOT_SHARED = at.HEAPS, at.HEAP_BYTES, at.NOT_SHARED
 SEQUENCE, BLOCKED, SPINS, YIELDS, PATIENCE = at.SEQUENCE, at.BLOCKED, at.SPINS, at.YIELDS, at.PATIENCE
+UNKNOWN = at.UNKNOWN
 META, COUNT, SHARED, WAITERS = at.META, at.COUNT, at.SHARED, at.WAITERS
 DONE, PENDING, ABORTED, MISMATCH = at.DONE, at.PENDING, at.ABORTED, at.MISMATCH
 
@@ -140,6 +141,8 @@ def arrive(context, meta, count, shared):
 def meet(context, meta, count):
     """Wait until every peer has arrived, and compare fingerprints: DONE, PENDING, ABORTED or MISMATCH.
 
+    A count of UNKNOWN is not compared: what belongs to it differs between ranks.
+
     MISMATCH is returned only after *everybody* has arrived, so every rank returns it, and the
     next operation finds all ranks at the same sequence number.
     """
@@ -154,9 +157,19 @@ def meet(context, meta, count):
             if code != DONE:
                 return code
             word = control_of(context, peer) + parity
-            if load(word + META) != meta or load(word + COUNT) != count:
+            if load(word + META) != meta or (count != UNKNOWN and load(word + COUNT) != count):
                 verdict = MISMATCH
     return verdict
+
+
+@njit(**KERNEL_OPTIONS)
+def all_count(context, count):
+    """Whether every rank came with this count, after :func:`meet`."""
+    parity = (load(context + SEQUENCE) & 1) * 8
+    for rank in range(load(context + SIZE)):
+        if load(control_of(context, rank) + parity + COUNT) != count:
+            return False
+    return True
 
 
 @njit(**KERNEL_OPTIONS)

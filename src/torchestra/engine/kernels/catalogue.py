@@ -23,7 +23,7 @@ _KERNELS: dict[Any, int] = {
     move.all_gather: 4,
     move.broadcast: 3,
     move.exchange: 2,
-    move.all_to_all_even: 5,
+    move.all_to_all_even: 4,
     reduce.all_reduce: 3,
     reduce.reduce_scatter: 4,
     reduce.reduce_scatter_even: 4,

@@ -16,6 +16,7 @@ from torchestra.engine.atomics import load, memcpy, store, stream_fence
 from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, copy_out, place, streams
 from torchestra.engine.waiting import (
     KERNEL_OPTIONS,
+    all_count,
     arrive,
     begin,
     everyone_shares,
@@ -29,7 +30,8 @@ from torchestra.engine.waiting import (
 
 RANK, SIZE, RESUME, SEQUENCE, SPLITS = at.RANK, at.SIZE, at.RESUME, at.SEQUENCE, at.SPLITS
 SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES = at.SOURCES, at.SOURCE_BYTES, at.TARGETS, at.TARGET_BYTES
-NOT_SHARED, DONE, MISMATCH, CHUNK, PART = at.NOT_SHARED, at.DONE, at.MISMATCH, at.CHUNK, at.PART
+UNKNOWN = at.UNKNOWN
+NOT_SHARED, DONE, MISMATCH, SHARE, PART = at.NOT_SHARED, at.DONE, at.MISMATCH, at.SHARE, at.PART
 PLAN_CONTEXT, PLAN_META = at.PLAN_CONTEXT, at.PLAN_META
 PLAN_UNIT, PLAN_ROOT = at.PLAN_UNIT, at.PLAN_ROOT
 
@@ -57,7 +59,7 @@ def share(plan, count, source):
     """
     context = load(plan + PLAN_CONTEXT)
     meta = load(plan + PLAN_META)
-    chunk = load(context + CHUNK)
+    chunk = load(context + SHARE)
     rank = load(context + RANK)
     size = load(context + SIZE)
     targets = load(context + TARGETS)
@@ -195,12 +197,21 @@ def _longest_split(context):
 
 
 @njit(**KERNEL_OPTIONS)
+def _longest(context, count):
+    """:func:`_longest_split`, at once where all ranks exchange equal pieces of ``count`` bytes."""
+    if count != UNKNOWN and all_count(context, count):
+        return count
+    return _longest_split(context)
+
+
+@njit(**KERNEL_OPTIONS)
 def exchange(plan, count):
     """Every rank sends one piece to each peer: SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES, by peer.
 
     In iteration t a rank copies part t of the piece for each peer into its place in the buffer (SIZE - 1
     places of ``chunk`` bytes) and part t - 1 of the pieces for itself out of the others' buffers.
-    What the ranks send and expect is told with the fingerprint, and all compare all of it; ``count`` is -1.
+    What the ranks send and expect is told with the fingerprint, and all compare all of it. ``count`` is the
+    length of every piece, or UNKNOWN where they differ.
     """
     context = load(plan + PLAN_CONTEXT)
     meta = load(plan + PLAN_META)
@@ -221,13 +232,13 @@ def exchange(plan, count):
         begin(context)
         _tell_splits(context)
     elif iteration > 1:
-        parts = max(1, (_longest_split(context) + chunk - 1) // chunk)
+        parts = max(1, (_longest(context, count) + chunk - 1) // chunk)
     while iteration < parts + 1:
         if iteration > 0:
             if iteration == 1:
-                code = meet(context, meta, count)
+                code = meet(context, meta, UNKNOWN)
                 if code == DONE:
-                    longest = _longest_split(context)
+                    longest = _longest(context, count)
                     if longest < 0:
                         code = MISMATCH
                     parts = max(1, (longest + chunk - 1) // chunk)
@@ -269,7 +280,7 @@ def exchange(plan, count):
 
 
 @njit(**KERNEL_OPTIONS)
-def all_to_all_even(plan, count, source, target, length):
+def all_to_all_even(plan, length, source, target):
     """exchange of equal pieces of ``length`` bytes that lie one after the other on both sides."""
     context = load(plan + PLAN_CONTEXT)
     if load(context + RESUME) == 0:
@@ -278,4 +289,4 @@ def all_to_all_even(plan, count, source, target, length):
             store(load(context + TARGETS) + peer * 8, target + peer * length)
             store(load(context + SOURCE_BYTES) + peer * 8, length)
             store(load(context + TARGET_BYTES) + peer * 8, length)
-    return exchange(plan, count)
+    return exchange(plan, length)
