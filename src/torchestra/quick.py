@@ -53,6 +53,7 @@ class QuickCommunicator(Communicator):
         self._broadcasts: list[dict[torch.dtype, Plan]] = [{} for _ in range(engine.size)]
         self._gathers: dict[torch.dtype, Plan] = {}
         self._exchanges: dict[torch.dtype, Plan] = {}
+        self._sends: dict[torch.dtype, bool] = {}
         # Taken inside the try because an interrupt may come right after the lock was taken.
         self._acquire, self._release = self._lock.acquire, self._lock.release
 
@@ -206,7 +207,22 @@ class QuickCommunicator(Communicator):
             self._release()
         return None
 
+    def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
+        if tensor.__class__ in _TENSORS and is_plain(tensor) and self._sends.get(tensor.dtype):
+            self.engine.send(tensor, rank, tag, self.seconds if seconds is None else seconds)
+            return
+        super().send(tensor, rank, tag, seconds)
+        self._sends[tensor.dtype] = not tensor.is_complex()
+
+    def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
+        if tensor.__class__ in _TENSORS and is_plain(tensor) and self._sends.get(tensor.dtype):
+            return self.engine.receive(tensor, rank, tag, self.seconds if seconds is None else seconds)
+        source = super().recv(tensor, rank, tag, seconds)
+        self._sends[tensor.dtype] = not tensor.is_complex()
+        return source
+
     def close(self) -> None:
+        self._sends.clear()
         for quick in (*self._reductions, *self._scatters, *self._broadcasts):
             quick.clear()
         self._gathers.clear()

@@ -370,6 +370,8 @@ class Member:
 class MessageWaiter:
     """How long a message may wait, for the mailbox: a new one for every message."""
 
+    __slots__ = ("_member", "_seconds", "_suspect")
+
     def __init__(self, member: Member, seconds: float) -> None:
         self._member = member
         self._seconds = seconds
