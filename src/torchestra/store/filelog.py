@@ -1,10 +1,12 @@
-"""The file format of FileStore: a magic number, then records, only ever appended.
+"""The file format of FileStore: a header, then records, only ever appended.
 
 ::
 
-    file    = magic record*
+    file    = magic number:8 bytes record*
     record  = head crc32(head) key value
     head    = kind:u8  key length:u32  value length:u32  crc32(key value):u32      (big-endian)
+
+The number is drawn at random for each file, to tell it from a later one of the same name.
 
 A writer killed halfway leaves an incomplete record at the end, which :func:`scan` stops at and the next
 writer cuts off. The head has a checksum of its own, so that a damaged length is seen as damage and not
@@ -18,9 +20,10 @@ import struct
 import zlib
 from collections.abc import Iterator
 
-__all__ = ["MAGIC", "DamagedLogError", "Kind", "encode", "scan"]
+__all__ = ["HEADER_SIZE", "LONGEST", "MAGIC", "DamagedLogError", "Kind", "encode", "scan"]
 
 MAGIC = b"TSTRFS\x00\x01"
+HEADER_SIZE = len(MAGIC) + 8
 LONGEST = 2**32 - 1
 
 _HEAD = struct.Struct(">BIII")

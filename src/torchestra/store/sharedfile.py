@@ -5,7 +5,7 @@ read only under a lock, shared or exclusive. Whoever gets the exclusive lock the
 and at most one torn one, left by a writer that died; the kernel drops a lock when its holder dies.
 
 The file is opened anew for every access. So a forked child shares no lock with its parent, network file
-systems show what others wrote, and a file that was deleted and made anew is noticed by its inode.
+systems show what others wrote, and a file that was deleted and made anew is noticed by its number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from torchestra.errors import DistStoreError, InvalidArgumentError
-from torchestra.store.filelog import MAGIC, DamagedLogError, Kind, encode, scan
+from torchestra.store.filelog import HEADER_SIZE, MAGIC, DamagedLogError, Kind, encode, scan
 from torchestra.store.process import ProcessIdentity
 from torchestra.store.table import Table
 
@@ -56,7 +56,7 @@ class SharedFile:
         self._world_size = world_size
         self._mutex = threading.Lock()
         self._offset = 0
-        self._inode = (0, 0)
+        self._header = b""
         self._members: dict[str, ProcessIdentity] = {}
         self._ever_joined = 0
         self._pid = os.getpid()
@@ -97,8 +97,8 @@ class SharedFile:
         with self._mutex:
             self._check_open()
             with self._opened() as descriptor:
-                status = os.fstat(descriptor)
-                if (status.st_dev, status.st_ino) != self._inode or status.st_size != self._offset:
+                size = os.fstat(descriptor).st_size
+                if size != self._offset or _read(descriptor, 0, HEADER_SIZE) != self._header:
                     with self._locked(descriptor, fcntl.LOCK_SH):
                         self._replay(descriptor, writing=False)
             yield self.table
@@ -116,15 +116,8 @@ class SharedFile:
 
     def append(self, descriptor: int, changes: Sequence[Change]) -> None:
         """Writes records at the end and applies them. Only under the exclusive lock, after a replay."""
-        data = memoryview(b"".join(encode(*change) for change in changes))
-        written = 0
-        try:
-            while written < len(data):
-                written += os.pwrite(descriptor, data[written:], self._offset + written)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, self._offset)
-            raise DistStoreError(f"FileStore cannot write to {self.path}: {error.strerror}") from error
+        data = b"".join(encode(*change) for change in changes)
+        self._write(descriptor, data, self._offset)
         self._offset += len(data)
         for change in changes:
             self._apply(*change)
@@ -171,8 +164,9 @@ class SharedFile:
         )
 
     @contextlib.contextmanager
-    def _locked(self, descriptor: int, kind: int, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
+    def _locked(self, descriptor: int, kind: int, seconds: float | None = None) -> Iterator[None]:
         # Not a blocking flock: signals must get through to the main thread, and time must end.
+        seconds = _LOCK_SECONDS if seconds is None else seconds
         deadline = time.monotonic() + seconds
         pause = 0.0002
         while True:
@@ -205,35 +199,43 @@ class SharedFile:
         return (mine.st_dev, mine.st_ino) == (named.st_dev, named.st_ino)
 
     def _replay(self, descriptor: int, *, writing: bool) -> None:
-        status = os.fstat(descriptor)
-        if (status.st_dev, status.st_ino) != self._inode or status.st_size < self._offset:
-            self._inode = (status.st_dev, status.st_ino)
-            self._offset = 0
+        size = os.fstat(descriptor).st_size
+        header = _read(descriptor, 0, HEADER_SIZE)
+        start = header[: len(MAGIC)]
+        if not MAGIC.startswith(start):
+            raise DistStoreError(
+                f"{self.path} is not a FileStore's (it begins with {start!r}); name a new file"
+            )
+        if len(header) < HEADER_SIZE and writing:
+            header = MAGIC + os.urandom(HEADER_SIZE - len(MAGIC))
+            self._write(descriptor, header, 0)
+        if header != self._header or size < self._offset:
+            self._header = header
+            self._offset = len(header)
             self._ever_joined = 0
             self._members = {}
             self.table = Table()
-        if self._offset < len(MAGIC):
-            start = _read(descriptor, 0, len(MAGIC))
-            if not MAGIC.startswith(start):
-                raise DistStoreError(
-                    f"{self.path} is not a FileStore's (it begins with {start!r}); name a new file"
-                )
-            if len(start) < len(MAGIC):
-                if not writing:
-                    return
-                os.pwrite(descriptor, MAGIC, 0)
-            self._offset = len(MAGIC)
         base = self._offset
         try:
-            for kind, key, value, end in scan(_read(descriptor, base, status.st_size - base)):
+            for kind, key, value, end in scan(_read(descriptor, base, size - base)):
                 self._apply(kind, key, value)
                 self._offset = base + end
         except (DamagedLogError, ValueError) as error:
             raise DistStoreError(
                 f"{self.path} is damaged at byte {self._offset}: something else than FileStore wrote to it"
             ) from error
-        if writing and self._offset < status.st_size:
+        if writing and self._offset < size:
             os.ftruncate(descriptor, self._offset)
+
+    def _write(self, descriptor: int, data: bytes, offset: int) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.pwrite(descriptor, rest, offset + len(data) - len(rest)) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, offset)
+            raise DistStoreError(f"FileStore cannot write to {self.path}: {error.strerror}") from error
 
     def _apply(self, kind: Kind, key: str, value: bytes) -> None:
         if kind is Kind.SET:

@@ -13,7 +13,15 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from torchestra.errors import DistNetworkError, DistStoreError
-from torchestra.store.base import Store, Value, check_integer, check_key, check_keys, encode_value
+from torchestra.store.base import (
+    Store,
+    Value,
+    check_integer,
+    check_key,
+    check_keys,
+    encode_value,
+    parse_number,
+)
 from torchestra.store.tcp.address import Address, dial
 from torchestra.store.tcp.pool import patiently
 from torchestra.types import Timeout, timeout_seconds
@@ -56,6 +64,9 @@ class TorchStore(Store):
     def add(self, key: str, amount: int) -> int:
         check_key(key)
         amount = check_integer("amount", amount)
+        # torch's server cuts the connection of who adds to a word, and the client is of no use then.
+        if self.check([key]):
+            parse_number(key, self.get(key))
         return int(self._ask(lambda: self._store.add(key, amount)))
 
     def append(self, key: str, value: Value) -> None:

@@ -130,7 +130,9 @@ class TCPStoreServer:
         if self._closing:
             return
         self._closing = True
-        self._waker.send(b"x")
+        # The thread may have woken by itself, seen that it is to end, and closed the waker already.
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
         if self._thread is not threading.current_thread():
             self._thread.join(10.0)
 

@@ -1,0 +1,271 @@
+"""FileStore across processes, killed writers, damaged files, and the end of the file."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forking import Child
+
+from torchestra.errors import DistStoreError, InvalidArgumentError, StoreTimeoutError
+from torchestra.store import FileStore, sharedfile
+from torchestra.store.filelog import MAGIC, Kind, encode
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def test_processes_share_it(path: Path) -> None:
+    store = FileStore(path, 5)
+    children = [Child(lambda: [FileStore(path, 5).add("n", 1) for _ in range(50)]) for _ in range(4)]
+    seen = [number for child in children for number in child.result()]
+    assert sorted(seen) == list(range(1, 201))
+    assert store.get("n") == b"200"
+
+
+def test_a_get_in_one_process_waits_for_the_set_in_another(path: Path) -> None:
+    store = FileStore(path)
+    child = Child(lambda: FileStore(path).get("question"))
+    store.set("question", "answer")
+    assert child.result() == b"answer"
+
+
+def test_a_forked_child_may_go_on_with_its_parents_store(path: Path) -> None:
+    """A lock inherited over a fork is shared with the parent and would exclude nobody."""
+    store = FileStore(path, 1)
+    child = Child(lambda: [store.add("n", 1) for _ in range(100)])
+    mine = [store.add("n", 1) for _ in range(100)]
+    assert sorted(mine + child.result()) == list(range(1, 201))
+
+
+@pytest.mark.parametrize("values", [b"", b"v" * 40])
+def test_a_record_torn_at_any_byte_is_cut_off(path: Path, values: bytes) -> None:
+    """What a writer leaves that is killed in the midst of a write."""
+    writer, reader = FileStore(path), FileStore(path)
+    writer.set("before", "1")
+    whole = encode(Kind.SET, "torn", values)
+    for cut in range(1, len(whole)):
+        with path.open("ab") as file:
+            file.write(whole[:cut])
+        assert reader.get("before") == b"1"
+        assert not reader.check(["torn"])
+        writer.add("after", 1)
+        assert reader.get("after") == str(cut).encode()
+    assert FileStore(path).get("after") == str(len(whole) - 1).encode()
+
+
+def test_a_torn_beginning_is_written_anew(path: Path) -> None:
+    for start in (MAGIC[:3], MAGIC, MAGIC + b"num"):
+        path.write_bytes(start)
+        FileStore(path).set("k", "1")
+        assert FileStore(path).get("k") == b"1"
+
+
+def test_a_writer_killed_at_any_moment_harms_nobody(path: Path) -> None:
+    store = FileStore(path)
+    store.set("mine", "1")
+
+    def write_forever() -> None:
+        own = FileStore(path)
+        own.set("ready", "1")
+        while True:
+            own.set("large", os.urandom(1 << 18))
+            own.delete_key("large")
+
+    for _ in range(10):
+        child = Child(write_forever)
+        store.wait(["ready"], 30)
+        for _ in range(random.randrange(5)):
+            store.add("n", 1)
+        child.kill()
+        store.delete_key("ready")
+        store.set("large", "whole")
+        assert FileStore(path).multi_get(["mine", "large"]) == [b"1", b"whole"]
+
+
+@pytest.mark.parametrize("place", ["head", "key", "value"])
+def test_damage_is_told_from_a_torn_end(path: Path, place: str) -> None:
+    """Were a damaged length believed, all records after it would be cut off as torn."""
+    store = FileStore(path)
+    store.set("key", "value")
+    position = {"head": -20, "key": -8, "value": -1}[place]
+    record = bytearray(path.read_bytes())
+    record[position] ^= 0x40
+    path.write_bytes(bytes(record) + encode(Kind.SET, "good", b"1"))
+    with pytest.raises(DistStoreError, match=r"is damaged at byte \d+: something else"):
+        FileStore(path)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "error", "words"),
+    [
+        (lambda path: path.write_text("precious notes"), DistStoreError, "is not a FileStore's .*precious"),
+        (lambda path: path.mkdir(), InvalidArgumentError, "cannot open .*: Is a directory"),
+        (lambda path: path.parent.rmdir(), InvalidArgumentError, "cannot open .*: No such file or directory"),
+    ],
+    ids=["another file", "a directory", "no directory"],
+)
+def test_an_unusable_path_is_refused(
+    tmp_path: Path, prepare: Callable[[Path], object], error: type[Exception], words: str
+) -> None:
+    (tmp_path / "inner").mkdir()
+    path = tmp_path / "inner" / "store"
+    prepare(path)
+    with pytest.raises(error, match=words):
+        FileStore(path, 2)
+    if path.is_file():
+        assert path.read_text() == "precious notes"
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_refused(path: Path) -> None:
+    path.touch(mode=0)
+    with pytest.raises(InvalidArgumentError, match="Permission denied; it must be a file that every rank"):
+        FileStore(path)
+
+
+def test_a_path_must_be_one() -> None:
+    with pytest.raises(InvalidArgumentError, match="file_name must be a path, got 3"):
+        FileStore(3)  # type: ignore[arg-type]
+
+
+def test_the_last_of_all_users_deletes_the_file(path: Path) -> None:
+    first = FileStore(path, 3)
+    Child(lambda: FileStore(path, 3).close()).result()
+    third = FileStore(path, 3)
+    third.set("k", "1")
+    first.close()
+    assert third.get("k") == b"1"
+    del third
+    gc.collect()
+    assert not path.exists()
+
+
+def test_the_file_stays_until_all_users_have_come(path: Path) -> None:
+    FileStore(path, 2).close()
+    assert path.exists()
+    FileStore(path, 2).close()
+    assert not path.exists()
+
+
+def test_the_file_stays_where_the_number_of_users_is_open(path: Path) -> None:
+    FileStore(path).set("k", "1")
+    gc.collect()
+    assert FileStore(path).get("k") == b"1"
+
+
+def test_a_clone_keeps_the_file(path: Path) -> None:
+    twin = FileStore(path, 1).clone()
+    gc.collect()
+    twin.set("k", "1")
+    assert twin.get("k") == b"1"
+    del twin
+    gc.collect()
+    assert not path.exists()
+
+
+def killed_user(path: Path) -> None:
+    def use() -> None:
+        store = FileStore(path, 2)
+        store.set("stale", "1")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = Child(use)
+    with pytest.raises(AssertionError, match="killed"):
+        child.result()
+
+
+def test_the_file_of_a_killed_job_is_begun_anew(path: Path) -> None:
+    killed_user(path)
+    assert path.exists()
+    store = FileStore(path, 2)
+    assert store.list_keys() == []
+
+
+def test_a_killed_user_does_not_take_the_keys_of_the_living(path: Path) -> None:
+    alive = FileStore(path, 3)
+    killed_user(path)
+    assert FileStore(path, 3).get("stale") == b"1"
+    alive.close()
+
+
+def test_a_killed_user_counts_as_gone(path: Path) -> None:
+    alive = FileStore(path, 2)
+    killed_user(path)
+    alive.close()
+    assert not path.exists()
+
+
+def test_the_file_is_the_users_own(path: Path) -> None:
+    store = FileStore(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert store.path == str(path)
+
+
+def test_a_closed_store_says_so(path: Path) -> None:
+    store = FileStore(path, 1)
+    store.close()
+    store.close()
+    with pytest.raises(DistStoreError, match="is closed; make a new one"):
+        store.set("k", "1")
+
+
+def test_a_deleted_file_is_noticed(path: Path) -> None:
+    store = FileStore(path)
+    path.unlink()
+    with pytest.raises(DistStoreError, match="was deleted while in use"):
+        store.set("k", "1")
+
+
+def test_a_file_deleted_and_made_anew_is_read_from_its_start(path: Path) -> None:
+    store = FileStore(path)
+    store.set("old", "1")
+    path.unlink()
+    FileStore(path).set("new", "1")
+    assert store.list_keys() == ["new"]
+
+
+def test_a_lock_that_is_never_given_back_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(path)
+    monkeypatch.setattr(sharedfile, "_LOCK_SECONDS", 0.02)
+    with path.open("rb") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(DistStoreError, match=r"was locked by another process for 0\.02 s"):
+            store.set("k", "1")
+    store.set("k", "1")
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_file_whole(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(path)
+    store.set("k", "1")
+    size = path.stat().st_size
+    write = os.pwrite
+
+    def half(descriptor: int, data: memoryview, offset: int) -> int:
+        if len(data) > 10:
+            return write(descriptor, data[:10], offset)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", half)
+    with pytest.raises(DistStoreError, match=r"cannot write to .*: No space left"):
+        store.set("large", "v" * 1000)
+    monkeypatch.undo()
+    assert path.stat().st_size == size
+    assert store.list_keys() == ["k"]
+
+
+def test_a_time_out_names_the_file(path: Path) -> None:
+    with pytest.raises(
+        StoreTimeoutError, match=f"key 'k' did not come to FileStore\\({path}\\) within 0.01 s"
+    ):
+        FileStore(path).wait(["k"], 0.01)
