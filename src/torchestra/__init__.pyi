@@ -34,10 +34,13 @@ from .errors import (
     GroupDestroyedError,
     InvalidArgumentError,
     InvalidArgumentTypeError,
+    LaunchTimeoutError,
     NotInitializedError,
+    RankError,
     RankFailedError,
     StoreTimeoutError,
 )
+from .launcher import launch
 from .process_group import NonMember, ProcessGroup
 from .store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from .types import ReduceOp
@@ -60,7 +63,6 @@ from .world import (
 )
 
 __all__ = [
-    "nn",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DistBackendError",
@@ -74,10 +76,12 @@ __all__ = [
     "HashStore",
     "InvalidArgumentError",
     "InvalidArgumentTypeError",
+    "LaunchTimeoutError",
     "NonMember",
     "NotInitializedError",
     "PrefixStore",
     "ProcessGroup",
+    "RankError",
     "RankFailedError",
     "ReduceOp",
     "Store",
@@ -108,7 +112,9 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "launch",
     "new_group",
+    "nn",
     "ones",
     "recv",
     "reduce",
@@ -118,6 +124,5 @@ __all__ = [
     "send",
     "zeros",
 ]
-
 
 __version__: str

@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "run": Command("torchestra.launch.command", "start a script on several ranks of this host"),
+    "run": Command("torchestra.launcher.command", "start a script on several ranks of this host"),
     "bench": Command("torchestra.bench.command", "measure every operation beside the peers found here"),
     "doctor": Command("torchestra.doctor", "show what torchestra finds on this machine"),
 }

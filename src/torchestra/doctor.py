@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from torchestra.launch.cores import usable_cores
+from torchestra.launcher.cores import usable_cores
 
 __all__ = ["Finding", "add_arguments", "examine", "main"]
 

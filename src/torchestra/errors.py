@@ -84,8 +84,8 @@ class GroupAbortedError(DistBackendError):
 class GradientReductionError(DistError):
     """The gradients of a DistributedDataParallel were not each computed once between two reductions.
 
-    Raised on the ranks where that happened. Those of the step are not averaged; where the other ranks wait for
-    this one, they hear of it when it leaves the group.
+    Raised on the ranks where that happened; the gradients of the step are not averaged there. Ranks that wait
+    for such a rank hear of it when it leaves the group.
     """
 
 

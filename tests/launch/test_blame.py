@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 
-from torchestra.launch.blame import Fault, cause_of, describe_exit
-from torchestra.launch.report import ranks_phrase
-from torchestra.launch.spec import Failure
+from torchestra.launcher.blame import Fault, cause_of, describe_exit
+from torchestra.launcher.report import ranks_phrase
+from torchestra.launcher.spec import Failure
 
 
 def raised(rank: int, time: float, consequence: bool = False) -> Fault:

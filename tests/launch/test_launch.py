@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchestra.errors import InvalidArgumentError, LaunchTimeoutError, RankError
-from torchestra.launch import RemoteTraceback, launch
+from torchestra.launcher import RemoteTraceback, launch
 
 STATE: list[str] = []
 
@@ -206,7 +206,7 @@ def test_bad_arguments_are_refused_before_anything_is_started(call: Callable[[],
 
 PROGRAM = """
 import os, sys, threading
-from torchestra.launch import launch
+from torchestra.launcher import launch
 
 class Point:
     def __init__(self, x): self.x = x

@@ -9,7 +9,7 @@ import torch
 
 import torchestra as dist
 from torchestra.errors import InvalidArgumentError, LaunchTimeoutError, RankError
-from torchestra.launch import launch
+from torchestra.launcher import launch
 
 
 def test_each_thread_is_a_rank_of_one_world() -> None:

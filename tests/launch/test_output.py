@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from torchestra.launch.output import Device, Source, colours_wanted, open_devices, prefix
+from torchestra.launcher.output import Device, Source, colours_wanted, open_devices, prefix
 
 
 class Screen(io.StringIO):

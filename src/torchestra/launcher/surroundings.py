@@ -6,7 +6,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 
-from torchestra.launch.cores import usable_cores
+from torchestra.launcher.cores import usable_cores
 
 __all__ = ["MeetingPoint", "with_threads_per_rank"]
 

@@ -10,8 +10,8 @@ from types import FunctionType
 from typing import Any, BinaryIO
 
 from torchestra.errors import InvalidArgumentError
-from torchestra.launch.main_script import import_callers_main
-from torchestra.launch.spec import Call, MainModule
+from torchestra.launcher.main_script import import_callers_main
+from torchestra.launcher.spec import Call, MainModule
 
 __all__ = ["dump_call", "dump_exception", "dump_result", "load_call", "load_in_caller"]
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from types import FrameType
 
 from torchestra.errors import DistError
-from torchestra.launch.cores import usable_cores
-from torchestra.launch.job import Job, StopPlan
-from torchestra.launch.output import colours_wanted, open_devices
-from torchestra.launch.report import failure_report, tracebacks_report
-from torchestra.launch.spec import JobSpec, Script
-from torchestra.launch.stdin import StandardInput
-from torchestra.launch.surroundings import MeetingPoint
-from torchestra.launch.warm import WarmServer
+from torchestra.launcher.cores import usable_cores
+from torchestra.launcher.job import Job, StopPlan
+from torchestra.launcher.output import colours_wanted, open_devices
+from torchestra.launcher.report import failure_report, tracebacks_report
+from torchestra.launcher.spec import JobSpec, Script
+from torchestra.launcher.stdin import StandardInput
+from torchestra.launcher.surroundings import MeetingPoint
+from torchestra.launcher.warm import WarmServer
 
 __all__ = ["add_arguments", "main", "ranks_argument"]
 

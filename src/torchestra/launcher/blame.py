@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from torchestra.errors import GroupAbortedError
-from torchestra.launch.spec import Failure
+from torchestra.launcher.spec import Failure
 
 __all__ = ["Fault", "cause_of", "describe_exit", "failure_of", "users_part"]
 

@@ -15,7 +15,7 @@ import types
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from torchestra.launch.spec import MainModule, Script
+from torchestra.launcher.spec import MainModule, Script
 
 __all__ = ["import_callers_main", "run_script"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchestra.launch.blame import describe_exit
-from torchestra.launch.job import Job, RankState
+from torchestra.launcher.blame import describe_exit
+from torchestra.launcher.job import Job, RankState
 
 __all__ = ["failure_report", "ranks_phrase", "tracebacks_report"]
 

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 
-from torchestra.launch.job import Job
+from torchestra.launcher.job import Job
 
 __all__ = ["StandardInput"]
 

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 
-from torchestra.launch.server import serve
-from torchestra.launch.wire import channel
+from torchestra.launcher.server import serve
+from torchestra.launcher.wire import channel
 
 __all__ = ["WarmServer"]
 
@@ -49,7 +49,7 @@ class WarmServer:
         ours, theirs = channel()
         program = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
-            "from torchestra.launch.server import serve_descriptor\n"
+            "from torchestra.launcher.server import serve_descriptor\n"
             f"serve_descriptor({theirs.fileno()})"
         )
         # The interpreter's own record of its command-line flags, as multiprocessing uses it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import NoReturn
 
-from torchestra.launch.spec import JobSpec
+from torchestra.launcher.spec import JobSpec
 
 __all__ = ["serve_store"]
 

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from torchestra.errors import InvalidArgumentError, LaunchTimeoutError, RankError
-from torchestra.launch.blame import Fault, describe_exit
-from torchestra.launch.cores import usable_cores
-from torchestra.launch.job import Job, RankState, StopPlan
-from torchestra.launch.output import open_devices
-from torchestra.launch.pickling import dump_call, load_in_caller
-from torchestra.launch.report import ranks_phrase, tracebacks_report
-from torchestra.launch.spec import JobSpec
-from torchestra.launch.surroundings import MeetingPoint, with_threads_per_rank
-from torchestra.launch.warm import WarmServer
+from torchestra.launcher.blame import Fault, describe_exit
+from torchestra.launcher.cores import usable_cores
+from torchestra.launcher.job import Job, RankState, StopPlan
+from torchestra.launcher.output import open_devices
+from torchestra.launcher.pickling import dump_call, load_in_caller
+from torchestra.launcher.report import ranks_phrase, tracebacks_report
+from torchestra.launcher.spec import JobSpec
+from torchestra.launcher.surroundings import MeetingPoint, with_threads_per_rank
+from torchestra.launcher.warm import WarmServer
 from torchestra.types import Timeout, timeout_seconds
 
 __all__ = ["RemoteTraceback", "launch"]
@@ -84,7 +84,7 @@ def launch(
     if kind == "threads":
         if env is not None:
             raise InvalidArgumentError("launch: ranks that are threads share one environment; leave env out")
-        from torchestra.launch.threads import launch_threads
+        from torchestra.launcher.threads import launch_threads
 
         return launch_threads(fn, ranks, args, seconds)
     raise InvalidArgumentError(f"launch: kind must be 'processes' or 'threads', got {kind!r}")

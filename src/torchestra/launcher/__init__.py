@@ -10,18 +10,6 @@ The launcher (``command.py`` for the command line, ``api.py`` for Python) needs 
 has loaded it once for all ranks. ``spec.py`` lists every message between the three.
 """
 
-import sys
-from types import ModuleType
-
-from torchestra.launch.api import RemoteTraceback, launch
+from torchestra.launcher.api import RemoteTraceback, launch
 
 __all__ = ["RemoteTraceback", "launch"]
-
-
-class _CallablePackage(ModuleType):
-    """``torchestra.launch`` is this package or its function, by what was imported first: call either."""
-
-    __call__ = staticmethod(launch)
-
-
-sys.modules[__name__].__class__ = _CallablePackage

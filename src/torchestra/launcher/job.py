@@ -21,12 +21,12 @@ from functools import partial
 from typing import BinaryIO
 
 from torchestra.errors import DistError
-from torchestra.launch.blame import Fault, cause_of
-from torchestra.launch.output import Device, Source, colours_wanted, prefix
-from torchestra.launch.spec import Call, Ended, Failure, Forked, JobSpec, Ready, Returned, SignalRanks
-from torchestra.launch.surroundings import MeetingPoint
-from torchestra.launch.warm import WarmServer
-from torchestra.launch.wire import channel, receive, send
+from torchestra.launcher.blame import Fault, cause_of
+from torchestra.launcher.output import Device, Source, colours_wanted, prefix
+from torchestra.launcher.spec import Call, Ended, Failure, Forked, JobSpec, Ready, Returned, SignalRanks
+from torchestra.launcher.surroundings import MeetingPoint
+from torchestra.launcher.warm import WarmServer
+from torchestra.launcher.wire import channel, receive, send
 
 __all__ = ["AFTER_FAILURE", "Job", "StopPlan"]
 
@@ -182,7 +182,7 @@ class Job:
         self.call_at(when, partial(self.signal, signal.SIGKILL))
 
     def signal(self, signum: signal.Signals, final: bool = True) -> None:
-        """Signal the ranks (see :class:`~torchestra.launch.spec.SignalRanks`)."""
+        """Signal the ranks (see :class:`~torchestra.launcher.spec.SignalRanks`)."""
         if self.ranks:
             send(self._server.end, SignalRanks(signum, final))
 

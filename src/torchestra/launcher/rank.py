@@ -22,11 +22,11 @@ import time
 import traceback
 from typing import NoReturn
 
-from torchestra.launch.blame import failure_of, users_part
-from torchestra.launch.main_script import run_script
-from torchestra.launch.pickling import dump_exception, dump_result, load_call
-from torchestra.launch.spec import Call, Failure, JobSpec, Returned
-from torchestra.launch.wire import anonymous_file, send
+from torchestra.launcher.blame import failure_of, users_part
+from torchestra.launcher.main_script import run_script
+from torchestra.launcher.pickling import dump_exception, dump_result, load_call
+from torchestra.launcher.spec import Call, Failure, JobSpec, Returned
+from torchestra.launcher.wire import anonymous_file, send
 
 __all__ = ["SIGNALS", "run"]
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torchestra.errors import LaunchTimeoutError, RankError
-from torchestra.launch.blame import Fault, cause_of, failure_of
-from torchestra.launch.report import ranks_phrase
-from torchestra.launch.spec import Failure
+from torchestra.launcher.blame import Fault, cause_of, failure_of
+from torchestra.launcher.report import ranks_phrase
+from torchestra.launcher.spec import Failure
 from torchestra.store import HashStore, Store
 from torchestra.world import thread_rank
 
