@@ -8,8 +8,9 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numba
 
@@ -34,9 +35,33 @@ def _fingerprint() -> str:
         numba.core.config.CPU_NAME,
     ):
         digest.update(repr(word).encode())
+    digest.update(_sources().encode())
+    return digest.hexdigest()[:16]
+
+
+def _sources() -> str:
+    """Changes whenever a file of the engine does."""
+    digest = hashlib.sha256()
     for source in sorted(_ENGINE.rglob("*.py")):
         digest.update(f"{source}:{source.stat().st_mtime_ns}".encode())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()
+
+
+def forget_what_is_stale(functions: Iterable[Any]) -> None:
+    """Empty Numba's cache of compiled functions that were made from other sources. With the lock held.
+
+    Numba compiles a function anew when the file that it is written in has changed. But a kernel is made of
+    functions and constants from several files, and would go on with their old versions.
+    """
+    installation = hashlib.sha256(str(_ENGINE).encode()).hexdigest()[:16]
+    note = cache_directory() / f"sources-{installation}"
+    if note.exists() and note.read_text() == _sources():
+        return
+    for folder in {function.stats.cache_path for function in functions} - {None}:
+        for index in Path(folder).glob("*.nbi"):
+            if not index.name.startswith("reductions."):  # made from one file only
+                index.unlink(missing_ok=True)
+    note.write_text(_sources())
 
 
 @contextlib.contextmanager

@@ -4,16 +4,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from numba import types
+from numba.core.dispatcher import Dispatcher
 
 from torchestra.engine import reductions
 from torchestra.engine.channels import warm_up_channels
-from torchestra.engine.compilation import compiling
+from torchestra.engine.compilation import compiling, forget_what_is_stale
 from torchestra.engine.kernels import control, move, reduce
 from torchestra.types import ReduceOp
 
@@ -54,6 +56,7 @@ def load_kernels() -> None:
 
 def _load() -> None:
     with compiling("kernels"):
+        forget_what_is_stale(_compiled_functions())
         for kernel, arguments in _KERNELS.items():
             kernel.compile((types.int64,) * arguments)
             kernel.disable_compile()
@@ -61,6 +64,12 @@ def _load() -> None:
     for dtype in (torch.float32, torch.float64, torch.int64):
         reductions.reduction(dtype, ReduceOp.SUM)
     reductions.reduction(torch.float32, ReduceOp.AVG)
+
+
+def _compiled_functions() -> list[Any]:
+    """Every function of the engine that Numba compiles."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("torchestra.engine")]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)]
 
 
 def entry_point(kernel: Any) -> Kernel:
