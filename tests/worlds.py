@@ -50,6 +50,12 @@ class Outcome(NamedTuple):
     error: BaseException | None = None
     exit_code: int = 0
 
+    def result(self) -> Any:
+        """What it returned; its exception is raised."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
     @property
     def message(self) -> str:
         """What its exception said."""
@@ -154,8 +160,9 @@ class ProcessWorld:
         self._running = set(range(len(pids)))
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank that runs."""
-        os.kill(self.pids[rank], number)
+        """Send a signal to a rank, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[rank], number)
 
     def path(self, name: str) -> str:
         """A path in a directory that only this world uses; ranks find it in WORLD_DIRECTORY."""
@@ -167,7 +174,11 @@ class ProcessWorld:
         while time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError), open(self.path(name)) as file:
                 return file.read()
-            time.sleep(0.002)
+            if self._connection.poll(0.002):
+                self._receive()
+                for outcome in self._told:
+                    if outcome is not None and isinstance(outcome.error, AssertionError):
+                        raise outcome.error
         raise AssertionError(f"no rank has written {name} after {limit} s")
 
     def wait(self, rank: int, limit: float = WORLD_SECONDS) -> Outcome:
@@ -186,20 +197,23 @@ class ProcessWorld:
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 late = sorted(self._running & wanted)
                 for rank in late:
-                    os.kill(self.pids[rank], signal.SIGUSR1)
+                    self.signal(rank, signal.SIGUSR1)
                 time.sleep(0.5)
                 self.close()
                 raise AssertionError(
                     f"ranks {late} of {len(self.pids)} processes have not ended after {limit} s"
                 )
-            rank, payload, status = self._connection.recv()
-            self._running.discard(rank)
-            self._told[rank] = _outcome_of(payload, os.waitstatus_to_exitcode(status))
+            self._receive()
+
+    def _receive(self) -> None:
+        rank, payload, status = self._connection.recv()
+        self._running.discard(rank)
+        self._told[rank] = _outcome_of(payload, os.waitstatus_to_exitcode(status))
 
     def close(self) -> None:
         """Kill what still runs, and wait until it is gone."""
         for rank in self._running:
-            os.kill(self.pids[rank], signal.SIGKILL)
+            self.signal(rank, signal.SIGKILL)
         while self._running:
             self._running.discard(self._connection.recv()[0])
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -11,10 +11,8 @@ from types import FrameType
 
 import torch
 
-_NOT_THE_USERS = tuple(
-    os.path.join(folder, "")
-    for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent, sysconfig.get_paths()["stdlib"])
-)
+_FOLDERS = (Path(__file__).parent.parent, Path(torch.__file__).parent, sysconfig.get_paths()["stdlib"])
+_NOT_THE_USERS = (*(os.path.join(folder, "") for folder in _FOLDERS), "<frozen ")
 
 
 def call_site(thread: int | None = None) -> str:

@@ -141,7 +141,8 @@ def arrive(context, meta, count, shared):
 def meet(context, meta, count):
     """Wait until every peer has arrived, and compare fingerprints: DONE, PENDING, ABORTED or MISMATCH.
 
-    A count of UNKNOWN is not compared: what belongs to it differs between ranks.
+    A count of UNKNOWN is not compared: what belongs to it differs between ranks. Whoever finds the group
+    aborted here has come too late: a peer that had arrived may have left again, and its tensors are its own.
 
     MISMATCH is returned only after *everybody* has arrived, so every rank returns it, and the
     next operation finds all ranks at the same sequence number.
@@ -159,7 +160,7 @@ def meet(context, meta, count):
             word = control_of(context, peer) + parity
             if load(word + META) != meta or (count != UNKNOWN and load(word + COUNT) != count):
                 verdict = MISMATCH
-    return verdict
+    return verdict if load_acquire(load(context + ABORT)) == 0 else ABORTED
 
 
 @njit(**KERNEL_OPTIONS)

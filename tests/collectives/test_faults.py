@@ -1,0 +1,450 @@
+"""Ranks that die, leave, are interrupted or never come: the others soon hear which, and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from cases import ONE_OF_EACH, Case, Maker
+
+import torchestra as dist
+from torchestra.engine import layout as at
+from torchestra.errors import (
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    RankFailedError,
+    StoreTimeoutError,
+)
+from worlds import (
+    Outcome,
+    RankDied,
+    await_note,
+    descriptors,
+    leave_note,
+    mappings,
+    outcomes,
+    processes,
+    run,
+)
+
+# In what time a fault must be seen. Noticing takes about 0.1 s; the rest is for a machine that is busy.
+SOON = 10.0
+
+
+def forget_the_group() -> None:
+    """After a failed operation: destroy the group, and see that nothing of it is left in this process."""
+    dist.destroy_process_group()
+    gc.collect()
+    deadline = time.monotonic() + SOON
+    while mappings() or threading.active_count() > 1:
+        assert time.monotonic() < deadline, (mappings(), threading.enumerate())
+        gc.collect()
+        time.sleep(0.01)
+
+
+# -- killed
+
+
+def until_killed(case: Case, length: int) -> tuple[str, tuple[int, ...], float, set[str]]:
+    """Repeat an operation until it fails; how, and the descriptors that are left open afterwards."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    leave_note(f"ready {rank}")
+    make = Maker(torch.float32, in_arena=length % 2 == 1)
+    try:
+        while True:
+            case(make, rank, size, length)
+            make.check_guards("")
+    except RankFailedError as error:
+        failed, message, seen = error.ranks, str(error), time.monotonic()
+    with pytest.raises(GroupAbortedError):
+        dist.all_reduce(torch.ones(1))
+    del make
+    forget_the_group()
+    return message, failed, seen, {name.split(" ", 1)[1] for name in descriptors()}
+
+
+def check_survivors(victim: int, killed_at: float, ended: list[Outcome]) -> None:
+    for rank, outcome in enumerate(ended):
+        if rank == victim:
+            assert isinstance(outcome.error, RankDied)
+            assert outcome.exit_code == -signal.SIGKILL
+        else:
+            message, failed, seen, left_open = outcome.result()
+            assert failed == (victim,)
+            assert f"rank {victim} died" in message
+            assert seen - killed_at < SOON
+            assert not [name for name in left_open if "pidfd" in name or "memfd" in name]
+
+
+@pytest.mark.parametrize(
+    ("case", "length"), [(case, (7, 300_001)[number % 2]) for number, case in enumerate(ONE_OF_EACH)]
+)
+def test_a_killed_rank_is_named_to_all_others(case: Case, length: int) -> None:
+    """tools/kill_test.py does this some hundred times."""
+    dice = random.Random(f"{case.__name__} {length}")
+    size = dice.choice((2, 3))
+    victim = dice.randrange(size)
+    with processes(size, until_killed, case, length) as world:
+        for rank in range(size):
+            world.await_file(f"ready {rank}")
+        time.sleep(dice.random() * 0.05)
+        killed_at = time.monotonic()
+        world.signal(victim, signal.SIGKILL)
+        check_survivors(victim, killed_at, world.finish())
+
+
+def wait_for_the_late() -> str:
+    """Rank 2 is killed, and rank 1 does not call before rank 0 has heard of it."""
+    dist.barrier()
+    rank = dist.get_rank()
+    leave_note(f"ready {rank}")
+    if rank == 2:
+        signal.pause()
+    if rank == 1:
+        await_note("rank 0 has failed")
+    with pytest.raises(RankFailedError, match="rank 2 died") as caught:
+        dist.all_reduce(torch.ones(1))
+    leave_note(f"rank {rank} has failed")
+    return str(caught.value)
+
+
+def test_a_death_is_seen_while_waiting_for_another_rank_that_lives() -> None:
+    with processes(3, wait_for_the_late) as world:
+        world.await_file("ready 2")
+        world.signal(2, signal.SIGKILL)
+        world.await_file("rank 0 has failed", SOON)
+        zero, one, _ = world.finish()
+    assert "rank 0 saw it in all_reduce(SUM, float32, 1 element)" in zero.result()
+    assert "rank 0 saw it" in one.result()
+
+
+def stand_still() -> str:
+    """Rank 1 is stopped by a signal, so that it can neither call nor say where it is."""
+    dist.barrier()
+    leave_note(f"ready {dist.get_rank()}")
+    if dist.get_rank() == 1:
+        await_note("continued")
+    else:
+        await_note("stopped")
+    with pytest.raises(GroupAbortedError if dist.get_rank() else CollectiveTimeoutError) as caught:
+        dist.all_reduce(torch.ones(1))
+    leave_note(f"failed {dist.get_rank()}")
+    return str(caught.value)
+
+
+def test_a_rank_that_is_stopped_is_named_when_the_time_is_over() -> None:
+    with processes(2, stand_still, timeout=0.3) as world:
+        world.await_file("ready 1")
+        world.signal(1, signal.SIGSTOP)
+        open(world.path("stopped"), "w").close()
+        world.await_file("failed 0", SOON)
+        open(world.path("continued"), "w").close()
+        world.signal(1, signal.SIGCONT)
+        zero, one = world.finish()
+    assert "rank 1 had not arrived" in zero.result()
+    assert "rank 1 last called operation 2, barrier(); did not say where it is" in zero.result()
+    assert (
+        "can no longer be used: all_reduce(SUM, float32, 1 element) of group 'default' timed out"
+        in one.result()
+    )
+
+
+# -- interrupted
+
+
+def is_ahead(rank: int) -> bool:
+    """Whether a rank has begun an operation of the default group that this one has not."""
+    member = dist.group.WORLD.communicator.engine.member
+    begun = member.arena.word(member.arena.control(rank) + at.PROGRESS) >> at.STEP_BITS
+    return begun > member.word(at.SEQUENCE)
+
+
+def be_interrupted() -> str:
+    """Rank 0 waits in an operation and gets Ctrl-C; rank 1 calls after that."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        leave_note("pid", str(os.getpid()))
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.ones(1))
+        leave_note("interrupted")
+        with pytest.raises(GroupAbortedError) as caught:
+            dist.all_reduce(torch.ones(1))
+    else:
+        while not is_ahead(0):
+            time.sleep(0.001)
+        leave_note("waiting")
+        await_note("interrupted")
+        with pytest.raises(GroupAbortedError) as caught:
+            dist.barrier()  # instead of what rank 0 called; but that it has left counts for more
+    message = str(caught.value)
+    del caught  # its traceback holds the group
+    forget_the_group()
+    return message
+
+
+@pytest.mark.parametrize("after", [0, 0.02, 0.2])
+def test_ctrl_c_gets_through_inside_an_operation_and_the_others_learn_of_it(after: float) -> None:
+    with processes(2, be_interrupted) as world:
+        world.await_file("waiting")
+        time.sleep(after)  # in the kernel's first wait, in its sleep, and in a later call of it
+        world.signal(0, signal.SIGINT)
+        world.await_file("interrupted", SOON)
+        for outcome in world.finish():
+            assert "rank 0 left operation" in outcome.result()
+            assert "all_reduce(SUM, float32, 1 element) with KeyboardInterrupt" in outcome.result()
+
+
+def be_interrupted_in_wait() -> bool:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        await_note("interrupted")
+        dist.all_reduce(torch.ones(1))
+        return True
+    tensor = torch.ones(1)
+    work = dist.all_reduce(tensor, async_op=True)
+    leave_note("waiting")
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    leave_note("interrupted")
+    return work.wait() and tensor.item() == 2
+
+
+def test_ctrl_c_gets_through_while_waiting_for_an_asynchronous_operation_which_goes_on() -> None:
+    with processes(2, be_interrupted_in_wait) as world:
+        world.await_file("waiting")
+        time.sleep(0.05)
+        world.signal(0, signal.SIGINT)
+        world.await_file("interrupted", SOON)
+        assert [outcome.result() for outcome in world.finish()] == [True, True]
+
+
+# -- leaving
+
+
+def one_rank_raises() -> str:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise LookupError("on purpose")
+    with pytest.raises(GroupAbortedError) as caught:
+        dist.all_gather([torch.ones(2)] * 3, torch.ones(2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("threads", "rank 1 has destroyed the group"), ("processes", "rank 1 died")]
+)
+def test_a_rank_that_raises_is_named_to_the_others(kind: str, told: str) -> None:
+    zero, one, two = outcomes(kind, 3, one_rank_raises)
+    assert isinstance(one.error, LookupError)
+    assert told in zero.result()
+    assert told in two.result()
+
+
+def leave_early() -> str:
+    dist.barrier()
+    if dist.get_rank() == 2:
+        dist.destroy_process_group()
+        return ""
+    with pytest.raises(GroupAbortedError, match="do all ranks call the same operations") as caught:
+        dist.broadcast(torch.ones(2), 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_rank_that_has_destroyed_the_group_is_named(kind: str) -> None:
+    zero, one, _ = run(kind, 3, leave_early)
+    assert "rank 2 has destroyed the group" in zero
+    assert "rank 2 has destroyed the group" in one
+
+
+def end_with_an_operation(count: int) -> list[float]:
+    tensor = torch.ones(count)
+    dist.all_reduce(tensor)
+    return [tensor[0].item(), tensor[-1].item()]
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize("count", [1, 400_000])
+def test_a_rank_may_leave_as_soon_as_its_last_operation_is_done(kind: str, count: int) -> None:
+    """The others are still in it, and must not take the rank for one that they wait for in vain."""
+    for _ in range(8):
+        assert run(kind, 3, end_with_an_operation, count) == [[3.0, 3.0]] * 3
+
+
+# -- late
+
+
+def one_rank_is_late(step: threading.Event, asynchronous: bool) -> str:
+    """Rank 1 comes when rank 0 has given up."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        assert step.wait(SOON)  # here rank 1 is found
+        with pytest.raises(GroupAbortedError) as caught:
+            dist.all_reduce(torch.ones(300_000))
+        return str(caught.value)
+    works = [dist.all_reduce(torch.ones(300_000), async_op=True) for _ in range(3 * asynchronous)]
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        works[0].wait() if asynchronous else dist.all_reduce(torch.ones(300_000))
+    for work in works[1:]:
+        with pytest.raises(GroupAbortedError, match="can no longer be used"):
+            work.wait()
+    step.set()
+    assert caught.value.missing == (1,)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_time_out_names_who_is_missing_and_where_its_program_is(asynchronous: bool) -> None:
+    zero, one = run("threads", 2, one_rank_is_late, threading.Event(), asynchronous, timeout=0.3)
+    assert "all_reduce(SUM, float32, 300000 elements) of group 'default' timed out after 0." in zero
+    assert "rank 1 had not arrived" in zero
+    assert f"rank 1 last called operation 2, barrier(); is at {__file__}:" in zero
+    assert "in one_rank_is_late" in zero.splitlines()[-1]
+    waiting = next(line for line in zero.splitlines() if "rank 0 waits in operation 3" in line)
+    assert f"at {__file__}:" in waiting
+    assert "timed out after 0." in one
+
+
+def one_process_is_late() -> str:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        while not os.path.exists(os.path.join(os.environ["WORLD_DIRECTORY"], "timed out")):
+            pass  # here rank 1 is found
+        with pytest.raises(GroupAbortedError):
+            dist.broadcast(torch.ones(5_000_000), 0)
+        return ""
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        dist.broadcast(torch.ones(5_000_000), 0)
+    leave_note("timed out")
+    return str(caught.value)
+
+
+def test_a_time_out_tells_where_the_program_of_another_process_is() -> None:
+    zero, _ = run("processes", 2, one_process_is_late, timeout=0.3)
+    assert "rank 1 had not arrived" in zero
+    assert f"rank 1 last called operation 2, barrier(); is at {__file__}:" in zero
+
+
+def use_after_failure(step: threading.Event) -> list[str]:
+    """Rank 0 gives up in an operation; whatever it calls then must not find the pieces of that one."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        assert step.wait(SOON)
+        return []
+    with pytest.raises(CollectiveTimeoutError):
+        dist.all_reduce(torch.ones(10))
+    messages = []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for length in (3, 300_000):
+        for case in ONE_OF_EACH:
+            with pytest.raises(GroupAbortedError) as caught:
+                case(Maker(torch.float32, in_arena=False), rank, size, length)
+            messages.append(str(caught.value))
+    step.set()
+    return messages
+
+
+def test_every_operation_is_refused_after_one_was_left_halfway() -> None:
+    messages, _ = run("threads", 2, use_after_failure, threading.Event(), timeout=0.2)
+    assert len(messages) == 2 * len(ONE_OF_EACH)
+    assert all("can no longer be used: all_reduce(SUM, float32, 10 elements)" in text for text in messages)
+
+
+def give_up_on_shared_tensors(step: threading.Event, length: int) -> str:
+    """Rank 0 has arrived in an operation on tensors of the arena and given it up; then rank 1 comes."""
+    dist.barrier()
+    tensor = dist.ones(length)
+    if dist.get_rank() == 1:
+        assert step.wait(SOON)
+        with pytest.raises(GroupAbortedError, match="timed out") as caught:
+            dist.all_reduce(tensor)
+        step.clear()
+        return str(caught.value)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        dist.all_reduce(tensor)
+    tensor.fill_(7)
+    step.set()
+    deadline = time.monotonic() + SOON
+    while step.is_set() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert (tensor == 7).all()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("length", [4, 1_000_000])
+def test_who_comes_too_late_does_not_touch_the_tensors_of_who_gave_up(length: int) -> None:
+    run("threads", 2, give_up_on_shared_tensors, threading.Event(), length, timeout=0.2)
+
+
+def come_if_not_last() -> str:
+    if threading.current_thread().name == "rank 2":
+        return ""
+    with pytest.raises(StoreTimeoutError) as caught:
+        dist.init_process_group(timeout=0.3)
+    return str(caught.value)
+
+
+def test_a_thread_that_never_comes_is_named() -> None:
+    zero, one, _ = run("threads", 3, come_if_not_last, init=False)
+    assert "2 to come" in zero
+    assert "2 to come" in one
+
+
+def come_unless_last(store: dist.Store, rank: int, size: int) -> str:
+    if rank == size - 1:
+        return ""
+    with pytest.raises(StoreTimeoutError) as caught:
+        dist.init_process_group(store=store, rank=rank, world_size=size, timeout=0.5)
+    assert mappings() == []
+    return str(caught.value)
+
+
+def test_a_process_that_never_comes_is_named_and_nothing_is_left_of_the_attempt() -> None:
+    zero, one, _ = run("processes", 3, come_unless_last, init=False)
+    assert "2 to come" in zero
+    assert "2 to come" in one
+
+
+# -- nothing is left
+
+
+def begin_and_end(times: int) -> None:
+    """After any number of groups no more is open than after one."""
+    after_one = 0
+    for _ in range(times):
+        group = dist.new_group()
+        tensor = dist.ones(1000, group=group)
+        dist.all_reduce(tensor, group=group, async_op=True).wait()
+        dist.destroy_process_group(group)
+        del group, tensor
+        after_one = after_one or len(descriptors())
+    deadline = time.monotonic() + SOON
+    while len(descriptors()) > after_one:  # a thread that ends holds what is left for a moment
+        assert time.monotonic() < deadline, descriptors()
+        time.sleep(0.01)
+
+
+def begin_and_end_uncollected(times: int) -> None:
+    gc.disable()
+    begin_and_end(times)
+
+
+def test_groups_that_come_and_go_leave_nothing_to_the_garbage_collector() -> None:
+    run("processes", 2, begin_and_end_uncollected, 6)
+
+
+def test_worlds_of_threads_leave_nothing() -> None:
+    gc.collect()
+    before = descriptors(), threading.active_count()
+    for _ in range(3):
+        run("threads", 4, begin_and_end, 2)
+    gc.collect()
+    assert mappings() == []
+    assert (descriptors(), threading.active_count()) == before
