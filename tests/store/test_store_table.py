@@ -34,7 +34,7 @@ def test_a_key_deleted_before_the_others_come_is_waited_for_again() -> None:
 def test_a_cancelled_wait_is_forgotten() -> None:
     table, woken = Table(), []
     parked = table.park(["a", "b"], lambda: woken.append("park"), values_only=False)
-    popper = table.park_pop("q", lambda value: woken.append("pop"))
+    popper = table.park_pop("q", lambda value: bool(woken.append("pop")))
     table.set("a", b"1")
     for wait in (parked, popper, parked, popper):
         table.cancel(wait)
@@ -46,8 +46,16 @@ def test_a_cancelled_wait_is_forgotten() -> None:
 
 def test_who_waited_longest_for_a_queue_is_served_first() -> None:
     table, taken = Table(), []
+
+    def park(number: int) -> None:
+        def take(value: bytes) -> bool:
+            taken.append((number, value))
+            return True
+
+        table.park_pop("q", take)
+
     for number in range(3):
-        table.park_pop("q", lambda value, number=number: taken.append((number, value)))
+        park(number)
     for value in (b"a", b"b", b"c", b"d"):
         table.push("q", value)
     assert taken == [(0, b"a"), (1, b"b"), (2, b"c")]
@@ -59,3 +67,14 @@ def test_a_value_that_could_not_be_delivered_goes_before_the_others() -> None:
     table.push("q", b"second")
     table.push("q", b"first", front=True)
     assert [table.pop("q"), table.pop("q"), table.pop("q")] == [b"first", b"second", None]
+
+
+def test_a_value_is_not_lost_to_one_who_has_gone() -> None:
+    table, taken = Table(), []
+    table.park_pop("q", lambda value: False)
+    table.park_pop("q", lambda value: not taken.append(value))
+    table.push("q", b"1")
+    assert taken == [b"1"]
+    table.park_pop("q", lambda value: False)
+    table.push("q", b"2")
+    assert table.pop("q") == b"2"

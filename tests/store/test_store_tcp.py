@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from forking import Child
 
+from forking import Child
 from torchestra.errors import (
     DistNetworkError,
     DistStoreError,
@@ -162,6 +163,24 @@ def test_a_collected_master_leaves_no_thread_port_or_descriptor() -> None:
         gc.collect()
     assert open_descriptors() == descriptors
     assert threading.active_count() == threads
+
+
+def test_a_store_whose_first_try_failed_is_freed_like_any_other() -> None:
+    """An error that is kept keeps its traceback, and with it the store and the connection."""
+    port = free_port()
+    with ThreadPoolExecutor(1) as threads:
+        gc.disable()
+        try:
+            trying = threads.submit(TCPStore, "127.0.0.1", port, timeout=LONG)
+            with pytest.raises(TimeoutError):
+                trying.result(0.05)
+            with TCPStoreServer("127.0.0.1", port):
+                store = weakref.ref(trying.result(LONG))
+                del trying
+                threads.submit(int).result(LONG)
+                assert store() is None
+        finally:
+            gc.enable()
 
 
 def test_threads_that_come_and_go_leave_no_connections(server: TCPStoreServer) -> None:

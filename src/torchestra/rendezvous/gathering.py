@@ -16,6 +16,7 @@ its name off again, so that it, or a process in its place, can try once more.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from torchestra.errors import InvalidArgumentError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
@@ -49,13 +50,14 @@ def gather(store: Store, rank: int, world_size: int, seconds: float) -> Store:
     _sign(here, rank)
     everybody = [_name(other) for other in range(world_size)]
     try:
-        if here.check(everybody):
+        if here.check(everybody) and not _dead(here, range(world_size)):
             here.set("complete", b"1")
         here.wait(["complete"], seconds)
     except StoreTimeoutError:
         missing = [other for other in range(world_size) if not here.check([_name(other)])]
+        dead = _dead(here, [other for other in range(world_size) if other not in missing])
         _sign_off(here, rank, alone=len(missing) == world_size - 1)
-        raise StoreTimeoutError(_who_is_missing(missing, store, rank, world_size, seconds)) from None
+        raise StoreTimeoutError(_who_is_missing(missing, dead, store, rank, world_size, seconds)) from None
     return PrefixStore(str(generation), store)
 
 
@@ -77,13 +79,23 @@ def _sign(here: Store, rank: int) -> None:
     mine = me.encode().encode()
     holder = here.compare_set(_name(rank), "", mine)
     while holder != mine:
-        other = ProcessIdentity.decode(holder.decode())
+        other = _identity(holder)
         if other.is_alive():
             raise InvalidArgumentError(
                 f"two processes are rank {rank}: {other}, and {me}; every process needs a RANK of its own"
             )
         # Dead, or on another host: a rank that was restarted there is more likely than a second one.
         holder = here.compare_set(_name(rank), holder, mine)
+
+
+def _dead(here: Store, signed: Sequence[int]) -> list[int]:
+    """Those of the ranks whose process came and is known to have died since."""
+    names = here.multi_get([_name(rank) for rank in signed])
+    return [rank for rank, name in zip(signed, names, strict=True) if _identity(name).is_dead()]
+
+
+def _identity(name: bytes) -> ProcessIdentity:
+    return ProcessIdentity.decode(name.decode())
 
 
 def _sign_off(here: Store, rank: int, *, alone: bool) -> None:
@@ -94,17 +106,22 @@ def _sign_off(here: Store, rank: int, *, alone: bool) -> None:
             here.delete_key("world_size")
 
 
-def _who_is_missing(missing: list[int], store: Store, rank: int, world_size: int, seconds: float) -> str:
-    if not missing:
-        return (
-            f"rank {rank} of {world_size} waited {round(seconds, 2):g} s at {store}; the last ranks "
-            "came just then, so the time-out is too short"
-        )
-    named = ", ".join(map(str, missing[:16])) + (
-        f" and {len(missing) - 16} more" if len(missing) > 16 else ""
-    )
-    which = f"rank{'s' * (len(missing) > 1)} {named}"
+def _who_is_missing(
+    missing: list[int], dead: list[int], store: Store, rank: int, world_size: int, seconds: float
+) -> str:
+    waited = f"rank {rank} of {world_size} waited {round(seconds, 2):g} s at {store}"
+    if not missing and not dead:
+        return f"{waited}; the last ranks came just then, so the time-out is too short"
+    told = []
+    if missing:
+        told.append(f"for {_named(missing)} to come")
+    if dead:
+        told.append(f"with {_named(dead)}, whose process has died")
     return (
-        f"rank {rank} of {world_size} waited {round(seconds, 2):g} s at {store} for {which} to come; "
-        "are they running, and do they look for the others at the same place?"
+        f"{waited} {' and '.join(told)}; are all running, and do all look for the others at the same place?"
     )
+
+
+def _named(ranks: list[int]) -> str:
+    listed = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"

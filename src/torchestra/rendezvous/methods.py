@@ -215,7 +215,7 @@ def _met(opener: Opener, rank: int, world_size: int, seconds: float) -> tuple[St
         except DistNetworkError as error:
             # Rank 0's process was on its way out, or has been restarted; there may be another one soon.
             opened.close()
-            lost = error
+            lost = str(error)
         except BaseException:
             opened.close()
             raise

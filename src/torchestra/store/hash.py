@@ -116,9 +116,10 @@ class HashStore(Store):
         came = threading.Event()
         taken: list[bytes] = []
 
-        def take(value: bytes) -> None:
+        def take(value: bytes) -> bool:
             taken.append(value)
             came.set()
+            return True
 
         with self._lock:
             value = self._table.pop(key)

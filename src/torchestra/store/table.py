@@ -27,18 +27,18 @@ class Parked:
 
     __slots__ = ("keys", "missing", "ready")
 
-    def __init__(self, keys: Sequence[str], ready: Callable[[], None]) -> None:
+    def __init__(self, keys: Sequence[str], ready: Callable[[], object]) -> None:
         self.keys = keys
         self.missing: set[str] = set()
         self.ready = ready
 
 
 class Popper:
-    """A wait for the next value of a queue; ``take`` is called with it."""
+    """A wait for the next value of a queue; ``take`` is called with it, and returns whether it took it."""
 
     __slots__ = ("key", "take")
 
-    def __init__(self, key: str, take: Callable[[bytes], None]) -> None:
+    def __init__(self, key: str, take: Callable[[bytes], bool]) -> None:
         self.key = key
         self.take = take
 
@@ -107,13 +107,12 @@ class Table:
 
         ``front`` puts it before the others, for a value that was taken but could not be delivered.
         """
-        poppers = self._poppers.get(key)
-        if poppers:
+        while poppers := self._poppers.get(key):
             popper = poppers.popleft()
             if not poppers:
                 del self._poppers[key]
-            popper.take(value)
-            return
+            if popper.take(value):
+                return
         queue = self._queues.setdefault(key, deque())
         if front:
             queue.appendleft(value)
@@ -138,7 +137,7 @@ class Table:
     def queue_len(self, key: str) -> int:
         return len(self._queues.get(key, ()))
 
-    def park(self, keys: Sequence[str], ready: Callable[[], None], *, values_only: bool) -> Parked:
+    def park(self, keys: Sequence[str], ready: Callable[[], object], *, values_only: bool) -> Parked:
         """Has ``ready`` called when all ``keys`` are there; at least one must be missing now.
 
         Args:
@@ -150,8 +149,12 @@ class Table:
         self._index(parked)
         return parked
 
-    def park_pop(self, key: str, take: Callable[[bytes], None]) -> Popper:
-        """Has ``take`` called with the next value pushed to the queue ``key``, which must be empty now."""
+    def park_pop(self, key: str, take: Callable[[bytes], bool]) -> Popper:
+        """Has ``take`` called with the next value pushed to the queue ``key``, which must be empty now.
+
+        It returns whether it took the value; if not, because the one who waited has gone, the value goes to
+        the next. Either way this wait is over.
+        """
         popper = Popper(key, take)
         self._poppers.setdefault(key, deque()).append(popper)
         return popper

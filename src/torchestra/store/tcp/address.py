@@ -124,8 +124,8 @@ def dial(address: Address, deadline: float) -> socket.socket:
     Raises:
         OSError: nobody listens, the name is unknown, or the deadline has come.
     """
-    failure: OSError = OSError(errno.EADDRNOTAVAIL, "the host has no address")
-    for family, where in address.resolved():
+    ways = address.resolved()
+    for number, (family, where) in enumerate(ways, 1):
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
             _connect(connection, where, deadline)
@@ -133,13 +133,11 @@ def dial(address: Address, deadline: float) -> socket.socket:
             if family == socket.AF_UNIX and peer_user(connection) != os.getuid():
                 raise OSError(errno.EACCES, "the server belongs to another user")
             return connection
-        except OSError as error:
+        except BaseException as error:
             connection.close()
-            failure = error
-        except BaseException:
-            connection.close()
-            raise
-    raise failure
+            if number == len(ways) or not isinstance(error, OSError):
+                raise
+    raise OSError(errno.EADDRNOTAVAIL, "the host has no address")
 
 
 def _connect(connection: socket.socket, where: Any, deadline: float) -> None:

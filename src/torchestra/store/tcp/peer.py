@@ -74,6 +74,16 @@ class Peer:
         """Whether bytes have come that belong to no request answered or parked so far."""
         return len(self._decoder) > 0
 
+    @property
+    def has_gone(self) -> bool:
+        """Whether the client has hung up, as far as is known here; asked of those who wait."""
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
+
     def receive(self) -> None:
         """Takes in what has come, up to a quarter of a megabyte, so that the others get their turn."""
         try:

@@ -166,14 +166,14 @@ def patiently(address: Address, connect: Callable[[float], _T], seconds: float) 
         try:
             return connect(max(deadline, started + _SHORTEST_ATTEMPT))
         except OSError as error:
+            # Not the error itself: with its traceback it would keep alive all that is on the stack.
             reason = error.strerror or str(error)
-            failure = error
         now = time.monotonic()
         if now + pause >= deadline:
             raise DistNetworkError(
                 f"no store answered at {address} within {round(seconds, 2):g} s ({reason}); is the master "
                 "(rank 0) running, and are MASTER_ADDR and MASTER_PORT its address?"
-            ) from failure
+            )
         if not warned and now - started > _PATIENCE:
             warned = True
             _log.warning("still trying to reach a store at %s (%s)", address, reason)

@@ -15,7 +15,7 @@ __all__ = ["Outcome", "Waiting", "answer"]
 Outcome = tuple[Reply, list[bytes]]
 """A reply's code and fields."""
 
-Waker = Callable[[Outcome], None]
+Waker = Callable[[Outcome], bool]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ def answer(table: Table, code: int, fields: Sequence[bytes], wake: Waker) -> Out
         table: what the store holds.
         code: the request's code.
         fields: its fields.
-        wake: called with the outcome of a parked request once its keys have come.
+        wake: called with the outcome of a parked request once its keys have come; returns whether the
+            client is still there.
 
     Raises:
         ProtocolError: there is no such request, or it has other fields.

@@ -228,9 +228,15 @@ class TCPStoreServer:
             buffers = encode(Reply.REFUSED, [f"the answer: {error}; ask for fewer keys at once".encode()])
         peer.send(buffers)
 
-    def _waking(self, peer: Peer) -> Callable[[Outcome], None]:
-        # Called in the midst of another peer's request, so the answer is only noted down.
-        return lambda outcome: self._woken.append((peer, outcome))
+    def _waking(self, peer: Peer) -> Callable[[Outcome], bool]:
+        def wake(outcome: Outcome) -> bool:
+            if peer.closed or peer.has_gone:
+                return False
+            # This is in the midst of another peer's request, so the answer is only noted down.
+            self._woken.append((peer, outcome))
+            return True
+
+        return wake
 
     def _deliver_woken(self) -> None:
         """Answers the waits that a request has ended, before that request itself is answered."""
