@@ -1,0 +1,5 @@
+"""Neural network modules whose ranks work together."""
+
+from torchestra.nn import parallel
+
+__all__ = ["parallel"]

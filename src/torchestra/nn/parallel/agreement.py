@@ -1,0 +1,66 @@
+"""All ranks must wrap the same module in the same way: checked once, told on every rank when it fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from torchestra.collectives import all_gather, all_gather_into_tensor
+from torchestra.errors import InvalidArgumentError
+from torchestra.process_group import ProcessGroup
+
+Description = list[tuple[str, str]]
+
+
+def describe(module: torch.nn.Module, options: Mapping[str, object]) -> Description:
+    """What the ranks must agree on, as pairs: which thing, and how it is here."""
+    lines = [(f"argument `{name}`", repr(value)) for name, value in options.items()]
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for index, (name, tensor) in enumerate(named):
+            words = f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
+            if kind == "parameter":
+                if not tensor.requires_grad:
+                    words += " without gradient"
+                elif not tensor.is_contiguous():
+                    words += f" with strides {list(tensor.stride())}"
+            lines.append((f"{kind} {index}", f"{name!r}: {words}"))
+    return lines
+
+
+def check_agreement(mine: Description, group: ProcessGroup) -> None:
+    """Compare what the ranks have. Must be called by all of them.
+
+    Raises:
+        InvalidArgumentError: on every rank, naming the first difference, when they are not the same.
+    """
+    text = json.dumps(mine).encode()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
+    digests = torch.empty(group.size(), digest.numel(), dtype=torch.uint8)
+    all_gather_into_tensor(digests, digest, group)
+    if bool((digests == digests[0]).all()):
+        return
+    lengths = torch.empty(group.size(), dtype=torch.int64)
+    all_gather_into_tensor(lengths, torch.tensor([len(text)]), group)
+    texts = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
+    all_gather(texts, torch.frombuffer(bytearray(text), dtype=torch.uint8), group)
+    everybody = [[(what, how) for what, how in json.loads(bytes(each.numpy()))] for each in texts]
+    raise InvalidArgumentError(
+        f"DistributedDataParallel: {_difference(everybody)}; wrap the same module on every rank"
+    )
+
+
+def _difference(descriptions: Sequence[Description]) -> str:
+    """The first thing that is not the same on a rank as on rank 0."""
+    reference = dict(descriptions[0])
+    for rank, description in enumerate(descriptions):
+        other = dict(description)
+        for what in [*reference, *(what for what in other if what not in reference)]:
+            if reference.get(what) != other.get(what):
+                return (
+                    f"{what} is {reference.get(what, 'missing')} on rank 0, but {other.get(what, 'missing')}"
+                    f" on rank {rank}"
+                )
+    raise AssertionError("the digests differ, but not what they are of")

@@ -1,0 +1,99 @@
+"""Broadcasts of many tensors at once: those of one dtype travel as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.process_group import ProcessGroup
+
+_ROOT = 0
+_MOST_BYTES = 32 << 20
+
+
+class CoalescedBroadcast:
+    """Tensors of one dtype, packed one after the other. The same on every rank: dtype, shapes, order."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
+        self._group = group
+        self._tensors = list(tensors)
+        numel = sum(tensor.numel() for tensor in tensors)
+        try:
+            self._flat = group.communicator.engine.empty((numel,), tensors[0].dtype)
+        except InvalidArgumentError:
+            self._flat = torch.empty(numel, dtype=tensors[0].dtype)
+        parts = self._flat.split([tensor.numel() for tensor in tensors])
+        self._views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def run(self) -> None:
+        """Replace the tensors on every rank by those of the group's rank 0. Must be called by all ranks."""
+        with torch.no_grad():
+            if self._group.rank() == _ROOT:
+                torch._foreach_copy_(self._views, self._tensors)
+            self._group.communicator.broadcast(self._flat, _ROOT)
+            if self._group.rank() != _ROOT:
+                torch._foreach_copy_(self._tensors, self._views)
+
+
+def broadcast_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
+    """Replace the tensors on every rank by those of the group's rank 0, in few broadcasts.
+
+    Must be called by all ranks, with tensors of the same shapes and dtypes in the same order.
+    """
+    for batch in batches(tensors, _MOST_BYTES):
+        CoalescedBroadcast(batch, group).run()
+
+
+def batches(tensors: Sequence[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """The tensors by dtype, in their order, as many together as have ``most_bytes`` (but one at least)."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        batch: list[torch.Tensor] = []
+        size = 0
+        for tensor in same:
+            if batch and size + tensor.nbytes > most_bytes:
+                yield batch
+                batch, size = [], 0
+            batch.append(tensor)
+            size += tensor.nbytes
+        yield batch
+
+
+class BufferBroadcast:
+    """Broadcasts a module's buffers from rank 0, before a forward pass.
+
+    Where the buffers are is looked up once; what they are, each time, since modules may replace them.
+    """
+
+    def __init__(self, module: torch.nn.Module, group: ProcessGroup) -> None:
+        self._group = group
+        self._places: list[tuple[torch.nn.Module, str]] = []
+        found: set[int] = set()
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and id(buffer) not in found:
+                    found.add(id(buffer))
+                    self._places.append((owner, name))
+        self._buffers: list[torch.Tensor] = []
+        self._broadcasts: list[CoalescedBroadcast] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def run(self) -> None:
+        """Must be called by all ranks."""
+        buffers = [owner._buffers[name] for owner, name in self._places]
+        current = [buffer for buffer in buffers if buffer is not None]
+        if len(current) != len(self._buffers) or any(
+            new is not known for new, known in zip(current, self._buffers, strict=True)
+        ):
+            self._buffers = current
+            self._broadcasts = [
+                CoalescedBroadcast(batch, self._group) for batch in batches(current, _MOST_BYTES)
+            ]
+        for broadcast in self._broadcasts:
+            broadcast.run()

@@ -1,0 +1,196 @@
+"""What a wrapped module has beside gradients: state, buffers, statistics, and an end."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from ddp_models import batch, convolutions, gradients, loss, mlp
+from torch import nn
+
+import torchestra as dist
+from torchestra.errors import InvalidArgumentTypeError
+from torchestra.nn.parallel import DDPStatistics, DistributedDataParallel
+from torchestra.nn.parallel.coalesced import batches
+from worlds import run
+
+
+class Counting(nn.Module):
+    """Has buffers of several dtypes, and replaces one of them in every forward."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("replaced", torch.tensor(float(start)))
+        self.register_buffer("changed", torch.tensor([start, start]))
+        self.register_buffer("hidden", torch.tensor([start > 0]), persistent=False)
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = (self.replaced.item(), self.changed.tolist(), self.hidden.tolist())
+        self.replaced = self.replaced + 1 + dist.get_rank()
+        self.changed.add_(1 + dist.get_rank())
+        return x * self.weight
+
+
+def step(wrapped: DistributedDataParallel) -> None:
+    wrapped(torch.ones(2)).sum().backward()
+
+
+def test_state_is_rank_0s_from_the_start() -> None:
+    """Parameters that are not trained and buffers too, of every dtype."""
+
+    def body() -> dict[str, torch.Tensor]:
+        model = convolutions()
+        model[1].requires_grad_(False)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.fill_(7 + dist.get_rank())
+        return DistributedDataParallel(model).state_dict()
+
+    for state in run("threads", 3, body):
+        assert all(bool((tensor == 7).all()) for tensor in state.values())
+
+
+def test_without_init_sync_every_rank_keeps_its_state() -> None:
+    def body() -> float:
+        model = nn.Linear(1, 1)
+        model.weight.data.fill_(dist.get_rank())
+        return DistributedDataParallel(model, init_sync=False).module.weight.item()
+
+    assert run("threads", 2, body) == [0, 1]
+
+
+def test_buffers_are_rank_0s_in_every_forward_that_is_reduced() -> None:
+    def body() -> list[object]:
+        wrapped = DistributedDataParallel(Counting(5 * dist.get_rank()))
+        seen = []
+        for _ in range(3):
+            step(wrapped)
+            seen.append(wrapped.module.seen)
+        return seen
+
+    expected = [(float(n), [n, n], [False]) for n in range(3)]
+    assert run("threads", 2, body) == [expected, expected]
+
+
+def test_an_evaluation_after_a_step_sees_rank_0s_buffers_and_the_next_sends_nothing() -> None:
+    def body() -> list[float]:
+        wrapped = DistributedDataParallel(Counting(0))
+        seen = []
+        with torch.no_grad():
+            wrapped(torch.ones(2))
+        step(wrapped)
+        for _ in range(2):
+            with torch.no_grad():
+                wrapped(torch.ones(2))
+            seen.append(wrapped.module.seen[0])
+        return seen
+
+    zero, one = run("threads", 2, body)
+    assert zero == [2, 3], "rank 0 adds 1 in every forward"
+    assert one == [2, 4], "rank 1 starts from rank 0's and adds 2"
+
+
+def test_buffers_may_stay_the_ranks_own() -> None:
+    def body() -> float:
+        wrapped = DistributedDataParallel(Counting(0), broadcast_buffers=False)
+        step(wrapped)
+        step(wrapped)
+        return wrapped.module.replaced.item()
+
+    assert run("threads", 2, body) == [2, 4]
+
+
+def test_state_dict_has_torchs_prefix() -> None:
+    def body() -> None:
+        model = mlp()
+        wrapped = DistributedDataParallel(model)
+        state = wrapped.state_dict()
+        assert list(state) == [f"module.{name}" for name in model.state_dict()]
+        other = DistributedDataParallel(mlp())
+        other.load_state_dict(state)
+        assert torch.equal(other(batch(1)), wrapped(batch(1)))
+
+    run("threads", 1, body)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps, copy.copy])
+def test_copies_and_pickles_are_refused_but_of_the_module_served(how: object) -> None:
+    def body() -> None:
+        wrapped = DistributedDataParallel(mlp())
+        with pytest.raises(InvalidArgumentTypeError, match=r"cannot be pickled or copied; do so with its"):
+            how(wrapped)
+        step_of = how(wrapped.module)
+        if isinstance(step_of, nn.Module) and how is copy.deepcopy:
+            loss(step_of(batch(1))).backward()
+            assert gradients(wrapped.module) == [None] * 6, "the copy has no part in the reduction"
+
+    run("threads", 1, body)
+
+
+def test_the_module_outlives_its_wrapper() -> None:
+    """The hooks go with the wrapper; the module can be trained alone, and wrapped again."""
+
+    def body() -> int:
+        model = mlp()
+        wrapped = DistributedDataParallel(model)
+        loss(wrapped(batch(1))).backward()
+        alive = weakref.ref(wrapped)
+        del wrapped
+        gc.collect()
+        assert alive() is None
+        assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
+        if dist.get_rank() == 0:
+            loss(model(batch(1))).backward()
+        again = DistributedDataParallel(model)
+        loss(again(batch(1))).backward()
+        return again.statistics().steps
+
+    assert run("threads", 2, body) == [1, 1]
+
+
+def test_train_and_eval_reach_the_module() -> None:
+    def body() -> None:
+        wrapped = DistributedDataParallel(mlp())
+        wrapped.eval()
+        assert not wrapped.module.training
+        wrapped.train()
+        assert wrapped.module.training
+
+    run("threads", 1, body)
+
+
+def test_statistics_count_what_was_reduced() -> None:
+    def body() -> DDPStatistics:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=64 / 2**20)
+        before = wrapped.statistics()
+        for _ in range(3):
+            wrapped(torch.ones(2, 4)).sum().backward()
+        assert before == DDPStatistics(0, 0, 0, 0, 0, 0, 0, 2), "a snapshot does not change"
+        assert before.communication_share == 0
+        return wrapped.statistics()
+
+    for found in run("threads", 2, body):
+        assert (found.steps, found.buckets, found.bytes_reduced) == (3, 2, 3 * 2 * 64)
+        assert found.forward_seconds > 0
+        assert 0 < found.wait_seconds <= found.communication_seconds <= found.backward_seconds
+        assert found.overlap_seconds == found.communication_seconds - found.wait_seconds
+        assert 0 < found.copy_seconds < found.backward_seconds
+        assert 0 < found.communication_share < 1
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            found.steps = 0
+
+
+def test_tensors_travel_by_dtype_and_not_too_many_at_once() -> None:
+    tensors = [torch.empty(size, dtype=torch.uint8) for size in (3, 4, 9, 1, 1)]
+    tensors.insert(1, torch.empty(2))
+    sizes = [[each.nbytes for each in batch] for batch in batches(tensors, 7)]
+    assert sizes == [[3, 4], [9], [1, 1], [8]]
+    assert list(batches([], 7)) == []
