@@ -34,27 +34,34 @@ class Maker:
     def holding(self, values: torch.Tensor) -> torch.Tensor:
         """A tensor that holds these values."""
         tensor = self.blank(values.numel())
-        tensor.copy_(self.of(values))
+        self.fill(tensor, values)
         return tensor
 
     def blank(self, length: int) -> torch.Tensor:
         """A tensor that holds what no operation here gives."""
         allocate = dist.empty if self.in_arena else torch.empty
         whole = allocate(length + 2 * _GUARD, dtype=self.dtype)
-        whole.copy_(self.of(torch.tensor(_GUARD_VALUE).expand(whole.shape)))
+        self.fill(whole, torch.tensor(_GUARD_VALUE).expand(whole.shape))
         self._guarded.append((whole, length))
         return whole[_GUARD : _GUARD + length]
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """The values in this dtype."""
+        """The values in this dtype; of small floats, which torch hardly computes with, the bits."""
+        if self.dtype.is_floating_point and self.dtype.itemsize == 1:
+            return values.to(torch.uint8).view(self.dtype)
         return values.to(self.dtype)
+
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the values into the tensor."""
+        if tensor.numel():
+            tensor.view(torch.uint8).copy_(self.of(values.contiguous()).view(torch.uint8))
 
     def check(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         """The tensor holds these values, and nothing was written beside any that was made."""
         wanted = self.of(expected)
         assert found.shape == wanted.shape, what
         if not torch.equal(_comparable(found), _comparable(wanted)):
-            wrong = (_comparable(found) != _comparable(wanted)).nonzero().flatten()
+            wrong = (_comparable(found) != _comparable(wanted)).any(1).nonzero().flatten()
             raise AssertionError(
                 f"{what}: {len(wrong)} of {found.numel()} elements differ, the first at {wrong[0].item()}:"
                 f" {found[wrong[0]]} instead of {wanted[wrong[0]]}"
@@ -69,8 +76,10 @@ class Maker:
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """Something that torch.equal compares bit for bit, whatever the dtype."""
-    return tensor.contiguous().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.contiguous()
+    """Its bytes, which compare whatever the dtype; a row for each element."""
+    if not tensor.numel():
+        return torch.empty(0, 1)
+    return tensor.contiguous().view(torch.uint8).view(tensor.numel(), -1)
 
 
 Case: TypeAlias = Callable[[Maker, int, int, int], None]
@@ -126,7 +135,7 @@ def all_gather(make: Maker, rank: int, size: int, length: int) -> None:
 
 def all_gather_in_place(make: Maker, rank: int, size: int, length: int) -> None:
     outputs = [make.blank(length) for _ in range(size)]
-    outputs[rank].copy_(make.of(pattern(rank, length)))
+    make.fill(outputs[rank], pattern(rank, length))
     dist.all_gather(outputs, outputs[rank])
     for peer, output in enumerate(outputs):
         make.check(output, pattern(peer, length), f"piece of {peer}")
@@ -155,7 +164,7 @@ def all_gather_into_tensor(make: Maker, rank: int, size: int, length: int) -> No
 def all_gather_into_tensor_in_place(make: Maker, rank: int, size: int, length: int) -> None:
     output = make.blank(size * length)
     piece = output[rank * length : (rank + 1) * length]
-    piece.copy_(make.of(pattern(rank, length)))
+    make.fill(piece, pattern(rank, length))
     dist.all_gather_into_tensor(output, piece)
     make.check(output, _in_rank_order(size, length), "output")
 
