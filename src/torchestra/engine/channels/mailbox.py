@@ -1,11 +1,7 @@
-"""A rank's mailbox: blocking calls on the caller's thread, everything else on one thread per mailbox.
+"""A rank's mailbox: what the engine sends and receives messages with.
 
-A call finds the lock free and nothing under way, nearly always: then it runs a kernel right there, to
-the end. Otherwise it leaves a :class:`Transfer` in the inbox, and the mailbox's thread (started when
-first needed) moves all of those together, in the order of the calls. A blocking call that is in its kernel
-when another thread of this rank wants something too is interrupted and becomes a Transfer as well. What keeps
-the order is ``_queueing``: while it is set, every call goes through the inbox. It is set with the first
-Transfer and taken back by the thread when nothing is left.
+A blocking call finds nothing under way, nearly always: then it runs one kernel, to the end, on its thread.
+Otherwise, and for asynchronous calls, there is a :class:`Transfer`, and traffic.py.
 
 A wait looks at signals, the deadline and the peers through its waiter, some 20 times a second.
 """
@@ -13,22 +9,27 @@ A wait looks at signals, the deadline and the peers through its waiter, some 20 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from torchestra.engine.channels import matching
 from torchestra.engine.channels import words as w
-from torchestra.engine.channels.traffic import LOOK_SECONDS, Traffic
+from torchestra.engine.channels.traffic import CLOSE_SECONDS, LOOK_SECONDS, Traffic
 from torchestra.engine.channels.transfer import Record, Transfer, Waiter
-from torchestra.engine.layout import DONE, MISMATCH, PENDING
+from torchestra.engine.layout import ABORTED, DONE, MISMATCH
 
 _transfer: Any = matching.transfer
 _run: Any = matching.run
 _cancel: Any = matching.cancel
+_occupy: Any = matching.occupy
+_vacate: Any = matching.vacate
 _call_attention: Any = matching.call_attention
 _discard: Any = matching.discard
 
-_CLOSE_SECONDS = 10.0
+# A wait that finds the mailbox's thread at work asks it to leave off, and looks so often, after so long each.
+_CLAIMS = 5
+_CLAIM_SECONDS = 0.0002
 
 
 class Mailbox(Traffic):
@@ -57,28 +58,20 @@ class Mailbox(Traffic):
             BaseException: what the waiter raised. If a part of the message had been sent by then, the waiter
                 was told to abort the group; otherwise nothing was.
         """
-        if not self._lock.acquire(False):
-            self._queue(Transfer(True, address, nbytes, kind, destination, tag, waiter))
-            return
-        own = self._own
+        own = self._spare_record()
         transfer = None
         try:
-            if not self._queueing:
-                code = _transfer(self._state, own.address, 1, address, nbytes, kind, destination, tag)
-                if code == DONE:
-                    return
-                transfer = Transfer(True, address, nbytes, kind, destination, tag, waiter)
-                if self._go_on(code, transfer):
-                    return
+            code = _transfer(self._state, own.address, 1, address, nbytes, kind, destination, tag)
+            if code == DONE:
+                self._free.append(own)
+                if self._inbox:
+                    self._have_posted()
+                return
+            transfer = Transfer(True, address, nbytes, kind, destination, tag, waiter)
+            self._go_on(code, transfer, own)
         except BaseException as error:
-            self._give_up(own, error, waiter)
+            self._give_up(own, transfer, error, waiter)
             raise
-        finally:
-            self._lock.release()
-        if transfer is None:
-            self._queue(Transfer(True, address, nbytes, kind, destination, tag, waiter))
-        else:
-            self._wait(transfer)
 
     def recv(self, address: int, nbytes: int, kind: int, source: int | None, tag: int, waiter: Waiter) -> int:
         """Receive the oldest message with the tag from a rank, or from any (None); the rank that sent it.
@@ -91,26 +84,21 @@ class Mailbox(Traffic):
                 waiter was told to abort the group; otherwise everything stays as it was.
         """
         peer = -1 if source is None else source
-        if not self._lock.acquire(False):
-            return self._queue(Transfer(False, address, nbytes, kind, peer, tag, waiter))
-        own = self._own
+        own = self._spare_record()
         transfer = None
         try:
-            if not self._queueing:
-                code = _transfer(self._state, own.address, 0, address, nbytes, kind, peer, tag)
-                if code == DONE:
-                    return peer if peer >= 0 else own.word(w.FROM)
-                transfer = Transfer(False, address, nbytes, kind, peer, tag, waiter)
-                if self._go_on(code, transfer):
-                    return own.word(w.FROM)
+            code = _transfer(self._state, own.address, 0, address, nbytes, kind, peer, tag)
+            if code == DONE:
+                found = peer if peer >= 0 else own.word(w.FROM)
+                self._free.append(own)
+                if self._inbox:
+                    self._have_posted()
+                return found
+            transfer = Transfer(False, address, nbytes, kind, peer, tag, waiter)
+            return self._go_on(code, transfer, own)
         except BaseException as error:
-            self._give_up(own, error, waiter)
+            self._give_up(own, transfer, error, waiter)
             raise
-        finally:
-            self._lock.release()
-        if transfer is None:
-            return self._queue(Transfer(False, address, nbytes, kind, peer, tag, waiter))
-        return self._wait(transfer)
 
     def isend(
         self,
@@ -125,8 +113,8 @@ class Mailbox(Traffic):
         """Begin to send a message; the memory must stay as it is until the transfer is finished.
 
         Args:
-            done: called once with the transfer when it is finished, well or not: on the mailbox's thread, or
-                on this one before ``isend`` returns. It must not raise, nor wait for a transfer.
+            done: called once with the transfer when it is finished, well or not: before ``isend`` returns, or
+                later on any thread that waits for a transfer, or on the mailbox's. It must not raise.
 
         Raises:
             GroupAbortedError, GroupDestroyedError: as :meth:`send`. What fails later is told by ``error``.
@@ -151,6 +139,18 @@ class Mailbox(Traffic):
         peer = -1 if source is None else source
         return self._begin(Transfer(False, address, nbytes, kind, peer, tag, waiter, done))
 
+    def wait(self, transfer: Transfer) -> int:
+        """Wait for a transfer of this mailbox; of a receive, the rank that sent.
+
+        A thread that waits here works for the mailbox meanwhile, so a message is there sooner than if one
+        waits for ``done`` to be called.
+
+        Raises:
+            BaseException: the transfer's ``error`` (what its waiter raised among it), or what a signal
+                handler raised; the transfer goes on then.
+        """
+        return self._wait(transfer)
+
     @property
     def stored_bytes(self) -> int:
         """How many bytes of messages lie in the store, received before a receive for them was called."""
@@ -161,96 +161,98 @@ class Mailbox(Traffic):
         with self._gate:
             if self._closed:
                 return
-            self._closed = self._queueing = True
+            self._closed = True
+            self._words[w.QUEUEING // 8] = 1
             _call_attention(self._state)
-            self._gate.notify()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_CLOSE_SECONDS)
-        if self._lock.acquire(timeout=_CLOSE_SECONDS):
-            try:
+        self._ring()
+        if self._started and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_SECONDS)
+        token = next(self._tokens)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        try:
+            while not (occupied := _occupy(self._state, token)) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if occupied:
+                self._post_all()
                 _discard(self._state)
-            finally:
-                self._lock.release()
+        finally:
+            _vacate(self._state, token)
+        self._tell()
 
-    # -- on the caller's thread
-
-    def _go_on(self, code: int, transfer: Transfer) -> bool:
-        """Bring a blocking call to its end that did not end at once; False: the thread shall do that."""
-        own = self._own
+    def _go_on(self, code: int, transfer: Transfer, own: Record) -> int:
+        """Bring a blocking call to its end that did not end at once; the rank that sent."""
+        if code == w.OCCUPIED:
+            self._submit(transfer)
+            return self._wait(transfer)
         while code != DONE:
             if code == MISMATCH:
                 raise self._wording.mismatch(transfer, own)
             if code == w.NO_MEMORY:
                 raise self._wording.no_memory(transfer)
             if code == w.INTERRUPTED:
-                with self._gate:
-                    if self._closed:
-                        raise self._wording.destroyed(transfer)
-                    if self._inbox:
-                        transfer.ended = threading.Event()
-                        self._hand_over(transfer)
-                        return False
-                    self._words[w.ATTENTION // 8] = 0
+                self._words[w.ATTENTION // 8] = 0
+                if self._closed:
+                    raise self._wording.destroyed(transfer)
+                if self._inbox:
+                    self._adopt(transfer, own)
+                    _vacate(self._state, own.address)
+                    return self._wait(transfer)
             else:
                 transfer.check()
-            code = _run(self._state, own.address)
-        return True
+            code = _run(self._state, own.address, 1)
+        _vacate(self._state, own.address)
+        source = own.word(w.FROM)
+        self._free.append(own)
+        if self._inbox:
+            self._have_posted()
+        return source
 
-    def _hand_over(self, transfer: Transfer) -> None:
-        """Let the thread go on with the transfer in the own record. With the lock and the gate."""
-        self._admit(transfer, self._own)
-        self._own = self._new_record()
-        self._queueing = True
-        self._call_thread()
-
-    def _give_up(self, own: Record, error: BaseException, waiter: Waiter) -> None:
-        """Take back what a call has posted in a record that it leaves with an error. With the lock."""
-        stage = _cancel(self._state, own.address)
-        if self._pending.pop(own.address, None) is not None:
-            self._free.append(own)
-        if stage == w.RUNNING:
-            self._break(own, error, waiter)
+    def _give_up(self, own: Record, transfer: Transfer | None, error: BaseException, waiter: Waiter) -> None:
+        """Take back what a blocking call has posted that is left with an error."""
+        if int(self._words[w.BUSY // 8]) == own.address:
+            try:
+                stage = _cancel(self._state, own.address)
+                self._pending.pop(own.address, None)
+                if stage == w.RUNNING:
+                    self._break(own, error, waiter)
+            finally:
+                _vacate(self._state, own.address)
+        elif transfer is not None:
+            self._withdraw(transfer, error)
+        if self._inbox:
+            self._have_posted()
 
     def _begin(self, transfer: Transfer) -> Transfer:
-        """Try a transfer at once, or leave it to the thread."""
-        code = None
-        if self._lock.acquire(False):
-            own = self._own
-            try:
-                if not self._queueing:
-                    code = self._post(transfer, own)
-                    if code == PENDING:
-                        with self._gate:
-                            self._hand_over(transfer)
-            except BaseException as error:
-                self._give_up(own, error, transfer.waiter)
-                raise
-            finally:
-                self._lock.release()
-        if code is None:
-            self._submit(transfer)
-        elif code != PENDING:
-            transfer.finish()
+        self._submit(transfer)
         return transfer
 
-    def _queue(self, transfer: Transfer) -> int:
-        transfer.ended = threading.Event()
-        self._submit(transfer)
-        return self._wait(transfer)
-
     def _wait(self, transfer: Transfer) -> int:
-        """Wait, as the caller of a blocking call, for the thread to finish it."""
-        assert threading.current_thread() is not self._thread, "done() must not wait for a transfer"
-        ended = transfer.ended
-        assert ended is not None
+        """Wait for a transfer, at work if nobody else is; the rank that sent."""
+        transfer.watched = True
+        next_look = time.monotonic() + LOOK_SECONDS
+        claims = _CLAIMS
         try:
-            while not ended.wait(LOOK_SECONDS):
-                transfer.check()
-        except BaseException as error:
-            self._withdraw(transfer, error)
-            ended.wait(_CLOSE_SECONDS)
-            raise
+            while not transfer.finished:
+                code = self._try_to_work(eager=True)
+                if code == w.OCCUPIED:
+                    if claims == _CLAIMS:
+                        self._claimed = True
+                        self._call_attention()
+                    transfer.sleep(_CLAIM_SECONDS if claims > 0 else LOOK_SECONDS)
+                    claims -= 1
+                if not transfer.finished and (code == ABORTED or time.monotonic() >= next_look):
+                    self._check(transfer)
+                    next_look = time.monotonic() + LOOK_SECONDS
+        finally:
+            transfer.watched = False
+            self._rouse()
         if transfer.error is not None:
             raise transfer.error
         return transfer.source
+
+    def _check(self, transfer: Transfer) -> None:
+        try:
+            transfer.check()
+        except Exception as error:
+            self._withdraw(transfer, error)
+            raise

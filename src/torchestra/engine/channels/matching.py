@@ -12,8 +12,10 @@ into the store: sending to oneself never waits, whatever the size.
 
 *Records.* A send or a receive is a record of 16 words in private memory (words.py), in exactly one list
 while it is QUEUED: sends by destination, receives together. A record that a byte was moved for is RUNNING:
-the first of its destination's list, or CURRENT of its source. Nobody but the thread that holds the
-mailbox's lock touches the state or a record that is in it.
+the first of its destination's list, or CURRENT of its source.
+
+*Who works.* One thread at a time works with the state and the records in it: the one whose token is in BUSY.
+A blocking call that has the mailbox to itself, nearly always, takes and leaves it inside its one kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -23,6 +25,7 @@ from __future__ import annotations
 from numba import njit, types
 
 from torchestra.engine.atomics import (
+    compare_exchange,
     load,
     load_acquire,
     load_ordered,
@@ -31,6 +34,7 @@ from torchestra.engine.atomics import (
     spin_hint,
     store,
     store_ordered,
+    store_release,
     stream_fence,
 )
 from torchestra.engine.channels import ring
@@ -162,7 +166,7 @@ def _finish(state, record):
 
 @njit(**KERNEL_OPTIONS)
 def _send_to_self(state, record):
-    """Finish a send to this rank: DONE or _LACKING."""
+    """Finish a send to this rank: DONE or NO_MEMORY."""
     rank = load(state + w.RANK)
     length = load(record + w.LENGTH)
     kind = load(record + w.KIND)
@@ -173,7 +177,7 @@ def _send_to_self(state, record):
     else:
         receiver = _new_stored(state, rank, load(record + w.TAG), length, kind)
         if receiver == 0:
-            return _LACKING
+            return w.NO_MEMORY
         memcpy(load(receiver + w.ADDRESS), load(record + w.ADDRESS), length)
         _append(peer_of(state, rank) + w.STORE, receiver)
     _finish(state, receiver)
@@ -304,16 +308,17 @@ def _outcome(record):
 
 
 @njit(**KERNEL_OPTIONS)
-def run(state, record):
+def run(state, record, eager):
     """Work until a record is finished (0: until any that is to be notified is).
 
     DONE, MISMATCH (the record's), PENDING (nothing moved for PATIENCE, or much moved and Python shall have a
-    look), ABORTED, INTERRUPTED (ATTENTION is set), NO_MEMORY; call again to go on.
+    look), ABORTED, INTERRUPTED (ATTENTION is set), NO_MEMORY; call again to go on. ``eager``: somebody waits
+    for it, so that spinning may pay.
     """
     context = load(state + w.CONTEXT)
     spins = load(context + SPINS)
     yields = load(context + YIELDS)
-    if record == 0:
+    if not eager:
         spins = 0
         yields = min(yields, _YIELDS_OF_THREAD)
     idle = 0
@@ -358,7 +363,7 @@ def run(state, record):
 
 
 @njit(**KERNEL_OPTIONS)
-def post(state, record, sending, address, length, kind, peer, tag):
+def _enqueue(state, record, sending, address, length, kind, peer, tag, notify):
     """Fill in a record, queue it, and move what can be moved at once: DONE, MISMATCH, PENDING, NO_MEMORY."""
     store(record + w.STAGE, w.QUEUED)
     store(record + w.SENDING, sending)
@@ -367,14 +372,11 @@ def post(state, record, sending, address, length, kind, peer, tag):
     store(record + w.KIND, kind)
     store(record + w.PEER, peer)
     store(record + w.TAG, tag)
-    store(record + w.NOTIFY, 0)
+    store(record + w.NOTIFY, notify)
     if sending != 0:
         store(record + w.MOVED, 0)
         if peer == load(state + w.RANK):
-            if _send_to_self(state, record) < 0:
-                store(record + w.STAGE, w.FINISHED)
-                return w.NO_MEMORY
-            return DONE
+            return _send_to_self(state, record)
         _append(peer_of(state, peer) + w.QUEUE, record)
     else:
         size = load(state + w.SIZE)
@@ -393,10 +395,41 @@ def post(state, record, sending, address, length, kind, peer, tag):
 
 
 @njit(**KERNEL_OPTIONS)
+def post(state, record, sending, address, length, kind, peer, tag):
+    """Queue a transfer that goes to COMPLETED when it is finished: PENDING, DONE, MISMATCH or NO_MEMORY."""
+    return _enqueue(state, record, sending, address, length, kind, peer, tag, 1)
+
+
+@njit(**KERNEL_OPTIONS)
 def transfer(state, record, sending, address, length, kind, peer, tag):
-    """:func:`post`, and :func:`run` until it is finished."""
-    code = post(state, record, sending, address, length, kind, peer, tag)
-    return code if code != PENDING else run(state, record)
+    """A blocking call: to its end, if nothing else is under way.
+
+    OCCUPIED: something is, and nothing was done. DONE or MISMATCH: finished. Otherwise it goes on with
+    :func:`run`, and the record stays in BUSY, so that no one else comes in between.
+    """
+    if load_acquire(state + w.QUEUEING) != 0 or compare_exchange(state + w.BUSY, 0, record) != 0:
+        return w.OCCUPIED
+    if load_acquire(state + w.QUEUEING) != 0:
+        store_release(state + w.BUSY, 0)
+        return w.OCCUPIED
+    code = _enqueue(state, record, sending, address, length, kind, peer, tag, 0)
+    if code == PENDING:
+        code = run(state, record, 1)
+    if code in (DONE, MISMATCH):
+        store_release(state + w.BUSY, 0)
+    return code
+
+
+@njit(**KERNEL_OPTIONS)
+def occupy(state, token):
+    """Take the state for oneself: whether it was free."""
+    return compare_exchange(state + w.BUSY, 0, token) == 0
+
+
+@njit(**KERNEL_OPTIONS)
+def vacate(state, token):
+    """Let the state go, if one has it."""
+    return compare_exchange(state + w.BUSY, token, 0) == token
 
 
 @njit(**KERNEL_OPTIONS)
@@ -411,21 +444,21 @@ def cancel(state, record):
         else:
             store(peer_of(state, load(record + w.FROM)) + w.CURRENT, w.BROKEN)
         store(record + w.STAGE, w.FINISHED)
+        store(record + w.NOTIFY, 0)
     return stage
 
 
 @njit(**KERNEL_OPTIONS)
-def completed(state):
-    """Take the oldest record out of COMPLETED: its address, or 0."""
-    record = load(state + w.COMPLETED + w.FIRST)
-    if record != 0:
+def forget(state, record):
+    """Take a record out of COMPLETED if it is the first there."""
+    if load(state + w.COMPLETED + w.FIRST) == record:
         _unlink(state + w.COMPLETED, 0, record)
-    return record
+    return 0
 
 
 @njit(**KERNEL_OPTIONS)
 def call_attention(state):
-    """Bring whoever is in a kernel of this mailbox back to Python. Needs no lock."""
+    """Bring whoever is in a kernel of this mailbox back to Python. Everybody may."""
     store_ordered(state + w.ATTENTION, 1)
     ring_bell(state, load(state + w.RANK))
 
@@ -445,9 +478,11 @@ def discard(state):
 _ENTRIES = (
     (post, 8),
     (transfer, 8),
-    (run, 2),
+    (run, 3),
     (cancel, 2),
-    (completed, 1),
+    (forget, 2),
+    (occupy, 2),
+    (vacate, 2),
     (call_attention, 1),
     (discard, 1),
 )

@@ -1,12 +1,25 @@
-"""What of a mailbox is under way: its private state, and the thread that moves many transfers together.
+"""What of a mailbox is under way, moved by whoever waits for some of it, or else by the mailbox's thread.
 
-Whoever holds ``_lock`` works with the private state and the records (matching.py). The gate guards the inbox,
-in which calls leave transfers for the thread, and what else says who has to do what; it is held for moments
-only, also by who holds the lock, and nobody who holds it waits for the lock.
+Calls leave transfers in ``_inbox``, in their order. Whoever then occupies the state (BUSY, see matching.py)
+works for all: posts what is in the inbox, runs the kernel that moves all transfers together, and tells what
+is finished. A thread that waits for a transfer works so on its own account, which spares two changes
+of thread; the mailbox's thread (started when first needed) works when for GRACE nobody has, and looks after
+transfers that nobody waits for. Who leaves something for one that works calls its attention, and it comes
+back from the kernel; when somebody else wants to work, the mailbox's thread leaves it to them.
+
+BUSY guards the private state, the records and ``_pending``. ``_gate`` guards QUEUEING, ``_closed``,
+``_broken`` and what is put into the inbox; it is held for moments only, also by who works, and nobody
+who holds it waits for BUSY. QUEUEING is set while there is any transfer, or the mailbox is closed or a
+channel broken: a blocking call that finds it unset may do without all this.
+
+A signal handler may raise anywhere in the main thread. So BUSY is taken with a token that is known before,
+and given back in a ``finally`` whether or not it was taken; steps are made such that they can be repeated,
+and who works next after an exception repeats them (:meth:`Traffic._repair`).
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -20,15 +33,20 @@ from torchestra.engine.channels import matching
 from torchestra.engine.channels import words as w
 from torchestra.engine.channels.transfer import Record, Transfer, Waiter
 from torchestra.engine.channels.wording import Wording
-from torchestra.engine.layout import ABORTED, PENDING
+from torchestra.engine.layout import ABORTED, DONE
 
 _post: Any = matching.post
 _run: Any = matching.run
 _cancel: Any = matching.cancel
-_completed: Any = matching.completed
+_forget: Any = matching.forget
+_occupy: Any = matching.occupy
+_vacate: Any = matching.vacate
 _call_attention: Any = matching.call_attention
 
 LOOK_SECONDS = 0.05
+CLOSE_SECONDS = 10.0
+_GRACE_SECONDS = 0.001
+_LINGER_SECONDS = 0.05
 _RECORDS_AT_ONCE = 64
 
 
@@ -46,7 +64,6 @@ class Traffic:
     ) -> None:
         assert area % w.PAGE == 0, "the channels must begin at a page"
         self._wording = Wording(rank, name, kind_name)
-        self._thread_name = f"torchestra-messages-{name}-{rank}"
         self._words: npt.NDArray[np.int64] = np.zeros((w.PEERS_AT + size * w.PEER_BYTES) // 8, dtype=np.int64)
         self._state: int = self._words.ctypes.data
         for offset, value in (
@@ -60,100 +77,225 @@ class Traffic:
             (w.SIZE, size),
         ):
             self._words[offset // 8] = value
-        self._lock = threading.Lock()
+        self._tokens = itertools.count(-1, -1)
         self._free: list[Record] = []
-        self._own = self._new_record()  # of the call that runs on its caller's thread
-        self._gate = threading.Condition()
-        self._queueing = False
+        self._pending: dict[int, Transfer] = {}  # by the address of the record
+        self._finished: deque[Transfer] = deque()  # whose done() is still to be called
+        self._interrupted = False
+        self._gate = threading.RLock()
         self._closed = False
+        self._claimed = False
         self._inbox: deque[Transfer] = deque()
-        self._pending: dict[int, Transfer] = {}
         self._broken: dict[tuple[bool, int], str] = {}
-        self._thread: threading.Thread | None = None
-        self._next_look = 0.0
+        self._thread = threading.Thread(
+            target=self._serve, name=f"torchestra-messages-{name}-{rank}", daemon=True
+        )
+        self._started = False
+        self._resting = True
+        self._bell = threading.Lock()
+        self._bell.acquire()
 
-    # -- with the gate
+    # -- whoever works
 
     def _submit(self, transfer: Transfer) -> None:
-        """Leave a transfer to the thread."""
-        with self._gate:
-            if self._closed:
-                raise self._wording.destroyed(transfer)
-            reason = self._broken.get((transfer.sending, transfer.peer))
-            if reason is not None:
-                raise self._wording.unusable(transfer, reason)
-            self._queueing = True
-            self._inbox.append(transfer)
-            self._call_thread()
+        """Put a transfer into the inbox, and post it if nobody is at work."""
+        try:
+            with self._gate:
+                if self._closed:
+                    raise self._wording.destroyed(transfer)
+                reason = self._broken.get((transfer.sending, transfer.peer))
+                if reason is not None:
+                    raise self._wording.unusable(transfer, reason)
+                self._words[w.QUEUEING // 8] = 1
+                self._inbox.append(transfer)
+            self._have_posted()
+        except BaseException as error:
+            transfer.done = None
+            self._withdraw(transfer, error)
+            raise
 
     def _withdraw(self, transfer: Transfer, error: BaseException) -> None:
-        """Have the thread drop a transfer that its caller leaves with an error."""
+        """Give up a transfer, if it is under way, that its caller leaves with an error; return when it is."""
+        if transfer.finished or (transfer.record is None and transfer not in self._inbox):
+            return
         with self._gate:
-            if not self._closed:
-                transfer.withdrawn = error
-                self._inbox.append(transfer)
-                self._call_thread()
+            transfer.withdrawn = error
+            self._inbox.append(transfer)
+        self._have_posted()
+        transfer.sleep(CLOSE_SECONDS)
 
-    def _call_thread(self) -> None:
-        """Have the thread look into the inbox, and whoever is in a kernel make room for it. With the gate."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._thread_name, daemon=True)
-            self._thread.start()
-        self._gate.notify()
-        _call_attention(self._state)
+    def _have_posted(self) -> None:
+        """Have the inbox looked into: by this thread, or by the one that is at work."""
+        token = next(self._tokens)
+        try:
+            posted = _occupy(self._state, token)
+            if posted:
+                self._post_all()
+        finally:
+            _vacate(self._state, token)
+        if posted:
+            self._tell()
+            self._rouse()
+        else:
+            self._call_attention()
 
-    # -- with the lock
-
-    def _new_record(self) -> Record:
-        if not self._free:
-            slab = np.zeros((_RECORDS_AT_ONCE, w.RECORD_BYTES // 8), dtype=np.int64)
-            self._free.extend(Record(words) for words in slab)
-        return self._free.pop()
-
-    def _post(self, transfer: Transfer, record: Record) -> int:
-        """Queue a transfer; what it has come to, noted in the transfer unless that is PENDING."""
-        code: int = _post(
-            self._state,
-            record.address,
-            int(transfer.sending),
-            transfer.address,
-            transfer.length,
-            transfer.kind,
-            transfer.peer,
-            transfer.tag,
-        )
-        if code == w.NO_MEMORY:
-            _cancel(self._state, record.address)
-            transfer.error = self._wording.no_memory(transfer)
-        elif code != PENDING:
-            self._note(transfer, record)
+    def _try_to_work(self, eager: bool) -> int:
+        """:meth:`_work`, or OCCUPIED."""
+        token = next(self._tokens)
+        try:
+            code = self._work(eager) if _occupy(self._state, token) else w.OCCUPIED
+        finally:
+            _vacate(self._state, token)
+        self._tell()
         return code
 
-    def _admit(self, transfer: Transfer, record: Record) -> None:
-        """Let a record that is posted be notified when it is finished."""
-        record.words[w.NOTIFY // 8] = 1
+    def _call_attention(self) -> None:
+        with self._gate:
+            if not self._closed:
+                _call_attention(self._state)
+
+    def _tell(self) -> None:
+        """Call what wants to be called about finished transfers."""
+        while self._finished:
+            try:
+                transfer = self._finished.popleft()
+            except IndexError:  # another thread was quicker
+                break
+            transfer.tell()
+
+    def _spare_record(self) -> Record:
+        try:
+            return self._free.pop()
+        except IndexError:
+            slab = np.zeros((_RECORDS_AT_ONCE, w.RECORD_BYTES // 8), dtype=np.int64)
+            first, *others = (Record(words) for words in slab)
+            self._free.extend(others)
+            return first
+
+    def _rouse(self) -> None:
+        """Leave what is still under way to the thread."""
+        if self._resting and (self._pending or self._inbox):
+            with self._gate:
+                if not (self._started or self._closed):
+                    self._started = True
+                    self._thread.start()
+            self._ring()
+
+    def _ring(self) -> None:
+        try:
+            self._bell.release()
+        except RuntimeError:  # it has been rung already
+            pass
+
+    # -- who occupies the state
+
+    def _work(self, eager: bool) -> int:
+        """Move all transfers until one is finished, or the kernel wants Python to look; what it returned."""
+        self._post_all()
+        if not self._pending:
+            return DONE
+        try:
+            code: int = _run(self._state, 0, int(eager))
+            self._collect()
+            if code == w.NO_MEMORY:
+                self._drop_receives()
+        except BaseException:
+            self._interrupted = True
+            raise
+        self._lower_flag()
+        return code
+
+    def _post_all(self) -> None:
+        """Post what is in the inbox, in its order."""
+        try:
+            if self._interrupted:
+                self._repair()
+            self._words[w.ATTENTION // 8] = 0
+            while self._inbox:
+                self._take_up(self._inbox[0])
+                self._inbox.popleft()
+            if self._closed:
+                self._drop_all()
+            self._collect()
+        except BaseException:
+            self._interrupted = True
+            raise
+        self._lower_flag()
+
+    def _take_up(self, transfer: Transfer) -> None:
+        """Post one transfer, or take it back."""
+        if transfer.finished:
+            return
+        if transfer.withdrawn is not None:
+            self._drop(transfer, transfer.withdrawn)
+            return
+        reason = self._broken.get((transfer.sending, transfer.peer))
+        if reason is not None:
+            self._finish(transfer, self._wording.unusable(transfer, reason))
+            return
+        record = transfer.record
+        if record is None:
+            record = self._spare_record()
+            record.set_word(w.STAGE, w.UNUSED)
+            transfer.record = record
+        if record.word(w.STAGE) == w.UNUSED:
+            self._pending[record.address] = transfer
+            code = _post(
+                self._state,
+                record.address,
+                int(transfer.sending),
+                transfer.address,
+                transfer.length,
+                transfer.kind,
+                transfer.peer,
+                transfer.tag,
+            )
+            if code == w.NO_MEMORY:
+                self._drop(transfer, self._wording.no_memory(transfer))
+
+    def _adopt(self, transfer: Transfer, record: Record) -> None:
+        """Make a transfer of a blocking call that was begun without one."""
+        with self._gate:
+            self._words[w.QUEUEING // 8] = 1
         transfer.record = record
         self._pending[record.address] = transfer
+        record.set_word(w.NOTIFY, 1)
 
-    def _note(self, transfer: Transfer, record: Record) -> None:
-        """Note what a finished record has come to."""
+    def _collect(self) -> None:
+        """Finish the transfers whose records are in COMPLETED."""
+        while address := int(self._words[w.COMPLETED // 8]):
+            transfer = self._pending.get(address)
+            if transfer is not None and transfer.record is not None:
+                self._finish(transfer, self._result(transfer, transfer.record))
+                self._retire(transfer)
+            _forget(self._state, address)
+
+    def _result(self, transfer: Transfer, record: Record) -> BaseException | None:
+        """What a finished record has come to."""
         if record.word(w.STAGE) == w.MISMATCHED:
-            transfer.error = self._wording.mismatch(transfer, record)
-        elif not transfer.sending:
+            return self._wording.mismatch(transfer, record)
+        if not transfer.sending:
             transfer.source = record.word(w.FROM)
+        return None
+
+    def _finish(self, transfer: Transfer, error: BaseException | None) -> None:
+        transfer.finish(error)
+        if transfer.done is not None:
+            self._finished.append(transfer)
+
+    def _retire(self, transfer: Transfer) -> None:
+        record, transfer.record = transfer.record, None
+        if record is not None and self._pending.pop(record.address, None) is not None:
+            self._free.append(record)
 
     def _drop(self, transfer: Transfer, error: BaseException) -> None:
         """Fail a transfer that is not finished."""
         record = transfer.record
-        stage = w.QUEUED
-        if record is not None:
-            stage = _cancel(self._state, record.address)
-            del self._pending[record.address]
-            self._free.append(record)
-            transfer.record = None
-        if stage == w.RUNNING and record is not None:
+        transfer.withdrawn = error
+        if record is not None and _cancel(self._state, record.address) == w.RUNNING:
             self._break(record, error, transfer.waiter)
-        transfer.finish(error)
+        self._finish(transfer, error)
+        self._retire(transfer)
 
     def _break(self, record: Record, error: BaseException, waiter: Waiter) -> None:
         """Give up a channel in which a message was left halfway, and what waits for it."""
@@ -162,93 +304,11 @@ class Traffic:
         reason = self._wording.left(sending, peer, error)
         with self._gate:
             self._broken[sending, peer] = reason
-            self._queueing = True
+            self._words[w.QUEUEING // 8] = 1
         waiter.abort(reason)
         for transfer in tuple(self._pending.values()):
-            if (transfer.sending, transfer.peer) == (sending, peer):
+            if (transfer.sending, transfer.peer) == (sending, peer) and transfer.record is not record:
                 self._drop(transfer, self._wording.unusable(transfer, reason))
-
-    # -- the thread
-
-    def _serve(self) -> None:
-        while True:
-            with self._gate:
-                while not (self._inbox or self._pending or self._closed):
-                    self._gate.wait()
-            with self._lock:
-                try:
-                    self._work()
-                except BaseException as error:
-                    self._drop_all(error)
-                    raise
-            if self._closed:
-                return
-
-    def _work(self) -> None:
-        """Move all transfers together, until there is none left or the mailbox is closed."""
-        while True:
-            with self._gate:
-                arrived = tuple(self._inbox)
-                self._inbox.clear()
-                self._words[w.ATTENTION // 8] = 0
-                if not (arrived or self._pending or self._closed):
-                    self._queueing = bool(self._broken)
-                    return
-            for transfer in arrived:
-                self._take_up(transfer)
-            if self._closed:
-                self._drop_all(None)
-                return
-            if not self._pending:
-                continue
-            code = _run(self._state, 0)
-            while address := _completed(self._state):
-                self._complete(self._pending.pop(address))
-            if code == w.NO_MEMORY:
-                self._drop_receives()
-            self._look(at_once=code == ABORTED)
-
-    def _take_up(self, transfer: Transfer) -> None:
-        """Post a transfer from the inbox, or take it back."""
-        if transfer.finished:
-            return
-        if transfer.withdrawn is not None:
-            self._drop(transfer, transfer.withdrawn)
-            return
-        reason = self._broken.get((transfer.sending, transfer.peer))
-        if reason is not None:
-            transfer.finish(self._wording.unusable(transfer, reason))
-            return
-        record = self._new_record()
-        if self._post(transfer, record) == PENDING:
-            self._admit(transfer, record)
-        else:
-            self._free.append(record)
-            transfer.finish()
-
-    def _complete(self, transfer: Transfer) -> None:
-        record = transfer.record
-        assert record is not None
-        self._note(transfer, record)
-        transfer.record = None
-        self._free.append(record)
-        transfer.finish()
-
-    def _look(self, at_once: bool) -> None:
-        """Let the waiters of asynchronous transfers look, some 20 times a second (less if they are many)."""
-        began = time.monotonic()
-        if began < self._next_look and not at_once:
-            return
-        for transfer in tuple(self._pending.values()):
-            if transfer.ended is None and transfer.record is not None:
-                try:
-                    transfer.check()
-                except Exception as error:
-                    self._drop(transfer, error)
-        if at_once and self._pending:
-            time.sleep(LOOK_SECONDS / 10)  # blocking calls, whose callers are about to look themselves
-        spent = time.monotonic() - began
-        self._next_look = began + max(0.9 * LOOK_SECONDS, 20 * spent)
 
     def _drop_receives(self) -> None:
         for transfer in tuple(self._pending.values()):
@@ -256,15 +316,76 @@ class Traffic:
             if record is not None and not transfer.sending and record.word(w.STAGE) == w.QUEUED:
                 self._drop(transfer, self._wording.no_memory(transfer))
 
-    def _drop_all(self, error: BaseException | None) -> None:
-        """Fail everything with an error (None: that the mailbox is closed)."""
+    def _drop_all(self) -> None:
+        """Fail everything, because the mailbox is closed."""
+        for transfer in tuple(self._pending.values()):
+            transfer.withdrawn = self._wording.destroyed(transfer)
+            if transfer.record is not None:
+                _cancel(self._state, transfer.record.address)
+            self._finish(transfer, transfer.withdrawn)
+            self._retire(transfer)
+
+    def _repair(self) -> None:
+        """Bring to an end what an exception has interrupted."""
+        self._collect()
+        for transfer in tuple(self._pending.values()):
+            record = transfer.record
+            if transfer.finished:
+                self._retire(transfer)
+            elif record is not None and record.word(w.STAGE) == w.FINISHED:
+                self._finish(transfer, transfer.withdrawn)
+                self._retire(transfer)
+        self._interrupted = False
+
+    def _lower_flag(self) -> None:
+        if self._pending or self._inbox:
+            return
         with self._gate:
-            transfers = (*self._pending.values(), *self._inbox)
-            self._inbox.clear()
-        for transfer in transfers:
-            if not transfer.finished:
-                record = transfer.record
-                if record is not None:
-                    _cancel(self._state, record.address)
-                    del self._pending[record.address]
-                transfer.finish(self._wording.destroyed(transfer) if error is None else error)
+            if not self._inbox:
+                self._words[w.QUEUEING // 8] = self._closed or bool(self._broken)
+
+    # -- the thread
+
+    def _serve(self) -> None:
+        used = next_look = time.monotonic()
+        while not self._closed:
+            now = time.monotonic()
+            if not (self._pending or self._inbox):
+                if now - used > _LINGER_SECONDS:
+                    self._rest(None)
+                else:
+                    time.sleep(_GRACE_SECONDS)
+                continue
+            used = now
+            # Somebody may be about to wait for it, and then does the work.
+            time.sleep(_GRACE_SECONDS)
+            code = DONE
+            while (self._pending or self._inbox) and time.monotonic() < next_look and code != ABORTED:
+                code = self._try_to_work(eager=False)
+                if code == w.OCCUPIED:
+                    self._rest(LOOK_SECONDS)
+                    break
+                if self._claimed:
+                    self._claimed = False
+                    break
+            if code == ABORTED or time.monotonic() >= next_look:
+                next_look = self._look()
+
+    def _rest(self, seconds: float | None) -> None:
+        """Sleep until roused, or for so long (None: without end, if there is nothing to do)."""
+        self._resting = True
+        if not self._closed and (seconds is not None or not (self._pending or self._inbox)):
+            self._bell.acquire(timeout=-1 if seconds is None else seconds)
+        self._resting = False
+
+    def _look(self) -> float:
+        """Let the waiters of transfers that nobody waits for check; when to do so next."""
+        began = time.monotonic()
+        for transfer in tuple(self._pending.values()):
+            if not (transfer.watched or transfer.finished):
+                try:
+                    transfer.check()
+                except Exception as error:
+                    self._withdraw(transfer, error)
+        # Less than a twentieth of the time, however many there are.
+        return began + max(LOOK_SECONDS, 20 * (time.monotonic() - began))

@@ -1,16 +1,15 @@
-"""A send or a receive on its way, who decides how long it waits, and what it can fail with."""
+"""A send or a receive on its way, who decides how long it waits, and what the kernels know of it."""
 
 from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from torchestra.engine.channels import words as w
 
 __all__ = ["Record", "Transfer", "Waiter"]
 
@@ -39,10 +38,12 @@ class Record:
     def __init__(self, words: npt.NDArray[np.int64]) -> None:
         self.words = words
         self.address: int = words.ctypes.data
-        self.words[w.STAGE // 8] = w.FINISHED
 
     def word(self, offset: int) -> int:
         return int(self.words[offset // 8])
+
+    def set_word(self, offset: int, value: int) -> None:
+        self.words[offset // 8] = value
 
 
 class Transfer:
@@ -55,9 +56,9 @@ class Transfer:
     """
 
     __slots__ = (
+        "_latch",
         "address",
         "done",
-        "ended",
         "error",
         "finished",
         "kind",
@@ -69,6 +70,7 @@ class Transfer:
         "started",
         "tag",
         "waiter",
+        "watched",
         "withdrawn",
     )
 
@@ -91,13 +93,15 @@ class Transfer:
         self.tag = tag
         self.waiter = waiter
         self.done = done
-        self.ended: threading.Event | None = None  # of a blocking call, whose caller looks after it
         self.started = time.monotonic()
         self.record: Record | None = None
-        self.withdrawn: BaseException | None = None
+        self.watched = False  # somebody waits for it, and lets the waiter check
+        self.withdrawn: BaseException | None = None  # what made its caller give it up
         self.finished = False
         self.error: BaseException | None = None
         self.source = -1
+        self._latch = threading.Lock()
+        self._latch.acquire()
 
     def describe(self) -> str:
         """What it is, for messages."""
@@ -111,11 +115,24 @@ class Transfer:
         self.waiter.check(self.describe(), None if self.peer < 0 else self.peer, self.started)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Tell whoever waits for it that it has ended."""
+        """Wake whoever waits for it. Once is enough, twice does no harm."""
+        if self.finished:
+            return
         if error is not None:
             self.error = error
         self.finished = True
-        if self.ended is not None:
-            self.ended.set()
-        if self.done is not None:
-            self.done(self)
+        self._latch.release()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait until it is finished, or for so long."""
+        if self._latch.acquire(timeout=seconds):
+            self._latch.release()
+
+    def tell(self) -> None:
+        """Call ``done``, the first time. What it raises is printed: it concerns nobody here."""
+        done, self.done = self.done, None
+        if done is not None:
+            try:
+                done(self)
+            except Exception:
+                traceback.print_exc()

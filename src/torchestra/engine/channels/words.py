@@ -49,7 +49,9 @@ COMPLETED = 80  # list of records that are finished and that nobody waits for in
 ATTENTION = 96  # not 0: whoever is in a kernel shall come back to Python
 NEXT_SOURCE = 104  # where a search over all sources begins, for fairness
 STORED = 112  # bytes of payload in the stores, all sources together
-PEERS_AT = 128
+BUSY = 120  # who works with this state: 0, the record of a blocking call, or another token
+QUEUEING = 128  # not 0: a blocking call must not go ahead of what is under way
+PEERS_AT = 192
 
 # Of each peer, in the private state.
 PEER_BYTES = 128
@@ -94,10 +96,12 @@ QUEUED = 0
 RUNNING = 1  # a byte of it has been moved
 FINISHED = 2
 MISMATCHED = 3  # finished, but the message was another than expected, and was thrown away
+UNUSED = 4  # not in the kernels' hands yet
 
 # What a kernel returns besides layout.DONE, PENDING, ABORTED and MISMATCH.
 INTERRUPTED = 4
 NO_MEMORY = 5
+OCCUPIED = 6  # nothing was done: BUSY or QUEUEING
 
 _LARGEST_RING = 1 << 18
 _SMALLEST_RING = 1 << 14
