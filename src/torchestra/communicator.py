@@ -407,7 +407,8 @@ class Communicator:
 
     def _run(self, operation: Operation, description: str, async_op: bool) -> Work | None:
         self._refuse_if_closed(description)
-        if not async_op and not self._progress.pending:
+        # A callback of an asynchronous operation runs on the progress thread, and cannot wait for its queue.
+        if not async_op and (not self._progress.pending or self._progress.is_current()):
             with self._lock:
                 operation(None)
             return None

@@ -8,8 +8,8 @@ file only.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Union
@@ -48,18 +48,21 @@ class ThreadRank:
     store: Store
 
 
-class _PerThread(threading.local):
-    world: World | None = None
-    rank: ThreadRank | None = None
-
-
 _process_world = World()
-_thread = _PerThread()
+# Where ranks are threads. A context variable, and not a thread's own, so that threads which a rank starts can
+# be given the context, as the group's own thread is for the callbacks of futures.
+_thread: ContextVar[tuple[World, ThreadRank] | None] = ContextVar("torchestra_thread_rank", default=None)
 
 
 def current_world() -> World:
     """The registry of the calling rank."""
-    return _thread.world or _process_world
+    here = _thread.get()
+    return _process_world if here is None else here[0]
+
+
+def _thread_rank() -> ThreadRank | None:
+    here = _thread.get()
+    return None if here is None else here[1]
 
 
 @contextlib.contextmanager
@@ -69,14 +72,14 @@ def thread_rank(rank: int, size: int, store: Store) -> Iterator[None]:
     Inside, ``init_process_group()`` without arguments joins the other threads that use the same
     ``store`` object; groups that the block leaves open are destroyed at its end.
     """
-    before = _thread.world, _thread.rank
-    _thread.world, _thread.rank = World(), ThreadRank(rank, size, store)
+    world = World()
+    token = _thread.set((world, ThreadRank(rank, size, store)))
     try:
         yield
     finally:
-        if _thread.world.default is not None:
+        if world.default is not None:
             destroy_process_group()
-        _thread.world, _thread.rank = before
+        _thread.reset(token)
 
 
 def default_group() -> ProcessGroup:
@@ -143,7 +146,7 @@ def init_process_group(
     if device_id is not None:
         raise InvalidArgumentError(f"device_id: only CPU tensors are moved, got {device_id!r}")
     seconds = timeout_seconds(DEFAULT_TIMEOUT if timeout is None else timeout)
-    here = _thread.rank
+    here = _thread_rank()
     chosen = _choose_backend(backend, as_thread=here is not None)
     if store is not None and init_method is not None:
         raise InvalidArgumentError("give `init_method` or `store`, not both")
@@ -328,8 +331,9 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     Raises:
         NotInitializedError: the launcher does not say, and there is no ``fallback_rank``.
     """
-    if _thread.rank is not None:
-        return _thread.rank.rank
+    here = _thread_rank()
+    if here is not None:
+        return here.rank
     local = launch_environment().local_rank
     if local is not None:
         return local

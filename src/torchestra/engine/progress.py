@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import queue
 import threading
 from collections.abc import Callable
@@ -26,9 +27,15 @@ class ProgressThread:
         with self._lock:
             self.pending += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                # In the submitter's context, so that callbacks know which rank they are of.
+                run = contextvars.copy_context().run
+                self._thread = threading.Thread(target=run, args=(self._run,), name=self._name, daemon=True)
                 self._thread.start()
         self._tasks.put(task)
+
+    def is_current(self) -> bool:
+        """Whether the calling thread is this one: a task, or a callback of one, is what calls."""
+        return self._thread is threading.current_thread()
 
     def close(self, seconds: float) -> None:
         """Let what is queued end, and the thread with it; wait for that at most ``seconds``."""
