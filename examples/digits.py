@@ -141,6 +141,7 @@ def draw(curve: list[float], path: Path) -> None:
 
 def main() -> int:
     settings = options()
+    torch.set_num_threads(1)  # A rank's share of a batch is too small to be worth dividing further.
     if launch_environment().world_size is None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     else:
