@@ -76,13 +76,18 @@ def check_list(
     ]
 
 
+def check_dtype(tensor: torch.Tensor, dtype: torch.dtype, parameter: str, name: str) -> None:
+    """Refuse a tensor whose dtype is not ``dtype``."""
+    if tensor.dtype != dtype:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` has dtype {tensor.dtype}, expected {dtype} like the others"
+        )
+
+
 def check_same_dtype(tensors: Sequence[torch.Tensor], dtype: torch.dtype, parameter: str, name: str) -> None:
     """Refuse tensors whose dtype is not ``dtype``."""
     for index, tensor in enumerate(tensors):
-        if tensor.dtype != dtype:
-            raise InvalidArgumentError(
-                f"{name}: `{parameter}[{index}]` has dtype {tensor.dtype}, expected {dtype} like the others"
-            )
+        check_dtype(tensor, dtype, f"{parameter}[{index}]", name)
 
 
 def check_rank(rank: object, size: int, parameter: str, name: str) -> int:

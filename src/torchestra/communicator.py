@@ -128,7 +128,7 @@ class Communicator:
         name = "all_gather_into_tensor"
         checks.check_tensor(output, "output_tensor", name, written=True)
         checks.check_tensor(tensor, "input_tensor", name)
-        checks.check_same_dtype([output], tensor.dtype, "output_tensor", name)
+        checks.check_dtype(output, tensor.dtype, "output_tensor", name)
         if output.numel() != tensor.numel() * self.size:
             raise InvalidArgumentError(
                 f"{name}: output_tensor has {output.numel()} elements, expected the input's {tensor.numel()}"
@@ -229,7 +229,7 @@ class Communicator:
         name = "reduce_scatter_tensor"
         self._check_reduction(output, "output", op, name)
         checks.check_tensor(tensor, "input", name)
-        checks.check_same_dtype([tensor], output.dtype, "input", name)
+        checks.check_dtype(tensor, output.dtype, "input", name)
         if tensor.numel() != output.numel() * self.size:
             raise InvalidArgumentError(
                 f"{name}: input has {tensor.numel()} elements, expected the output's {output.numel()}"
@@ -286,7 +286,7 @@ class Communicator:
         name = "all_to_all_single"
         checks.check_tensor(output, "output", name, written=True)
         checks.check_tensor(tensor, "input", name)
-        checks.check_same_dtype([output], tensor.dtype, "output", name)
+        checks.check_dtype(output, tensor.dtype, "output", name)
         sent = checks.check_splits(input_splits, "input_split_sizes", tensor, self.size, name)
         expected = checks.check_splits(output_splits, "output_split_sizes", output, self.size, name)
         plan = self._plan(Kind.all_to_all, tensor.dtype)

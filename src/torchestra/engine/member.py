@@ -300,7 +300,7 @@ class Member:
 
     def _raise_mismatch(self, meta: int, count: int, site: str | None, seconds: float) -> None:
         """Tell the others what this rank called, hear what they called, and raise it all."""
-        mine = f"{operations.describe(meta, count)} at {site or call_site()}"
+        mine = f"{operations.describe(meta, count)}{self._lengths(meta, count)} at {site or call_site()}"
         self._set_text(mine)
         deadline = time.monotonic() + min(seconds, 10)
         for step in (2, 3):
@@ -320,6 +320,19 @@ class Member:
             f"the ranks of group {self.name!r} called different operations (number"
             f" {self.word(at.SEQUENCE)} of the group):{lines}\nNothing was sent; the group stays usable."
         )
+
+    def _lengths(self, meta: int, count: int) -> str:
+        """What a fingerprint only has the hash of, or nothing: how much goes from and to each rank."""
+        kind, unit = operations.kind_and_unit(meta)
+        sent, expected = (
+            [length // unit for length in self._tables[at.TABLES.index(table)].tolist()]
+            for table in (at.SOURCE_BYTES, at.TARGET_BYTES)
+        )
+        if kind in (operations.Kind.all_to_all, operations.Kind.scatter):
+            return f" that sends {sent} and expects {expected} elements by rank"
+        if count < operations.UNEVEN:
+            return ""
+        return f" of {sent if kind is operations.Kind.reduce_scatter else expected} elements by rank"
 
     def _set_text(self, text: str) -> None:
         offset = self._control

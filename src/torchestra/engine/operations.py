@@ -75,6 +75,12 @@ def pack(
     return int(kind) | op_code << 8 | dtype_code << 16 | root_code << 24
 
 
+def kind_and_unit(meta: int) -> tuple[Kind, int]:
+    """The kind that a fingerprint is of, and the bytes per element (1 where there is no dtype)."""
+    dtype = meta >> 16 & 0xFF
+    return Kind(meta & 0xFF), DTYPES[dtype].itemsize if dtype < len(DTYPES) else 1
+
+
 def describe(meta: int, count: int) -> str:
     """What a fingerprint says, for people: ``all_reduce(SUM, float32, 1024 elements)``."""
     kind, op, dtype = meta & 0xFF, meta >> 8 & 0xFF, meta >> 16 & 0xFF
