@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from torchestra.communicator import Communicator
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.store import Store
 from torchestra.types import Timeout, timeout_seconds
 
@@ -69,12 +69,16 @@ class ProcessGroup:
         Raises:
             InvalidArgumentError: it is not in this group.
         """
-        rank = self._group_rank.get(global_rank)
+        try:
+            rank = self._group_rank.get(global_rank)
+        except TypeError:
+            rank = None
         if rank is None:
+            if not isinstance(global_rank, int):
+                raise InvalidArgumentTypeError(f"`{parameter}` must be an int, got {global_rank!r}")
             raise InvalidArgumentError(
                 f"`{parameter}`: global rank {global_rank!r} is not part of group {self.group_name!r},"
-                f" which has"
-                f" global ranks {list(self.ranks)}"
+                f" which has global ranks {list(self.ranks)}"
             )
         return rank
 
