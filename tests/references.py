@@ -65,10 +65,10 @@ def reduced(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
         return reduced([tensor.float() for tensor in tensors], op).to(dtype)
     arrays = [tensor.numpy() for tensor in tensors]
     with np.errstate(all="ignore"):
-        total = functools.reduce(_operator(dtype, op.name), arrays)
+        total = np.asarray(functools.reduce(_operator(dtype, op.name), arrays))
         if op.name == "AVG":
             total = total / total.dtype.type(number) if dtype in FLOATS else _truncated(total, number)
-    return torch.from_numpy(total.copy())
+    return torch.from_numpy(np.array(total))
 
 
 def _operator(dtype: torch.dtype, name: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
