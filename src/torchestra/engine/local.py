@@ -11,6 +11,7 @@ question to a tensor 0.04 µs, a Python call 0.06 µs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -287,10 +288,13 @@ class LocalEngine:
         """
         if self.member.word(at.RESUME):
             self.member.leave_halfway(error)
-            self._all_reduce = self._reduce_scatter = self._reduce_scatter_even = self._refuse
-            self._barrier = self._broadcast = self._share = self._all_gather = self._refuse
-            self._exchange = self._all_to_all_even = self._refuse
+            # Not a method of this object, which would then hold itself, and the arena, after it is closed.
+            refuse = partial(_refuse, self.member)
+            self._all_reduce = self._reduce_scatter = self._reduce_scatter_even = refuse
+            self._barrier = self._broadcast = self._share = self._all_gather = refuse
+            self._exchange = self._all_to_all_even = refuse
 
-    def _refuse(self, *arguments: int) -> int:
-        """In place of every kernel once the group cannot be used."""
-        raise self.member.aborted()
+
+def _refuse(member: Member, *arguments: int) -> int:
+    """In place of every kernel once the group cannot be used."""
+    raise member.aborted()
