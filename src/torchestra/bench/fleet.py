@@ -192,7 +192,9 @@ class Fleet:
                 stdout=self._output,
                 stderr=self._output,
                 env=environment,
-                start_new_session=True,
+                # A group, to be killed as one, but not a session: Linux schedules sessions apart, so that a
+                # rank of one could not yield its core to a rank of another (an mpiexec's share one anyhow).
+                preexec_fn=os.setpgrp,  # noqa: PLW1509 - this process has one thread
             )
         )
 
