@@ -75,7 +75,7 @@ class Work:
         return self._result
 
     def source_rank(self) -> int:
-        """Of a receive that has ended: the global rank that sent, or -1."""
+        """Of a receive that has ended: the rank that sent, in the group's numbering, or -1."""
         return self._source
 
     def get_future(self) -> torch.futures.Future[Any]:
