@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -65,7 +66,8 @@ def be_rank(name: str, rank: int, size: int, directory: str, tell: Callable[[dic
     del step
     dist.destroy_process_group()
     while memory_of("self") and time.monotonic() < seen + BOUND:
-        time.sleep(0.01)  # a thread that ends holds what is left for a moment
+        gc.collect()  # an asynchronous operation's error and its traceback hold each other, and the group
+        time.sleep(0.01)
     links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     names = [os.readlink(link) for link in links if os.path.lexists(link)]
     left = [name for name in names if "memfd" in name or "pidfd" in name] + sorted(memory_of("self"))
