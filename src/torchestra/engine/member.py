@@ -193,11 +193,11 @@ class Member:
                 raise CollectiveTimeoutError(
                     f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.rank};"
                     f" the group"
-                    f" stays usable.{self._report(asked, site)}",
+                    f" stays usable.{self._report(asked)}",
                     asked,
                 )
             missing = self.missing()
-            report = self._report(range(self.size), site)
+            report = self._report(range(self.size), f"waits in {self._now()}, at {site or call_site()}")
             message = (
                 f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.rank}:"
                 f" {_ranks(missing) if missing else 'no rank'} had not arrived.{report}"
@@ -360,14 +360,17 @@ class Member:
         meta, count = self.arena.word(block + at.META + parity), self.arena.word(block + at.COUNT + parity)
         return f"last called operation {sequence}, {operations.describe(meta, count)}"
 
-    def _report(self, ranks: Iterable[int], site: str | None) -> str:
-        """Per rank: the operation it is in or has last begun, and where its program is now."""
+    def _report(self, ranks: Iterable[int], mine: str | None = None) -> str:
+        """Per rank: the operation it is in or has last begun, and where its program is now.
+
+        ``mine`` is what there is to say of this rank, if anything.
+        """
         others = [rank for rank in ranks if rank != self.rank]
         sites = {rank: self.peers.site(rank) if self.peers is not None else None for rank in others}
         ask = [rank for rank in others if sites[rank] is None]
         asked = {rank: control.ask(self.arena.address + self.arena.control(rank) + at.ASKED) for rank in ask}
         deadline = time.monotonic() + _ANSWER_SECONDS
-        lines = [f"\n  rank {self.rank} waits in {self._now()}, at {site or call_site()}"]
+        lines = [] if mine is None else [f"\n  rank {self.rank} {mine}"]
         while ask and time.monotonic() < deadline:
             for rank in tuple(ask):
                 answer = control.read(self.arena.address + self.arena.control(rank) + at.ANSWERED)
