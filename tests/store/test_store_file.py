@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forking import Child
 
+from forking import Child
 from torchestra.errors import DistStoreError, InvalidArgumentError, StoreTimeoutError
 from torchestra.store import FileStore, sharedfile
 from torchestra.store.filelog import MAGIC, Kind, encode
