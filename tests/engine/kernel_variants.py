@@ -1,0 +1,221 @@
+"""The kernels once more, slower at chosen places, and with any one rule of the protocol broken on demand.
+
+A test that has never seen the protocol fail proves nothing. So the modules of the engine are compiled a
+second time, under other names and with some text replaced: copies, reductions and a few other places begin
+with a pause now and then, which opens the windows that a broken rule leaves; and inside
+``with broken(rule):`` all ranks of this process (threads) disregard the rule. Outside, these kernels must do
+what the originals do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from enum import IntEnum
+from types import ModuleType
+from typing import Any
+
+import numba
+import numpy as np
+from numba import njit, types
+
+from torchestra.engine import atomics, waiting
+from torchestra.engine.kernels import buffers, move, reduce
+from torchestra.engine.kernels.catalogue import Kernel, entry_point
+
+
+class Rule(IntEnum):
+    """What can be broken."""
+
+    FIRST_PIECE_BEFORE_ARRIVAL = 1
+    COPY_BEFORE_PUBLISHING = 2
+    THREE_PIPES = 3  # broken: two
+    MORE_THAN_ONE_PIPE = 4
+    TWO_SLOTS = 5
+    MEETING = 6
+    TWO_FINGERPRINTS = 7
+    PARTING = 8
+    WRITE_BEFORE_LOOKING_FOR_SLEEPERS = 9
+
+
+_switch = np.zeros(1, dtype=np.int64)
+_SWITCH: int = _switch.ctypes.data
+_rand = types.ExternalFunction("rand", types.int32())
+_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+_load, _memcpy, _call_reduction = atomics.load_acquire, atomics.memcpy, atomics.call_reduction
+
+
+@contextlib.contextmanager
+def broken(rule: Rule | None) -> Iterator[None]:
+    """All threads that run the kernels of this module disregard the rule while the block runs."""
+    _switch[0] = rule or 0
+    try:
+        yield
+    finally:
+        _switch[0] = 0
+
+
+@njit(nogil=True)
+def is_broken(rule):
+    return _load(_SWITCH) == rule
+
+
+@njit(nogil=True)
+def pause():
+    """One time in three, let the other ranks run for a while."""
+    if _rand() % 3 == 0:
+        _usleep(60)
+
+
+@njit(nogil=True)
+def slow_memcpy(target, source, length):
+    if length > 0:
+        pause()
+        _memcpy(target, source, length)
+
+
+@njit(nogil=True)
+def slow_reduction(function, target, sources, number, count):
+    pause()
+    _call_reduction(function, target, sources, number, count)
+
+
+# Per module: a text that must occur in it, and what stands in place of all its occurrences. A step that is
+# published a second time is no harm, so what is published too early is also published when it should be.
+_EDITS: dict[ModuleType, list[tuple[str, str]]] = {
+    waiting: [
+        (
+            "    store_ordered(word, (load(context + SEQUENCE) << STEP_BITS) + step)\n"
+            "    if load_ordered(word + WAITERS) > 0:",
+            "    sleepers = load_ordered(word + WAITERS)\n"
+            "    pause()\n"
+            "    store_ordered(word, (load(context + SEQUENCE) << STEP_BITS) + step)\n"
+            "    if not is_broken(WRITE_BEFORE_LOOKING_FOR_SLEEPERS):\n"
+            "        sleepers = load_ordered(word + WAITERS)\n"
+            "    if sleepers > 0:",
+        ),
+        (
+            "    verdict = DONE\n",
+            "    verdict = DONE\n    if is_broken(MEETING):\n        return DONE\n",
+        ),
+        (
+            "            word = control_of(context, peer) + parity\n",
+            "            pause()\n            word = control_of(context, peer) + parity\n",
+        ),
+        (
+            "parity = (load(context + SEQUENCE) & 1) * 8\n",
+            "parity = (load(context + SEQUENCE) & 1) * 8 * (not is_broken(TWO_FINGERPRINTS))\n",
+        ),
+        (
+            "parity = (sequence & 1) * 8\n",
+            "parity = (sequence & 1) * 8 * (not is_broken(TWO_FINGERPRINTS))\n",
+        ),
+        (
+            "    return wait_for_step(context, 2)\n",
+            "    return DONE if is_broken(PARTING) else wait_for_step(context, 2)\n",
+        ),
+    ],
+    buffers: [
+        (
+            "        parity = load(context + SEQUENCE) & 1\n",
+            "        parity = 0 if is_broken(TWO_SLOTS) else load(context + SEQUENCE) & 1\n",
+        ),
+        (
+            "chunk % 3",
+            "chunk % (1 if is_broken(MORE_THAN_ONE_PIPE) else 2 if is_broken(THREE_PIPES) else 3)",
+        ),
+    ],
+    move: [
+        (  # share
+            "        begin(context)\n    while iteration < parts + 1:\n",
+            "        begin(context)\n"
+            "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
+            "            arrive(context, meta, count, offset_in_heap(context, source))\n"
+            "    while iteration < parts + 1:\n",
+        ),
+        (  # exchange
+            "        _tell_splits(context)\n",
+            "        _tell_splits(context)\n"
+            "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
+            "            arrive(context, meta, count, NOT_SHARED)\n",
+        ),
+        (  # both
+            "        offset = iteration * chunk\n        if iteration < parts",
+            "        if 0 < iteration < parts and is_broken(COPY_BEFORE_PUBLISHING):\n"
+            "            publish(context, iteration + 1)\n"
+            "        offset = iteration * chunk\n        if iteration < parts",
+        ),
+    ],
+    reduce: [
+        (  # all_reduce, direct
+            "        memcpy(buffer_of(context, rank, 0), source, count * unit)\n",
+            "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
+            "            arrive(context, meta, count, NOT_SHARED)\n"
+            "        memcpy(buffer_of(context, rank, 0), source, count * unit)\n",
+        ),
+        (  # all_reduce, chunked
+            "        if iteration < chunks:\n            offset = iteration * chunk\n",
+            "        if iteration == 0 and is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
+            "            arrive(context, meta, count, shared)\n"
+            "        if 0 < iteration < chunks + 1 and is_broken(COPY_BEFORE_PUBLISHING):\n"
+            "            publish(context, iteration + 1)\n"
+            "        if iteration < chunks:\n            offset = iteration * chunk\n",
+        ),
+        (  # reduce_scatter
+            "        offset = iteration * chunk * unit\n        if iteration < parts",
+            "        if iteration == 0 and is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
+            "            arrive(context, meta, count, NOT_SHARED)\n"
+            "        if 0 < iteration < parts and is_broken(COPY_BEFORE_PUBLISHING):\n"
+            "            publish(context, iteration + 1)\n"
+            "        offset = iteration * chunk * unit\n        if iteration < parts",
+        ),
+    ],
+}
+
+
+@functools.cache
+def _modules() -> dict[ModuleType, ModuleType]:
+    """The edited copies. What they import of each other is each other; nothing else sees them."""
+    names = {module.__name__: "edited_" + module.__name__.rpartition(".")[2] for module in _EDITS}
+    copies = {module: ModuleType(names[module.__name__]) for module in _EDITS}
+    given = {rule.name: int(rule) for rule in Rule}
+    try:
+        for module, copy in copies.items():
+            source = inspect.getsource(module)
+            for old, new in _EDITS[module]:
+                assert old in source, f"{module.__name__} has changed: adapt the edit of\n{old}"
+                source = source.replace(old, new)
+            source = source.replace('"cache": True', '"cache": False')
+            source = source.replace("memcpy(", "slow_memcpy(").replace("call_reduction(", "slow_reduction(")
+            for name, edited in names.items():
+                source = source.replace(f"from {name} ", f"from {edited} ")
+            vars(copy).update(
+                given,
+                is_broken=is_broken,
+                pause=pause,
+                slow_memcpy=slow_memcpy,
+                slow_reduction=slow_reduction,
+            )
+            sys.modules[copy.__name__] = copy
+            exec(compile(source, f"<{copy.__name__}>", "exec"), vars(copy))
+    finally:
+        for name in names.values():
+            sys.modules.pop(name, None)
+    return copies
+
+
+@functools.cache
+def edited(kernel: Any) -> Kernel:
+    """The edited copy of a kernel (``move.share``), compiled. It takes only ints."""
+    module = next(module for module in _EDITS if getattr(module, kernel.__name__, None) is kernel)
+    dispatcher: Any = getattr(_modules()[module], kernel.__name__)
+    level = numba.core.config.OPT
+    numba.core.config.OPT = 1  # half the time to compile, and the same protocol
+    try:
+        dispatcher.compile((types.int64,) * len(inspect.signature(kernel.py_func).parameters))
+    finally:
+        numba.core.config.OPT = level
+    return entry_point(dispatcher)

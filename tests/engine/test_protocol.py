@@ -1,0 +1,241 @@
+"""The shared memory protocol under stress: it never gives wrong data, and each of its rules is needed.
+
+Every stress runs twice over kernels with pauses in bad places (kernel_variants.py): as they are, where every
+value must be right in every round, and with one rule of the protocol broken, where the same checks must find
+wrong values. If the second part fails, the stress has become blind, or the rule superfluous.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from kernel_variants import Rule, broken, edited
+
+import torchestra as dist
+from torchestra.engine import layout as at
+from torchestra.engine.algorithms import Choices
+from torchestra.engine.kernels import move, reduce
+from torchestra.engine.kernels.catalogue import Kernel
+from torchestra.engine.local import LocalEngine
+from torchestra.engine.operations import Kind, pack
+from torchestra.types import ReduceOp
+from worlds import KINDS, run
+
+# The first test compiles kernels, 6 seconds on an idle machine.
+pytestmark = pytest.mark.timeout(300)
+
+ROUNDS = 40
+SECONDS = 30.0
+CHUNK = 2048
+# Five whole chunks and a short one, whose pieces lie elsewhere in a buffer than those of the whole ones.
+CHUNKED = 5 * CHUNK // 8 + 150
+DIRECT = 32
+
+Turn = Callable[[LocalEngine, int], bool]
+
+
+def setup() -> LocalEngine:
+    engine = dist.group.WORLD.communicator.engine
+    engine.choices = Choices(direct=DIRECT * 8, chunk=CHUNK, share=CHUNK)
+    return engine
+
+
+def values(rank: int, turn: int, length: int) -> torch.Tensor:
+    """Different for every rank and position, and in every round."""
+    return torch.arange(length) * 1000 + rank * 10_000_000 + turn * 7_000_000_000
+
+
+def all_reduce(engine: LocalEngine, turn: int, length: int) -> bool:
+    tensor = values(engine.rank, turn, length)
+    engine.all_reduce(tensor, engine.plan(Kind.all_reduce, torch.int64, ReduceOp.SUM), SECONDS)
+    return torch.equal(tensor, sum(values(rank, turn, length) for rank in range(engine.size)))
+
+
+def direct_all_reduce(engine: LocalEngine, turn: int) -> bool:
+    return all_reduce(engine, turn, DIRECT)
+
+
+def chunked_all_reduce(engine: LocalEngine, turn: int) -> bool:
+    return all_reduce(engine, turn, CHUNKED)
+
+
+def all_reduce_in_place(engine: LocalEngine, turn: int) -> bool:
+    """Tensors in the arena are reduced and written by all ranks, up to the end of the operation."""
+    tensor = engine.empty((CHUNKED,), torch.int64)
+    tensor.copy_(values(engine.rank, turn, CHUNKED))
+    engine.all_reduce(tensor, engine.plan(Kind.all_reduce, torch.int64, ReduceOp.SUM), SECONDS)
+    found = tensor.clone()
+    tensor.zero_()
+    return torch.equal(found, sum(values(rank, turn, CHUNKED) for rank in range(engine.size)))
+
+
+def all_gather(engine: LocalEngine, turn: int, length: int = CHUNKED) -> bool:
+    tensor = values(engine.rank, turn, length)
+    outputs = [torch.empty_like(tensor) for _ in range(engine.size)]
+    engine.all_gather(outputs, tensor, engine.plan(Kind.all_gather, torch.int64), SECONDS)
+    return all(torch.equal(output, values(rank, turn, length)) for rank, output in enumerate(outputs))
+
+
+def short_all_gather(engine: LocalEngine, turn: int) -> bool:
+    return all_gather(engine, turn, DIRECT)
+
+
+def all_gather_in_place(engine: LocalEngine, turn: int) -> bool:
+    """Tensors in the arena are read where they lie, and changed as soon as the operation is over."""
+    tensor = engine.empty((CHUNKED,), torch.int64)
+    tensor.copy_(values(engine.rank, turn, CHUNKED))
+    outputs = [torch.empty_like(tensor) for _ in range(engine.size)]
+    engine.all_gather(outputs, tensor, engine.plan(Kind.all_gather, torch.int64), SECONDS)
+    tensor.zero_()
+    return all(torch.equal(output, values(rank, turn, CHUNKED)) for rank, output in enumerate(outputs))
+
+
+def exchange(engine: LocalEngine, turn: int) -> bool:
+    """Piece p of rank r is the values of rank 100 r + p."""
+    size, rank = engine.size, engine.rank
+    pieces = [values(100 * rank + peer, turn, CHUNKED) for peer in range(size)]
+    outputs = [torch.empty_like(pieces[0]) for _ in range(size)]
+    plan = engine.plan(Kind.all_to_all, torch.int64)
+    sends, receives = ([(tensor.data_ptr(), tensor.nbytes) for tensor in side] for side in (pieces, outputs))
+    engine.exchange(plan, sends, receives, SECONDS)
+    return all(
+        torch.equal(output, values(100 * peer + rank, turn, CHUNKED)) for peer, output in enumerate(outputs)
+    )
+
+
+def reduce_scatter(engine: LocalEngine, turn: int) -> bool:
+    size, rank = engine.size, engine.rank
+    pieces = torch.cat([values(100 * rank + peer, turn, CHUNKED) for peer in range(size)])
+    output = torch.empty(CHUNKED, dtype=torch.int64)
+    plan = engine.plan(Kind.reduce_scatter, torch.int64, ReduceOp.SUM)
+    engine.reduce_scatter_flat(output, pieces, plan, SECONDS)
+    return torch.equal(output, sum(values(100 * peer + rank, turn, CHUNKED) for peer in range(size)))
+
+
+TURNS = (
+    direct_all_reduce,
+    chunked_all_reduce,
+    all_reduce_in_place,
+    short_all_gather,
+    all_gather,
+    all_gather_in_place,
+    exchange,
+    reduce_scatter,
+)
+
+
+def wrong_rounds(turn: Turn, kernels: dict[str, Kernel], gate: threading.Barrier) -> int:
+    """On one rank: in how many rounds the results were wrong, with these kernels in place of the engine's."""
+    engine = setup()
+    # With the engine's own: all words of both parities have then been written.
+    for number in range(4):
+        assert turn(engine, number)
+    gate.wait(SECONDS)
+    for attribute, kernel in kernels.items():
+        setattr(engine, attribute, kernel)
+    return sum(not turn(engine, number) for number in range(4, 4 + ROUNDS))
+
+
+def stress(turn: Turn, rule: Rule | None) -> int:
+    """Over worlds of two and three threads; in how many rounds any rank had wrong results."""
+    kernels = {
+        "_all_reduce": edited(reduce.all_reduce),
+        "_share": edited(move.share),
+        "_exchange": edited(move.exchange),
+        "_reduce_scatter_even": edited(reduce.reduce_scatter_even),
+    }
+    with broken(rule):
+        return sum(
+            sum(run("threads", size, wrong_rounds, turn, kernels, threading.Barrier(size))) for size in (2, 3)
+        )
+
+
+def check(turn: Turn, rule: Rule) -> None:
+    assert stress(turn, None) == 0
+    assert stress(turn, rule) > 0, "the stress does not notice that the rule is broken"
+
+
+@pytest.mark.parametrize(
+    "turn", [direct_all_reduce, chunked_all_reduce, short_all_gather, exchange, reduce_scatter]
+)
+def test_what_was_written_before_a_rank_arrived_is_there(turn: Turn) -> None:
+    """waiting.py: "publishes a step when everything it wrote for that step is in place"; here step 1."""
+    check(turn, Rule.FIRST_PIECE_BEFORE_ARRIVAL)
+
+
+@pytest.mark.parametrize("turn", [chunked_all_reduce, all_gather, exchange, reduce_scatter])
+def test_what_was_written_before_a_later_step_is_there(turn: Turn) -> None:
+    """waiting.py: "publishes a step when everything it wrote for that step is in place"; here from 2 on."""
+    check(turn, Rule.COPY_BEFORE_PUBLISHING)
+
+
+def test_the_pipelined_all_reduce_needs_its_third_pipe() -> None:
+    """reduce.py: "A buffer is written again three iterations later: to be there a rank has seen everybody
+    past iteration t + 2, where chunk t was read for the last time"."""
+    check(chunked_all_reduce, Rule.THREE_PIPES)
+
+
+@pytest.mark.parametrize("turn", [chunked_all_reduce, all_gather, exchange, reduce_scatter])
+def test_a_chunk_is_not_written_where_peers_still_read_the_last(turn: Turn) -> None:
+    """buffers.py: "Later chunks go through the three pipes"."""
+    check(turn, Rule.MORE_THAN_ONE_PIPE)
+
+
+@pytest.mark.parametrize("turn", [direct_all_reduce, short_all_gather])
+def test_the_next_operation_does_not_write_where_peers_still_read_of_this_one(turn: Turn) -> None:
+    """buffers.py: chunk 0 "goes into the slot of the operation's parity, which nobody reads any more"."""
+    check(turn, Rule.TWO_SLOTS)
+
+
+@pytest.mark.parametrize("turn", [direct_all_reduce, short_all_gather, all_gather])
+def test_nobody_reads_before_all_have_arrived(turn: Turn) -> None:
+    """waiting.py: only "a peer that sees the value (acquire) may read what was written before it"."""
+    check(turn, Rule.MEETING)
+
+
+@pytest.mark.parametrize("turn", [all_reduce_in_place, all_gather_in_place])
+def test_nobody_leaves_before_all_have_read_its_tensor_in_place(turn: Turn) -> None:
+    """waiting.part: "wait until all have read"."""
+    check(turn, Rule.PARTING)
+
+
+def mixed_rounds(number: int) -> list[str]:
+    """Operations of all kinds, one after the other in an order that is the same on every rank."""
+    engine = setup()
+    order = random.Random(number).choices(TURNS, k=number)
+    return [turn.__name__ for step, turn in enumerate(order) if not turn(engine, step)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_kernels_as_they_are_never_give_wrong_data(kind: str, size: int) -> None:
+    """Many small chunks of many operations, at full speed."""
+    assert run(kind, size, mixed_rounds, 200) == [[]] * size
+
+
+def false_mismatches(barrier: Kernel) -> int:
+    """On one rank: how often barriers of which all ranks say the same, each time another thing, mismatch."""
+    member = setup().member
+    plan = np.array([member.context, pack(Kind.barrier), 0, 0, -1], dtype=np.int64)
+    found = 0
+    for turn in range(5 * ROUNDS):
+        while (code := barrier(plan.ctypes.data, turn)) == at.PENDING:
+            pass
+        assert code in (at.DONE, at.MISMATCH)
+        member.set_word(at.RESUME, 0)
+        found += code == at.MISMATCH
+    return found
+
+
+def test_a_fingerprint_stays_until_all_have_compared_it() -> None:
+    """waiting.py: "Two of each suffice: a rank that has begun operation n + 2 has seen everybody at step 1 of
+    operation n + 1, so everybody has compared those of operation n". One would not."""
+    barrier = edited(move.barrier)
+    assert run("threads", 3, false_mismatches, barrier) == [0] * 3
+    with broken(Rule.TWO_FINGERPRINTS):
+        assert sum(run("threads", 3, false_mismatches, barrier)) > 0

@@ -1,0 +1,171 @@
+"""How ranks sleep and wake: no wake-up is lost, nobody is woken much in vain, and waiting costs nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+from kernel_variants import Rule, broken, edited
+
+import torchestra as dist
+from torchestra.engine import layout as at
+from torchestra.engine.algorithms import Choices
+from torchestra.engine.arena import Arena
+from torchestra.engine.kernels import move
+from torchestra.engine.kernels.catalogue import Kernel
+from torchestra.engine.local import LocalEngine
+from worlds import KINDS, await_note, leave_note, run
+
+# The first test compiles kernels, 6 seconds on an idle machine.
+pytestmark = pytest.mark.timeout(300)
+
+ROUNDS = 1000
+PATIENCE = 10.0
+SECONDS = 60.0
+
+
+class Waits(NamedTuple):
+    """Of one rank.
+
+    Attributes:
+        longest: seconds that the longest operation took.
+        pending: how often a kernel returned PENDING.
+    """
+
+    longest: float
+    pending: int
+
+
+def sleepy_engine(patience: float) -> LocalEngine:
+    """The engine of this rank, which neither spins nor yields, and sleeps up to so many seconds at a time."""
+    engine = dist.group.WORLD.communicator.engine
+    engine.member.set_word(at.SPINS, 0)
+    engine.member.set_word(at.YIELDS, 0)
+    engine.member._patience[:] = [int(patience), int(patience % 1 * 1e9)]
+    return engine
+
+
+def count_pending(engine: LocalEngine, attribute: str) -> list[int]:
+    """Count, in the list that is returned, how often a kernel of the engine returns PENDING."""
+    kernel = getattr(engine, attribute)
+    pending = [0]
+
+    def counting(*arguments: int) -> int:
+        code = kernel(*arguments)
+        pending[0] += code == at.PENDING
+        return code
+
+    setattr(engine, attribute, counting)
+    return pending
+
+
+def sleep_and_wake(patience: float, rounds: int, gate: threading.Barrier | None) -> Waits:
+    """Barriers, small all_reduces, and all_reduces of six steps.
+
+    The gate keeps ranks from beginning the next operation, which would also wake whoever still sleeps.
+    """
+    engine = sleepy_engine(patience)
+    engine.choices = Choices(direct=1024, chunk=1024, share=1024)
+    counts = [count_pending(engine, attribute) for attribute in ("_barrier", "_all_reduce")]
+    small, chunked = torch.zeros(8), torch.zeros(5 * 256)
+    longest = 0.0
+    for _ in range(rounds):
+        for operation, arguments in (
+            (dist.barrier, ()),
+            (dist.all_reduce, (small,)),
+            (dist.all_reduce, (chunked,)),
+        ):
+            started = time.monotonic()
+            operation(*arguments)
+            longest = max(longest, time.monotonic() - started)
+            if gate is not None:
+                gate.wait(SECONDS)
+    return Waits(longest, sum(count[0] for count in counts))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_wake_up_is_lost(kind: str, size: int) -> None:
+    """waiting.py: "No wake-up is lost". A sleeper that nobody wakes would sleep as long as its patience
+    lasts, so no operation may take that long; and it is rare that Python has to look around."""
+    gate = threading.Barrier(size) if kind == "threads" else None
+    for waits in run(kind, size, sleep_and_wake, PATIENCE, ROUNDS, gate, limit=50):
+        assert waits.longest < PATIENCE
+        assert waits.pending < 3 * ROUNDS / 100
+
+
+def longest_barrier(barrier: Kernel, patience: float, rounds: int, gate: threading.Barrier) -> float:
+    """In seconds."""
+    engine = sleepy_engine(patience)
+    engine._barrier = barrier
+    longest = 0.0
+    for _ in range(rounds):
+        started = time.monotonic()
+        engine.barrier(SECONDS)
+        longest = max(longest, time.monotonic() - started)
+        gate.wait(SECONDS)
+    return longest
+
+
+def test_a_rank_looks_for_sleepers_after_it_has_written() -> None:
+    """waiting.py: "the publisher ``write PROGRESS; read WAITERS``". The other way round wake-ups are lost,
+    and the test above would see it."""
+    barrier, gate = edited(move.barrier), threading.Barrier(2)
+    assert max(run("threads", 2, longest_barrier, barrier, PATIENCE, 100, gate)) < PATIENCE
+    with broken(Rule.WRITE_BEFORE_LOOKING_FOR_SLEEPERS):
+        assert max(run("threads", 2, longest_barrier, barrier, 0.04, 100, gate)) >= 0.04
+
+
+def counted_sleepers(rounds: int) -> tuple[Arena, int]:
+    engine = sleepy_engine(PATIENCE)
+    for _ in range(rounds):
+        engine.barrier(SECONDS)
+    return engine.member.arena, engine.size
+
+
+def test_a_rank_that_has_woken_is_not_counted_as_a_sleeper_any_more() -> None:
+    """Else every later step would cost a system call."""
+    arena, size = run("threads", 3, counted_sleepers, 100)[0]
+    assert [arena.word(arena.control(rank) + at.WAITERS) for rank in range(size)] == [0] * size
+
+
+def cost_of_waiting(asynchronous: bool) -> float:
+    """Rank 0: the share of a core that it takes while it waits for rank 1, past the first second."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        await_note("measured")
+        dist.all_reduce(torch.zeros(1))
+        return 0.0
+    member = dist.group.WORLD.communicator.engine.member
+    member.set_word(at.SPINS, 100)
+    member.set_word(at.YIELDS, 1000)
+    shares = []
+
+    def measure() -> None:
+        # From then on the wait is meant to cost nothing.
+        while member.word(at.SPINS) or member.word(at.YIELDS):
+            time.sleep(0.01)
+        started, before = time.monotonic(), time.process_time()
+        time.sleep(1.5)
+        shares.append((time.process_time() - before) / (time.monotonic() - started))
+        leave_note("measured")
+
+    observer = threading.Thread(target=measure)
+    observer.start()
+    if asynchronous:
+        dist.all_reduce(torch.zeros(1), async_op=True).wait()
+    else:
+        dist.all_reduce(torch.zeros(1))
+    observer.join()
+    assert (member.word(at.SPINS), member.word(at.YIELDS)) == (100, 1000)
+    return shares[0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_process_that_waits_for_long_takes_next_to_no_time_of_a_core(asynchronous: bool) -> None:
+    """What it does is wake every 50 ms and look around."""
+    share, _ = run("processes", 2, cost_of_waiting, asynchronous)
+    assert share < 0.05
