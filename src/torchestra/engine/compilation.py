@@ -15,6 +15,8 @@ from typing import Any
 import numba
 
 _ENGINE = Path(__file__).parent
+# Several installations may share a cache directory: each has notes of its own.
+_INSTALLATION = hashlib.sha256(f"{_ENGINE} {platform.python_version()}".encode()).hexdigest()[:16]
 
 
 def cache_directory() -> Path:
@@ -53,8 +55,7 @@ def forget_what_is_stale(functions: Iterable[Any]) -> None:
     Numba compiles a function anew when the file that it is written in has changed. But a kernel is made of
     functions and constants from several files, and would go on with their old versions.
     """
-    installation = hashlib.sha256(str(_ENGINE).encode()).hexdigest()[:16]
-    note = cache_directory() / f"sources-{installation}"
+    note = cache_directory() / f"sources-{_INSTALLATION}"
     if note.exists() and note.read_text() == _sources():
         return
     for folder in {function.stats.cache_path for function in functions} - {None}:
@@ -72,7 +73,8 @@ def compiling(what: str) -> Iterator[None]:
     that is cached can be known to fit, a line on stderr says that compilation is going on.
     """
     directory = cache_directory()
-    note = directory / f"compiled-{what}-{_fingerprint()}"
+    own = f"compiled-{what}-{_INSTALLATION}"
+    note = directory / f"{own}-{_fingerprint()}"
     with open(directory / "compile.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         fresh = not note.exists()
@@ -84,6 +86,6 @@ def compiling(what: str) -> Iterator[None]:
             )
         yield
         if fresh:
-            for old in directory.glob(f"compiled-{what}-*"):
+            for old in directory.glob(f"{own}-*"):
                 old.unlink(missing_ok=True)
             note.touch()
