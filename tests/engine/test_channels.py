@@ -309,7 +309,7 @@ def test_random_messages_arrive_between_processes(size: int) -> None:
 
 # -- that the stress finds what it is for: the same code with its invariant broken
 
-BREAK = 136  # an unused word of the private state
+BREAK = 152  # an unused word of the private state
 NOTHING, EARLY_HEAD, EARLY_STAMP, EARLY_TAIL, NO_BELL, LATE_LOOK = (4 * code for code in range(6))
 # Added to it: who waits a little at the worst moment, before it copies a piece or while it goes to sleep.
 SLOW_SENDER, SLOW_RECEIVER, SLOW_SLEEPER = 1, 2, 3

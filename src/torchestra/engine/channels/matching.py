@@ -49,6 +49,8 @@ _free = types.ExternalFunction("free", types.void(_WORD))
 
 _ROUNDS = 256  # after so many rounds that moved something a kernel lets Python look at signals
 _YIELDS_OF_THREAD = 20
+_PROBE = 64
+_FEW_YIELDS = 8
 _LACKING = -1
 
 put, take, take_header, next_header = ring.put, ring.take, ring.take_header, ring.next_header
@@ -308,6 +310,29 @@ def _outcome(record):
 
 
 @njit(**KERNEL_OPTIONS)
+def _spins(state):
+    """How often a wait that begins now shall spin before it yields the core.
+
+    Spinning is in vain while the peer waits for this very core. That is learned: see :func:`_learn`; and
+    every _PROBE-th wait spins as often as it may, to find out whether that is still so.
+    """
+    waits = load(state + w.WAITS) + 1
+    store(state + w.WAITS, waits)
+    if waits % _PROBE == 0:
+        return load(load(state + w.CONTEXT) + SPINS)
+    return load(state + w.SPIN_BUDGET)
+
+
+@njit(**KERNEL_OPTIONS)
+def _learn(state, idle, spins):
+    """A wait is over after ``idle`` looks in vain, ``spins`` of them spinning."""
+    if idle <= spins:
+        store(state + w.SPIN_BUDGET, load(load(state + w.CONTEXT) + SPINS))
+    elif idle <= spins + _FEW_YIELDS:
+        store(state + w.SPIN_BUDGET, load(state + w.SPIN_BUDGET) >> 1)
+
+
+@njit(**KERNEL_OPTIONS)
 def run(state, record, eager):
     """Work until a record is finished (0: until any that is to be notified is).
 
@@ -316,10 +341,9 @@ def run(state, record, eager):
     for it, so that spinning may pay.
     """
     context = load(state + w.CONTEXT)
-    spins = load(context + SPINS)
+    spins = 0
     yields = load(context + YIELDS)
     if not eager:
-        spins = 0
         yields = min(yields, _YIELDS_OF_THREAD)
     idle = 0
     rounds = 0
@@ -327,6 +351,8 @@ def run(state, record, eager):
         moved = _advance(state, record)
         if moved < 0:
             return w.NO_MEMORY
+        if moved > 0 and idle > 0 and eager:
+            _learn(state, idle, spins)
         if record != 0:
             if load(record + w.STAGE) >= w.FINISHED:
                 return _outcome(record)
@@ -340,6 +366,8 @@ def run(state, record, eager):
             if rounds == _ROUNDS:
                 return PENDING
             continue
+        if idle == 0 and eager:
+            spins = _spins(state)
         idle += 1
         if idle <= spins:
             spin_hint()

@@ -20,12 +20,14 @@ the source loads it (acquire) and then overwrites them. Nothing else is shared b
 
 Sleeping. A rank sleeps on its own bell, and is woken by whoever published something in one of its channels.
 The sleeper does ``look at RUNG; SLEEPING = 1; look at its channels; sleep if RUNG is unchanged``, a peer
-``publish; look at SLEEPING``. The store of SLEEPING and the look at the channels are sequentially consistent,
-and so are the two of the peer, so at least one of them sees what the other wrote. Whoever takes SLEEPING down
-(compare and exchange) rings: RUNG += 1, and wakes. A peer that finds it taken down need not ring: as RUNG
-was looked at before SLEEPING was set, it changes before the sleeper sleeps, or wakes it, and the sleeper
-will look at its channels again. What a sleep misses because a peer was killed between the two is
-made good when PATIENCE is over.
+``publish; look at SLEEPING``. Between the store of SLEEPING and the look at the channels there is a
+sequentially consistent fence, and between the two of the peer as well (or its store is sequentially
+consistent), so at least one of them sees what the other wrote. After each of several pieces a peer looks
+without a fence, which would wait for the copy to reach the cache, and once more with one before it does
+anything else. Whoever takes SLEEPING down (compare and exchange) rings: RUNG += 1, and wakes. A peer that
+finds it taken down need not ring: as RUNG was looked at before SLEEPING was set, it changes before the
+sleeper sleeps, or wakes it, and the sleeper will look at its channels again. What a sleep misses because a
+peer was killed between the two is made good when PATIENCE is over.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -44,6 +46,7 @@ from torchestra.engine.atomics import (
     memcpy,
     store,
     store_ordered,
+    store_release,
     syscall,
 )
 from torchestra.engine.channels import words as w
@@ -80,7 +83,7 @@ def peer_of(state, peer):
 
 @njit(**KERNEL_OPTIONS)
 def ring_bell(state, rank):
-    """Wake ``rank`` if it sleeps, after a sequentially consistent store of what it may sleep for."""
+    """Wake ``rank`` if it is seen to sleep."""
     bell = load(state + w.BELLS) + rank * w.BELL_BYTES
     if load_ordered(bell + w.SLEEPING) == 1 and compare_exchange(bell + w.SLEEPING, 1, 0) == 1:
         fetch_add(bell + w.RUNG, 1)
@@ -143,8 +146,8 @@ def _put_header(state, known, channel, record):
         memcpy(slot + w.INLINE, load(record + w.ADDRESS), length)
         store(record + w.MOVED, length)
     else:
-        # A shorter first piece, so that the peer begins to copy early.
-        ready = _put_piece(state, known, channel, record, load(state + w.PIECE_BYTES) >> 1)
+        # A small first piece, so that the peer begins to copy early.
+        ready = _put_piece(state, known, channel, record, load(state + w.PIECE_BYTES) >> 2)
         if ready == 0:
             return False
         store(slot + w.READY, ready)
@@ -153,7 +156,10 @@ def _put_header(state, known, channel, record):
     store(slot + w.MESSAGE_KIND, load(record + w.KIND))
     store(known + w.SENT, sent + 1)
     store(record + w.STAGE, w.RUNNING)
-    store_ordered(slot + w.STAMP, sent + 1)
+    if load(record + w.MOVED) == length:
+        store_ordered(slot + w.STAMP, sent + 1)
+    else:
+        store_release(slot + w.STAMP, sent + 1)
     return True
 
 
@@ -162,20 +168,26 @@ def put(state, peer, record):
     """Send some more of a message, PIECES_AT_ONCE pieces at most: whether anything was sent."""
     known = peer_of(state, peer)
     channel = channel_of(state, load(state + w.RANK), peer)
+    length = load(record + w.LENGTH)
     sent = False
     if load(record + w.STAGE) != w.RUNNING:
         if not _put_header(state, known, channel, record):
             return False
         ring_bell(state, peer)
+        if load(record + w.MOVED) == length:
+            return True
         sent = True
+    largest = load(state + w.PIECE_BYTES)
+    limit = min(largest, max(largest >> 2, (length >> 3) & ~63))
     for _ in range(PIECES_AT_ONCE):
-        if load(record + w.MOVED) == load(record + w.LENGTH):
+        if load(record + w.MOVED) == length or _put_piece(state, known, channel, record, limit) == 0:
             break
-        if _put_piece(state, known, channel, record, load(state + w.PIECE_BYTES)) == 0:
-            break
-        store_ordered(channel + w.HEAD, load(known + w.SENT_BYTES))
+        store_release(channel + w.HEAD, load(known + w.SENT_BYTES))
         ring_bell(state, peer)
         sent = True
+    if sent:
+        full_fence()
+        ring_bell(state, peer)
     return sent
 
 
@@ -206,8 +218,8 @@ def take_header(state, peer, header, landing):
         store(known + w.LEFT, length)
         store(known + w.PRESENT, load(header + w.READY))
         store(known + w.LANDING, landing)
-        # No bell: a piece is there, and with it TAIL is published and the bell is rung.
-        store_ordered(channel + w.TAKEN, got)
+        # No bell: a piece is there, and when it has been taken the bell is rung.
+        store_release(channel + w.TAKEN, got)
 
 
 @njit(**KERNEL_OPTIONS)
@@ -235,7 +247,10 @@ def take(state, peer, stream):
         store(known + w.LEFT, left - length)
         store(known + w.PRESENT, present - length)
         store(known + w.GOT_BYTES, tail)
-        store_ordered(channel + w.TAIL, tail)
+        store_release(channel + w.TAIL, tail)
         ring_bell(state, peer)
         taken = True
+    if taken:
+        full_fence()
+        ring_bell(state, peer)
     return taken

@@ -51,6 +51,8 @@ NEXT_SOURCE = 104  # where a search over all sources begins, for fairness
 STORED = 112  # bytes of payload in the stores, all sources together
 BUSY = 120  # who works with this state: 0, the record of a blocking call, or another token
 QUEUEING = 128  # not 0: a blocking call must not go ahead of what is under way
+SPIN_BUDGET = 136  # how often a wait spins now, SPINS at most
+WAITS = 144  # how many waits there have been
 PEERS_AT = 192
 
 # Of each peer, in the private state.
@@ -117,8 +119,8 @@ def ring_bytes(size: int) -> int:
 
 
 def piece_bytes(size: int) -> int:
-    """How much is copied between two publications."""
-    return min(1 << 15, ring_bytes(size) // 4)
+    """How much is copied, at most, between two publications."""
+    return min(1 << 16, ring_bytes(size) // 4)
 
 
 def bells_bytes(size: int) -> int:
