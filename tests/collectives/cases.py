@@ -26,10 +26,23 @@ def pattern(rank: int, length: int, salt: int = 0) -> torch.Tensor:
 class Maker:
     """Makes tensors of one dtype, in ordinary memory or in the arena, with guards on both sides."""
 
-    def __init__(self, dtype: torch.dtype, in_arena: bool) -> None:
+    def __init__(self, dtype: torch.dtype, in_arena: bool, salt: int = 0) -> None:
         self.dtype = dtype
         self.in_arena = in_arena
+        self.salt = salt
         self._guarded: list[tuple[torch.Tensor, int]] = []
+
+    def pattern(self, rank: int, length: int, salt: int = 0) -> torch.Tensor:
+        """What a rank sends; another salt gives other values."""
+        return pattern(rank, length, self.salt + salt)
+
+    def total(self, size: int, length: int, salt: int = 0) -> torch.Tensor:
+        """The sum of what all ranks send."""
+        return torch.stack([self.pattern(rank, length, salt) for rank in range(size)]).sum(0)
+
+    def in_rank_order(self, size: int, length: int) -> torch.Tensor:
+        """What all ranks send, one after the other."""
+        return torch.cat([self.pattern(peer, length) for peer in range(size)])
 
     def holding(self, values: torch.Tensor) -> torch.Tensor:
         """A tensor that holds these values."""
@@ -85,15 +98,10 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 Case: TypeAlias = Callable[[Maker, int, int, int], None]
 
 
-def total(size: int, length: int, salt: int = 0) -> torch.Tensor:
-    """The sum of what all ranks send."""
-    return sum((pattern(rank, length, salt) for rank in range(size)), torch.zeros(length, dtype=torch.int64))
-
-
 def all_reduce(make: Maker, rank: int, size: int, length: int) -> None:
-    tensor = make.holding(pattern(rank, length))
+    tensor = make.holding(make.pattern(rank, length))
     assert dist.all_reduce(tensor) is None
-    make.check(tensor, total(size, length), "sum")
+    make.check(tensor, make.total(size, length), "sum")
 
 
 def reduce_first(make: Maker, rank: int, size: int, length: int) -> None:
@@ -105,9 +113,11 @@ def reduce_last(make: Maker, rank: int, size: int, length: int) -> None:
 
 
 def _reduce(make: Maker, rank: int, size: int, length: int, root: int) -> None:
-    tensor = make.holding(pattern(rank, length))
+    tensor = make.holding(make.pattern(rank, length))
     dist.reduce(tensor, root)
-    make.check(tensor, total(size, length) if rank == root else pattern(rank, length), f"reduce to {root}")
+    make.check(
+        tensor, make.total(size, length) if rank == root else make.pattern(rank, length), f"reduce to {root}"
+    )
 
 
 def broadcast_first(make: Maker, rank: int, size: int, length: int) -> None:
@@ -119,36 +129,36 @@ def broadcast_last(make: Maker, rank: int, size: int, length: int) -> None:
 
 
 def _broadcast(make: Maker, rank: int, length: int, root: int) -> None:
-    tensor = make.holding(pattern(rank, length))
+    tensor = make.holding(make.pattern(rank, length))
     dist.broadcast(tensor, root)
-    make.check(tensor, pattern(root, length), f"broadcast from {root}")
+    make.check(tensor, make.pattern(root, length), f"broadcast from {root}")
 
 
 def all_gather(make: Maker, rank: int, size: int, length: int) -> None:
-    tensor = make.holding(pattern(rank, length))
+    tensor = make.holding(make.pattern(rank, length))
     outputs = [make.blank(length) for _ in range(size)]
     dist.all_gather(outputs, tensor)
     for peer, output in enumerate(outputs):
-        make.check(output, pattern(peer, length), f"piece of {peer}")
-    make.check(tensor, pattern(rank, length), "input")
+        make.check(output, make.pattern(peer, length), f"piece of {peer}")
+    make.check(tensor, make.pattern(rank, length), "input")
 
 
 def all_gather_in_place(make: Maker, rank: int, size: int, length: int) -> None:
     outputs = [make.blank(length) for _ in range(size)]
-    make.fill(outputs[rank], pattern(rank, length))
+    make.fill(outputs[rank], make.pattern(rank, length))
     dist.all_gather(outputs, outputs[rank])
     for peer, output in enumerate(outputs):
-        make.check(output, pattern(peer, length), f"piece of {peer}")
+        make.check(output, make.pattern(peer, length), f"piece of {peer}")
 
 
 def all_gather_uneven(make: Maker, rank: int, size: int, length: int) -> None:
     """Rank p has length * p / (size - 1) elements, so one has none and one has them all."""
     lengths = _shares(size, length)
-    tensor = make.holding(pattern(rank, lengths[rank]))
+    tensor = make.holding(make.pattern(rank, lengths[rank]))
     outputs = [make.blank(share) for share in lengths]
     dist.all_gather(outputs, tensor)
     for peer, output in enumerate(outputs):
-        make.check(output, pattern(peer, lengths[peer]), f"piece of {peer}")
+        make.check(output, make.pattern(peer, lengths[peer]), f"piece of {peer}")
 
 
 def _shares(size: int, length: int) -> list[int]:
@@ -157,20 +167,16 @@ def _shares(size: int, length: int) -> list[int]:
 
 def all_gather_into_tensor(make: Maker, rank: int, size: int, length: int) -> None:
     output = make.blank(size * length)
-    dist.all_gather_into_tensor(output, make.holding(pattern(rank, length)))
-    make.check(output, _in_rank_order(size, length), "output")
+    dist.all_gather_into_tensor(output, make.holding(make.pattern(rank, length)))
+    make.check(output, make.in_rank_order(size, length), "output")
 
 
 def all_gather_into_tensor_in_place(make: Maker, rank: int, size: int, length: int) -> None:
     output = make.blank(size * length)
     piece = output[rank * length : (rank + 1) * length]
-    make.fill(piece, pattern(rank, length))
+    make.fill(piece, make.pattern(rank, length))
     dist.all_gather_into_tensor(output, piece)
-    make.check(output, _in_rank_order(size, length), "output")
-
-
-def _in_rank_order(size: int, length: int) -> torch.Tensor:
-    return torch.cat([pattern(peer, length) for peer in range(size)])
+    make.check(output, make.in_rank_order(size, length), "output")
 
 
 def gather_first(make: Maker, rank: int, size: int, length: int) -> None:
@@ -182,12 +188,12 @@ def gather_last(make: Maker, rank: int, size: int, length: int) -> None:
 
 
 def _gather(make: Maker, rank: int, size: int, length: int, root: int) -> None:
-    tensor = make.holding(pattern(rank, length))
+    tensor = make.holding(make.pattern(rank, length))
     outputs = [make.blank(length) for _ in range(size)] if rank == root else None
     dist.gather(tensor, outputs, root)
     for peer, output in enumerate(outputs or ()):
-        make.check(output, pattern(peer, length), f"piece of {peer}")
-    make.check(tensor, pattern(rank, length), "input")
+        make.check(output, make.pattern(peer, length), f"piece of {peer}")
+    make.check(tensor, make.pattern(rank, length), "input")
 
 
 def scatter_first(make: Maker, rank: int, size: int, length: int) -> None:
@@ -200,56 +206,60 @@ def scatter_last(make: Maker, rank: int, size: int, length: int) -> None:
 
 def _scatter(make: Maker, rank: int, size: int, length: int, root: int) -> None:
     output = make.blank(length)
-    inputs = [make.holding(pattern(root, length, peer)) for peer in range(size)] if rank == root else None
+    inputs = (
+        [make.holding(make.pattern(root, length, peer)) for peer in range(size)] if rank == root else None
+    )
     dist.scatter(output, inputs, root)
-    make.check(output, pattern(root, length, rank), f"scatter from {root}")
+    make.check(output, make.pattern(root, length, rank), f"scatter from {root}")
 
 
 def reduce_scatter(make: Maker, rank: int, size: int, length: int) -> None:
-    inputs = [make.holding(pattern(rank, length, peer)) for peer in range(size)]
+    inputs = [make.holding(make.pattern(rank, length, peer)) for peer in range(size)]
     output = make.blank(length)
     dist.reduce_scatter(output, inputs)
-    make.check(output, total(size, length, rank), "output")
+    make.check(output, make.total(size, length, rank), "output")
     for peer, tensor in enumerate(inputs):
-        make.check(tensor, pattern(rank, length, peer), f"input {peer}")
+        make.check(tensor, make.pattern(rank, length, peer), f"input {peer}")
 
 
 def reduce_scatter_uneven(make: Maker, rank: int, size: int, length: int) -> None:
     lengths = _shares(size, length)
     output = make.blank(lengths[rank])
-    dist.reduce_scatter(output, [make.holding(pattern(rank, lengths[peer], peer)) for peer in range(size)])
-    make.check(output, total(size, lengths[rank], rank), "output")
+    dist.reduce_scatter(
+        output, [make.holding(make.pattern(rank, lengths[peer], peer)) for peer in range(size)]
+    )
+    make.check(output, make.total(size, lengths[rank], rank), "output")
 
 
 def reduce_scatter_tensor(make: Maker, rank: int, size: int, length: int) -> None:
-    tensor = make.holding(torch.cat([pattern(rank, length, peer) for peer in range(size)]))
+    tensor = make.holding(torch.cat([make.pattern(rank, length, peer) for peer in range(size)]))
     output = make.blank(length)
     dist.reduce_scatter_tensor(output, tensor)
-    make.check(output, total(size, length, rank), "output")
-    make.check(tensor, torch.cat([pattern(rank, length, peer) for peer in range(size)]), "input")
+    make.check(output, make.total(size, length, rank), "output")
+    make.check(tensor, torch.cat([make.pattern(rank, length, peer) for peer in range(size)]), "input")
 
 
 def reduce_scatter_tensor_in_place(make: Maker, rank: int, size: int, length: int) -> None:
-    tensor = make.holding(torch.cat([pattern(rank, length, peer) for peer in range(size)]))
+    tensor = make.holding(torch.cat([make.pattern(rank, length, peer) for peer in range(size)]))
     output = tensor[rank * length : (rank + 1) * length]
     dist.reduce_scatter_tensor(output, tensor)
-    make.check(output, total(size, length, rank), "output")
+    make.check(output, make.total(size, length, rank), "output")
 
 
 def all_to_all(make: Maker, rank: int, size: int, length: int) -> None:
-    inputs = [make.holding(pattern(rank, length, peer)) for peer in range(size)]
+    inputs = [make.holding(make.pattern(rank, length, peer)) for peer in range(size)]
     outputs = [make.blank(length) for _ in range(size)]
     dist.all_to_all(outputs, inputs)
     for peer, output in enumerate(outputs):
-        make.check(output, pattern(peer, length, rank), f"from {peer}")
+        make.check(output, make.pattern(peer, length, rank), f"from {peer}")
 
 
 def all_to_all_uneven(make: Maker, rank: int, size: int, length: int) -> None:
-    inputs = [make.holding(pattern(rank, _between(rank, peer, length), peer)) for peer in range(size)]
+    inputs = [make.holding(make.pattern(rank, _between(rank, peer, length), peer)) for peer in range(size)]
     outputs = [make.blank(_between(peer, rank, length)) for peer in range(size)]
     dist.all_to_all(outputs, inputs)
     for peer, output in enumerate(outputs):
-        make.check(output, pattern(peer, _between(peer, rank, length), rank), f"from {peer}")
+        make.check(output, make.pattern(peer, _between(peer, rank, length), rank), f"from {peer}")
 
 
 def _between(sender: int, receiver: int, length: int) -> int:
@@ -260,18 +270,20 @@ def _between(sender: int, receiver: int, length: int) -> int:
 def all_to_all_single(make: Maker, rank: int, size: int, length: int) -> None:
     output = make.blank(size * length)
     dist.all_to_all_single(
-        output, make.holding(torch.cat([pattern(rank, length, peer) for peer in range(size)]))
+        output, make.holding(torch.cat([make.pattern(rank, length, peer) for peer in range(size)]))
     )
-    make.check(output, torch.cat([pattern(peer, length, rank) for peer in range(size)]), "output")
+    make.check(output, torch.cat([make.pattern(peer, length, rank) for peer in range(size)]), "output")
 
 
 def all_to_all_single_split(make: Maker, rank: int, size: int, length: int) -> None:
     sent = [_between(rank, peer, length) for peer in range(size)]
     expected = [_between(peer, rank, length) for peer in range(size)]
-    source = torch.cat([pattern(rank, sent[peer], peer) for peer in range(size)])
+    source = torch.cat([make.pattern(rank, sent[peer], peer) for peer in range(size)])
     output = make.blank(sum(expected))
     dist.all_to_all_single(output, make.holding(source), expected, sent)
-    make.check(output, torch.cat([pattern(peer, expected[peer], rank) for peer in range(size)]), "output")
+    make.check(
+        output, torch.cat([make.pattern(peer, expected[peer], rank) for peer in range(size)]), "output"
+    )
 
 
 def barrier(make: Maker, rank: int, size: int, length: int) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from cases import MOVES, Case, check_case
 
 import torchestra as dist
 from references import DEFINED, INTEGERS, reduced, same_bits, sample
+from thresholds import use_thresholds
 from torchestra.engine.operations import DTYPES
 from torchestra.types import ReduceOp
 from worlds import KINDS, run
@@ -30,8 +29,7 @@ def test_every_dtype_can_be_sent(case: Case) -> None:
 def reduce_all(pairs: list[tuple[torch.dtype, ReduceOp]]) -> list[list[torch.Tensor]]:
     """Every way of reducing: few elements and many chunks, to all, to one and to each its part."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    engine = dist.group.WORLD.communicator.engine
-    engine.choices = dataclasses.replace(engine.choices, direct=256, chunk=512)
+    use_thresholds(direct=256, chunk=512)
     results = []
     for dtype, op in pairs:
         for length in (2, 200):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torchestra as dist
 from references import DEFINED, reduced, same_bits, sample
+from thresholds import use_thresholds
 from torchestra.types import ReduceOp
 from worlds import run
 
@@ -30,11 +29,6 @@ DIRECT = st.sampled_from([0, 64, 300, 100_000])
 ARENA = st.booleans()
 
 
-def with_thresholds(direct: int, chunk: int) -> None:
-    engine = dist.group.WORLD.communicator.engine
-    engine.choices = dataclasses.replace(engine.choices, direct=direct, chunk=chunk, stream_above=600)
-
-
 def tensor_of(values: torch.Tensor, in_arena: bool) -> torch.Tensor:
     if not in_arena:
         return values.clone()
@@ -46,7 +40,7 @@ def reduce_shapes(
 ) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dtype, op = pair
-    with_thresholds(direct, chunk)
+    use_thresholds(direct, chunk, stream_above=600)
     length = torch.Size(shape).numel()
     inputs = [sample(dtype, length, seed=peer).view(shape) for peer in range(size)]
     tensor = tensor_of(inputs[rank], arena[rank])
@@ -78,7 +72,7 @@ def test_reductions_of_any_shape(
 def exchange(lengths: list[list[int]], width: int, dtype: torch.dtype, chunk: int, listed: bool) -> None:
     """Rank p sends ``lengths[p][q]`` rows of ``width`` elements to rank q."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    with_thresholds(0, chunk)
+    use_thresholds(0, chunk, stream_above=600)
 
     def sent(sender: int, receiver: int) -> torch.Tensor:
         rows = lengths[sender][receiver]
@@ -115,7 +109,7 @@ def test_exchanges_of_any_lengths(
 def collect(lengths: list[int], dtype: torch.dtype, chunk: int, arena: list[bool]) -> None:
     """Gather and reduce lists whose tensors differ in length from rank to rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    with_thresholds(0, chunk)
+    use_thresholds(0, chunk, stream_above=600)
     inputs = [sample(dtype, lengths[peer], seed=peer) for peer in range(size)]
     outputs = [tensor_of(torch.zeros_like(tensor), arena[rank]) for tensor in inputs]
     dist.all_gather(outputs, tensor_of(inputs[rank], arena[rank]))

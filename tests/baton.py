@@ -1,0 +1,129 @@
+"""Running the ranks of a world in any order: one kernel at a time, each until it would have to wait.
+
+A kernel goes on without looking at the others until it meets a wait that is not over; so whatever can happen
+between ranks, short of two copies at the very same moment, is one of the orders in which their kernels can be
+called when no wait has patience. :class:`Baton` calls them in an order that a seed decides, the same each
+time. A protocol that relies on luck, say on a reader being faster than a writer, fails in some of these.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+from numba import njit, types
+from numba.core.dispatcher import Dispatcher
+
+from torchestra.engine import layout as at
+from torchestra.engine.kernels import catalogue, move, reduce
+from torchestra.engine.local import LocalEngine
+from torchestra.engine.member import Member
+
+Kernel = Callable[..., int]
+
+# The attributes of LocalEngine that hold kernels, and what they hold.
+KERNELS: dict[str, Any] = {
+    "_all_reduce": reduce.all_reduce,
+    "_reduce_scatter": reduce.reduce_scatter,
+    "_reduce_scatter_even": reduce.reduce_scatter_even,
+    "_barrier": move.barrier,
+    "_broadcast": move.broadcast,
+    "_share": move.share,
+    "_all_gather": move.all_gather,
+    "_exchange": move.exchange,
+    "_all_to_all_even": move.all_to_all_even,
+}
+
+_LIMIT_S = 60.0
+
+
+class Stuck(Exception):
+    """All ranks wait, and none for anything that will come."""
+
+
+class Baton:
+    """Who may call a kernel. Every rank calls :meth:`conduct` once, and :meth:`leave` at its end."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.calls = 0
+        self._size = size
+        self._dice = random.Random(seed)
+        self._changed = threading.Condition()
+        self._playing = set(range(size))
+        self._ready: set[int] = set()
+        self._turn: int | None = None
+        self._in_vain: set[int] = set()  # who has waited since anybody has got any further
+        self._progress: list[int] = []
+        self._failed = False
+
+    def conduct(self, engine: LocalEngine, kernels: dict[str, Kernel] | None = None) -> None:
+        """Have the engine call its kernels (or these instead) when it is its turn, and never wait in one."""
+        member = engine.member
+        member.set_word(at.SPINS, 0)
+        member.set_word(at.YIELDS, 0)
+        member._patience[:] = 0
+        for name in KERNELS:
+            kernel = (kernels or {}).get(name) or getattr(engine, name)
+            setattr(engine, name, self._in_turn(member, kernel))
+
+    def leave(self, rank: int) -> None:
+        """The rank calls no more kernels."""
+        with self._changed:
+            self._playing.discard(rank)
+            self._pick()
+
+    def _in_turn(self, member: Member, kernel: Kernel) -> Kernel:
+        rank, arena = member.rank, member.arena
+
+        def call(*arguments: int) -> int:
+            while True:
+                with self._changed:
+                    self._ready.add(rank)
+                    self._pick()
+                    if not self._changed.wait_for(lambda: self._turn == rank or self._failed, _LIMIT_S):
+                        raise Stuck(f"rank {rank} was not given its turn")
+                    if self._failed:
+                        raise Stuck("all ranks wait in vain")
+                    self._ready.discard(rank)
+                    self.calls += 1
+                code = kernel(*arguments)
+                with self._changed:
+                    self._turn = None
+                    now = [arena.word(arena.control(peer) + at.PROGRESS) for peer in range(self._size)]
+                    if now != self._progress or code != at.PENDING:
+                        self._in_vain.clear()
+                    self._progress = now
+                    if code == at.PENDING:
+                        self._in_vain.add(rank)
+                        self._failed = self._in_vain >= self._playing
+                        self._changed.notify_all()
+                if code != at.PENDING:
+                    return code
+
+        return call
+
+    def _pick(self) -> None:
+        """When every rank that plays is ready: the next one. One that has waited in vain goes last."""
+        if self._turn is None and self._playing and self._ready >= self._playing:
+            self._turn = self._dice.choice(sorted(self._playing - self._in_vain) or sorted(self._playing))
+        self._changed.notify_all()
+
+
+def rebuilt(module: ModuleType, name: str, **replaced: Any) -> Kernel:
+    """A kernel compiled anew with other functions in place of some that it is made of."""
+    scope = {**vars(module), **replaced}
+    for own, value in vars(module).items():
+        if (
+            isinstance(value, Dispatcher)
+            and value.py_func.__module__ == module.__name__
+            and own not in replaced
+        ):
+            function = FunctionType(value.py_func.__code__, scope, own)
+            scope[own] = njit(nogil=True, error_model="numpy")(function)
+    kernel = scope[name]
+    kernel.compile((types.int64,) * catalogue._KERNELS[vars(module)[name]])
+    kernel.disable_compile()
+    return catalogue.entry_point(kernel)
