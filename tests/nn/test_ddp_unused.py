@@ -65,6 +65,7 @@ def test_unused_everywhere_keeps_what_each_rank_had(views: bool, cap_mb: float) 
     def body() -> None:
         own = copy.deepcopy(model)
         wrapped = wrap(own, views, cap_mb)
+        own.branches[2].weight.grad = kept = torch.full((6, 6), float(dist.get_rank()))
         loss(wrapped(batch(1), 0, 1)).backward()
         own.branches[1].weight.grad.fill_(dist.get_rank())
         own.branches[0].weight.grad.zero_()
@@ -74,7 +75,9 @@ def test_unused_everywhere_keeps_what_each_rank_had(views: bool, cap_mb: float) 
         assert bool(zero.any())
         assert one is not None
         assert bool((one == dist.get_rank()).all())
-        assert two is None
+        assert two is not None
+        assert bool((two == dist.get_rank()).all())
+        assert own.branches[2].weight.grad is kept
 
     run("threads", 3, body)
 

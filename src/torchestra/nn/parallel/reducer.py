@@ -199,6 +199,11 @@ class Reducer:
             except (RuntimeError, TypeError):
                 self._refuse(bucket)
                 raise
+        if self._as_views:
+            # Now, not when the average is there: the memory that this frees serves the next gradients.
+            for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
+                if self._state[index] != UNUSED and parameter.grad is not view:
+                    parameter.grad = view
 
     def _backward_ended(self) -> None:
         """At the end of a backward: finish the round, unless gradients are still to come from another one."""
@@ -244,11 +249,7 @@ class Reducer:
         """Put a bucket's averages into ``.grad``."""
         if self._find_unused:
             self._hand_out_used(bucket)
-        elif self._as_views:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter.grad is not view:
-                    parameter.grad = view
-        else:
+        elif not self._as_views:
             with torch.no_grad():
                 gradients: Any = [parameter.grad for parameter in bucket.parameters]
                 torch._foreach_copy_(gradients, bucket.views)
