@@ -54,7 +54,9 @@ class QuickCommunicator(Communicator):
         self._gathers: dict[torch.dtype, Plan] = {}
         self._exchanges: dict[torch.dtype, Plan] = {}
         self._sends: dict[torch.dtype, bool] = {}
-        # Taken inside the try because an interrupt may come right after the lock was taken.
+        # Taken inside the try because an interrupt may come right after the lock was taken; and without
+        # waiting, because one that came while waiting would release what another thread has taken. Whoever
+        # finds it taken goes the general way.
         self._acquire, self._release = self._lock.acquire, self._lock.release
 
     def all_reduce(
@@ -72,12 +74,15 @@ class QuickCommunicator(Communicator):
             and (tensor.storage_offset() == 0 or not tensor.is_neg())
             and not self._progress.pending
         ):
+            taken = True
             try:
-                self._acquire()
-                self.engine.all_reduce(tensor, plan, self.seconds if seconds is None else seconds)
+                taken = self._acquire(False)
+                if taken:
+                    self.engine.all_reduce(tensor, plan, self.seconds if seconds is None else seconds)
+                    return None
             finally:
-                self._release()
-            return None
+                if taken:
+                    self._release()
         work = super().all_reduce(tensor, op, async_op, seconds)
         self._remember(self._reductions[op.code], Kind.all_reduce, tensor.dtype, op)
         return work
@@ -92,12 +97,15 @@ class QuickCommunicator(Communicator):
             and is_plain(tensor)
             and not self._progress.pending
         ):
+            taken = True
             try:
-                self._acquire()
-                self.engine.broadcast(tensor, plan, self.seconds if seconds is None else seconds)
+                taken = self._acquire(False)
+                if taken:
+                    self.engine.broadcast(tensor, plan, self.seconds if seconds is None else seconds)
+                    return None
             finally:
-                self._release()
-            return None
+                if taken:
+                    self._release()
         work = super().broadcast(tensor, root, async_op, seconds)
         self._remember(self._broadcasts[root], Kind.broadcast, tensor.dtype, root=root)
         return work
@@ -119,14 +127,17 @@ class QuickCommunicator(Communicator):
             and output.numel() == tensor.numel() * self.size
             and not self._progress.pending
         ):
+            taken = True
             try:
-                self._acquire()
-                self.engine.all_gather_flat(
-                    output, tensor, plan, self.seconds if seconds is None else seconds
-                )
+                taken = self._acquire(False)
+                if taken:
+                    self.engine.all_gather_flat(
+                        output, tensor, plan, self.seconds if seconds is None else seconds
+                    )
+                    return None
             finally:
-                self._release()
-            return None
+                if taken:
+                    self._release()
         work = super().all_gather_into_tensor(output, tensor, async_op, seconds)
         self._remember(self._gathers, Kind.all_gather, tensor.dtype)
         return work
@@ -150,14 +161,17 @@ class QuickCommunicator(Communicator):
             and tensor.numel() == output.numel() * self.size
             and not self._progress.pending
         ):
+            taken = True
             try:
-                self._acquire()
-                self.engine.reduce_scatter_flat(
-                    output, tensor, plan, self.seconds if seconds is None else seconds
-                )
+                taken = self._acquire(False)
+                if taken:
+                    self.engine.reduce_scatter_flat(
+                        output, tensor, plan, self.seconds if seconds is None else seconds
+                    )
+                    return None
             finally:
-                self._release()
-            return None
+                if taken:
+                    self._release()
         work = super().reduce_scatter_tensor(output, tensor, op, async_op, seconds)
         self._remember(self._scatters[op.code], Kind.reduce_scatter, tensor.dtype, op)
         return work
@@ -185,41 +199,33 @@ class QuickCommunicator(Communicator):
             and shape[0] % self.size == 0
             and not self._progress.pending
         ):
+            taken = True
             try:
-                self._acquire()
-                self.engine.all_to_all_flat(
-                    output, tensor, plan, self.seconds if seconds is None else seconds
-                )
+                taken = self._acquire(False)
+                if taken:
+                    self.engine.all_to_all_flat(
+                        output, tensor, plan, self.seconds if seconds is None else seconds
+                    )
+                    return None
             finally:
-                self._release()
-            return None
+                if taken:
+                    self._release()
         work = super().all_to_all_single(output, tensor, output_splits, input_splits, async_op, seconds)
         self._remember(self._exchanges, Kind.all_to_all, tensor.dtype)
         return work
 
     def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
-        if async_op or self._progress.pending or self.closed:
-            return super().barrier(async_op, seconds)
-        try:
-            self._acquire()
-            self.engine.barrier(self.seconds if seconds is None else seconds)
-        finally:
-            self._release()
-        return None
-
-    def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
-        if tensor.__class__ in _TENSORS and is_plain(tensor) and self._sends.get(tensor.dtype):
-            self.engine.send(tensor, rank, tag, self.seconds if seconds is None else seconds)
-            return
-        super().send(tensor, rank, tag, seconds)
-        self._sends[tensor.dtype] = not tensor.is_complex()
-
-    def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
-        if tensor.__class__ in _TENSORS and is_plain(tensor) and self._sends.get(tensor.dtype):
-            return self.engine.receive(tensor, rank, tag, self.seconds if seconds is None else seconds)
-        source = super().recv(tensor, rank, tag, seconds)
-        self._sends[tensor.dtype] = not tensor.is_complex()
-        return source
+        if not (async_op or self._progress.pending or self.closed):
+            taken = True
+            try:
+                taken = self._acquire(False)
+                if taken:
+                    self.engine.barrier(self.seconds if seconds is None else seconds)
+                    return None
+            finally:
+                if taken:
+                    self._release()
+        return super().barrier(async_op, seconds)
 
     def close(self) -> None:
         self._sends.clear()

@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -223,6 +224,43 @@ def test_ctrl_c_gets_through_while_waiting_for_an_asynchronous_operation_which_g
         world.signal(0, signal.SIGINT)
         world.await_file("interrupted", SOON)
         assert [outcome.result() for outcome in world.finish()] == [True, True]
+
+
+def be_interrupted_behind_another_thread() -> list[float]:
+    """Rank 0's main thread gets Ctrl-C while it waits for the group, which another of its threads uses."""
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        await_note("interrupted")
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+        return []
+    member = dist.group.WORLD.communicator.engine.member
+    before = member.word(at.SEQUENCE)
+    tensors = [torch.ones(1), torch.ones(1)]
+    pool = ThreadPoolExecutor(1)
+    use = pool.submit(dist.all_reduce, tensors[0], group=dist.group.WORLD)
+    while member.word(at.SEQUENCE) == before:
+        time.sleep(0.001)
+    with pytest.raises(KeyboardInterrupt):
+        signal_me_and_wait(tensors[1])
+    leave_note("interrupted")
+    use.result(SOON)
+    dist.all_reduce(tensors[1])
+    return [tensor.item() for tensor in tensors]
+
+
+def signal_me_and_wait(tensor: torch.Tensor) -> None:
+    leave_note("waiting")
+    dist.all_reduce(tensor)
+
+
+def test_ctrl_c_while_another_thread_uses_the_group_leaves_it_to_that_thread() -> None:
+    with processes(2, be_interrupted_behind_another_thread) as world:
+        world.await_file("waiting")
+        time.sleep(0.1)
+        world.signal(0, signal.SIGINT)
+        world.await_file("interrupted", SOON)
+        assert world.finish()[0].result() == [2.0, 2.0]
 
 
 # -- leaving
