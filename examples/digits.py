@@ -132,9 +132,8 @@ def draw(curve: list[float], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = pyplot.subplots()
     axes.plot(range(1, len(curve) + 1), curve, marker="o")
-    axes.set(
-        xlabel="epoch", ylabel="training loss", yscale="log", title=f"Digits, {dist.get_world_size()} ranks"
-    )
+    axes.set(xlabel="epoch", ylabel="training loss", yscale="log", title="Handwritten digits")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
