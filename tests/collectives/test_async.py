@@ -240,6 +240,28 @@ def test_a_callback_knows_its_rank_and_may_call_operations() -> None:
     run("threads", 3, go_on_in_a_callback, threading.Barrier(3))
 
 
+def know_the_rank_in_a_callback_of_a_message(registered: threading.Event) -> None:
+    rank = dist.get_rank()
+    tensor = torch.full((3,), float(rank))
+    if rank == 1:
+        assert registered.wait(SOON)
+        dist.send(tensor, 0)
+        return
+    future = (
+        dist.irecv(tensor, 1).get_future().then(lambda done: (dist.get_rank(), done.value()[0][0].item()))
+    )
+    registered.set()
+    deadline = time.monotonic() + SOON
+    while not future.done():
+        assert time.monotonic() < deadline, "the callback has not been called"
+        time.sleep(0.001)
+    assert future.value() == (0, 1.0)
+
+
+def test_a_callback_of_a_message_knows_its_rank() -> None:
+    run("threads", 2, know_the_rank_in_a_callback_of_a_message, threading.Event())
+
+
 def use_groups_from_threads(rounds: int) -> None:
     """Four groups, each used by a thread of its own on every rank, at the same time."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -19,6 +19,7 @@ and who works next after an exception repeats them (:meth:`Traffic._repair`).
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import threading
 import time
@@ -87,8 +88,12 @@ class Traffic:
         self._claimed = False
         self._inbox: deque[Transfer] = deque()
         self._broken: dict[tuple[bool, int], str] = {}
+        # In the context of the rank that makes it, so that callbacks know which rank they are of.
         self._thread = threading.Thread(
-            target=self._serve, name=f"torchestra-messages-{name}-{rank}", daemon=True
+            target=contextvars.copy_context().run,
+            args=(self._serve,),
+            name=f"torchestra-messages-{name}-{rank}",
+            daemon=True,
         )
         self._started = False
         self._resting = True
