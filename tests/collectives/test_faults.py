@@ -341,7 +341,7 @@ def one_rank_is_late(step: threading.Event, asynchronous: bool) -> str:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_time_out_names_who_is_missing_and_where_its_program_is(asynchronous: bool) -> None:
     zero, one = run("threads", 2, one_rank_is_late, threading.Event(), asynchronous, timeout=0.3)
-    assert "all_reduce(SUM, float32, 300000 elements) of group 'default' timed out after 0." in zero
+    assert "all_reduce(SUM, float32, 300000 elements) of group 'default' timed out after " in zero
     assert "rank 1 had not arrived" in zero
     assert f"rank 1 last called operation 2, barrier(); is at {__file__}:" in zero
     assert "in one_rank_is_late" in zero.splitlines()[-1]
@@ -481,8 +481,9 @@ def test_groups_that_come_and_go_leave_nothing_to_the_garbage_collector() -> Non
 def test_worlds_of_threads_leave_nothing() -> None:
     gc.collect()
     before = descriptors(), threading.active_count()
+    mapped = mappings()
     for _ in range(3):
         run("threads", 4, begin_and_end, 2)
     gc.collect()
-    assert mappings() == []
+    assert set(mappings()) <= set(mapped)
     assert (descriptors(), threading.active_count()) == before

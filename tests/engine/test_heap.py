@@ -141,9 +141,11 @@ def test_tensors_outlive_their_group(kind: str) -> None:
 
 
 def test_no_memory_is_mapped_when_group_and_tensors_are_gone() -> None:
+    gc.collect()
+    mapped = mappings()
     run("threads", 3, outlive_the_group)
     gc.collect()
-    assert mappings() == []
+    assert set(mappings()) <= set(mapped)
 
 
 def shapes_and_fills() -> None:
