@@ -347,7 +347,7 @@ def test_a_time_out_names_who_is_missing_and_where_its_program_is(asynchronous: 
     assert "in one_rank_is_late" in zero.splitlines()[-1]
     waiting = next(line for line in zero.splitlines() if "rank 0 waits in operation 3" in line)
     assert f"at {__file__}:" in waiting
-    assert "timed out after 0." in one
+    assert "timed out after " in one
 
 
 def one_process_is_late() -> str:
