@@ -1,0 +1,254 @@
+"""One rank's place in the arena: how a group is aborted, and how ranks know of each other's end and place."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from torchestra.engine import callsites
+from torchestra.engine import layout as at
+from torchestra.engine.arena import Arena, layout_for
+from torchestra.engine.callsites import call_site
+from torchestra.engine.kernels import control
+from torchestra.engine.liveness import PeerProcesses, PeerThreads, process_start
+from torchestra.engine.member import Member
+from torchestra.errors import DistBackendError, GroupAbortedError, RankFailedError
+
+SOON = 20.0
+
+
+@pytest.fixture
+def members() -> tuple[Member, Member]:
+    arena, descriptor = Arena.create(layout_for(2))
+    os.close(descriptor)
+    zero, one = (Member(arena, rank, "pair", spins=0, yields=0) for rank in range(2))
+    return zero, one
+
+
+# -- aborting
+
+
+def test_all_ranks_are_told_the_reason_of_who_aborted_first(members: tuple[Member, Member]) -> None:
+    zero, one = members
+    zero.abort("it was over", failed=(1,))
+    one.abort("too late to say this")
+    for member in members:
+        assert member.is_aborted
+        error = member.aborted()
+        assert isinstance(error, RankFailedError)
+        assert error.ranks == (1,)
+        assert str(error) == f"rank {member.rank}: group 'pair' can no longer be used: it was over"
+        assert member.aborted() is not error
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "試", "\\", '"', "\n", "\U0001f525"])
+def test_a_long_reason_is_cut(members: tuple[Member, Member], letter: str) -> None:
+    zero, one = members
+    zero.abort("because " + letter * 6000, failed=tuple(range(64)))
+    error = one.aborted()
+    assert isinstance(error, RankFailedError)
+    assert error.ranks == tuple(range(64))
+    assert f"because {letter * 100}" in str(error)
+    assert str(error).endswith(f"{letter} ...")
+
+
+def test_a_rank_that_dies_while_it_says_why_does_not_stop_the_others(members: tuple[Member, Member]) -> None:
+    zero, one = members
+    assert control.claim(zero.arena.address + at.HEADER_ABORT_CLAIM) == 0  # and no more comes
+    zero.abort("what rank 0 saw", failed=(1,))
+    assert "what rank 0 saw" in str(zero.aborted())
+    assert isinstance(one.aborted(), GroupAbortedError)
+    assert "a rank died while it said why" in str(one.aborted())
+
+
+def test_a_rank_that_takes_its_time_to_say_why_is_waited_for(members: tuple[Member, Member]) -> None:
+    zero, one = members
+    asked, told = threading.Event(), threading.Event()
+    set_text = zero.arena.set_text
+
+    def set_text_slowly(offset: int, limit: int, text: str) -> int:
+        asked.set()
+        time.sleep(0.1)
+        assert not told.is_set()
+        return set_text(offset, limit, text)
+
+    zero.arena.set_text = set_text_slowly  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(zero.abort, "the first reason")
+        assert asked.wait(SOON)
+        one.abort("the second reason")
+        told.set()
+        assert "the first reason" in str(one.aborted())
+        first.result(SOON)
+
+
+def test_two_ranks_that_abort_at_once_agree_about_the_reason() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(50):
+            arena, descriptor = Arena.create(at.Layout(2, 4096, 4096, 0, 4096))
+            os.close(descriptor)
+            pair = [Member(arena, rank, "pair", spins=0, yields=0) for rank in range(2)]
+            start = threading.Barrier(2)
+
+            def abort(member: Member, start: threading.Barrier = start) -> str:
+                start.wait(SOON)
+                member.abort(f"rank {member.rank} has had enough")
+                return str(member.aborted()).partition(": ")[2]
+
+            assert len(set(pool.map(abort, pair))) == 1
+
+
+# -- attaching
+
+
+def test_an_arena_of_other_dimensions_is_refused() -> None:
+    layout = at.Layout(2, 12288, 4096, 0, 4096)
+    _, descriptor = Arena.create(layout)
+    try:
+        with pytest.raises(DistBackendError, match="do all ranks run the same version of torchestra"):
+            Arena.attach(descriptor, at.Layout(3, 4096, 4096, 0, 4096))
+        with pytest.raises(DistBackendError, match=r"in word \d+ of its header, expected \d+: do all ranks"):
+            Arena.attach(descriptor, at.Layout(2, 0, 12288, 0, 4096))
+        assert Arena.attach(descriptor, layout).word(at.HEADER_MAGIC) == at.MAGIC
+    finally:
+        os.close(descriptor)
+
+
+# -- who lives
+
+
+def child() -> int:
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    return pid
+
+
+def test_a_process_that_ends_is_seen_whoever_reaps_it() -> None:
+    pids = [child(), child()]
+    peers = PeerProcesses([(0, 0), *((pid, process_start(pid)) for pid in pids)], own=0)
+    try:
+        assert peers.dead() == ()
+        os.kill(pids[0], signal.SIGKILL)
+        os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)  # not reaped yet
+        assert peers.dead() == (1,)
+        os.waitpid(pids[0], 0)
+        os.kill(pids[1], signal.SIGTERM)
+        os.waitpid(pids[1], 0)
+        assert peers.dead() == peers.dead() == (1, 2)
+    finally:
+        peers.close()
+
+
+def test_a_process_that_took_over_a_number_is_not_taken_for_the_rank() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    pid = child()
+    try:
+        peers = PeerProcesses([(0, 0), (pid, process_start(pid) - 1)], own=0)
+        assert peers.dead() == (1,)
+        peers.close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    gone = PeerProcesses([(0, 0), (pid, 1)], own=0)
+    assert gone.dead() == (1,)
+    gone.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_several_threads_may_ask_who_lives() -> None:
+    """poll() itself refuses to be called by two threads at once."""
+    pid = child()
+    peers = PeerProcesses([(0, 0), (pid, process_start(pid))], own=0)
+    try:
+        assert hasattr(select, "poll")
+
+        def ask(_: int) -> set[tuple[int, ...]]:
+            return {peers.dead() for _ in range(20_000)}
+
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(ask, range(3))) == [{()}] * 3
+    finally:
+        peers.close()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_thread_that_ends_is_seen_and_one_that_lives_is_found() -> None:
+    gate = threading.Event()
+    ended, alive = threading.Thread(target=str), threading.Thread(target=gate.wait, args=(SOON,))
+    for thread in (ended, alive):
+        thread.start()
+    ended.join()
+    peers = PeerThreads({0: threading.current_thread(), 1: ended, 2: alive}, own=0)
+    try:
+        assert peers.dead() == (1,)
+        assert peers.site(1) == "has ended"
+        assert peers.site(2).startswith("is at ")
+        assert peers.site(3) == "has not come"
+    finally:
+        gate.set()
+        alive.join()
+
+
+# -- where the program is
+
+
+def call_from(path: str, function: Callable[[], str]) -> str:
+    """Call a function from a file with this path, line 2."""
+    scope: dict[str, object] = {"function": function}
+    exec(compile("def calling():\n    return function()", path, "exec"), scope)
+    return scope["calling"]()
+
+
+def test_the_call_site_is_the_line_of_the_program() -> None:
+    line = sys._getframe().f_lineno + 1
+    assert call_site() == f"{__file__}:{line} in test_the_call_site_is_the_line_of_the_program"
+
+
+@pytest.mark.parametrize(
+    ("path", "is_the_programs"),
+    [
+        ("{package}/collectives.py", False),
+        ("{package}_examples/train.py", True),
+        ("{stdlib}/threading.py", False),
+        ("<frozen runpy>", False),
+        ("/somewhere/train.py", True),
+        ("<stdin>", True),
+    ],
+)
+def test_lines_of_torchestra_and_of_libraries_are_passed_over(path: str, is_the_programs: bool) -> None:
+    package, stdlib = Path(callsites.__file__).parent.parent, Path(types.__file__).parent
+    place = path.format(package=package, stdlib=stdlib)
+    found = call_from(place, call_site)
+    assert found.startswith(f"{place}:2 in calling" if is_the_programs else f"{__file__}:")
+
+
+class Held:
+    pass
+
+
+def test_asking_for_the_call_site_keeps_nothing_alive() -> None:
+    def ask() -> weakref.ref[Held]:
+        held = Held()
+        call_site()
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert ask()() is None
+    finally:
+        gc.enable()
