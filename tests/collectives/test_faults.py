@@ -19,6 +19,7 @@ from torchestra.engine import layout as at
 from torchestra.errors import (
     CollectiveTimeoutError,
     GroupAbortedError,
+    GroupDestroyedError,
     RankFailedError,
     StoreTimeoutError,
 )
@@ -99,6 +100,33 @@ def test_a_killed_rank_is_named_to_all_others(case: Case, length: int) -> None:
         killed_at = time.monotonic()
         world.signal(victim, signal.SIGKILL)
         check_survivors(victim, killed_at, world.finish())
+
+
+def until_killed_in_the_background() -> list[tuple[int, ...]]:
+    """Asynchronous operations when a rank dies: each fails, those behind the first too."""
+    dist.barrier()
+    group = dist.new_group()
+    leave_note(f"ready {dist.get_rank()}")
+    while True:
+        works = [dist.all_reduce(torch.ones(2000), group=group, async_op=True) for _ in range(20)]
+        errors = []
+        for work in works:
+            try:
+                work.wait()
+            except RankFailedError as error:
+                errors.append(error.ranks)
+        if errors:
+            assert all(work.is_completed() for work in works)
+            return errors
+
+
+def test_a_killed_rank_is_named_by_every_work_that_it_leaves_undone() -> None:
+    with processes(3, until_killed_in_the_background) as world:
+        for rank in range(3):
+            world.await_file(f"ready {rank}")
+        world.signal(1, signal.SIGKILL)
+        zero, _, two = world.finish()
+    assert set(zero.result()) == set(two.result()) == {(1,)}
 
 
 def wait_for_the_late() -> str:
@@ -419,6 +447,54 @@ def give_up_on_shared_tensors(step: threading.Event, length: int) -> str:
 @pytest.mark.parametrize("length", [4, 1_000_000])
 def test_who_comes_too_late_does_not_touch_the_tensors_of_who_gave_up(length: int) -> None:
     run("threads", 2, give_up_on_shared_tensors, threading.Event(), length, timeout=0.2)
+
+
+def give_up_one_group(step: threading.Event) -> None:
+    """A group that cannot be used any more does not concern the others, and a new one can be made."""
+    group = dist.new_group(timeout=0.2)
+    if dist.get_rank() == 0:
+        with pytest.raises(CollectiveTimeoutError, match=f"of group '{group.group_name}' timed out"):
+            dist.barrier(group)
+        step.set()
+    assert step.wait(SOON)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0, 2.0]
+    with pytest.raises(GroupAbortedError, match=f"group '{group.group_name}' can no longer be used"):
+        dist.all_reduce(tensor, group=group)
+    dist.destroy_process_group(group)
+    dist.all_reduce(tensor, group=dist.new_group())
+    assert tensor.tolist() == [4.0, 4.0]
+
+
+def test_other_groups_go_on_when_one_has_failed() -> None:
+    run("threads", 2, give_up_one_group, threading.Event())
+
+
+def destroy_what_a_thread_waits_in(step: threading.Event) -> str:
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        assert step.wait(SOON)
+        with pytest.raises(GroupAbortedError) as caught:
+            dist.barrier(group)
+        return str(caught.value)
+    sequence = group.communicator.engine.member.word(at.SEQUENCE)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(dist.all_reduce, torch.ones(2), group=group)
+        while group.communicator.engine.member.word(at.SEQUENCE) == sequence:
+            time.sleep(0.001)
+        dist.destroy_process_group(group)
+        with pytest.raises(
+            GroupDestroyedError, match="rank 0 destroyed group '1' while it was in all_reduce"
+        ):
+            waiting.result(SOON)
+    step.set()
+    return ""
+
+
+def test_a_group_can_be_destroyed_while_a_thread_waits_in_it() -> None:
+    _, told = run("threads", 2, destroy_what_a_thread_waits_in, threading.Event())
+    assert "rank 0 left operation" in told
 
 
 def come_if_not_last() -> str:

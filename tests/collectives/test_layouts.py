@@ -205,3 +205,18 @@ def keep_gradients_out() -> None:
 
 def test_tensors_that_need_gradients_are_written_like_others() -> None:
     run("threads", 2, keep_gradients_out)
+
+
+def write_in_inference_mode() -> None:
+    """Also by the thread of the group, which is not in that mode."""
+    for asynchronous in (False, True):
+        with torch.inference_mode():
+            transposed, plain = torch.ones(4, 3).t(), torch.ones(3)
+            for tensor in (transposed, plain):
+                work = dist.all_reduce(tensor, async_op=asynchronous)
+                assert work is None or work.wait()
+                assert (tensor == 2).all()
+
+
+def test_tensors_of_inference_mode() -> None:
+    run("threads", 2, write_in_inference_mode)
