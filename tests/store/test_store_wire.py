@@ -245,7 +245,7 @@ def test_a_server_out_of_descriptors_recovers(server: TCPStoreServer, client: TC
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     crowd: list[socket.socket] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 16, hard))
     try:
         with contextlib.suppress(OSError):
             while True:

@@ -120,12 +120,14 @@ def main(given: argparse.Namespace) -> int:
         print(f"torchestra bench: {error}", file=sys.stderr)
         return _MISUSE
     # As Ctrl-C: what was started is ended on the way out.
-    signal.signal(signal.SIGTERM, _leave)
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         report = _watched(options)
     except KeyboardInterrupt:
         print("torchestra bench: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
     render(report)
     for path in write_report(report, options):
         print(f"wrote {path}")
