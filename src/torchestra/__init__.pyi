@@ -1,6 +1,6 @@
 """What torchestra offers, and where each name is defined: the one list of them."""
 
-from . import nn
+from . import algorithms, nn
 from .collectives import (
     all_gather,
     all_gather_into_tensor,
@@ -35,12 +35,14 @@ from .errors import (
     GroupDestroyedError,
     InvalidArgumentError,
     InvalidArgumentTypeError,
+    JoinInterruptedError,
     LaunchTimeoutError,
     NotInitializedError,
     QueueEmptyError,
     RankError,
     RankFailedError,
     StoreTimeoutError,
+    UnevenInputsError,
 )
 from .launcher import launch
 from .process_group import NonMember, ProcessGroup
@@ -79,6 +81,7 @@ __all__ = [
     "HashStore",
     "InvalidArgumentError",
     "InvalidArgumentTypeError",
+    "JoinInterruptedError",
     "LaunchTimeoutError",
     "NonMember",
     "NotInitializedError",
@@ -91,7 +94,9 @@ __all__ = [
     "Store",
     "StoreTimeoutError",
     "TCPStore",
+    "UnevenInputsError",
     "Work",
+    "algorithms",
     "all_gather",
     "all_gather_into_tensor",
     "all_reduce",

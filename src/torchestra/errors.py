@@ -3,8 +3,9 @@
 ========================  =====================================================================
 you                       :class:`InvalidArgumentError`, :class:`NotInitializedError`,
                           :class:`GroupDestroyedError`, :class:`CollectiveMismatchError`,
-                          :class:`GradientReductionError`
-a peer                    :class:`RankFailedError`, :class:`GroupAbortedError`
+                          :class:`GradientReductionError`, :class:`UnevenInputsError`
+a peer                    :class:`RankFailedError`, :class:`GroupAbortedError`,
+                          :class:`JoinInterruptedError`
 a rank you launched       :class:`RankError`
 time                      :class:`CollectiveTimeoutError`, :class:`StoreTimeoutError`,
                           :class:`LaunchTimeoutError`
@@ -29,12 +30,14 @@ __all__ = [
     "GroupDestroyedError",
     "InvalidArgumentError",
     "InvalidArgumentTypeError",
+    "JoinInterruptedError",
     "LaunchTimeoutError",
     "NotInitializedError",
     "QueueEmptyError",
     "RankError",
     "RankFailedError",
     "StoreTimeoutError",
+    "UnevenInputsError",
 ]
 
 
@@ -86,6 +89,20 @@ class GradientReductionError(DistError):
 
     Raised on the ranks where that happened; the gradients of the step are not averaged there. Ranks that wait
     for such a rank hear of it when it leaves the group.
+    """
+
+
+class UnevenInputsError(DistError):
+    """A rank has run out of inputs in a Join with ``throw_on_early_termination``.
+
+    Raised on every rank of the group; the group stays usable.
+    """
+
+
+class JoinInterruptedError(DistError):
+    """An exception has ended a Join on another rank, which will not take part in its steps any more.
+
+    Raised on the ranks that would have waited for it; the group stays usable.
     """
 
 

@@ -1,0 +1,316 @@
+"""Training on uneven inputs: ranks that have run out of them shadow the collectives of those that have not.
+
+In every step each rank of the group tells the others in one small all_reduce how it is: it has an input
+(:meth:`Join.notify_join_context`, called by the first joinable before the collectives of its step), or it has
+none left (at the end of the ``with`` block, again and again). Both sides run the same all_reduce, so that
+both know who has joined, and the joined ones run their main hooks against the collectives that the others
+are about to call. When all have joined, everybody runs the post hooks.
+
+The all_reduce adds up a vector with one place per rank, into which each rank puts its own state; so errors
+can name ranks. A rank whose block ends by an exception puts a third state there, and does not wait for the
+answer: peers that are about to begin a step, or have joined, learn it at once; peers that are in the midst
+of one learn it as a mismatch of collectives. Nobody waits for a rank that does not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from torchestra.collectives import all_reduce
+from torchestra.errors import (
+    DistBackendError,
+    DistError,
+    InvalidArgumentError,
+    InvalidArgumentTypeError,
+    JoinInterruptedError,
+    UnevenInputsError,
+)
+from torchestra.process_group import ProcessGroup
+from torchestra.work import Work
+from torchestra.world import default_group
+
+__all__ = ["Join", "JoinHook", "Joinable"]
+
+_JOINED, _ACTIVE, _FAILED = range(3)
+# No training program reduces int16, so that an announcement is not taken for somebody's data.
+_DTYPE = torch.int16
+
+SKEW_THRESHOLD = 1000
+"""After so many steps that a rank has only shadowed, it warns."""
+
+
+class JoinHook:
+    """What a joined rank does in the place of a :class:`Joinable`. Override what is needed."""
+
+    def main_hook(self) -> None:
+        """Shadow the collectives of one step; called once for each step that some rank still makes."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Called once on every rank, when all have joined.
+
+        Args:
+            is_last_joiner: whether this rank was among those that had the most inputs.
+        """
+
+
+class Joinable(ABC):
+    """Something that calls collectives in every step, and can say how a joined rank shadows them.
+
+    Its constructor must call ``Joinable.__init__``, and it must call :meth:`Join.notify_join_context` before
+    the collectives of each step.
+    """
+
+    _join_config: JoinConfig
+
+    @abstractmethod
+    def __init__(self) -> None:
+        super().__init__()
+        self._join_config = DISABLED
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook for one :class:`Join`; ``kwargs`` are what it was given, for all joinables alike."""
+        ...
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """Where tensors for the collectives of the join context itself are to be."""
+        ...
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> Any:
+        """The group whose ranks join; all joinables of a context have the same. None: the default group."""
+        ...
+
+
+class JoinConfig(NamedTuple):
+    """What a joinable knows of the join context that it is in.
+
+    Attributes:
+        enable: whether it is in one, and that is not disabled.
+        throw_on_early_termination: as given to the context.
+        is_first_joinable: whether it is the one that announces steps.
+        context: the context.
+    """
+
+    enable: bool
+    throw_on_early_termination: bool
+    is_first_joinable: bool
+    context: Join | None = None
+
+
+DISABLED = JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+"""How a joinable is configured outside any context."""
+
+
+class Join:
+    """A context in which ranks may have different numbers of inputs. Must be entered by all ranks::
+
+        with Join([model, optimizer]):
+            for samples, targets in my_share_of_the_data:  # However many there are.
+                optimizer.zero_grad()
+                loss_function(model(samples), targets).backward()
+                optimizer.step()
+
+    A rank that reaches the end of the block shadows the others' steps until all have reached it.
+
+    Args:
+        joinables: what communicates in each step; the hooks run in this order. The first announces the
+            steps, so it must take part in every step, and before the others.
+        enable: if False, the context does nothing at all: when inputs are known to be even.
+        throw_on_early_termination: raise an error on all ranks as soon as one runs out of inputs, instead of
+            shadowing. The group stays usable.
+        **kwargs: handed to every joinable's :meth:`Joinable.join_hook`.
+
+    Raises:
+        InvalidArgumentError: there is no joinable, one is not constructed as it should, or their groups
+            differ.
+        UnevenInputsError: on every rank, if ``throw_on_early_termination`` and a rank has run out of inputs.
+        JoinInterruptedError: on the other ranks, when an exception has ended the block on one. If they were
+            in the midst of a step, it is a CollectiveMismatchError. The group stays usable.
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if len(joinables) == 0:
+            raise InvalidArgumentError("The join context manager requires at least one joinable")
+        self._joinables = list(joinables)
+        self._group = _the_group(self._joinables)
+        self._rank = self._group.rank()
+        self._device = self._joinables[0].join_device
+        self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
+        self._enable = enable
+        self._throw = throw_on_early_termination
+        # Whether every rank knows that the context is over, so that none needs to be told.
+        self._over = False
+
+    def __enter__(self) -> None:
+        self._over = False
+        for index, joinable in enumerate(self._joinables):
+            joinable._join_config = JoinConfig(self._enable, self._throw, index == 0, self)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if not self._enable:
+                return
+            if error is not None:
+                self._say_goodbye(error)
+                return
+            try:
+                is_last_joiner = self._shadow()
+            except Exception as failure:
+                self._say_goodbye(failure)
+                raise
+            for hook in self._join_hooks:
+                hook.post_hook(is_last_joiner)
+        finally:
+            for joinable in self._joinables:
+                joinable._join_config = DISABLED
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> Work | None:
+        """Announce that this rank makes another step; to be called by a joinable before its collectives.
+
+        Nothing happens outside a join context, and for other joinables than the first of it.
+
+        Returns:
+            A work that is done, whose ``result()[0]`` holds how many ranks make the step (one element), or
+            None if nothing happened.
+
+        Raises:
+            InvalidArgumentError: the joinable's constructor has not called ``Joinable.__init__``.
+            UnevenInputsError, JoinInterruptedError: as :class:`Join` says.
+        """
+        config = _config_of(joinable)
+        if not config.is_first_joinable or not config.enable or config.context is None:
+            return None
+        return config.context._announce_step()
+
+    def _announce_step(self) -> Work:
+        states = self._exchange(_ACTIVE)
+        active = states.count(_ACTIVE)
+        if self._throw and active < len(states):
+            self._over = True
+            joined = [rank for rank, state in enumerate(states) if state == _JOINED]
+            raise UnevenInputsError(
+                "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+                f" ({_named(joined)} of group {self._group.group_name!r}; this is rank {self._rank})"
+            )
+        work = Work(f"notify_join_context of group {self._group.group_name!r}")
+        work.finish([torch.tensor([active], device=self._device)])
+        return work
+
+    def _shadow(self) -> bool:
+        """Run the main hooks until all ranks have joined; whether this one is among the last to do so."""
+        steps = 0
+        while active := self._exchange(_JOINED).count(_ACTIVE):
+            if self._throw:
+                self._over = True
+                raise UnevenInputsError(
+                    f"Rank {self._rank} exhausted all inputs. ({active} of {self._group.size()} ranks of"
+                    f" group {self._group.group_name!r} still had some)"
+                )
+            for hook in self._join_hooks:
+                hook.main_hook()
+            steps += 1
+            if steps == SKEW_THRESHOLD + 1:
+                warnings.warn(
+                    f"Detected uneven input skew of greater than {SKEW_THRESHOLD}. This means that rank"
+                    f" {self._rank} has at least {SKEW_THRESHOLD} fewer inputs than other currently-active"
+                    " ranks. This level of skew could lead to performance degradation during training.",
+                    stacklevel=3,
+                )
+        self._over = True
+        return steps == 0
+
+    def _exchange(self, mine: int) -> list[int]:
+        """Tell this rank's state to all others; the states by rank."""
+        states = self._states(mine)
+        all_reduce(states, group=self._group)
+        told: list[int] = states.tolist()
+        if _FAILED in told:
+            self._over = True
+            failed = [rank for rank, state in enumerate(told) if state == _FAILED]
+            raise JoinInterruptedError(
+                f"an exception has ended the join context on {_named(failed)} of group"
+                f" {self._group.group_name!r}, so rank {self._rank} leaves it too; see what it says there"
+            )
+        return told
+
+    def _states(self, mine: int) -> torch.Tensor:
+        states = torch.zeros(self._group.size(), dtype=_DTYPE, device=self._device)
+        states[self._rank] = mine
+        return states
+
+    def _say_goodbye(self, error: BaseException) -> None:
+        """Tell the others that they need not wait for this rank, without waiting for them.
+
+        Not when they know: when the error is of an operation of the group, which fails on all ranks. And not
+        when this rank is being interrupted, and is about to leave the group altogether.
+        """
+        if self._over or not isinstance(error, Exception) or _is_known_to_all(error):
+            return
+        self._over = True
+        with contextlib.suppress(DistError):
+            all_reduce(self._states(_FAILED), group=self._group, async_op=True)
+
+
+def _config_of(joinable: Joinable) -> JoinConfig:
+    config: JoinConfig | None = getattr(joinable, "_join_config", None)
+    if config is None:
+        if not isinstance(joinable, Joinable):
+            raise InvalidArgumentTypeError(f"Join: expected a Joinable, got {type(joinable).__name__}")
+        raise InvalidArgumentError(
+            f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor"
+        )
+    return config
+
+
+def _the_group(joinables: Sequence[Joinable]) -> ProcessGroup:
+    """The one group of all joinables."""
+    groups = []
+    for joinable in joinables:
+        _config_of(joinable)
+        group = joinable.join_process_group
+        groups.append(default_group() if group is None else group)
+    if any(group is not groups[0] for group in groups):
+        raise InvalidArgumentError(
+            "Using join context manager with multiple process groups: the joinables have"
+            f" {', '.join(map(repr, groups))}"
+        )
+    if not isinstance(groups[0], ProcessGroup):
+        raise InvalidArgumentError(f"Join: this rank is {groups[0]!r}")
+    return groups[0]
+
+
+def _is_known_to_all(error: BaseException) -> bool:
+    """Whether it is, or was caused by, an error of the group's, of which the others have heard too."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, DistBackendError):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
