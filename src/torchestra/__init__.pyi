@@ -46,7 +46,7 @@ from .errors import (
 )
 from .launcher import launch
 from .process_group import NonMember, ProcessGroup
-from .store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from .store import FakeStore, FileStore, HashStore, PrefixStore, Store, TCPStore
 from .types import ReduceOp
 from .work import Work
 from .world import (
@@ -73,6 +73,7 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "FakeStore",
     "FileStore",
     "GradientReductionError",
     "GroupAbortedError",

@@ -31,11 +31,14 @@ class ProcessGroup:
         description: str,
     ) -> None:
         self.communicator = communicator
-        self.ranks = tuple(ranks)
+        # A range tells where a rank is without being searched, and takes no room.
+        self.ranks: Sequence[int] = ranks if isinstance(ranks, range) else tuple(ranks)
         self.backend = backend
         self.store = store
         self.group_desc = description
-        self._group_rank = {rank: index for index, rank in enumerate(self.ranks)}
+        self._group_rank = (
+            {} if isinstance(ranks, range) else {rank: index for index, rank in enumerate(self.ranks)}
+        )
 
     def rank(self) -> int:
         """This rank's number in the group."""
@@ -70,7 +73,10 @@ class ProcessGroup:
             InvalidArgumentError: it is not in this group.
         """
         try:
-            rank = self._group_rank.get(global_rank)
+            if isinstance(self.ranks, range):
+                rank = self.ranks.index(global_rank) if global_rank in self.ranks else None
+            else:
+                rank = self._group_rank.get(global_rank)
         except TypeError:
             rank = None
         if rank is None:

@@ -1,85 +1,34 @@
-"""The world: which ranks exist, the default group and all others, one registry per process.
+"""The world: making and destroying groups, the default group first.
 
-Where ranks are threads, each thread has a registry of its own; the functions here find the right one. The
-registry is the only state of torchestra that is not reached through an object, and it is changed in this
-file only.
+What is made is entered into the rank's registry (registry.py), which is the only state of torchestra that is
+not reached through an object, and which is changed in this file only.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Union
+from typing import Any, Union, cast
 
+from torchestra.communicator import Communicator
+from torchestra.deferred import DeferredCommunicator
 from torchestra.engine import warm_up
 from torchestra.engine.joining import join
 from torchestra.engine.local import LocalEngine
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError
+from torchestra.fake import FakeCommunicator
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.quick import QuickCommunicator
+from torchestra.registry import compact, current_thread_rank, current_world, label
 from torchestra.rendezvous import launch_environment, rendezvous
-from torchestra.store import PrefixStore, Store
+from torchestra.store import FakeStore, PrefixStore, Store
 from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
 
 AnyGroup = Union[ProcessGroup, NonMember]
-_BACKENDS = ("native", "threads")
+_BACKENDS = ("native", "threads", "fake")
 _DEFAULT_NAME = "default"
-
-
-@dataclass
-class World:
-    """What one rank knows: its groups by name, and how many it has made."""
-
-    default: ProcessGroup | None = None
-    groups: dict[str, ProcessGroup] = field(default_factory=dict)
-    made: int = 0
-    made_locally: dict[tuple[int, ...], int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ThreadRank:
-    """A rank that is a thread: its number, how many there are, and the store they share."""
-
-    rank: int
-    size: int
-    store: Store
-
-
-_process_world = World()
-# Where ranks are threads. A context variable, and not a thread's own, so that threads which a rank starts can
-# be given the context, as the group's own thread is for the callbacks of futures.
-_thread: ContextVar[tuple[World, ThreadRank] | None] = ContextVar("torchestra_thread_rank", default=None)
-
-
-def current_world() -> World:
-    """The registry of the calling rank."""
-    here = _thread.get()
-    return _process_world if here is None else here[0]
-
-
-def _thread_rank() -> ThreadRank | None:
-    here = _thread.get()
-    return None if here is None else here[1]
-
-
-@contextlib.contextmanager
-def thread_rank(rank: int, size: int, store: Store) -> Iterator[None]:
-    """Make the calling thread rank ``rank`` of ``size`` while the block runs.
-
-    Inside, ``init_process_group()`` without arguments joins the other threads that use the same
-    ``store`` object; groups that the block leaves open are destroyed at its end.
-    """
-    world = World()
-    token = _thread.set((world, ThreadRank(rank, size, store)))
-    try:
-        yield
-    finally:
-        if world.default is not None:
-            destroy_process_group()
-        _thread.reset(token)
+_FEW = 16
 
 
 def default_group() -> ProcessGroup:
@@ -121,7 +70,8 @@ def init_process_group(
 
     Args:
         backend: ``"native"`` (ranks are processes), ``"threads"`` (ranks are threads of this process), or
-            None for whichever the rank was launched as.
+            None for whichever the rank was launched as. ``"fake"``: this rank alone, in a world of which the
+            other ranks do not exist (see fake.py).
         init_method: where to meet: ``env://`` (default), ``file://path`` or ``tcp://host:port``.
         timeout: how long to wait for the others here, and in later operations; default 30 minutes.
         world_size, rank: how many ranks there are and which this one is; default: what the launcher
@@ -146,30 +96,46 @@ def init_process_group(
     if device_id is not None:
         raise InvalidArgumentError(f"device_id: only CPU tensors are moved, got {device_id!r}")
     seconds = timeout_seconds(DEFAULT_TIMEOUT if timeout is None else timeout)
-    here = _thread_rank()
+    here = current_thread_rank()
     chosen = _choose_backend(backend, as_thread=here is not None)
     if store is not None and init_method is not None:
         raise InvalidArgumentError("give `init_method` or `store`, not both")
     if here is not None and store is None and init_method is None:
         rank, world_size, store = here.rank, here.size, here.store
-    met = rendezvous(
-        init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=seconds),
-        store=store,
-    )
+    if chosen == "fake":
+        store, rank, world_size = _alone(store, rank, world_size)
+    else:
+        met = rendezvous(
+            init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=seconds),
+            store=store,
+        )
+        store, rank, world_size = PrefixStore("torchestra", met.store), met.rank, met.world_size
+    if world.thread is None:
+        world.thread = threading.current_thread()
     group = _make_group(
-        PrefixStore("torchestra", met.store),
-        ranks=range(met.world_size),
-        rank=met.rank,
+        store,
+        ranks=range(world_size),
+        rank=rank,
         name=_DEFAULT_NAME,
         backend=chosen,
         seconds=seconds,
         description=group_name or "default_pg",
     )
     world.default = group
-    world.groups[group.group_name] = group
+    world.add(group)
+
+
+def _alone(store: Store | None, rank: int, world_size: int) -> tuple[Store, int, int]:
+    """The store, rank and world size of a fake world: whoever is in it meets nobody."""
+    if not 0 <= rank < world_size:
+        raise InvalidArgumentError(
+            'backend "fake" needs rank= and world_size=, with rank from 0 to world_size - 1; got'
+            f" rank {rank} and world_size {world_size}"
+        )
+    return FakeStore() if store is None else store, rank, world_size
 
 
 def _choose_backend(backend: str | None, *, as_thread: bool) -> str:
@@ -193,12 +159,26 @@ def _make_group(
     backend: str,
     seconds: float,
     description: str,
+    deferred: bool = False,
 ) -> ProcessGroup:
-    warm_up()
-    own = PrefixStore(f"group/{name}", store)
-    member = join(own, rank, len(ranks), name, seconds, threads=backend == "threads")
-    communicator = QuickCommunicator(LocalEngine(member), name, seconds)
-    return ProcessGroup(communicator, ranks, backend=backend, store=store, description=description)
+    size = len(ranks)
+    program = current_world().thread
+
+    def meet(seconds: float) -> Communicator:
+        if backend == "fake":
+            return FakeCommunicator(rank, size, name, seconds)
+        warm_up()
+        own = PrefixStore(f"group/{name}", store)
+        member = join(own, rank, size, name, seconds, threads=backend == "threads", thread=program)
+        return QuickCommunicator(LocalEngine(member), name, seconds)
+
+    if not deferred:
+        return ProcessGroup(meet(seconds), ranks, backend=backend, store=store, description=description)
+    placeholder = DeferredCommunicator(rank, size, name, seconds, meet)
+    communicator = cast(Communicator, placeholder)
+    group = ProcessGroup(communicator, ranks, backend=backend, store=store, description=description)
+    placeholder.replace = lambda made: setattr(group, "communicator", made)
+    return group
 
 
 def new_group(
@@ -228,6 +208,29 @@ def new_group(
         NotInitializedError: there is no default group.
         CollectiveTimeoutError: not all members came in time.
     """
+    return make_group(ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id)
+
+
+def make_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    *,
+    tag: str = "",
+    deferred: bool = False,
+) -> AnyGroup:
+    """:func:`new_group` with more choices.
+
+    Args:
+        tag: tells groups of the same ranks apart: if there is a group of these ranks and this tag already, it
+            is returned. Without a tag a new group is made each time.
+        deferred: return at once; the members meet in their first operation. Whoever is a member must call,
+            as with ``use_local_synchronization``.
+    """
     world = current_world()
     parent = default_group()
     if pg_options is not None or device_id is not None:
@@ -236,23 +239,19 @@ def new_group(
         raise InvalidArgumentError(
             f"new_group: backend {backend!r} differs from the default group's {parent.backend!r}"
         )
-    chosen = tuple(range(parent.size())) if ranks is None else tuple(ranks)
-    for rank in chosen:
-        if not isinstance(rank, int) or not 0 <= rank < parent.size():
-            raise InvalidArgumentError(
-                f"new_group: rank {rank!r} does not exist; the world has ranks 0 to {parent.size() - 1}"
-            )
-    if not chosen or len(set(chosen)) != len(chosen):
-        raise InvalidArgumentError(f"new_group: ranks must be some and differ, got {list(chosen)}")
+    chosen = _checked_ranks(range(parent.size()) if ranks is None else ranks, parent.size())
     seconds = parent.communicator.seconds if timeout is None else timeout_seconds(timeout)
-    if use_local_synchronization:
-        number = world.made_locally[chosen] = world.made_locally.get(chosen, 0) + 1
-        name = f"of-{'-'.join(map(str, chosen))}-{number}"
+    if use_local_synchronization or deferred:
+        named = label(chosen)
+        number = world.made_locally[named] = world.made_locally.get(named, 0) + 1
+        name = f"of-{named}-{number}"
     else:
         world.made += 1
         name = str(world.made)
     if parent.rank() not in chosen:
         return NonMember(chosen, name)
+    if tag and (existing := world.find(chosen, tag)) is not None:
+        return existing
     group = _make_group(
         parent.store,
         ranks=chosen,
@@ -261,9 +260,28 @@ def new_group(
         backend=parent.backend,
         seconds=seconds,
         description=group_desc or "undefined",
+        deferred=deferred,
     )
-    world.groups[name] = group
+    world.add(group, tag)
     return group
+
+
+def _checked_ranks(ranks: Sequence[int], size: int) -> Sequence[int]:
+    if (
+        isinstance(ranks, range)
+        and ranks
+        and 0 <= min(ranks[0], ranks[-1]) <= max(ranks[0], ranks[-1]) < size
+    ):
+        return ranks
+    chosen = tuple(ranks)
+    for rank in chosen:
+        if not isinstance(rank, int) or not 0 <= rank < size:
+            raise InvalidArgumentError(
+                f"new_group: rank {rank!r} does not exist; the world has ranks 0 to {size - 1}"
+            )
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise InvalidArgumentError(f"new_group: ranks must be some and differ, got {list(chosen)}")
+    return chosen if len(chosen) <= _FEW else compact(chosen)
 
 
 def destroy_process_group(group: AnyGroup | None = None) -> None:
@@ -279,16 +297,11 @@ def destroy_process_group(group: AnyGroup | None = None) -> None:
         return
     if group is None or group is world.default:
         default_group()
-        for each in reversed(list(world.groups.values())):
-            each.destroy()
-        world.groups.clear()
-        world.default = None
-        world.made = 0
-        world.made_locally.clear()
+        world.close()
         return
     if world.groups.get(group.group_name) is not group:
         raise NotInitializedError(f"{group!r} is not a group of this rank, or was destroyed already")
-    del world.groups[group.group_name]
+    world.remove(group)
     group.destroy()
 
 
@@ -318,7 +331,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_backend(group: AnyGroup | None = None) -> str:
-    """The backend's name: ``"native"`` or ``"threads"``."""
+    """The backend's name: ``"native"``, ``"threads"`` or ``"fake"``."""
     chosen = default_group() if group is None else group
     if isinstance(chosen, NonMember):
         raise InvalidArgumentError(f"get_backend: this rank is {chosen!r}")
@@ -331,7 +344,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     Raises:
         NotInitializedError: the launcher does not say, and there is no ``fallback_rank``.
     """
-    here = _thread_rank()
+    here = current_thread_rank()
     if here is not None:
         return here.rank
     local = launch_environment().local_rank

@@ -46,7 +46,16 @@ class _ThreadArena:
 _thread_arenas: dict[str, _ThreadArena] = {}
 
 
-def join(store: Store, rank: int, size: int, name: str, seconds: float, *, threads: bool) -> Member:
+def join(
+    store: Store,
+    rank: int,
+    size: int,
+    name: str,
+    seconds: float,
+    *,
+    threads: bool,
+    thread: threading.Thread | None = None,
+) -> Member:
     """Enter a group; returns when all ranks have. Must be called by every rank of the group.
 
     Args:
@@ -55,12 +64,14 @@ def join(store: Store, rank: int, size: int, name: str, seconds: float, *, threa
         name: of the group, for messages.
         seconds: how long to wait for the others.
         threads: whether the ranks are threads of this process.
+        thread: the one that the rank's program runs in; default: the one that calls.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
         DistBackendError: this rank cannot share memory with rank 0.
     """
     deadline = time.monotonic() + seconds
+    program = threading.current_thread() if thread is None else thread
     spins, yields = waiting_policy(size)
     if size == 1:
         arena, descriptor = Arena.create(layout_for(1))
@@ -71,7 +82,7 @@ def join(store: Store, rank: int, size: int, name: str, seconds: float, *, threa
     if threads:
         shared = _meet_threads(store, rank, size, name, deadline)
         member = Member(shared.arena, rank, name, spins=spins, yields=yields)
-        shared.threads[rank] = threading.current_thread()
+        shared.threads[rank] = program
         member.peers = PeerThreads(shared.threads, rank)
         member.announce()
         try:
@@ -87,7 +98,7 @@ def join(store: Store, rank: int, size: int, name: str, seconds: float, *, threa
         blocks = [arena.control(peer) for peer in range(size)]
         pids = [(arena.word(block + at.PROCESS), arena.word(block + at.STARTED)) for block in blocks]
         member.peers = PeerProcesses(pids, rank)
-        Watcher(member, threading.current_thread()).start()
+        Watcher(member, program).start()
     return member
 
 

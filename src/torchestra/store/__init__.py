@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchestra.store.base import DEFAULT_STORE_TIMEOUT, Store
+from torchestra.store.fake import FakeStore
 from torchestra.store.file import FileStore
 from torchestra.store.hash import HashStore
 from torchestra.store.prefix import PrefixStore
@@ -10,6 +11,7 @@ from torchestra.store.tcp import TCPStore, TCPStoreServer
 
 __all__ = [
     "DEFAULT_STORE_TIMEOUT",
+    "FakeStore",
     "FileStore",
     "HashStore",
     "PrefixStore",
