@@ -415,14 +415,14 @@ class Communicator:
         work = Work(f"{description} of group {self.name!r}")
         site = call_site()
 
-        def task() -> None:
+        def task(let_go: Callable[[], None]) -> None:
             try:
                 with self._lock:
                     result = operation(site)
             except BaseException as error:
-                work.fail(error)
+                work.fail(error, let_go)
             else:
-                work.finish(result)
+                work.finish(result, let_go=let_go)
 
         self._progress.submit(task)
         if async_op:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +14,47 @@ from torchestra.errors import CollectiveTimeoutError, DistError
 from torchestra.types import Timeout, timeout_seconds
 
 __all__ = ["Work"]
+
+
+class _Trace(Exception):
+    """As the cause of an exception: where it was raised, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The exception without tracebacks, which keep all variables of the operation alive.
+
+    Among those is whoever keeps the exception, and the group's memory. Our own errors say where they come
+    from; others are given their traceback as text.
+    """
+    if error.__traceback__ is not None and not isinstance(error, DistError):
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        error.__cause__ = _Trace(text)
+        error.__context__ = None
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def fresh(error: BaseException) -> BaseException:
+    """A copy of an exception to be raised, so that the kept one does not come to hold whoever catches it."""
+    try:
+        copied = copy.copy(error)
+    except Exception:
+        return error  # its class cannot be copied
+    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
+    copied.__suppress_context__ = error.__suppress_context__
+    return copied
+
+
+def _raise_fresh(error: BaseException) -> None:
+    raise fresh(error)
 
 
 class Work:
@@ -48,7 +92,7 @@ class Work:
                     f"{self._description} is not done after waiting {seconds} s for it"
                 )
         if self._exception is not None:
-            raise self._exception
+            raise fresh(self._exception)
         return True
 
     def is_completed(self) -> bool:
@@ -90,31 +134,45 @@ class Work:
                     self._settle(self._future)
             return self._future
 
-    def finish(self, result: list[torch.Tensor], source: int = -1) -> None:
-        """For the group: the operation has ended well."""
+    def finish(
+        self, result: list[torch.Tensor], source: int = -1, let_go: Callable[[], None] | None = None
+    ) -> None:
+        """For the group: the operation has ended well.
+
+        ``let_go`` is called before whoever waits for the operation learns of it, but after the callbacks of
+        its future, which may call operations that are to come first.
+        """
         self._result = result
         self._source = source
-        self._end()
+        self._end(let_go)
 
-    def fail(self, exception: BaseException) -> None:
+    def fail(self, exception: BaseException, let_go: Callable[[], None] | None = None) -> None:
         """For the group: the operation has failed."""
-        self._exception = exception
-        self._end()
+        self._exception = without_frames(exception)
+        self._end(let_go)
 
-    def _end(self) -> None:
+    def _end(self, let_go: Callable[[], None] | None) -> None:
         with self._lock:
-            self._done.set()
             future = self._future
+            if future is None and let_go is not None:
+                let_go()
+            self._done.set()
         if future is not None:
             self._settle(future)
+            if let_go is not None:
+                let_go()
 
     def _settle(self, future: torch.futures.Future[Any]) -> None:
         if self._exception is None:
             future.set_result(self._result)
-        elif isinstance(self._exception, Exception):
-            future.set_exception(self._exception)
-        else:
-            future.set_exception(DistError(f"{self._description} was interrupted: {self._exception!r}"))
+            return
+        error = self._exception
+        if not isinstance(error, Exception):
+            error = DistError(f"{self._description} was interrupted: {error!r}")
+        # What set_exception() does, but for raising a copy: the one that the future holds, which is not
+        # seen by Python's garbage collector, would come to hold whoever catches it.
+        future._set_unwrap_func(_raise_fresh)
+        future.set_result(error)
 
     def __repr__(self) -> str:
         if not self._done.is_set():

@@ -7,7 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-Task = Callable[[], None]
+Task = Callable[[Callable[[], None]], None]
+"""A task is handed a function, and calls it once, when it is over but for telling whoever waits for it."""
 
 
 class ProgressThread:
@@ -19,7 +20,7 @@ class ProgressThread:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self.pending = 0
-        """How many tasks have been submitted and have not ended. Read without a lock: it is 0
+        """How many tasks have been submitted and are not over. Read without a lock: it is 0
         only when nothing that this thread submitted is still to run."""
 
     def submit(self, task: Task) -> None:
@@ -45,9 +46,9 @@ class ProgressThread:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            finally:
-                with self._lock:
-                    self.pending -= 1
-                del task
+            task(self._let_go)
+            del task
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self.pending -= 1
