@@ -22,7 +22,7 @@ import numba
 import numpy as np
 from numba import njit, types
 
-from torchestra.engine import atomics, waiting
+from torchestra.engine import atomics, recording, waiting
 from torchestra.engine.kernels import buffers, move, reduce
 from torchestra.engine.kernels.catalogue import Kernel, entry_point
 
@@ -39,6 +39,9 @@ class Rule(IntEnum):
     TWO_FINGERPRINTS = 7
     PARTING = 8
     WRITE_BEFORE_LOOKING_FOR_SLEEPERS = 9
+    TAKE_THE_STAMP_AWAY = 10
+    STAMP_LAST = 11
+    LOOK_AT_THE_STAMP_AGAIN = 12
 
 
 _switch = np.zeros(1, dtype=np.int64)
@@ -86,6 +89,30 @@ def slow_reduction(function, target, sources, number, count):
 # Per module: a text that must occur in it, and what stands in place of all its occurrences. A step that is
 # published a second time is no harm, so what is published too early is also published when it should be.
 _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
+    recording: [
+        (
+            "    store_release(entry + STAMP, 0)\n    release_fence()\n    store(entry + BEGAN, began)\n",
+            "    if not is_broken(TAKE_THE_STAMP_AWAY):\n"
+            "        store_release(entry + STAMP, 0)\n"
+            "        release_fence()\n"
+            "    if is_broken(STAMP_LAST):\n"
+            "        store_release(entry + STAMP, stamp)\n"
+            "    store(entry + BEGAN, began)\n"
+            "    pause()\n",
+        ),
+        (
+            "            store(copy + offset, load_acquire(entry + offset))\n",
+            "            store(copy + offset, load_acquire(entry + offset))\n"
+            "            if offset == WHAT:\n"
+            "                pause()\n",
+        ),
+        (
+            "        if stamp != 0 and load_acquire(entry + STAMP) == stamp:\n",
+            "        if stamp != 0 and (\n"
+            "            is_broken(LOOK_AT_THE_STAMP_AGAIN) or load_acquire(entry + STAMP) == stamp\n"
+            "        ):\n",
+        ),
+    ],
     waiting: [
         (
             "    store_ordered(word, (load(context + SEQUENCE) << STEP_BITS) + step)\n"
@@ -130,8 +157,8 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
     ],
     move: [
         (  # share
-            "        begin(context)\n    while iteration < parts + 1:\n",
-            "        begin(context)\n"
+            "        begin(context, meta, count, max(own, total))\n    while iteration < parts + 1:\n",
+            "        begin(context, meta, count, max(own, total))\n"
             "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
             "            arrive(context, meta, count, offset_in_heap(context, source))\n"
             "    while iteration < parts + 1:\n",
@@ -188,7 +215,7 @@ def _modules() -> dict[ModuleType, ModuleType]:
             for old, new in _EDITS[module]:
                 assert old in source, f"{module.__name__} has changed: adapt the edit of\n{old}"
                 source = source.replace(old, new)
-            source = source.replace('"cache": True', '"cache": False')
+            source = source.replace("**KERNEL_OPTIONS", "nogil=True, error_model='numpy'")
             source = source.replace("memcpy(", "slow_memcpy(").replace("call_reduction(", "slow_reduction(")
             for name, edited in names.items():
                 source = source.replace(f"from {name} ", f"from {edited} ")

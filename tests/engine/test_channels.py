@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchestra.engine import channels
+from torchestra.engine import channels, clock
 from torchestra.engine import layout as at
 from torchestra.engine.channels import words
 from torchestra.errors import DistBackendError, GroupAbortedError, GroupDestroyedError
@@ -64,6 +64,8 @@ class Ranks:
         address = self._memory.ctypes.data
         self.patience = np.array([0, 50_000_000], dtype=np.int64)
         self.contexts = np.zeros((size, at.CONTEXT_BYTES // 8), dtype=np.int64)
+        record_bytes = at.Layout(size, 0, 0, 0, 0).record_bytes
+        self.records = np.zeros((size, record_bytes // 8), dtype=np.int64)
         self.mailboxes: list[channels.Mailbox] = []
         for rank, context in enumerate(self.contexts):
             for offset, value in (
@@ -74,6 +76,8 @@ class Ranks:
                 (at.YIELDS, yields),
                 (at.PATIENCE, self.patience.ctypes.data),
                 (at.STREAM_ABOVE, 1 << 19),
+                (at.RECORD, self.records[rank].ctypes.data),
+                (at.CLOCK, clock.NANOSECONDS),
             ):
                 context[offset // 8] = value
             self.mailboxes.append(

@@ -28,7 +28,7 @@ TraceFunction = Callable[[FrameType, str, Any], Any]
 
 @pytest.fixture
 def heap() -> Heap:
-    arena, descriptor = Arena.create(at.Layout(2, 4096, 4096, 0, HEAP_BYTES))
+    arena, descriptor = Arena.create(at.Layout(2, 4096, 4096, 0, HEAP_BYTES), "heap")
     os.close(descriptor)
     return Heap(arena, 1)
 

@@ -31,7 +31,7 @@ SOON = 20.0
 
 @pytest.fixture
 def members() -> tuple[Member, Member]:
-    arena, descriptor = Arena.create(layout_for(2))
+    arena, descriptor = Arena.create(layout_for(2), "pair")
     os.close(descriptor)
     zero, one = (Member(arena, rank, "pair", spins=0, yields=0) for rank in range(2))
     return zero, one
@@ -56,7 +56,7 @@ def test_all_ranks_are_told_the_reason_of_who_aborted_first(members: tuple[Membe
 @pytest.mark.parametrize("letter", ["x", "é", "試", "\\", '"', "\n", "\U0001f525"])
 def test_a_long_reason_is_cut(members: tuple[Member, Member], letter: str) -> None:
     zero, one = members
-    zero.abort("because " + letter * 6000, failed=tuple(range(64)))
+    zero.abort("because " + letter * 70_000, failed=tuple(range(64)))
     error = one.aborted()
     assert isinstance(error, RankFailedError)
     assert error.ranks == tuple(range(64))
@@ -97,7 +97,7 @@ def test_a_rank_that_takes_its_time_to_say_why_is_waited_for(members: tuple[Memb
 def test_two_ranks_that_abort_at_once_agree_about_the_reason() -> None:
     with ThreadPoolExecutor(2) as pool:
         for _ in range(50):
-            arena, descriptor = Arena.create(at.Layout(2, 4096, 4096, 0, 4096))
+            arena, descriptor = Arena.create(at.Layout(2, 4096, 4096, 0, 4096), "pair")
             os.close(descriptor)
             pair = [Member(arena, rank, "pair", spins=0, yields=0) for rank in range(2)]
             start = threading.Barrier(2)
@@ -115,7 +115,7 @@ def test_two_ranks_that_abort_at_once_agree_about_the_reason() -> None:
 
 def test_an_arena_of_other_dimensions_is_refused() -> None:
     layout = at.Layout(2, 12288, 4096, 0, 4096)
-    _, descriptor = Arena.create(layout)
+    _, descriptor = Arena.create(layout, "pair")
     try:
         with pytest.raises(DistBackendError, match="do all ranks run the same version of torchestra"):
             Arena.attach(descriptor, at.Layout(3, 4096, 4096, 0, 4096))

@@ -1,13 +1,17 @@
 """The memory that the ranks of a group share: one anonymous memory file, mapped by each of them.
 
-A memory file (``memfd_create``) has no name, so nothing is left in the file system whatever is killed, and
-it is not bounded by the size of ``/dev/shm``. It is sparse: the channels and heaps of an arena are far larger
-than what is ever touched.
+A memory file (``memfd_create``) is nowhere in the file system, so nothing is left there whatever is killed,
+and it is not bounded by the size of ``/dev/shm``. It is sparse: the channels and heaps of an arena are far
+larger than what is ever touched. It cannot shrink (a seal), so that nobody who has it mapped can be made to
+fault.
+
+Each rank keeps its descriptor open (the mapping has one), for ``torchestra top`` to find it by.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 
@@ -15,9 +19,12 @@ import numpy as np
 
 from torchestra.engine import layout as at
 from torchestra.engine.channels import channel_area_bytes
+from torchestra.engine.clock import Moment, best_clock
 from torchestra.errors import DistBackendError
 
 _MEBIBYTE = 1 << 20
+_NAME_BYTES = 200  # the system allows 249
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def layout_for(size: int) -> at.Layout:
@@ -48,11 +55,13 @@ class Arena:
         self._words = (ctypes.c_int64 * (layout.slots // 8)).from_buffer(self.memory)
 
     @classmethod
-    def create(cls, layout: at.Layout) -> tuple[Arena, int]:
-        """A new arena and the descriptor of its memory file, which the caller closes."""
-        descriptor = os.memfd_create("torchestra", os.MFD_CLOEXEC)
+    def create(cls, layout: at.Layout, name: str) -> tuple[Arena, int]:
+        """A new arena for the group ``name`` and the descriptor of its file, which the caller closes."""
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        descriptor = os.memfd_create(f"{at.MEMORY_FILE}:{ascii(name)[1:-1][:_NAME_BYTES]}", flags)
         try:
             os.ftruncate(descriptor, layout.total)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             arena = cls(descriptor, layout)
         except OSError as error:
             os.close(descriptor)
@@ -63,6 +72,13 @@ class Arena:
             ) from error
         for offset, value in cls._header(layout):
             arena.set_word(offset, value)
+        clock = best_clock()
+        moment = Moment.now(clock)
+        arena.set_word(at.HEADER_CLOCK, clock)
+        arena.set_word(at.HEADER_TICKS, moment.ticks)
+        arena.set_word(at.HEADER_NANOSECONDS, moment.nanoseconds)
+        length = arena.set_text(at.HEADER_NAME, at.HEADER_NAME_BYTES, name)
+        arena.set_word(at.HEADER_NAME_LENGTH, length)
         return arena, descriptor
 
     @classmethod
@@ -114,3 +130,7 @@ class Arena:
     def control(self, rank: int) -> int:
         """The byte offset of a rank's control block."""
         return self.layout.control + rank * at.CONTROL_BYTES
+
+    def record(self, rank: int) -> int:
+        """The byte offset of a rank's record."""
+        return self.layout.records + rank * self.layout.record_bytes

@@ -22,6 +22,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+KERNEL_OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
+
 _I64 = ir.IntType(64)
 _WORD = types.int64
 
@@ -120,6 +122,37 @@ def spin_hint(typing_context):
     return types.void(), generate
 
 
+@intrinsic
+def release_fence(typing_context):
+    """Nothing that is stored later is seen before what was stored earlier. No instruction on x86."""
+
+    def generate(context, builder, signature, arguments):
+        builder.fence("release")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def counter(typing_context):
+    """The processor's time counter (``rdtsc`` on x86, ``cntvct_el0`` on 64-bit ARM), or 0 elsewhere.
+
+    Some 10 ns, against 24 of ``clock_gettime``. See clock.py for where it may be relied on.
+    """
+
+    def generate(context, builder, signature, arguments):
+        if platform.machine() in ("x86_64", "AMD64"):
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(_I64, []), "llvm.readcyclecounter"
+            )
+            return builder.call(function, [])
+        if platform.machine() in ("aarch64", "arm64"):
+            return builder.asm(ir.FunctionType(_I64, []), "mrs $0, cntvct_el0", "=r", [], True)
+        return _I64(0)
+
+    return _WORD(), generate
+
+
 _LINE = ir.VectorType(ir.IntType(32), 16)
 
 
@@ -166,5 +199,6 @@ def call_reduction(typing_context, function, target, sources, number, count):
 
 
 memcpy = types.ExternalFunction("memcpy", _WORD(_WORD, _WORD, _WORD))
+clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, _WORD))
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 syscall = types.ExternalFunction("syscall", _WORD(_WORD, _WORD, _WORD, _WORD, _WORD, _WORD, _WORD))

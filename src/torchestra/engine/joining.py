@@ -74,7 +74,7 @@ def join(
     program = threading.current_thread() if thread is None else thread
     spins, yields = waiting_policy(size)
     if size == 1:
-        arena, descriptor = Arena.create(layout_for(1))
+        arena, descriptor = Arena.create(layout_for(1), name)
         os.close(descriptor)
         member = Member(arena, 0, name, spins=spins, yields=yields)
         member.announce()
@@ -117,7 +117,7 @@ def _first_barrier(member: Member, deadline: float) -> None:
 
 def _meet_threads(store: Store, rank: int, size: int, name: str, deadline: float) -> _ThreadArena:
     if rank == 0:
-        arena, descriptor = Arena.create(layout_for(size))
+        arena, descriptor = Arena.create(layout_for(size), name)
         os.close(descriptor)
         token = secrets.token_hex(16)
         _thread_arenas[token] = shared = _ThreadArena(arena)
@@ -141,7 +141,7 @@ def _forget(shared: _ThreadArena) -> None:
 def _meet_processes(store: Store, rank: int, size: int, name: str, deadline: float) -> Arena:
     layout = layout_for(size)
     if rank == 0:
-        arena, descriptor = Arena.create(layout)
+        arena, descriptor = Arena.create(layout, name)
         try:
             _hand_out(store, descriptor, size, name, deadline)
         finally:

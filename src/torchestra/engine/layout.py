@@ -3,16 +3,18 @@
 An arena is one range of memory that every rank of a group can address (at different addresses, where
 ranks are processes)::
 
-    header | control blocks | splits | slots | pipes | channels | heaps     (each but channels: rank by rank)
+    header | control blocks | splits | records | slots | pipes | channels | heaps
 
-Who may write what: a control block, its rank's splits, slots, pipes and heap are written by that rank
+each but the header and the channels rank by rank.
+
+Who may write what: a control block, its rank's splits, record, slots, pipes and heap are written by that rank
 alone, but for the word of the control block that waiters count up and down (``WAITERS``); the abort
 word in the header is set once, by any rank; channels have rules of their own (channels.py).
 
 *Splits* hold how much a rank sends to and expects from each peer in an uneven all_to_all. *Slots* (two a
-rank) carry what fits into one piece: the one with the parity of the operation's sequence
-number. *Pipes* (three a rank) carry larger operations chunk by chunk. The *heap* is a large, sparsely filled
-range for tensors that the ranks share (``dist.empty``).
+rank) carry what fits into one piece: the one with the parity of the operation's sequence number. A *record*
+holds what its rank did last (recording.py). *Pipes* (three a rank) carry larger operations chunk by chunk.
+The *heap* is a large, sparsely filled range for tensors that the ranks share (``dist.empty``).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
-VERSION = 1
+VERSION = 2
+MEMORY_FILE = "torchestra"  # what the names of all arenas' memory files begin with
 PAGE = 4096
 LINE = 64
 
@@ -31,11 +34,18 @@ HEADER_SIZE = 16
 HEADER_SLOT_BYTES = 24
 HEADER_PIPE_BYTES = 32
 HEADER_HEAP_BYTES = 40
+HEADER_CLOCK = 48  # what all ranks take the time from (clock.py)
+HEADER_TICKS = 56  # a moment by that clock
+HEADER_NANOSECONDS = 64  # and by CLOCK_MONOTONIC
+HEADER_NAME_LENGTH = 72
 HEADER_ABORT_CLAIM = 120  # 1 when a rank is writing why it aborts the group
 HEADER_ABORT = 128  # 1 when that is written
 HEADER_ABORT_LENGTH = 136
-HEADER_ABORT_TEXT = 256
-HEADER_ABORT_TEXT_BYTES = 3840
+HEADER_NAME = 256  # the group's name
+HEADER_NAME_BYTES = 256
+HEADER_ABORT_TEXT = 512
+HEADER_BYTES = 16 * PAGE
+HEADER_ABORT_TEXT_BYTES = HEADER_BYTES - HEADER_ABORT_TEXT
 
 # A control block's words, as byte offsets. The first cache line is what every operation reads.
 CONTROL_BYTES = 4096
@@ -56,6 +66,37 @@ TEXT_BYTES = 3584
 ABSENT = 0
 PRESENT = 1
 LEFT = 2
+
+# A record: totals, the last operations, the last messages, and a word for every peer. See recording.py.
+TOTAL_BYTES = 0  # of all operations that have ended
+TOTAL_WAITED = 8  # ticks
+WAITING_SINCE = 16  # when the present wait began, or 0
+WAITING_FOR = 24
+MESSAGES_OPENED = 64
+MESSAGES_BYTES = 72  # sent and received, of all that have ended
+MESSAGES_WAITED = 80  # ticks that blocking receives waited for their message
+OPERATIONS_AT = 256
+ENTRIES = 256  # a power of two
+ENTRY_BYTES = 64
+MESSAGES_AT = OPERATIONS_AT + ENTRIES * ENTRY_BYTES
+BLAMED_AT = MESSAGES_AT + ENTRIES * ENTRY_BYTES  # by peer, ticks waited: in collectives, for messages
+
+# An entry of a record.
+STAMP = 0  # number of the operation or message, or 0 while the entry changes hands
+BEGAN = 8
+ENDED = 16  # 0 while it runs, negative when it failed
+WHAT = 24  # the fingerprint (operations.py)
+AMOUNT = 32  # the count that belongs to it
+MOVED_BYTES = 40
+WAITED = 48  # ticks
+AWAITED = 56  # 1 + the rank that was waited for last, or 0
+
+# In the entry of a message, WHAT is SENT or RECEIVED, BACKGROUND or 0, and the dtype's code << 16.
+SENT = 9
+RECEIVED = 10
+BACKGROUND = 1 << 8
+TAG = AMOUNT
+OTHER = AWAITED  # 1 + the rank that it goes to or comes from, 0 where that may be any
 
 STEP_BITS = 24
 SLOTS_PER_RANK = 2
@@ -90,6 +131,9 @@ SOURCES = 152  # by peer: where the piece for it lies
 SOURCE_BYTES = 160
 TARGETS = 168  # by peer: where its piece goes, or 0 when it is not wanted
 TARGET_BYTES = 176
+RECORD = 216  # address of this rank's record
+CLOCK = 224  # HEADER_CLOCK
+TIMESPEC = 232  # scratch, two words
 CONTEXT_BYTES = 256
 TABLES = (POINTERS, SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES)
 
@@ -129,7 +173,7 @@ class Layout:
 
     @property
     def control(self) -> int:
-        return PAGE
+        return HEADER_BYTES
 
     @property
     def splits(self) -> int:
@@ -141,8 +185,17 @@ class Layout:
         return 2 * 2 * 8 * self.size
 
     @property
-    def slots(self) -> int:
+    def records(self) -> int:
         return align(self.splits + self.size * self.splits_bytes, PAGE)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of one rank."""
+        return align(BLAMED_AT + 16 * self.size, PAGE)
+
+    @property
+    def slots(self) -> int:
+        return self.records + self.size * self.record_bytes
 
     @property
     def pipes(self) -> int:

@@ -286,6 +286,7 @@ class LocalEngine:
 
         The exception may be a KeyboardInterrupt at any point since the kernel was first called.
         """
+        self.member.note_failure()
         if self.member.word(at.RESUME):
             self.member.leave_halfway(error)
             # Not a method of this object, which would then hold itself, and the arena, after it is closed.

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchestra.engine import layout as at
-from torchestra.engine import operations
+from torchestra.engine import operations, recording
 from torchestra.engine.arena import Arena
 from torchestra.engine.callsites import call_site
 from torchestra.engine.heap import Heap
@@ -77,6 +77,8 @@ class Member:
             (at.SPINS, spins),
             (at.YIELDS, yields),
             (at.PATIENCE, self._patience.ctypes.data),
+            (at.RECORD, base + arena.record(rank)),
+            (at.CLOCK, arena.word(at.HEADER_CLOCK)),
             *((table, self._tables[index].ctypes.data) for index, table in enumerate(at.TABLES)),
         ):
             self._words[offset // 8] = value
@@ -133,6 +135,10 @@ class Member:
             self.set_word(at.RESUME, 0)
             meta, count = control.read(arguments[0] + at.PLAN_META), arguments[1]
             self._raise_mismatch(meta, count, site, seconds)
+
+    def note_failure(self) -> None:
+        """Mark the current operation as failed in the record, if it was not brought to its end."""
+        recording.fail_entry(self.context)
 
     def leave_halfway(self, error: BaseException) -> None:
         """Abort the group because this rank has left its current operation with an exception."""

@@ -30,6 +30,7 @@ from numba import njit
 
 from torchestra.engine import layout as at
 from torchestra.engine.atomics import (
+    KERNEL_OPTIONS,
     fetch_add,
     load,
     load_acquire,
@@ -40,8 +41,7 @@ from torchestra.engine.atomics import (
     store_ordered,
     syscall,
 )
-
-KERNEL_OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
+from torchestra.engine.recording import begin_wait, close_entry, end_wait, open_entry
 
 FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}.get(
     platform.machine(), 98
@@ -53,7 +53,8 @@ EVERYBODY = 0x7FFF_FFFF
 CONTROL_BYTES, STEP_BITS = at.CONTROL_BYTES, at.STEP_BITS
 RANK, SIZE, CONTROL, ABORT = at.RANK, at.SIZE, at.CONTROL, at.ABORT
 HEAPS, HEAP_BYTES, NOT_SHARED = at.HEAPS, at.HEAP_BYTES, at.NOT_SHARED
-SEQUENCE, BLOCKED, SPINS, YIELDS, PATIENCE = at.SEQUENCE, at.BLOCKED, at.SPINS, at.YIELDS, at.PATIENCE
+SEQUENCE, RESUME, BLOCKED, PATIENCE = at.SEQUENCE, at.RESUME, at.BLOCKED, at.PATIENCE
+SPINS, YIELDS = at.SPINS, at.YIELDS
 UNKNOWN = at.UNKNOWN
 META, COUNT, SHARED, WAITERS = at.META, at.COUNT, at.SHARED, at.WAITERS
 DONE, PENDING, ABORTED, MISMATCH = at.DONE, at.PENDING, at.ABORTED, at.MISMATCH
@@ -84,6 +85,14 @@ def wait_until(context, peer, target):
         spin_hint()
         if load_acquire(word) >= target:
             return DONE
+    since = begin_wait(context, peer)
+    code = _wait_patiently(context, peer, word, target)
+    end_wait(context, peer, since)
+    return code
+
+
+@njit(**KERNEL_OPTIONS)
+def _wait_patiently(context, peer, word, target):
     for _ in range(load(context + YIELDS)):
         sched_yield()
         if load_acquire(word) >= target:
@@ -119,11 +128,18 @@ def wait_for_step(context, step):
 
 
 @njit(**KERNEL_OPTIONS)
-def begin(context):
-    """Take the next sequence number; the parity of the slot to use."""
+def begin(context, meta, count, nbytes):
+    """Take the next sequence number, and open the record of an operation on ``nbytes``."""
     sequence = load(context + SEQUENCE) + 1
     store(context + SEQUENCE, sequence)
-    return sequence & 1
+    open_entry(context, sequence, meta, count, nbytes)
+
+
+@njit(**KERNEL_OPTIONS)
+def end(context):
+    """The operation is done: the next call begins another."""
+    close_entry(context, load(context + SEQUENCE))
+    store(context + RESUME, 0)
 
 
 @njit(**KERNEL_OPTIONS)

@@ -25,6 +25,7 @@ from __future__ import annotations
 from numba import njit, types
 
 from torchestra.engine.atomics import (
+    KERNEL_OPTIONS,
     compare_exchange,
     load,
     load_acquire,
@@ -40,8 +41,19 @@ from torchestra.engine.atomics import (
 from torchestra.engine.channels import ring
 from torchestra.engine.channels import words as w
 from torchestra.engine.kernels.buffers import streams
-from torchestra.engine.layout import ABORT, ABORTED, DONE, MISMATCH, PENDING, SPINS, YIELDS
-from torchestra.engine.waiting import KERNEL_OPTIONS
+from torchestra.engine.layout import (
+    ABORT,
+    ABORTED,
+    BACKGROUND,
+    DONE,
+    MISMATCH,
+    PENDING,
+    RECEIVED,
+    SENT,
+    SPINS,
+    YIELDS,
+)
+from torchestra.engine.recording import close_message, message_came, open_message
 
 _WORD = types.int64
 _malloc = types.ExternalFunction("malloc", _WORD(_WORD))
@@ -130,6 +142,7 @@ def _new_stored(state, source, tag, length, kind):
         store(record + w.PEER, source)
         store(record + w.TAG, tag)
         store(record + w.STORED_MESSAGE, 1)
+        store(record + w.ENTRY, 0)
         store(record + w.FROM_LENGTH, length)
         store(state + w.STORED, load(state + w.STORED) + length)
     return record
@@ -158,10 +171,9 @@ def _finish(state, record):
         return
     fits = load(record + w.FROM_LENGTH) == load(record + w.LENGTH)
     fits = fits and load(record + w.FROM_KIND) == load(record + w.KIND)
-    if load(record + w.SENDING) != 0 or fits:
-        store(record + w.STAGE, w.FINISHED)
-    else:
-        store(record + w.STAGE, w.MISMATCHED)
+    fits = fits or load(record + w.SENDING) != 0
+    close_message(load(state + w.CONTEXT), load(record + w.ENTRY), load(record + w.LENGTH), fits)
+    store(record + w.STAGE, w.FINISHED if fits else w.MISMATCHED)
     if load(record + w.NOTIFY) != 0:
         _append(state + w.COMPLETED, record)
 
@@ -174,6 +186,7 @@ def _send_to_self(state, record):
     kind = load(record + w.KIND)
     receiver = _find(state + w.POSTED, rank, load(record + w.TAG))
     if receiver != 0:
+        message_came(load(state + w.CONTEXT), load(receiver + w.ENTRY), rank)
         if _assign(receiver, rank, length, kind):
             memcpy(load(receiver + w.ADDRESS), load(record + w.ADDRESS), length)
     else:
@@ -196,6 +209,7 @@ def _receive_stored(state, source, record):
         return False
     length = load(stored + w.LENGTH)
     fits = _assign(record, source, length, load(stored + w.KIND))
+    message_came(load(state + w.CONTEXT), load(record + w.ENTRY), source)
     arriving = load(known + w.CURRENT) == stored
     arrived = length
     if arriving:
@@ -229,6 +243,7 @@ def _begin_message(state, peer):
     record = _find(state + w.POSTED, peer, tag)
     if record != 0:
         landing = load(record + w.ADDRESS) if _assign(record, peer, length, kind) else 0
+        message_came(load(state + w.CONTEXT), load(record + w.ENTRY), peer)
         store(state + w.NEXT_SOURCE, peer + 1)
     elif _anybody_waits_for(state, peer):
         record = _new_stored(state, peer, tag, length, kind)
@@ -401,6 +416,8 @@ def _enqueue(state, record, sending, address, length, kind, peer, tag, notify):
     store(record + w.PEER, peer)
     store(record + w.TAG, tag)
     store(record + w.NOTIFY, notify)
+    what = (SENT if sending != 0 else RECEIVED) | (BACKGROUND if notify != 0 else 0) | kind << 16
+    store(record + w.ENTRY, open_message(load(state + w.CONTEXT), what, tag, length, peer + 1))
     if sending != 0:
         store(record + w.MOVED, 0)
         if peer == load(state + w.RANK):
@@ -471,6 +488,7 @@ def cancel(state, record):
             _remove(state + w.POSTED, record)
         else:
             store(peer_of(state, load(record + w.FROM)) + w.CURRENT, w.BROKEN)
+        close_message(load(state + w.CONTEXT), load(record + w.ENTRY), 0, False)
         store(record + w.STAGE, w.FINISHED)
         store(record + w.NOTIFY, 0)
     return stage

@@ -38,6 +38,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from torchestra.engine.atomics import (
+    KERNEL_OPTIONS,
     compare_exchange,
     fetch_add,
     load,
@@ -52,7 +53,7 @@ from torchestra.engine.atomics import (
 from torchestra.engine.channels import words as w
 from torchestra.engine.kernels.buffers import copy_out
 from torchestra.engine.layout import PATIENCE
-from torchestra.engine.waiting import FUTEX, FUTEX_WAIT, FUTEX_WAKE, KERNEL_OPTIONS
+from torchestra.engine.waiting import FUTEX, FUTEX_WAIT, FUTEX_WAKE
 
 PIECES_AT_ONCE = 8
 

@@ -92,6 +92,7 @@ STORED_MESSAGE = 80
 FROM = 88  # what was received: who sent it, how long it was and of what kind
 FROM_LENGTH = 96
 FROM_KIND = 104
+ENTRY = 112  # the number of its entry in the rank's flight record, 0: none
 
 # STAGE
 QUEUED = 0

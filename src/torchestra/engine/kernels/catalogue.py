@@ -13,7 +13,7 @@ import torch
 from numba import types
 from numba.core.dispatcher import Dispatcher
 
-from torchestra.engine import reductions
+from torchestra.engine import clock, recording, reductions
 from torchestra.engine.channels import warm_up_channels
 from torchestra.engine.compilation import compiling, forget_what_is_stale
 from torchestra.engine.kernels import control, move, reduce
@@ -37,6 +37,9 @@ _KERNELS: dict[Any, int] = {
     control.wake_everybody: 1,
     control.publish_step: 2,
     control.await_step: 2,
+    recording.fail_entry: 1,
+    recording.read_ring: 2,
+    clock.read_clock: 2,
 }
 
 Kernel = Callable[..., int]

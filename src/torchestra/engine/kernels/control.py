@@ -8,6 +8,7 @@ from numba import njit
 
 from torchestra.engine import layout as at
 from torchestra.engine.atomics import (
+    KERNEL_OPTIONS,
     compare_exchange,
     fetch_add,
     load,
@@ -21,7 +22,6 @@ from torchestra.engine.waiting import (
     FUTEX,
     FUTEX_WAIT,
     FUTEX_WAKE,
-    KERNEL_OPTIONS,
     control_of,
     publish,
     wait_for_step,

@@ -12,13 +12,13 @@ from __future__ import annotations
 from numba import njit
 
 from torchestra.engine import layout as at
-from torchestra.engine.atomics import load, memcpy, store, stream_fence
+from torchestra.engine.atomics import KERNEL_OPTIONS, load, memcpy, store, stream_fence
 from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, copy_out, place, streams
 from torchestra.engine.waiting import (
-    KERNEL_OPTIONS,
     all_count,
     arrive,
     begin,
+    end,
     everyone_shares,
     meet,
     offset_in_heap,
@@ -42,10 +42,13 @@ def barrier(plan, count):
     context = load(plan + PLAN_CONTEXT)
     meta = load(plan + PLAN_META)
     if load(context + RESUME) == 0:
-        begin(context)
+        begin(context, meta, count, 0)
         arrive(context, meta, count, NOT_SHARED)
     code = meet(context, meta, count)
-    store(context + RESUME, 0 if code == DONE else 1)
+    if code == DONE:
+        end(context)
+    else:
+        store(context + RESUME, 1)
     return code
 
 
@@ -77,7 +80,7 @@ def share(plan, count, source):
     if iteration >= SHARED_PATH:
         return _share_in_place(context, source, stream)
     if iteration == 0:
-        begin(context)
+        begin(context, meta, count, max(own, total))
     while iteration < parts + 1:
         if iteration > 0:
             if iteration == 1:
@@ -112,7 +115,7 @@ def share(plan, count, source):
         iteration += 1
     if stream:
         stream_fence()
-    store(context + RESUME, 0)
+    end(context)
     return DONE
 
 
@@ -135,7 +138,7 @@ def _share_in_place(context, source, stream):
         store(context + RESUME, SHARED_PATH)
     code = part(context)
     if code == DONE:
-        store(context + RESUME, 0)
+        end(context)
     return code
 
 
@@ -223,13 +226,15 @@ def exchange(plan, count):
     targets = load(context + TARGETS)
     expected = load(context + TARGET_BYTES)
     total = 0
+    given = 0
     for peer in range(size):
         total += load(expected + peer * 8)
+        given += load(sent + peer * 8)
     stream = streams(context, total)
     iteration = load(context + RESUME)
     parts = 1
     if iteration == 0:
-        begin(context)
+        begin(context, meta, count, max(given, total))
         _tell_splits(context)
     elif iteration > 1:
         parts = max(1, (_longest(context, count) + chunk - 1) // chunk)
@@ -275,7 +280,7 @@ def exchange(plan, count):
         iteration += 1
     if stream:
         stream_fence()
-    store(context + RESUME, 0)
+    end(context)
     return DONE
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from numba import njit
 
 from torchestra.engine import layout as at
-from torchestra.engine.atomics import call_reduction, load, memcpy, store
+from torchestra.engine.atomics import KERNEL_OPTIONS, call_reduction, load, memcpy, store
 from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, place
 from torchestra.engine.waiting import (
-    KERNEL_OPTIONS,
     arrive,
     begin,
+    end,
     everyone_shares,
     meet,
     offset_in_heap,
@@ -58,14 +58,13 @@ def _all_reduce_direct(context, meta, count, source, target, unit, function, roo
     """Everybody writes its tensor into its slot, meets, and reduces all slots: one synchronisation."""
     rank = load(context + RANK)
     if load(context + RESUME) == 0:
-        begin(context)
+        begin(context, meta, count, count * unit)
         memcpy(buffer_of(context, rank, 0), source, count * unit)
         arrive(context, meta, count, NOT_SHARED)
     code = meet(context, meta, count)
     if code != DONE:
         store(context + RESUME, 1)
         return code
-    store(context + RESUME, 0)
     if root < 0 or root == rank:
         size = load(context + SIZE)
         pointers = load(context + POINTERS)
@@ -73,6 +72,7 @@ def _all_reduce_direct(context, meta, count, source, target, unit, function, roo
             store(pointers + peer * 8, buffer_of(context, peer, 0))
         store(pointers + rank * 8, source)
         call_reduction(function, target, pointers, size, count)
+    end(context)
     return DONE
 
 
@@ -101,7 +101,7 @@ def _all_reduce_chunked(context, meta, count, source, target, unit, function, ro
     if iteration >= SHARED_PATH:
         return _all_reduce_shared(context, count, unit, function, root)
     if iteration == 0:
-        begin(context)
+        begin(context, meta, count, count * unit)
     while iteration < chunks + 2:
         if iteration > 0:
             if iteration == 1:
@@ -154,7 +154,7 @@ def _all_reduce_chunked(context, meta, count, source, target, unit, function, ro
         elif iteration < chunks + 1:
             publish(context, iteration + 1)
         iteration += 1
-    store(context + RESUME, 0)
+    end(context)
     return DONE
 
 
@@ -186,7 +186,7 @@ def _all_reduce_shared(context, count, unit, function, root):
         store(context + RESUME, SHARED_PATH)
     code = part(context)
     if code == DONE:
-        store(context + RESUME, 0)
+        end(context)
     return code
 
 
@@ -211,7 +211,10 @@ def reduce_scatter(plan, count, target, longest):
     iteration = load(context + RESUME)
     parts = max(1, (longest + chunk - 1) // chunk)
     if iteration == 0:
-        begin(context)
+        total = 0
+        for peer in range(size):
+            total += load(lengths + peer * 8)
+        begin(context, meta, count, total)
     while iteration < parts + 1:
         if iteration > 0:
             if iteration == 1:
@@ -243,7 +246,7 @@ def reduce_scatter(plan, count, target, longest):
         elif iteration < parts:
             publish(context, iteration + 1)
         iteration += 1
-    store(context + RESUME, 0)
+    end(context)
     return DONE
 
 

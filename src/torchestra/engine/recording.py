@@ -1,0 +1,177 @@
+"""The flight recorder: what every rank did last and how long it waited for whom, in the arena for all to see.
+
+Each rank has a record in the arena (layout.py) with two rings of ENTRIES entries, one of collectives and one
+of messages, that is written in passing and never read by the rank itself. Number n lies in entry n modulo
+ENTRIES. Of collectives, n is the sequence number of the group.
+
+Who writes. A ring has one writer at a time: the thread that runs the rank's collectives, or that holds its
+mailbox. Anybody reads at any time, also when the writer is dead; a reader writes nothing, and no writer waits
+for readers.
+
+The invariant: *an entry that is seen with the same stamp before and after it was read holds what that number
+was written with*. The writer takes the stamp away (0), and everything that it writes afterwards comes after
+that (fence); the new stamp comes after everything (release). So whoever reads any word of the new operation
+between two looks at the stamp sees another stamp, or none, at the second look (every word is read with
+acquire, so that the second look is not done early). Within the life of an entry three words change: WAITED
+and AWAITED grow old together, and ENDED is written last (release).
+
+What it costs. A collective writes one cache line and reads the clock twice, some 25 ns (clock.py). Waiting is
+accounted for only when a wait has come to the end of its spinning, where time is no longer short. A message
+costs as much on either side, and a third reading of the clock when a receive gets its message.
+
+An entry of a message is opened when the call is made, and may be gone by the time the message has come: more
+than ENTRIES receives can wait at once.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from numba import njit
+
+from torchestra.engine import layout as at
+from torchestra.engine.atomics import KERNEL_OPTIONS, load, load_acquire, release_fence, store, store_release
+from torchestra.engine.clock import now
+
+RECORD, OPERATIONS_AT, BLAMED_AT = at.RECORD, at.OPERATIONS_AT, at.BLAMED_AT
+ENTRIES, ENTRY_BYTES = at.ENTRIES, at.ENTRY_BYTES
+STAMP, BEGAN, ENDED, WHAT, AMOUNT = at.STAMP, at.BEGAN, at.ENDED, at.WHAT, at.AMOUNT
+MOVED_BYTES, WAITED, AWAITED = at.MOVED_BYTES, at.WAITED, at.AWAITED
+TOTAL_BYTES, TOTAL_WAITED = at.TOTAL_BYTES, at.TOTAL_WAITED
+MESSAGES_AT, MESSAGES_OPENED, MESSAGES_BYTES = at.MESSAGES_AT, at.MESSAGES_OPENED, at.MESSAGES_BYTES
+MESSAGES_WAITED, BACKGROUND, OTHER, SIZE = at.MESSAGES_WAITED, at.BACKGROUND, at.OTHER, at.SIZE
+WAITING_SINCE, WAITING_FOR, SEQUENCE = at.WAITING_SINCE, at.WAITING_FOR, at.SEQUENCE
+
+_LOOKS = 8
+
+
+@njit(**KERNEL_OPTIONS)
+def write_entry(entry, stamp, began, what, amount, moved_bytes, other):
+    """Give an entry to another operation or message, which runs from now on."""
+    store_release(entry + STAMP, 0)
+    release_fence()
+    store(entry + BEGAN, began)
+    store(entry + ENDED, 0)
+    store(entry + WHAT, what)
+    store(entry + AMOUNT, amount)
+    store(entry + MOVED_BYTES, moved_bytes)
+    store(entry + WAITED, 0)
+    store(entry + AWAITED, other)
+    store_release(entry + STAMP, stamp)
+
+
+@njit(**KERNEL_OPTIONS)
+def _entry(context, sequence):
+    return load(context + RECORD) + OPERATIONS_AT + (sequence & (ENTRIES - 1)) * ENTRY_BYTES
+
+
+@njit(**KERNEL_OPTIONS)
+def open_entry(context, sequence, what, amount, moved_bytes):
+    """A collective begins."""
+    write_entry(_entry(context, sequence), sequence, now(context), what, amount, moved_bytes, 0)
+
+
+@njit(**KERNEL_OPTIONS)
+def close_entry(context, sequence):
+    """A collective has come to its end."""
+    record = load(context + RECORD)
+    entry = _entry(context, sequence)
+    waited = load(entry + WAITED)
+    if waited > 0:
+        # All of it is put down to whoever came last.
+        blamed = record + BLAMED_AT + (load(entry + AWAITED) - 1) * 8
+        store(blamed, load(blamed) + waited)
+        store(record + TOTAL_WAITED, load(record + TOTAL_WAITED) + waited)
+    store(record + TOTAL_BYTES, load(record + TOTAL_BYTES) + load(entry + MOVED_BYTES))
+    store_release(entry + ENDED, now(context))
+
+
+@njit(**KERNEL_OPTIONS)
+def fail_entry(context):
+    """The current collective was left with an error, unless it has come to its end."""
+    entry = _entry(context, load(context + SEQUENCE))
+    if load(entry + STAMP) != 0 and load(entry + ENDED) == 0:
+        store_release(entry + ENDED, -now(context))
+    return 0
+
+
+@njit(**KERNEL_OPTIONS)
+def begin_wait(context, peer):
+    """A wait for ``peer`` has left its spinning phase; the time."""
+    since = now(context)
+    record = load(context + RECORD)
+    store(record + WAITING_FOR, peer)
+    store_release(record + WAITING_SINCE, since)
+    return since
+
+
+@njit(**KERNEL_OPTIONS)
+def end_wait(context, peer, since):
+    """The wait that began at ``since`` is over, or interrupted."""
+    store_release(load(context + RECORD) + WAITING_SINCE, 0)
+    entry = _entry(context, load(context + SEQUENCE))
+    store(entry + WAITED, load(entry + WAITED) + now(context) - since)
+    store(entry + AWAITED, peer + 1)
+
+
+@njit(**KERNEL_OPTIONS)
+def open_message(context, what, tag, nbytes, other):
+    """A send or a receive begins; its number."""
+    record = load(context + RECORD)
+    number = load(record + MESSAGES_OPENED) + 1
+    store(record + MESSAGES_OPENED, number)
+    write_entry(_message(record, number), number, now(context), what, tag, nbytes, other)
+    return number
+
+
+@njit(**KERNEL_OPTIONS)
+def message_came(context, number, source):
+    """The message that a receive wants has come."""
+    record = load(context + RECORD)
+    entry = _message(record, number)
+    if load(entry + STAMP) == number:
+        waited = now(context) - load(entry + BEGAN)
+        store(entry + WAITED, waited)
+        store(entry + OTHER, source + 1)
+        if load(entry + WHAT) & BACKGROUND == 0:
+            blamed = record + BLAMED_AT + (load(context + SIZE) + source) * 8
+            store(blamed, load(blamed) + waited)
+            store(record + MESSAGES_WAITED, load(record + MESSAGES_WAITED) + waited)
+
+
+@njit(**KERNEL_OPTIONS)
+def close_message(context, number, nbytes, well):
+    """A send or a receive has come to its end."""
+    record = load(context + RECORD)
+    entry = _message(record, number)
+    store(record + MESSAGES_BYTES, load(record + MESSAGES_BYTES) + nbytes)
+    if load(entry + STAMP) == number:
+        ended = now(context)
+        store_release(entry + ENDED, ended if well else -ended)
+
+
+@njit(**KERNEL_OPTIONS)
+def _message(record, number):
+    return record + MESSAGES_AT + (number & (ENTRIES - 1)) * ENTRY_BYTES
+
+
+@njit(**KERNEL_OPTIONS)
+def read_entry(entry, copy):
+    """Copy an entry as it was at one moment: its stamp, or 0 if it was being written all the time."""
+    for _ in range(_LOOKS):
+        stamp = load_acquire(entry + STAMP)
+        for offset in range(BEGAN, ENTRY_BYTES, 8):
+            store(copy + offset, load_acquire(entry + offset))
+        if stamp != 0 and load_acquire(entry + STAMP) == stamp:
+            store(copy + STAMP, stamp)
+            return stamp
+    store(copy + STAMP, 0)
+    return 0
+
+
+@njit(**KERNEL_OPTIONS)
+def read_ring(ring, copy):
+    """:func:`read_entry` of every entry of a ring."""
+    for offset in range(0, ENTRIES * ENTRY_BYTES, ENTRY_BYTES):
+        read_entry(ring + offset, copy + offset)
+    return 0
