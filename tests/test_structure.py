@@ -81,8 +81,11 @@ def offered_parts(package: types.ModuleType) -> Iterator[tuple[str, object]]:
         yield f"{package.__name__}.{name}", value
         if inspect.isclass(value):
             for part in dir(value):
-                if not part.startswith("_") and (inspect.isfunction(getattr(value, part))):
-                    yield f"{package.__name__}.{name}.{part}", getattr(value, part)
+                found = getattr(value, part)
+                # What torch's modules and optimizers have, and ours inherit, is torch's to document.
+                ours = inspect.isfunction(found) and found.__module__.startswith("torchestra")
+                if ours and not part.startswith("_"):
+                    yield f"{package.__name__}.{name}.{part}", found
 
 
 def test_everything_a_package_offers_is_documented() -> None:
