@@ -53,7 +53,8 @@ class QuickCommunicator(Communicator):
         self._broadcasts: list[dict[torch.dtype, Plan]] = [{} for _ in range(engine.size)]
         self._gathers: dict[torch.dtype, Plan] = {}
         self._exchanges: dict[torch.dtype, Plan] = {}
-        self._sends: dict[torch.dtype, bool] = {}
+        self._messages: dict[torch.dtype, tuple[int, int]] = {}
+        self._mailbox = engine.mailbox
         # Taken inside the try because an interrupt may come right after the lock was taken; and without
         # waiting, because one that came while waiting would release what another thread has taken. Whoever
         # finds it taken goes the general way.
@@ -227,8 +228,42 @@ class QuickCommunicator(Communicator):
                     self._release()
         return super().barrier(async_op, seconds)
 
+    def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
+        if (
+            tensor.__class__ in _TENSORS
+            and (found := self._messages.get(tensor.dtype)) is not None
+            and seconds is None
+            and tensor.is_cpu
+            and tensor.layout is _STRIDED
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+        ):
+            kind, unit = found
+            waiter = self.engine.waiter(self.seconds)
+            self._mailbox.send(tensor.data_ptr(), tensor.numel() * unit, kind, rank, tag, waiter)
+            return
+        super().send(tensor, rank, tag, seconds)
+        self._remember_messages(tensor.dtype)
+
+    def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
+        if (
+            tensor.__class__ in _TENSORS
+            and (found := self._messages.get(tensor.dtype)) is not None
+            and seconds is None
+            and tensor.is_cpu
+            and tensor.layout is _STRIDED
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+        ):
+            kind, unit = found
+            waiter = self.engine.waiter(self.seconds)
+            return self._mailbox.recv(tensor.data_ptr(), tensor.numel() * unit, kind, rank, tag, waiter)
+        source = super().recv(tensor, rank, tag, seconds)
+        self._remember_messages(tensor.dtype)
+        return source
+
     def close(self) -> None:
-        self._sends.clear()
+        self._messages.clear()
         for quick in (*self._reductions, *self._scatters, *self._broadcasts):
             quick.clear()
         self._gathers.clear()
@@ -245,3 +280,7 @@ class QuickCommunicator(Communicator):
     ) -> None:
         if not dtype.is_complex and (op is None or op.factor is None):
             quick[dtype] = self.engine.plan(kind, dtype, op, root)
+
+    def _remember_messages(self, dtype: torch.dtype) -> None:
+        if not dtype.is_complex:
+            self._messages[dtype] = (self.engine.kind_of_message(dtype), dtype.itemsize)

@@ -43,7 +43,7 @@ class Waiter:
         self.checks = 0
         self.aborts: list[str] = []
 
-    def check(self, doing: str, blocked: int | None, started: float) -> None:
+    def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> None:
         self.checks += 1
         if time.monotonic() - started > self.seconds:
             raise TimeoutError(f"{doing}: blocked on {blocked}")
@@ -755,8 +755,8 @@ def test_signals_at_any_moment_lose_nothing(pair: Ranks) -> None:
 
 def test_an_aborted_group_ends_a_wait_at_once(pair: Ranks) -> None:
     class Aborted(Waiter):
-        def check(self, doing: str, blocked: int | None, started: float) -> None:
-            super().check(doing, blocked, started)
+        def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> None:
+            super().check(doing, blocked, started, suspect)
             if pair._memory[0]:
                 raise GroupAbortedError("told")
 
@@ -778,8 +778,8 @@ def test_threads_of_a_rank_do_not_wait_for_each_other(pair: Ranks) -> None:
     inside = threading.Event()
 
     class Inside(Waiter):
-        def check(self, doing: str, blocked: int | None, started: float) -> None:
-            super().check(doing, blocked, started)
+        def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> None:
+            super().check(doing, blocked, started, suspect)
             inside.set()
 
     receiver = threading.Thread(target=Port(pair.mailboxes[0], Inside()).recv, args=(answer, 1, 1))
@@ -836,8 +836,8 @@ def test_close_ends_what_is_under_way(pair: Ranks) -> None:
     inside = threading.Event()
 
     class Inside(Waiter):
-        def check(self, doing: str, blocked: int | None, started: float) -> None:
-            super().check(doing, blocked, started)
+        def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> None:
+            super().check(doing, blocked, started, suspect)
             inside.set()
 
     def receive() -> None:

@@ -40,6 +40,11 @@ class Choices:
         return max(64, self.chunk // max(1, size - 1) // 64 * 64)
 
 
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def waiting_policy(ranks_here: int) -> tuple[int, int]:
     """How often a wait spins, and how often it then yields, for so many ranks on this host.
 
@@ -47,5 +52,4 @@ def waiting_policy(ranks_here: int) -> tuple[int, int]:
     where the system has put two ranks on one core, nothing happens until the spinning one yields. A yield
     with nobody else to run costs 0.3 µs, so little is lost.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return (100 if ranks_here <= cores else 0), 1000
+    return (100 if ranks_here <= usable_cores() else 0), 1000

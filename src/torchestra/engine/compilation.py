@@ -8,11 +8,13 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numba
+
+Kernel = Callable[..., int]
 
 _ENGINE = Path(__file__).parent
 # Several installations may share a cache directory: each has notes of its own.
@@ -89,3 +91,12 @@ def compiling(what: str) -> Iterator[None]:
             for old in directory.glob(f"{own}-*"):
                 old.unlink(missing_ok=True)
             note.touch()
+
+
+def entry_point(kernel: Any) -> Kernel:
+    """The compiled function of a loaded kernel.
+
+    Calling it spares the dispatcher's look at the types of the arguments, 0.1 to 0.3 µs; every
+    argument must be an int.
+    """
+    return next(iter(kernel.overloads.values())).entry_point  # type: ignore[no-any-return]

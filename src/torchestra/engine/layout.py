@@ -57,6 +57,7 @@ WAITERS = 128  # how many ranks sleep on PROGRESS
 STATE = 256  # ABSENT, PRESENT or LEFT
 PROCESS = 264  # process id of the rank
 STARTED = 272  # when that process started, in clock ticks since boot
+CORE = 320  # 1 + the core that the rank was last seen on (placement.py)
 ASKED = 384  # counts up when a peer wants to know what this rank is doing
 ANSWERED = 392  # the value of ASKED that TEXT answers
 TEXT_LENGTH = 400
@@ -134,7 +135,12 @@ TARGET_BYTES = 176
 RECORD = 216  # address of this rank's record
 CLOCK = 224  # HEADER_CLOCK
 TIMESPEC = 232  # scratch, two words
-CONTEXT_BYTES = 256
+CORES = 248  # how many cores the ranks here may use
+MASKS = 256  # address of two affinity masks
+UNTIL_LOOK = 264  # how many waits that yield until this rank looks where the others are
+NEXT_LOOK = 272  # how many it will be after the next move
+CONTEXT_BYTES = 320
+MASK_BYTES = 128  # of one affinity mask
 TABLES = (POINTERS, SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES)
 
 # A plan: what a kernel knows of a kind of operation on a dtype, words of 8 bytes, as byte offsets.

@@ -20,8 +20,8 @@ import torch
 from torchestra.engine import layout as at
 from torchestra.engine.algorithms import Choices
 from torchestra.engine.channels import Mailbox, Transfer
+from torchestra.engine.compilation import Kernel, entry_point
 from torchestra.engine.kernels import move, reduce
-from torchestra.engine.kernels.catalogue import Kernel, entry_point
 from torchestra.engine.member import Member, MessageWaiter
 from torchestra.engine.operations import DTYPE_CODE, DTYPES, UNEVEN, Kind, pack
 from torchestra.engine.reductions import reduction, supports
@@ -76,6 +76,7 @@ class LocalEngine:
         self._all_to_all_even = entry_point(move.all_to_all_even)
         self._barrier_plan = Plan(member.context, pack(Kind.barrier), 0, 0, -1)
         self._plans: dict[tuple[Kind, torch.dtype, str, int | None], Plan] = {}
+        self._waiter = MessageWaiter(member, 0.0)  # the last one: most calls want the same
         self.choices = Choices.for_group(member.size, member.arena.layout.slot_bytes)
 
     @property
@@ -220,24 +221,20 @@ class LocalEngine:
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int, seconds: float) -> None:
         """Send a message; the tensor may be changed afterwards, though the message may not have arrived."""
-        waiter = MessageWaiter(self.member, seconds)
-        self.mailbox.send(tensor.data_ptr(), tensor.nbytes, DTYPE_CODE[tensor.dtype], rank, tag, waiter)
+        kind, waiter = self.kind_of_message(tensor.dtype), self.waiter(seconds)
+        self.mailbox.send(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter)
 
     def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, seconds: float) -> int:
         """Receive a message from a rank, or from any; the rank that sent it."""
-        waiter = MessageWaiter(self.member, seconds)
-        return self.mailbox.recv(
-            tensor.data_ptr(), tensor.nbytes, DTYPE_CODE[tensor.dtype], rank, tag, waiter
-        )
+        kind, waiter = self.kind_of_message(tensor.dtype), self.waiter(seconds)
+        return self.mailbox.recv(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter)
 
     def begin_send(
         self, tensor: torch.Tensor, rank: int, tag: int, seconds: float, done: Callable[[Transfer], None]
     ) -> None:
         """:meth:`send` in the background; ``done`` is called at its end and keeps the tensor alive."""
-        waiter = MessageWaiter(self.member, seconds)
-        self.mailbox.isend(
-            tensor.data_ptr(), tensor.nbytes, DTYPE_CODE[tensor.dtype], rank, tag, waiter, done
-        )
+        kind, waiter = self.kind_of_message(tensor.dtype), self.waiter(seconds)
+        self.mailbox.isend(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter, done)
 
     def begin_receive(
         self,
@@ -248,14 +245,23 @@ class LocalEngine:
         done: Callable[[Transfer], None],
     ) -> None:
         """:meth:`receive` in the background; ``done`` is called at its end and keeps the tensor alive."""
-        waiter = MessageWaiter(self.member, seconds)
-        self.mailbox.irecv(
-            tensor.data_ptr(), tensor.nbytes, DTYPE_CODE[tensor.dtype], rank, tag, waiter, done
-        )
+        kind, waiter = self.kind_of_message(tensor.dtype), self.waiter(seconds)
+        self.mailbox.irecv(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter, done)
+
+    def waiter(self, seconds: float) -> MessageWaiter:
+        """Who ends the waits of messages that may wait for so long."""
+        if seconds != self._waiter.seconds:
+            self._waiter = MessageWaiter(self.member, seconds)
+        return self._waiter
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the arena."""
         return self.member.heap.empty(shape, dtype)
+
+    @staticmethod
+    def kind_of_message(dtype: torch.dtype) -> int:
+        """What the mailbox knows messages of a dtype by: both ends must name the same."""
+        return DTYPE_CODE[dtype]
 
     @staticmethod
     def reduces(dtype: torch.dtype, op: ReduceOp) -> bool:

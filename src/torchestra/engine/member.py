@@ -25,11 +25,13 @@ import numpy.typing as npt
 
 from torchestra.engine import layout as at
 from torchestra.engine import operations, recording
+from torchestra.engine.algorithms import usable_cores
 from torchestra.engine.arena import Arena
 from torchestra.engine.callsites import call_site
 from torchestra.engine.heap import Heap
 from torchestra.engine.kernels import control
 from torchestra.engine.liveness import Peers, process_start
+from torchestra.engine.placement import LOOK_EVERY
 from torchestra.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -59,6 +61,7 @@ class Member:
         self._aborted: GroupAbortedError | None = None
         self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
         self._tables: npt.NDArray[np.int64] = np.zeros((len(at.TABLES), self.size), dtype=np.int64)
+        self._masks: npt.NDArray[np.int64] = np.zeros(2 * at.MASK_BYTES // 8, dtype=np.int64)
         self._patience = np.array([0, int(_LIVENESS_SECONDS * 1e9)], dtype=np.int64)
         self.context: int = self._words.ctypes.data
         layout, base = arena.layout, arena.address
@@ -79,6 +82,9 @@ class Member:
             (at.PATIENCE, self._patience.ctypes.data),
             (at.RECORD, base + arena.record(rank)),
             (at.CLOCK, arena.word(at.HEADER_CLOCK)),
+            (at.CORES, usable_cores()),
+            (at.MASKS, self._masks.ctypes.data),
+            (at.NEXT_LOOK, LOOK_EVERY),
             *((table, self._tables[index].ctypes.data) for index, table in enumerate(at.TABLES)),
         ):
             self._words[offset // 8] = value
@@ -390,18 +396,17 @@ class Member:
 
 
 class MessageWaiter:
-    """How long a message may wait, for the mailbox: a new one for every message."""
+    """How long messages may wait, for the mailbox."""
 
-    __slots__ = ("_member", "_seconds", "_suspect")
+    __slots__ = ("_member", "seconds")
 
     def __init__(self, member: Member, seconds: float) -> None:
         self._member = member
-        self._seconds = seconds
-        self._suspect: int | None = None
+        self.seconds = seconds
 
-    def check(self, doing: str, blocked: int | None, started: float) -> None:
-        """Raise what :meth:`Member.check` raises; a time-out leaves the group usable."""
-        self._suspect = self._member.check(doing, blocked, started, self._seconds, self._suspect, alone=True)
+    def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> int | None:
+        """Return and raise what :meth:`Member.check` does; a time-out leaves the group usable."""
+        return self._member.check(doing, blocked, started, self.seconds, suspect, alone=True)
 
     def abort(self, reason: str) -> None:
         """A message was left halfway."""

@@ -41,6 +41,7 @@ from torchestra.engine.atomics import (
     store_ordered,
     syscall,
 )
+from torchestra.engine.placement import settle
 from torchestra.engine.recording import begin_wait, close_entry, end_wait, open_entry
 
 FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}.get(
@@ -93,6 +94,7 @@ def wait_until(context, peer, target):
 
 @njit(**KERNEL_OPTIONS)
 def _wait_patiently(context, peer, word, target):
+    settle(context)
     for _ in range(load(context + YIELDS)):
         sched_yield()
         if load_acquire(word) >= target:

@@ -19,7 +19,6 @@ from torchestra.engine.channels.traffic import CLOSE_SECONDS, LOOK_SECONDS, Traf
 from torchestra.engine.channels.transfer import Record, Transfer, Waiter
 from torchestra.engine.layout import ABORTED, DONE, MISMATCH
 
-_transfer: Any = matching.transfer
 _run: Any = matching.run
 _cancel: Any = matching.cancel
 _occupy: Any = matching.occupy
@@ -61,7 +60,7 @@ class Mailbox(Traffic):
         own = self._spare_record()
         transfer = None
         try:
-            code = _transfer(self._state, own.address, 1, address, nbytes, kind, destination, tag)
+            code = self._transfer(self._state, own.address, 1, address, nbytes, kind, destination, tag)
             if code == DONE:
                 self._free.append(own)
                 if self._inbox:
@@ -87,7 +86,7 @@ class Mailbox(Traffic):
         own = self._spare_record()
         transfer = None
         try:
-            code = _transfer(self._state, own.address, 0, address, nbytes, kind, peer, tag)
+            code = self._transfer(self._state, own.address, 0, address, nbytes, kind, peer, tag)
             if code == DONE:
                 found = peer if peer >= 0 else own.word(w.FROM)
                 self._free.append(own)

@@ -53,6 +53,7 @@ from torchestra.engine.layout import (
     SPINS,
     YIELDS,
 )
+from torchestra.engine.placement import settle
 from torchestra.engine.recording import close_message, message_came, open_message
 
 _WORD = types.int64
@@ -387,6 +388,8 @@ def run(state, record, eager):
         if idle <= spins:
             spin_hint()
         elif idle <= spins + yields:
+            if idle == spins + 1:
+                settle(context)
             sched_yield()
         else:
             if load_acquire(load(context + ABORT)) != 0:

@@ -34,6 +34,7 @@ from torchestra.engine.channels import matching
 from torchestra.engine.channels import words as w
 from torchestra.engine.channels.transfer import Record, Transfer, Waiter
 from torchestra.engine.channels.wording import Wording
+from torchestra.engine.compilation import entry_point
 from torchestra.engine.layout import ABORTED, DONE
 
 _post: Any = matching.post
@@ -78,6 +79,7 @@ class Traffic:
             (w.SIZE, size),
         ):
             self._words[offset // 8] = value
+        self._transfer = entry_point(matching.transfer)
         self._tokens = itertools.count(-1, -1)
         self._free: list[Record] = []
         self._pending: dict[int, Transfer] = {}  # by the address of the record

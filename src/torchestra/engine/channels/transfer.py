@@ -17,13 +17,14 @@ __all__ = ["Record", "Transfer", "Waiter"]
 class Waiter(Protocol):
     """Decides how long a transfer may wait; the engine above provides it."""
 
-    def check(self, doing: str, blocked: int | None, started: float) -> None:
-        """Raise if waiting any longer is in vain.
+    def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> int | None:
+        """Raise if waiting any longer is in vain; otherwise what to hand in the next time as ``suspect``.
 
         Args:
             doing: what waits, for messages.
             blocked: the rank waited for, None for any.
             started: ``time.monotonic()`` of when the waiting began.
+            suspect: what the last call for the same transfer returned, None at first.
         """
 
     def abort(self, reason: str) -> None:
@@ -68,6 +69,7 @@ class Transfer:
         "sending",
         "source",
         "started",
+        "suspect",
         "tag",
         "waiter",
         "watched",
@@ -94,6 +96,7 @@ class Transfer:
         self.waiter = waiter
         self.done = done
         self.started = time.monotonic()
+        self.suspect: int | None = None  # the waiter's
         self.record: Record | None = None
         self.watched = False  # somebody waits for it, and lets the waiter check
         self.withdrawn: BaseException | None = None  # what made its caller give it up
@@ -112,7 +115,8 @@ class Transfer:
 
     def check(self) -> None:
         """Let the waiter decide whether to wait on."""
-        self.waiter.check(self.describe(), None if self.peer < 0 else self.peer, self.started)
+        blocked = None if self.peer < 0 else self.peer
+        self.suspect = self.waiter.check(self.describe(), blocked, self.started, self.suspect)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Wake whoever waits for it. Once is enough, twice does no harm."""

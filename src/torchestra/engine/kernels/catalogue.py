@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,8 +41,6 @@ _KERNELS: dict[Any, int] = {
     clock.read_clock: 2,
 }
 
-Kernel = Callable[..., int]
-
 _loaded = False
 _loading = threading.Lock()
 
@@ -73,12 +70,3 @@ def _compiled_functions() -> list[Any]:
     """Every function of the engine that Numba compiles."""
     modules = [module for name, module in sys.modules.items() if name.startswith("torchestra.engine")]
     return [value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)]
-
-
-def entry_point(kernel: Any) -> Kernel:
-    """The compiled function of a loaded kernel.
-
-    Calling it spares the dispatcher's look at the types of the arguments, 0.1 to 0.3 µs; every
-    argument must be an int.
-    """
-    return next(iter(kernel.overloads.values())).entry_point  # type: ignore[no-any-return]
