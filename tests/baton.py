@@ -18,6 +18,7 @@ from numba import njit, types
 from numba.core.dispatcher import Dispatcher
 
 from torchestra.engine import layout as at
+from torchestra.engine.compilation import entry_point
 from torchestra.engine.kernels import catalogue, move, reduce
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.member import Member
@@ -126,4 +127,4 @@ def rebuilt(module: ModuleType, name: str, **replaced: Any) -> Kernel:
     kernel = scope[name]
     kernel.compile((types.int64,) * catalogue._KERNELS[vars(module)[name]])
     kernel.disable_compile()
-    return catalogue.entry_point(kernel)
+    return entry_point(kernel)

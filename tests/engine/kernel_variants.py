@@ -23,8 +23,8 @@ import numpy as np
 from numba import njit, types
 
 from torchestra.engine import atomics, recording, waiting
+from torchestra.engine.compilation import Kernel, entry_point
 from torchestra.engine.kernels import buffers, move, reduce
-from torchestra.engine.kernels.catalogue import Kernel, entry_point
 
 
 class Rule(IntEnum):

@@ -63,9 +63,12 @@ class Ranks:
         )
         address = self._memory.ctypes.data
         self.patience = np.array([0, 50_000_000], dtype=np.int64)
+        self.control = np.zeros((size, at.CONTROL_BYTES // 8), dtype=np.int64)
+        self.masks = np.zeros((size, 2 * at.MASK_BYTES // 8), dtype=np.int64)
         self.contexts = np.zeros((size, at.CONTEXT_BYTES // 8), dtype=np.int64)
         record_bytes = at.Layout(size, 0, 0, 0, 0).record_bytes
         self.records = np.zeros((size, record_bytes // 8), dtype=np.int64)
+        package.warm_up_channels()
         self.mailboxes: list[channels.Mailbox] = []
         for rank, context in enumerate(self.contexts):
             for offset, value in (
@@ -78,6 +81,9 @@ class Ranks:
                 (at.STREAM_ABOVE, 1 << 19),
                 (at.RECORD, self.records[rank].ctypes.data),
                 (at.CLOCK, clock.NANOSECONDS),
+                (at.CONTROL, self.control.ctypes.data),
+                (at.CORES, size),
+                (at.MASKS, self.masks[rank].ctypes.data),
             ):
                 context[offset // 8] = value
             self.mailboxes.append(

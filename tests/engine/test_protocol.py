@@ -19,8 +19,8 @@ from kernel_variants import Rule, broken, edited
 import torchestra as dist
 from torchestra.engine import layout as at
 from torchestra.engine.algorithms import Choices
+from torchestra.engine.compilation import Kernel
 from torchestra.engine.kernels import move, reduce
-from torchestra.engine.kernels.catalogue import Kernel
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.operations import Kind, pack
 from torchestra.types import ReduceOp

@@ -14,8 +14,8 @@ import torchestra as dist
 from torchestra.engine import layout as at
 from torchestra.engine.algorithms import Choices
 from torchestra.engine.arena import Arena
+from torchestra.engine.compilation import Kernel
 from torchestra.engine.kernels import move
-from torchestra.engine.kernels.catalogue import Kernel
 from torchestra.engine.local import LocalEngine
 from worlds import KINDS, await_note, leave_note, run
 

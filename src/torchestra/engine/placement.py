@@ -1,13 +1,13 @@
 """Ranks that share cores, spread over them evenly.
 
-With more ranks than cores an operation is as slow as the fullest core. Linux spreads waiting ranks well in the
-long run, but after they have slept it may take a tenth of a second, hundreds of operations, until three ranks on
-one core and one on the other have become two and two. The ranks know who of them is where, so they need not
-wait for that: now and then a wait that yields writes down its core, counts how many ranks every core has, and
-the last rank on a core that has too many moves itself to the emptiest.
+With more ranks than cores an operation is as slow as the fullest core. Linux spreads waiting ranks well
+in the long run, but after they have slept it may take a tenth of a second, hundreds of operations, until
+three ranks on one core and one on the other have become two and two. The ranks know who of them is where,
+so they need not wait for that: now and then a wait that yields writes down its core, counts how many
+ranks every core has, and the last rank on a core that has too many moves itself to the emptiest.
 
-To move, a thread narrows its affinity to that core and takes back what it had, so the system stays free to
-move it elsewhere: this is a push, not a pin. Should the system have had its reasons and undo it, the
+To move, a thread narrows its affinity to that core and takes back what it had, so the system stays free
+to move it elsewhere: this is a push, not a pin. Should the system have had its reasons and undo it, the
 pushes become rarer, each time by half.
 
 What the ranks read of each other may be old. Then a rank moves too often or too late, which costs time and
