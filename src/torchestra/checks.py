@@ -32,7 +32,8 @@ def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = F
         )
     if tensor.layout is not torch.strided:
         raise InvalidArgumentError(
-            f"{name}: `{parameter}` has unsupported layout {tensor.layout}; only dense tensors can be sent"
+            f"{name}: `{parameter}` has unsupported layout {tensor.layout}:"
+            f" {name} only supports dense tensors"
         )
     if tensor.device.type != "cpu":
         raise InvalidArgumentError(

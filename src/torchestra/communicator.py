@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from torchestra import checks
+from torchestra import checks, sparse
 from torchestra.engine.callsites import call_site
 from torchestra.engine.channels import Transfer
 from torchestra.engine.local import LocalEngine, Plan
@@ -55,6 +55,8 @@ class Communicator:
     ) -> Work | None:
         """Replace the tensor by the reduction of all ranks' tensors."""
         name = "all_reduce"
+        if getattr(tensor, "layout", None) is torch.sparse_coo:
+            return self.all_reduce_sparse([tensor], op, async_op, seconds)
         self._check_reduction(tensor, "tensor", op, name)
         plan = self._plan(Kind.all_reduce, tensor.dtype, op)
 
@@ -64,6 +66,24 @@ class Communicator:
             return self._write_back([tensor], [buffer])
 
         return self._run(operation, f"{name}({op.name})", async_op)
+
+    def all_reduce_sparse(
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        async_op: bool = False,
+        seconds: float | None = None,
+    ) -> Work | None:
+        """Replace each of some sparse COO tensors by the sum of all of them on all ranks (only SUM)."""
+        name = "all_reduce"
+        checked = sparse.check(tensors, checks.check_op(op, name), name)
+        self._refuse_if_closed(name)
+
+        def operation(site: str | None) -> list[torch.Tensor]:
+            sparse.all_reduce(self.engine, checked, self._limit(seconds), site)
+            return checked
+
+        return self._run(operation, f"{name}({op.name}, sparse)", async_op)
 
     def reduce(
         self,

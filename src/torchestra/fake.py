@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import torch
 
-from torchestra import checks
+from torchestra import checks, sparse
 from torchestra.communicator import Communicator
 from torchestra.engine.local import LocalEngine
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
@@ -96,8 +96,19 @@ class FakeCommunicator(Communicator):
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
         checks.check_op(op, "all_reduce")
+        if getattr(tensor, "layout", None) is torch.sparse_coo:
+            return self.all_reduce_sparse([tensor], op, async_op, seconds)
         checks.check_reducible(_check(tensor, "tensor", "all_reduce"), op, "all_reduce")
         return self._done("all_reduce", [tensor], async_op)
+
+    def all_reduce_sparse(
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        async_op: bool = False,
+        seconds: float | None = None,
+    ) -> Work | None:
+        return self._done("all_reduce", sparse.check(tensors, op, "all_reduce"), async_op)
 
     def reduce(
         self,

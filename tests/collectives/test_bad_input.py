@@ -45,9 +45,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"broadcast: `tensor` must be a torch.Tensor, got int",
     ),
     "sparse": (
-        lambda: dist.all_reduce(sparse()),
+        lambda: dist.broadcast(sparse(), 0),
         InvalidArgumentError,
-        r"`tensor` has unsupported layout torch.sparse_coo; only dense tensors",
+        r"`tensor` has unsupported layout torch.sparse_coo: .* only supports dense tensors",
     ),
     "another device": (
         lambda: dist.all_reduce(torch.ones(3, device="meta")),

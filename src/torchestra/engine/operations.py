@@ -23,6 +23,7 @@ class Kind(enum.IntEnum):
     all_to_all = 8
     send = 9
     recv = 10
+    sparse_all_reduce = 20
 
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
