@@ -23,6 +23,7 @@ from torchestra.quick import QuickCommunicator
 from torchestra.registry import compact, current_thread_rank, current_world, label
 from torchestra.rendezvous import launch_environment, rendezvous
 from torchestra.store import FakeStore, PrefixStore, Store
+from torchestra.store.secret import Secret
 from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
 
 AnyGroup = Union[ProcessGroup, NonMember]
@@ -65,6 +66,8 @@ def init_process_group(
     group_name: str = "",
     pg_options: Any = None,
     device_id: Any = None,
+    *,
+    secret: Secret = None,
 ) -> None:
     """Meet the other ranks and make the default group. Must be called by every rank, and first.
 
@@ -80,6 +83,9 @@ def init_process_group(
         group_name: a description of the group.
         pg_options: none are known.
         device_id: refused; only CPU tensors are moved.
+        secret: what the ranks prove to each other to know, the same text on all of them; default: the
+            environment variable TORCHESTRA_SECRET, which ``torchestra run`` sets. Without one, ranks of the
+            same user on one host meet, and ranks on several hosts cannot.
 
     Raises:
         InvalidArgumentError: an argument is wrong, something is missing from the environment, or this rank
@@ -111,6 +117,7 @@ def init_process_group(
             world_size=world_size,
             timeout=timedelta(seconds=seconds),
             store=store,
+            secret=secret,
         )
         store, rank, world_size = PrefixStore("torchestra", met.store), met.rank, met.world_size
     if world.thread is None:

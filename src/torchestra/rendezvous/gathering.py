@@ -25,7 +25,7 @@ from torchestra.store.process import ProcessIdentity
 __all__ = ["gather"]
 
 
-def gather(store: Store, rank: int, world_size: int, seconds: float) -> Store:
+def gather(store: Store, rank: int, world_size: int, seconds: float, hint: str = "") -> Store:
     """Waits until all ranks have come, and returns a store that only these have.
 
     Args:
@@ -33,6 +33,7 @@ def gather(store: Store, rank: int, world_size: int, seconds: float) -> Store:
         rank: this rank.
         world_size: how many there are.
         seconds: how long to wait for the others.
+        hint: what to add to the message if some do not come.
 
     Raises:
         StoreTimeoutError: some did not come; it names them.
@@ -57,7 +58,8 @@ def gather(store: Store, rank: int, world_size: int, seconds: float) -> Store:
         missing = [other for other in range(world_size) if not here.check([_name(other)])]
         dead = _dead(here, [other for other in range(world_size) if other not in missing])
         _sign_off(here, rank, alone=len(missing) == world_size - 1)
-        raise StoreTimeoutError(_who_is_missing(missing, dead, store, rank, world_size, seconds)) from None
+        told = _who_is_missing(missing, dead, store, rank, world_size, seconds)
+        raise StoreTimeoutError(told + hint) from None
     return PrefixStore(str(generation), store)
 
 

@@ -14,8 +14,8 @@ from torchestra.rendezvous.gathering import gather
 from torchestra.rendezvous.local_job import meeting_point
 from torchestra.store import FileStore, PrefixStore, Store, TCPStore
 from torchestra.store.base import check_integer, nap
+from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE, Secret, job_secret
 from torchestra.store.tcp.address import Address
-from torchestra.store.tcp.secret import job_secret
 from torchestra.store.tcp.tenants import keep_server
 from torchestra.store.torch_agent import TorchStore, connect_to_agent
 from torchestra.types import Timeout, timeout_seconds
@@ -52,6 +52,7 @@ def rendezvous(
     world_size: int = -1,
     timeout: Timeout,
     store: Store | None = None,
+    secret: Secret = None,
 ) -> Rendezvous:
     """Meets the other ranks; returns when all have come. Must be called by every rank.
 
@@ -67,10 +68,12 @@ def rendezvous(
         world_size: the number of ranks; -1: as the address or the environment says.
         timeout: for reaching the store and for the others to come, and the store's time-out afterwards.
         store: meet here instead. A store of torch.distributed is accepted too.
+        secret: what the ranks prove to each other to know; the environment variable TORCHESTRA_SECRET if
+            None. Without one, ranks of the same user on one host meet.
 
     Raises:
         InvalidArgumentError: something is missing from the arguments and the environment, or wrong, or two
-            processes are the same rank.
+            processes are the same rank, or the ranks are on several hosts and have no secret.
         DistNetworkError: rank 0 was not reached in time, or cannot listen.
         StoreTimeoutError: some ranks did not come in time; it names them.
     """
@@ -87,9 +90,13 @@ def rendezvous(
         )
     if store is not None:
         shared = store if isinstance(store, Store) else TorchStore(store)
-        return Rendezvous(gather(shared, rank, world_size, seconds), rank, world_size)
-    opened, own = _met(_opener(place, parts, launch, rank, world_size), rank, world_size, seconds)
-    opened.set_timeout(timeout)
+        own = gather(shared, rank, world_size, seconds)
+    else:
+        opener = _opener(place, parts, launch, rank, world_size, job_secret(secret))
+        opened, own = _met(opener, rank, world_size, seconds)
+        opened.set_timeout(timeout)
+    if secret is not None:
+        own.secret = secret
     return Rendezvous(own, rank, world_size)
 
 
@@ -123,11 +130,18 @@ def _not_set(variable: str, remedy: str) -> InvalidArgumentError:
     )
 
 
-def _opener(place: str, parts: SplitResult, launch: LaunchEnvironment, rank: int, world_size: int) -> Opener:
+def _opener(
+    place: str,
+    parts: SplitResult,
+    launch: LaunchEnvironment,
+    rank: int,
+    world_size: int,
+    secret: bytes | None,
+) -> Opener:
     if parts.scheme == "env":
-        return _by_environment(launch, rank)
+        return _by_environment(launch, rank, secret)
     if parts.scheme == "tcp":
-        return _by_address(parts, rank)
+        return _by_address(parts, rank, secret)
     if parts.scheme == "file":
         path = unquote(parts.netloc + parts.path)
         if not path:
@@ -138,7 +152,7 @@ def _opener(place: str, parts: SplitResult, launch: LaunchEnvironment, rank: int
     )
 
 
-def _by_address(parts: SplitResult, rank: int) -> Opener:
+def _by_address(parts: SplitResult, rank: int, secret: bytes | None) -> Opener:
     try:
         port = parts.port
     except ValueError as error:
@@ -150,26 +164,33 @@ def _by_address(parts: SplitResult, rank: int) -> Opener:
         raise InvalidArgumentError(
             f"Error initializing torchestra using tcp:// rendezvous: {missing} missing; use tcp://host:port"
         )
-    return _served_by_rank_0(parts.hostname, port, rank)
+    return _served_by_rank_0(parts.hostname, port, rank, secret)
 
 
-def _by_environment(launch: LaunchEnvironment, rank: int) -> Opener:
+def _by_environment(launch: LaunchEnvironment, rank: int, secret: bytes | None) -> Opener:
     """Where the launcher means the ranks to meet."""
     variables = os.environ
     served = variables.get("TORCHESTRA_STORE")
     if served and launch.source != "torchrun":
         host, port = _host_and_port("TORCHESTRA_STORE", served)
+        # It has the secret that the launcher gave to all, whatever the ranks' own is.
         return lambda seconds: TCPStore(host, port, timeout=seconds)
     on_this_host = launch.world_size is not None and launch.local_world_size == launch.world_size
     if launch.source in _LAUNCHERS_WITHOUT_ADDRESS and on_this_host and not variables.get("MASTER_ADDR"):
-        return _served_by_rank_0(meeting_point(variables, launch.source), 0, rank)
+        return _served_by_rank_0(meeting_point(variables, launch.source), 0, rank, secret)
     host, port = _master(launch)
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         run = variables.get("TORCHELASTIC_RUN_ID", "")
         attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"torchestra/{run}/{attempt}"
         return lambda seconds: PrefixStore(prefix, connect_to_agent(host, port, seconds))
-    return _served_by_rank_0(host, port, rank)
+    several_hosts = None not in (launch.world_size, launch.local_world_size) and not on_this_host
+    if several_hosts and secret is None and not Address(host, port).is_local:
+        raise InvalidArgumentError(
+            f"the ranks are on several hosts ({launch.local_world_size} of {launch.world_size} on this one) "
+            f"and have no secret by which to know each other; {SECRET_ADVICE}, or pass secret="
+        )
+    return _served_by_rank_0(host, port, rank, secret)
 
 
 def _master(launch: LaunchEnvironment) -> tuple[str, int]:
@@ -192,17 +213,24 @@ def _host_and_port(variable: str, value: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _served_by_rank_0(host: str, port: int, rank: int) -> Opener:
+def _served_by_rank_0(host: str, port: int, rank: int, secret: bytes | None) -> Opener:
     address = Address.checked(host, port, listening=rank == 0)
     if rank != 0:
-        return lambda seconds: TCPStore(host, port, timeout=seconds)
+        return lambda seconds: TCPStore(host, port, timeout=seconds, secret=secret)
 
     def open_as_master(seconds: float) -> Store:
         if address.is_unix or address.port != 0:
-            keep_server(host, port, job_secret(None))
-        return TCPStore(host, port, is_master=True, multi_tenant=True, timeout=seconds)
+            keep_server(host, port, secret)
+        return TCPStore(host, port, is_master=True, multi_tenant=True, timeout=seconds, secret=secret)
 
     return open_as_master
+
+
+def _hint(store: Store) -> str:
+    """What else may be the matter if ranks do not come."""
+    if isinstance(store, TCPStore) and store.secret is None:
+        return f" Ranks on other hosts, or of other users, cannot come without {SECRET_VARIABLE}."
+    return ""
 
 
 def _met(opener: Opener, rank: int, world_size: int, seconds: float) -> tuple[Store, Store]:
@@ -211,7 +239,8 @@ def _met(opener: Opener, rank: int, world_size: int, seconds: float) -> tuple[St
     opened = opener(seconds)
     while True:
         try:
-            return opened, gather(opened, rank, world_size, max(0.0, deadline - time.monotonic()))
+            remaining = max(0.0, deadline - time.monotonic())
+            return opened, gather(opened, rank, world_size, remaining, _hint(opened))
         except DistNetworkError as error:
             # Rank 0's process was on its way out, or has been restarted; there may be another one soon.
             opened.close()

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Union
 
 from torchestra.errors import InvalidArgumentError, StoreTimeoutError
+from torchestra.store.secret import Secret, job_secret
 from torchestra.types import Timeout, timeout_seconds
 
 __all__ = ["DEFAULT_STORE_TIMEOUT", "Store", "Value"]
@@ -45,6 +46,19 @@ class Store:
     """
 
     _timeout: timedelta = DEFAULT_STORE_TIMEOUT
+    _secret: bytes | None = None
+
+    @property
+    def secret(self) -> bytes | None:
+        """What the ranks that meet in this store prove to each other before they share memory.
+
+        It may be set; else it is the environment's, TORCHESTRA_SECRET, or None if there is none.
+        """
+        return self._secret or job_secret(None)
+
+    @secret.setter
+    def secret(self, secret: Secret) -> None:
+        self._secret = job_secret(secret)
 
     def set(self, key: str, value: Value) -> None:
         """Stores ``value`` under ``key``, in place of what was there."""

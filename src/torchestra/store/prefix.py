@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from torchestra.errors import InvalidArgumentError
 from torchestra.store.base import Store, Value, check_key, check_keys
+from torchestra.store.secret import Secret, job_secret
 from torchestra.types import Timeout
 
 __all__ = ["PrefixStore"]
@@ -43,6 +44,14 @@ class PrefixStore(Store):
     def prefix(self) -> str:
         """What is put before the keys, without the ``/``."""
         return self._prefix
+
+    @property
+    def secret(self) -> bytes | None:
+        return self._secret or self._store.secret
+
+    @secret.setter
+    def secret(self, secret: Secret) -> None:
+        self._secret = job_secret(secret)
 
     def set(self, key: str, value: Value) -> None:
         self._store.set(self._full(key), value)

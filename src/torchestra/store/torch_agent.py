@@ -40,6 +40,10 @@ class TorchStore(Store):
     Args:
         store: an instance of ``torch.distributed.Store``.
         name: what to call it in messages; its type's name if None.
+
+    Whoever reaches torch's store can use it; it knows no secrets. What ranks read in it they only take for
+    text, and the memory that they share is handed over to processes that prove the job's secret, if there
+    is one, and are of the same user (see :mod:`torchestra.engine.handover`).
     """
 
     def __init__(self, store: Any, name: str | None = None) -> None:
@@ -118,7 +122,7 @@ def connect_to_agent(host: str, port: int, timeout: Timeout) -> TorchStore:
     started = time.monotonic()
     seconds = timeout_seconds(timeout)
     # torch's constructor waits for the server in C++, so it is called only when there is one.
-    patiently(address, lambda deadline: dial(address, deadline).close(), seconds)
+    patiently(address, lambda deadline: dial(address, deadline, secured=True).close(), seconds)
     remaining = max(1.0, min(seconds - (time.monotonic() - started), _REQUEST_SECONDS))
     try:
         store = TCPStore(host, port, world_size=None, is_master=False, timeout=timedelta(seconds=remaining))

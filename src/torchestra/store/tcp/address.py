@@ -3,24 +3,30 @@
 ``unix:@name`` is Linux's abstract Unix socket: a name in the kernel, gone with the process that bound
 it, however that ends, and open to processes of the same user only (checked by asking the kernel who is
 at the other end). It serves ranks that are known to share a host.
+
+Without a secret TCP stays within the host: a name of this host means its loopback interface, to the one who
+listens and to those who connect, and another host's name is refused. So ranks on one host may call it
+whatever they like, and nothing is ever listened to from outside.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import select
 import socket
-import struct
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from torchestra.errors import DistNetworkError, InvalidArgumentError
 from torchestra.store.base import check_integer, interpreter_slice
+from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
+from torchestra.store.tcp.locality import is_loopback, is_own, is_unspecified, loopback_of, peer_user
 
-__all__ = ["Address", "dial", "listen"]
+__all__ = ["Address", "dial", "listen", "tune", "wait_ready"]
 
 _BACKLOG = 4096
 _UNIX = "unix:@"
@@ -64,28 +70,66 @@ class Address:
         pairs = dict.fromkeys((int(family), address) for family, _, _, _, address in found)
         return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)
 
+    def reached(self, *, secured: bool) -> list[tuple[int, Any]]:
+        """The ways to reach it that may be used: all, or without a secret those within this host.
+
+        Raises:
+            OSError: the name is unknown.
+            DistNetworkError: there is no secret, and it is on another host.
+        """
+        ways = self.resolved()
+        if secured or self.is_unix:
+            return ways
+        near = [(family, loopback_of(family, where)) for family, where in ways if is_own(family, where)]
+        if not near:
+            raise DistNetworkError(
+                f"TCPStore({self}) is on another host, and there is no secret: without one, a store is "
+                f"reached from its own host only; {SECRET_ADVICE}"
+            )
+        return list(dict.fromkeys(near))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every way leads to the loopback interface, so that other hosts cannot be meant."""
+        with contextlib.suppress(OSError):
+            return self.is_unix or all(is_loopback(where) for _, where in self.resolved())
+        return False
+
+    @property
+    def _is_name(self) -> bool:
+        """Whether it is the name of a host, not a number and not ``localhost``."""
+        try:
+            ipaddress.ip_address(self.host.partition("%")[0])
+        except ValueError:
+            return not self.is_unix and not self.host.startswith(("localhost", "ip6-localhost"))
+        return False
+
     def __str__(self) -> str:
         if self.is_unix:
             return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def listen(address: Address, *, anywhere: bool) -> socket.socket:
+def listen(address: Address, *, secured: bool) -> socket.socket:
     """A listening socket on the interface that ``address`` names, on no other.
 
     Args:
         address: where to listen.
-        anywhere: if the host is known but not an address of this machine (a load balancer's, a
-            container's outer one), listen on all interfaces.
+        secured: clients have to prove a secret. If not, the socket is on the loopback interface. If so, a
+            host that is known but not an address of this machine (a load balancer's, a container's outer
+            one), or whose name means the loopback interface here only (as Debian has it for a host's own
+            name), is listened for on all interfaces.
 
     Raises:
-        DistNetworkError: the port is in use, or the host is not this one; it says what to do.
+        DistNetworkError: the port is in use, the host is not this one, or every interface is asked for
+            without a secret; it says what to do.
     """
     try:
         family, where = address.resolved()[0]
-    except OSError as error:
-        raise DistNetworkError(f"TCPStore cannot listen on {address}: {error.strerror}") from error
-    try:
+        if not secured and not address.is_unix:
+            where = _within_host(address, family, where)
+        if secured and address._is_name and is_loopback(where):
+            return _bound(family, _everywhere(family, address))
         return _bound(family, where)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -93,15 +137,28 @@ def listen(address: Address, *, anywhere: bool) -> socket.socket:
                 f"TCPStore cannot listen on {address}: the address is already in use, by another job or by "
                 "another master of this one; choose a free port (MASTER_PORT), or 0 to have one chosen"
             ) from error
-        if error.errno != errno.EADDRNOTAVAIL:
+        if error.errno != errno.EADDRNOTAVAIL or not secured:
             raise DistNetworkError(f"TCPStore cannot listen on {address}: {error.strerror}") from error
-        if not anywhere:
-            raise DistNetworkError(
-                f"TCPStore cannot listen on {address}: that is not an address of this host; run the master "
-                "there, or set TORCHESTRA_SECRET on all ranks to let it listen on every interface"
-            ) from error
-    everywhere = "" if family == socket.AF_INET else "::"
-    return _bound(family, (everywhere, address.port))
+    return _bound(family, _everywhere(family, address))
+
+
+def _within_host(address: Address, family: int, where: Any) -> Any:
+    """Where to listen without a secret."""
+    if is_unspecified(where):
+        raise DistNetworkError(
+            f"TCPStore cannot listen on {address}, which is every interface, without a secret; "
+            f"{SECRET_ADVICE}, or listen on 127.0.0.1"
+        )
+    if not is_own(family, where):
+        raise DistNetworkError(
+            f"TCPStore cannot listen on {address}: that is not an address of this host; run the master "
+            f"there, or set {SECRET_VARIABLE} on all ranks to let it listen on every interface"
+        )
+    return loopback_of(family, where)
+
+
+def _everywhere(family: int, address: Address) -> tuple[str, int]:
+    return "" if family == socket.AF_INET else "::", address.port
 
 
 def _bound(family: int, where: Any) -> socket.socket:
@@ -118,19 +175,20 @@ def _bound(family: int, where: Any) -> socket.socket:
     return listener
 
 
-def dial(address: Address, deadline: float) -> socket.socket:
+def dial(address: Address, deadline: float, *, secured: bool) -> socket.socket:
     """Connects once, to the first of the host's addresses that answers.
 
     Raises:
         OSError: nobody listens, the name is unknown, or the deadline has come.
+        DistNetworkError: as for :meth:`Address.reached`.
     """
-    ways = address.resolved()
+    ways = address.reached(secured=secured)
     for number, (family, where) in enumerate(ways, 1):
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
             _connect(connection, where, deadline)
             tune(connection)
-            if family == socket.AF_UNIX and peer_user(connection) != os.getuid():
+            if family == socket.AF_UNIX and peer_user(connection) != os.geteuid():
                 raise OSError(errno.EACCES, "the server belongs to another user")
             return connection
         except BaseException as error:
@@ -180,9 +238,3 @@ def tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
-
-
-def peer_user(connection: socket.socket) -> int:
-    """The user id of the process at the other end of a Unix socket."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])

@@ -20,10 +20,10 @@ from torchestra.store.base import (
     encode_value,
     missing_keys_error,
 )
+from torchestra.store.secret import Secret, job_secret
 from torchestra.store.tcp.address import Address
-from torchestra.store.tcp.pool import GRACE_SECONDS, ConnectionPool
+from torchestra.store.tcp.pool import GRACE_SECONDS, ConnectionPool, senseless
 from torchestra.store.tcp.protocol import Reply, Request
-from torchestra.store.tcp.secret import Secret, job_secret
 from torchestra.store.tcp.server import TCPStoreServer
 from torchestra.store.tcp.tenants import Tenancy
 from torchestra.types import Timeout
@@ -37,7 +37,9 @@ class TCPStore(Store):
     """A store whose contents are in one process, the master's, and which the others reach over TCP.
 
     With ``is_master`` the object also runs the server, in a thread, until it is closed, collected, or its
-    process ends; from then on the others' operations raise :class:`~torchestra.DistNetworkError`. A client
+    process ends; from then on the others' operations raise :class:`~torchestra.DistNetworkError`. Without a
+    secret it is for processes of one user on one host: whatever name of this host ``host_name`` is, the
+    server listens, and clients connect, on the loopback interface; with one, for all who know it. A client
     may be started before the master: it tries until the time-out. After a fork the child has connections
     of its own; the server stays with the parent.
 
@@ -58,7 +60,8 @@ class TCPStore(Store):
         secret: what both sides prove to know; the environment variable TORCHESTRA_SECRET if None.
 
     Raises:
-        DistNetworkError: nobody answered in time, the port is in use, or the secrets differ.
+        DistNetworkError: nobody answered in time, the port is in use, or the secrets differ; or there is no
+            secret, and other hosts or users are involved.
         StoreTimeoutError: not all workers came.
         InvalidArgumentError: the port is not one of 0 to 65535, or 0 for a client.
 
@@ -113,7 +116,7 @@ class TCPStore(Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         fields = [field for key, value in check_pairs(keys, values) for field in (key.encode(), value)]
-        self._ask(Request.SET, fields)
+        self._ask(Request.SET, fields, 0)
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -127,11 +130,11 @@ class TCPStore(Store):
     def add(self, key: str, amount: int) -> int:
         check_key(key)
         amount = check_integer("amount", amount)
-        return int(self._ask(Request.ADD, [key.encode(), str(amount).encode()])[0])
+        return self._number(Request.ADD, [key.encode(), str(amount).encode()])
 
     def append(self, key: str, value: Value) -> None:
         check_key(key)
-        self._ask(Request.APPEND, [key.encode(), encode_value(value)])
+        self._ask(Request.APPEND, [key.encode(), encode_value(value)], 0)
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
         check_key(key)
@@ -146,24 +149,27 @@ class TCPStore(Store):
         return self._ask(Request.DELETE, [key.encode()]) == [b"1"]
 
     def list_keys(self) -> list[str]:
-        return [key.decode() for key in self._ask(Request.LIST, [])]
+        try:
+            return [key.decode() for key in self._ask(Request.LIST, [], None)]
+        except UnicodeDecodeError as error:
+            raise senseless(self._address, str(error)) from None
 
     def queue_push(self, key: str, value: Value) -> None:
         check_key(key)
-        self._ask(Request.PUSH, [key.encode(), encode_value(value)])
+        self._ask(Request.PUSH, [key.encode(), encode_value(value)], 0)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         check_key(key)
         if block:
             return self._ask_and_wait(Request.POP, [key], self._seconds(None))[0]
-        found = self._ask(Request.POP, [b"", key.encode()], may_be_empty=True)
-        if not found:
+        code, found = self._request(Request.POP, [b"", key.encode()], self._seconds(None))
+        if code == Reply.EMPTY:
             raise QueueEmptyError(f"queue {key!r} of {self} is empty")
-        return found[0]
+        return self._fields(code, found, 1)[0]
 
     def queue_len(self, key: str) -> int:
         check_key(key)
-        return int(self._ask(Request.QUEUE_LENGTH, [key.encode()])[0])
+        return self._number(Request.QUEUE_LENGTH, [key.encode()])
 
     def clone(self) -> Store:
         """A client of the same server, with a time-out and connections of its own."""
@@ -175,39 +181,50 @@ class TCPStore(Store):
     def __repr__(self) -> str:
         return f"TCPStore({self._address})"
 
-    def _ask(self, request: Request, fields: list[bytes], *, may_be_empty: bool = False) -> list[bytes]:
-        code, found = self._pool.request(request, fields, self._seconds(None), GRACE_SECONDS)
-        if code == Reply.REFUSED:
-            raise InvalidArgumentError(f"{self}: {found[0].decode(errors='replace')}")
-        if code == Reply.EMPTY and may_be_empty:
-            return []
-        return found
+    def _ask(self, request: Request, fields: list[bytes], count: int | None = 1) -> list[bytes]:
+        """The fields of the answer, of which there must be ``count``, if that is not None."""
+        return self._fields(*self._request(request, fields, self._seconds(None)), count)
 
     def _ask_and_wait(self, request: Request, keys: list[str], seconds: float) -> list[bytes]:
         milliseconds = str(math.ceil(seconds * 1000)).encode()
-        fields = [milliseconds, *(key.encode() for key in keys)]
-        code, found = self._pool.request(request, fields, seconds, GRACE_SECONDS)
+        code, found = self._request(request, [milliseconds, *(key.encode() for key in keys)], seconds)
         if code == Reply.MISSING:
             raise missing_keys_error(self, [key.decode(errors="replace") for key in found], seconds)
-        if code == Reply.REFUSED:
+        return self._fields(code, found, 0 if request == Request.WAIT else len(keys))
+
+    def _number(self, request: Request, fields: list[bytes]) -> int:
+        answer = self._ask(request, fields)[0]
+        try:
+            return int(answer)
+        except ValueError:
+            raise senseless(self._address, f"{answer[:40]!r} in place of a number") from None
+
+    def _request(self, request: Request, fields: list[bytes], seconds: float) -> tuple[int, list[bytes]]:
+        code, found = self._pool.request(request, fields, seconds, GRACE_SECONDS)
+        if code == Reply.REFUSED and len(found) == 1:
             raise InvalidArgumentError(f"{self}: {found[0].decode(errors='replace')}")
+        return code, found
+
+    def _fields(self, code: int, found: list[bytes], count: int | None) -> list[bytes]:
+        if code != Reply.OK or (count is not None and len(found) != count):
+            raise senseless(self._address, f"code {code} with {len(found)} fields")
         return found
 
     def _report_for_work(self, world_size: int, wait: bool) -> None:
         """Counts this store in; the last of a round says so under a key that the master waits for."""
         started = time.monotonic()
-        number = int(self._ask(Request.ADD, [_WORKERS.encode(), b"1"])[0])
+        number = self._number(Request.ADD, [_WORKERS.encode(), b"1"])
         turn = (number - 1) // world_size
         complete = f"{_WORKERS}/{turn}"
         if number % world_size == 0:
-            self._ask(Request.SET, [complete.encode(), b"1"])
+            self._ask(Request.SET, [complete.encode(), b"1"], 0)
         if not wait:
             return
         seconds = max(0.0, self.timeout.total_seconds() - (time.monotonic() - started))
         try:
             self._ask_and_wait(Request.WAIT, [complete], seconds)
         except StoreTimeoutError:
-            came = int(self._ask(Request.ADD, [_WORKERS.encode(), b"0"])[0]) - turn * world_size
+            came = self._number(Request.ADD, [_WORKERS.encode(), b"0"]) - turn * world_size
             raise StoreTimeoutError(
                 f"{self}: {came} of {world_size} stores connected within {self.timeout.total_seconds():g} s; "
                 "the ranks of the others are late or gone, or look for the master elsewhere"

@@ -10,12 +10,15 @@ import socket
 import time
 from collections.abc import Sequence
 
-from torchestra.errors import DistNetworkError
+from torchestra.errors import DistNetworkError, InvalidArgumentError
+from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
 from torchestra.store.tcp.address import Address, dial, wait_ready
+from torchestra.store.tcp.locality import CLOSED, peer_user
 from torchestra.store.tcp.protocol import (
     HELLO_SIZE,
     NONCE_SIZE,
     PROOF_SIZE,
+    REFUSAL,
     VERSION,
     AuthMethod,
     Buffer,
@@ -25,7 +28,6 @@ from torchestra.store.tcp.protocol import (
     encode,
     proof,
 )
-from torchestra.store.tcp.secret import SECRET_VARIABLE
 
 __all__ = ["Connection"]
 
@@ -45,14 +47,15 @@ class Connection:
     Raises:
         OSError: there is no server yet, or it went away in between; worth another try. Of these,
             TimeoutError means that the server took the connection and then said nothing for a while.
-        DistNetworkError: what listens there is something else, or has another version or secret.
+        DistNetworkError: what listens there is something else, or has another version or secret; or there is
+            no secret, and it is on another host or of another user.
     """
 
     def __init__(self, address: Address, secret: bytes | None, deadline: float, *, own: bool = False) -> None:
         self._address = address
         self._own = own
         self._decoder = Decoder()
-        self._socket = dial(address, deadline)
+        self._socket = dial(address, deadline, secured=secret is not None)
         try:
             self._shake_hands(secret, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS))
         except BaseException:
@@ -63,14 +66,19 @@ class Connection:
         """Sends a request and returns the reply's code and fields.
 
         Raises:
-            ProtocolError: the request is too large (nothing has been sent), or the reply makes no sense.
+            InvalidArgumentError: the request is too large; nothing has been sent.
+            ProtocolError: the reply makes no sense.
             OSError: the connection broke, or (TimeoutError) the deadline came. It is of no more use then.
         """
-        self._send(encode(code, fields), deadline)
+        try:
+            message = encode(code, fields)
+        except ProtocolError as error:
+            raise InvalidArgumentError(f"TCPStore({self._address}): {error}") from None
+        self._send(message, deadline)
         while True:
-            message = self._decoder.message()
-            if message is not None:
-                return message
+            reply = self._decoder.message()
+            if reply is not None:
+                return reply
             self._receive(deadline)
 
     def close(self) -> None:
@@ -92,6 +100,8 @@ class Connection:
                 f"the store at {self._address} speaks version {theirs.version} of the protocol, this process "
                 f"version {VERSION}; use the same torchestra on all ranks"
             )
+        if theirs.method == AuthMethod.OTHER_USER:
+            raise self._another_user("another user's")
         if theirs.method != method:
             sides = ("the server", "this process")
             one, other = sides if secret is None else reversed(sides)
@@ -100,17 +110,34 @@ class Connection:
                 f"give both the same one ({SECRET_VARIABLE})"
             )
         if secret is None:
+            self._check_user()
             return
         self._send([proof(secret, "client", nonce, theirs.nonce)], deadline)
-        try:
-            answer = self._take(PROOF_SIZE, deadline)
-        except ConnectionError:
-            answer = b""
-        if not hmac.compare_digest(answer, proof(secret, "server", nonce, theirs.nonce)):
-            raise DistNetworkError(
-                f"TCPStore({self._address}): the server and this process have different secrets; "
-                f"give both the same one ({SECRET_VARIABLE}), or is it another job's port?"
-            )
+        # A server that closes the connection here was too busy, not dissatisfied: it would have said so.
+        answer = self._take(PROOF_SIZE, deadline)
+        if hmac.compare_digest(answer, proof(secret, "server", nonce, theirs.nonce)):
+            return
+        whose = "the server and this process have different secrets"
+        if answer != REFUSAL:
+            whose = "what listens there does not know this process's secret, though it took its proof"
+        raise DistNetworkError(
+            f"TCPStore({self._address}): {whose}; "
+            f"give both the same one ({SECRET_VARIABLE}), or is it another job's port?"
+        )
+
+    def _check_user(self) -> None:
+        """Without a secret the server must be this user's. It has greeted, so the kernel knows its user."""
+        user = peer_user(self._socket)
+        if user == CLOSED:
+            raise ConnectionResetError("the server closed the connection")
+        if user not in (None, os.geteuid()):
+            raise self._another_user(f"another user's (number {user})")
+
+    def _another_user(self, whose: str) -> DistNetworkError:
+        return DistNetworkError(
+            f"TCPStore({self._address}): the server is {whose}, and there is no secret by which to know "
+            f"this process; is the port another job's? If the two are meant to meet, {SECRET_ADVICE}"
+        )
 
     def _server_hello(self, deadline: float) -> Hello:
         while len(self._decoder) < HELLO_SIZE and Hello.plausible(self._decoder.start(), from_client=False):

@@ -14,12 +14,14 @@ from torchestra.store.tcp.protocol import (
     HELLO_SIZE,
     NONCE_SIZE,
     PROOF_SIZE,
+    REFUSAL,
     VERSION,
     AuthMethod,
     Buffer,
     Decoder,
     Hello,
     ProtocolError,
+    RefusedError,
     proof,
 )
 
@@ -39,6 +41,11 @@ class Stage(enum.Enum):
 class Peer:
     """One connection. Everything that can go wrong with it is an OSError or a ProtocolError.
 
+    Args:
+        connection: the socket.
+        secret: what the client must prove to know; None if there is none.
+        stranger: the user of the client, if it is to be refused as that of another one.
+
     Attributes:
         stage: strangers are at HELLO or PROOF, clients at READY.
         wait: the parked request, if the client waits for a key.
@@ -46,7 +53,7 @@ class Peer:
         deadline: when the stage or the wait ends, in seconds of the monotonic clock; None if never.
     """
 
-    def __init__(self, connection: socket.socket, secret: bytes | None) -> None:
+    def __init__(self, connection: socket.socket, secret: bytes | None, stranger: int | None = None) -> None:
         self.connection = connection
         self.stage = Stage.HELLO
         self.wait: Parked | Popper | None = None
@@ -54,6 +61,7 @@ class Peer:
         self.closed = False
         self.own = False
         self._secret = secret
+        self._stranger = stranger
         self._decoder = Decoder()
         self._outbox: deque[memoryview] = deque()
         self._nonce = b""
@@ -85,9 +93,12 @@ class Peer:
             return True
 
     def receive(self) -> None:
-        """Takes in what has come, up to a quarter of a megabyte, so that the others get their turn."""
+        """Takes in what has come, up to a quarter of a megabyte, so that the others get their turn.
+
+        Of a stranger no more than the next step of the handshake has.
+        """
         try:
-            data = self.connection.recv(_CHUNK)
+            data = self.connection.recv(self._wanted())
         except (BlockingIOError, InterruptedError):
             return
         if not data:
@@ -120,9 +131,22 @@ class Peer:
             return self._greet()
         return self._verify()
 
+    def name(self) -> str:
+        """Where the other end is, for messages."""
+        try:
+            where = self.connection.getpeername()
+        except OSError:
+            return "a client that has gone"
+        return f"a client at {where[0]}:{where[1]}" if isinstance(where, tuple) else "a client on this host"
+
     def next_message(self) -> tuple[int, list[bytes]] | None:
         """The next request, if it has come as a whole."""
         return self._decoder.message()
+
+    def _wanted(self) -> int:
+        if self.stage is Stage.READY:
+            return _CHUNK
+        return (HELLO_SIZE if self.stage is Stage.HELLO else PROOF_SIZE) - len(self._decoder)
 
     def _greet(self) -> bool:
         if not Hello.plausible(self._decoder.start(), from_client=True):
@@ -132,12 +156,20 @@ class Peer:
             return False
         hello = Hello.decode(data, from_client=True)
         method = AuthMethod.NONE if self._secret is None else AuthMethod.HMAC_SHA256
+        if self._stranger is not None:
+            method = AuthMethod.OTHER_USER
         self._client_nonce = hello.nonce
         self.own = hello.own
         self._nonce = os.urandom(NONCE_SIZE)
         self.send([Hello(method, self._nonce).encode(from_client=False)])
-        if hello.version != VERSION or hello.method != method:
-            raise ProtocolError("another version, or a secret on one side only")
+        if hello.version != VERSION:
+            raise ProtocolError("another version")
+        if self._stranger is not None:
+            raise RefusedError(f"it is a process of another user (number {self._stranger})")
+        if hello.method != method:
+            raise RefusedError(
+                "it has no secret" if self._secret else "it has a secret, and this server none"
+            )
         self.stage = Stage.READY if self._secret is None else Stage.PROOF
         return True
 
@@ -147,7 +179,8 @@ class Peer:
         if answer is None:
             return False
         if not hmac.compare_digest(answer, proof(self._secret, "client", self._client_nonce, self._nonce)):
-            raise ProtocolError("the client has another secret")
+            self.send([REFUSAL])
+            raise RefusedError("it has another secret")
         self.send([proof(self._secret, "server", self._client_nonce, self._nonce)])
         self.stage = Stage.READY
         return True

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from torchestra.errors import DistNetworkError, DistStoreError, InvalidArgumentError
+from torchestra.errors import DistNetworkError, DistStoreError
 from torchestra.store.base import nap
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.connection import Connection
 from torchestra.store.tcp.forks import forget_in_children
 from torchestra.store.tcp.protocol import ProtocolError
 
-__all__ = ["GRACE_SECONDS", "ConnectionPool", "patiently"]
+__all__ = ["GRACE_SECONDS", "ConnectionPool", "patiently", "senseless"]
 
 GRACE_SECONDS = 10.0
 _FIRST_PAUSE = 0.01
@@ -73,7 +73,7 @@ class ConnectionPool:
 
         Raises:
             DistNetworkError: the connection was lost, or no reply came.
-            InvalidArgumentError: the request is too large.
+            InvalidArgumentError: the request is too large; nothing has been sent.
         """
         connection = self._take(seconds)
         try:
@@ -91,7 +91,7 @@ class ConnectionPool:
                     "the process it ran in (rank 0's, as a rule) has ended or closed the store"
                 ) from error
             if isinstance(error, ProtocolError):
-                raise InvalidArgumentError(f"TCPStore({self._address}): {error}") from error
+                raise senseless(self._address, str(error)) from error
             raise
         self._give_back(connection)
         return reply
@@ -145,6 +145,14 @@ class ConnectionPool:
             lambda deadline: Connection(self._address, self._secret, deadline, own=self._own),
             seconds,
         )
+
+
+def senseless(address: Address, what: str) -> DistNetworkError:
+    """The error that an answer of the server makes no sense."""
+    return DistNetworkError(
+        f"the server of TCPStore({address}) gave an answer that makes no sense ({what}); "
+        "use the same torchestra on all ranks"
+    )
 
 
 def patiently(address: Address, connect: Callable[[float], _T], seconds: float) -> _T:

@@ -9,9 +9,11 @@ A connection begins with a handshake of fixed size::
     server  ->  HMAC-SHA256(secret, "server" + both nonces)
 
 Each side proves that it knows the secret by answering the other's random challenge; the secret itself
-never travels, and a proof is good for one connection only. A side that finds the other's version or
-method to be another than its own says what it has to say and goes. ``own`` is 1 if the client lives in
-the server's process, so that the server can tell whether others are left when that process ends.
+never travels, and a proof is good for one connection only. To a wrong proof the server answers with
+:data:`REFUSAL`, so that the client can tell it from a server that was too busy and let the connection go.
+A side that finds the other's version or method to be another than its own says what it has to say and
+goes. ``own`` is 1 if the client lives in the server's process, so that the server can tell whether others
+are left when that process ends.
 
 After that the client sends requests and the server answers each with one reply, both as messages::
 
@@ -23,8 +25,8 @@ request are is told at :class:`Request`. While a request waits at the server (it
 nothing else may be sent on that connection; to give up, the client closes it.
 
 Limits: a message may have up to :data:`MAX_MESSAGE` bytes, 1 GiB, so that values of hundreds of
-megabytes pass. A reader makes room only for bytes that have come, so a lie about a length costs it
-nothing. Until the handshake is done only its fixed size is read.
+megabytes pass, and :data:`MAX_FIELDS` fields. A reader makes room only for bytes that have come, so a lie
+about a length costs it nothing. Until the handshake is done only its fixed size is read.
 """
 
 from __future__ import annotations
@@ -38,13 +40,18 @@ from typing import Union
 
 __all__ = [
     "HELLO_SIZE",
+    "MAX_FIELDS",
     "MAX_MESSAGE",
+    "NONCE_SIZE",
     "PROOF_SIZE",
+    "REFUSAL",
     "VERSION",
     "AuthMethod",
+    "Buffer",
     "Decoder",
     "Hello",
     "ProtocolError",
+    "RefusedError",
     "Reply",
     "Request",
     "encode",
@@ -54,8 +61,10 @@ __all__ = [
 
 VERSION = 1
 MAX_MESSAGE = 1 << 30
+MAX_FIELDS = 1 << 20
 NONCE_SIZE = 32
 PROOF_SIZE = 32
+REFUSAL = bytes(PROOF_SIZE)
 
 _HELLO = struct.Struct(">4sBBH32s")
 HELLO_SIZE = _HELLO.size
@@ -71,11 +80,16 @@ class ProtocolError(Exception):
     """The other side does not keep to the protocol."""
 
 
+class RefusedError(ProtocolError):
+    """The other side keeps to the protocol, but is not one of this job's."""
+
+
 class AuthMethod(enum.IntEnum):
     """How the sides prove who they are."""
 
     NONE = 0
     HMAC_SHA256 = 1
+    OTHER_USER = 2  # said by a server without a secret to a client of another user, which it refuses
 
 
 class Request(enum.IntEnum):
@@ -144,8 +158,10 @@ def encode(code: int, fields: Sequence[bytes]) -> list[Buffer]:
     """A message as buffers to be sent one after the other; large fields are not copied.
 
     Raises:
-        ProtocolError: it would be larger than :data:`MAX_MESSAGE`.
+        ProtocolError: it would be larger than :data:`MAX_MESSAGE`, or have more than :data:`MAX_FIELDS`.
     """
+    if len(fields) > MAX_FIELDS:
+        raise ProtocolError(f"{len(fields)} fields are more than a message may have ({MAX_FIELDS})")
     size = sum(len(field) for field in fields) + _LENGTH.size * len(fields)
     if size > MAX_MESSAGE:
         raise ProtocolError(f"{size} bytes are more than a message may have ({MAX_MESSAGE})")
@@ -202,7 +218,7 @@ class Decoder:
         """The next message, or None if it is not all there.
 
         Raises:
-            ProtocolError: it is too large, or its fields do not add up.
+            ProtocolError: it is too large, has too many fields, or they do not add up.
         """
         if len(self._buffer) < _HEAD.size:
             return None
@@ -224,5 +240,7 @@ class Decoder:
                     raise ProtocolError("a field goes beyond its message")
                 fields.append(bytes(view[position : position + length]))
                 position += length
+                if len(fields) > MAX_FIELDS:
+                    raise ProtocolError(f"a message of more than {MAX_FIELDS} fields")
         del self._buffer[:end]
         return code, fields

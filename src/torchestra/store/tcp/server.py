@@ -5,9 +5,10 @@ a key that is not there is parked in the table and answered by the ``set`` that 
 never polls, and sleeps in the selector until a byte, or the next deadline, comes.
 
 What a client does wrong ends its own connection only. Strangers, that is connections that have not
-finished the handshake, are held at little cost: 40 bytes are read of each, they have
+finished the handshake, are held at little cost: 72 bytes are read of each, they have
 :data:`HANDSHAKE_SECONDS` to finish, and of more than :data:`MOST_STRANGERS` the oldest is dropped (a real
-client that is dropped tries again). So floods and silent connections leave room for the clients.
+client that is dropped tries again). So floods and silent connections leave room for the clients. Who is
+refused for good (another secret, or another user where there is no secret) is told in the log.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import DistNetworkError, InvalidArgumentError
 from torchestra.store.base import pauses
+from torchestra.store.secret import SECRET_ADVICE, Secret, job_secret
 from torchestra.store.table import Popper, Table
-from torchestra.store.tcp.address import Address, listen, peer_user, tune
+from torchestra.store.tcp.address import Address, listen, tune
 from torchestra.store.tcp.forks import forget_in_children
+from torchestra.store.tcp.locality import is_loopback, peer_user
 from torchestra.store.tcp.peer import Peer
-from torchestra.store.tcp.protocol import ProtocolError, Reply, encode
+from torchestra.store.tcp.protocol import ProtocolError, RefusedError, Reply, encode
+from torchestra.store.tcp.refusals import Refusals
 from torchestra.store.tcp.requests import Outcome, Waiting, answer
-from torchestra.store.tcp.secret import Secret, job_secret
 
 __all__ = ["TCPStoreServer"]
 
@@ -60,12 +63,14 @@ class TCPStoreServer:
             file, for processes of the same user on this host.
         port: where to listen; 0 has one chosen, see :attr:`port`.
         secret: what clients must prove to know; the environment variable TORCHESTRA_SECRET if None. With
-            neither, whoever reaches the port may use the store.
+            neither, only processes of the same user on this host may use the store, and it listens on the
+            loopback interface, whatever name of this host ``host`` is.
         listen_fd: the descriptor of a socket that is bound already, in place of host and port. The
             server takes it over and closes it.
 
     Raises:
-        DistNetworkError: the port is in use, or the host is not this one.
+        DistNetworkError: the port is in use, or the host is not this one; or other hosts could connect, and
+            there is no secret.
         InvalidArgumentError: the port is not one of 0 to 65535, or ``listen_fd`` is bound to another one.
     """
 
@@ -80,9 +85,9 @@ class TCPStoreServer:
         self._secret = job_secret(secret)
         wanted = Address.checked(host, port, listening=True)
         if listen_fd is None:
-            self._listener = listen(wanted, anywhere=self._secret is not None)
+            self._listener = listen(wanted, secured=self._secret is not None)
         else:
-            self._listener = _taken_over(listen_fd, wanted)
+            self._listener = _taken_over(listen_fd, wanted, secured=self._secret is not None)
         self._address = Address(host, 0 if wanted.is_unix else int(self._listener.getsockname()[1]))
         self._table = Table()
         self._peers: set[Peer] = set()
@@ -92,6 +97,7 @@ class TCPStoreServer:
         self._woken: list[tuple[Peer, Outcome]] = []
         self._resume_at: float | None = None
         self._closing = False
+        self._refusals = Refusals(self)
         self._waker, self._wake_end = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_end, selectors.EVENT_READ)
@@ -185,6 +191,9 @@ class TCPStoreServer:
             self._selector.modify(
                 peer.connection, selectors.EVENT_WRITE if peer.sending else selectors.EVENT_READ, peer
             )
+        except RefusedError as error:
+            self._refusals.note(peer.name(), str(error))
+            self._drop(peer)
         except (OSError, ProtocolError) as error:
             _log.debug("%r drops a connection: %s", self, error)
             self._drop(peer)
@@ -269,11 +278,8 @@ class TCPStoreServer:
             self._admit(connection)
 
     def _admit(self, connection: socket.socket) -> None:
-        peer = Peer(connection, self._secret)
         try:
-            if connection.family == socket.AF_UNIX and peer_user(connection) != os.getuid():
-                connection.close()
-                return
+            peer = Peer(connection, self._secret, self._other_user(connection))
             connection.setblocking(False)
             tune(connection)
             self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -285,6 +291,13 @@ class TCPStoreServer:
         self._set_deadline(peer, time.monotonic() + HANDSHAKE_SECONDS)
         if len(self._strangers) > MOST_STRANGERS:
             self._drop(next(iter(self._strangers)))
+
+    def _other_user(self, connection: socket.socket) -> int | None:
+        """The user at the other end, if it is another one and that matters: with a secret, TCP is for all."""
+        if connection.family != socket.AF_UNIX and self._secret is not None:
+            return None
+        user = peer_user(connection)
+        return None if user == os.geteuid() else user
 
     def _make_room(self, error: OSError) -> None:
         """No descriptors are left: strangers go first; if there are none, newcomers wait a little."""
@@ -333,7 +346,7 @@ class TCPStoreServer:
         self._settle(peer, (Reply.MISSING, [key.encode() for key in missing]))
 
 
-def _taken_over(descriptor: int, wanted: Address) -> socket.socket:
+def _taken_over(descriptor: int, wanted: Address, *, secured: bool) -> socket.socket:
     try:
         listener = socket.socket(fileno=descriptor)
         bound = listener.getsockname()
@@ -345,6 +358,12 @@ def _taken_over(descriptor: int, wanted: Address) -> socket.socket:
         listener.close()
         raise InvalidArgumentError(
             f"master_listen_fd is bound to port {bound[1]}, which does not match port {wanted.port}"
+        )
+    if not (secured or listener.family == socket.AF_UNIX or is_loopback(bound)):
+        listener.close()
+        raise DistNetworkError(
+            f"master_listen_fd is bound to {bound[0]}, which other hosts can reach, and there is no secret; "
+            f"{SECRET_ADVICE}, or bind it to 127.0.0.1"
         )
     listener.listen(socket.SOMAXCONN)
     listener.setblocking(False)

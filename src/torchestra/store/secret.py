@@ -7,9 +7,10 @@ from typing import Union
 
 from torchestra.errors import InvalidArgumentError
 
-__all__ = ["SECRET_VARIABLE", "Secret", "job_secret"]
+__all__ = ["SECRET_ADVICE", "SECRET_VARIABLE", "Secret", "job_secret"]
 
 SECRET_VARIABLE = "TORCHESTRA_SECRET"
+SECRET_ADVICE = f"set {SECRET_VARIABLE} to the same random text on all ranks"
 
 Secret = Union[str, bytes, None]
 
@@ -21,7 +22,7 @@ def job_secret(secret: Secret) -> bytes | None:
         InvalidArgumentError: the argument is neither a string nor bytes, or is empty.
     """
     if secret is None:
-        return os.environ.get(SECRET_VARIABLE, "").encode() or None
+        return os.environb.get(SECRET_VARIABLE.encode()) or None
     if not isinstance(secret, (str, bytes)) or not secret:
         raise InvalidArgumentError("secret must be a string or bytes, and not empty")
     return secret.encode() if isinstance(secret, str) else secret
