@@ -45,6 +45,19 @@ from .errors import (
     UnevenInputsError,
 )
 from .launcher import launch
+from .options import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    GroupOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 from .process_group import NonMember, ProcessGroup
 from .store import FakeStore, FileStore, HashStore, PrefixStore, Store, TCPStore
 from .types import ReduceOp
@@ -67,6 +80,12 @@ from .world import (
 )
 
 __all__ = [
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DistBackendError",
@@ -75,10 +94,12 @@ __all__ = [
     "DistStoreError",
     "FakeStore",
     "FileStore",
+    "GatherOptions",
     "GradientReductionError",
     "GroupAbortedError",
     "GroupDestroyedError",
     "GroupMember",
+    "GroupOptions",
     "HashStore",
     "InvalidArgumentError",
     "InvalidArgumentTypeError",
@@ -92,6 +113,9 @@ __all__ = [
     "RankError",
     "RankFailedError",
     "ReduceOp",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
     "Store",
     "StoreTimeoutError",
     "TCPStore",

@@ -10,6 +10,9 @@ from torchestra.engine.local import LocalEngine
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.types import ReduceOp
 
+DEVICES = ("cpu",)
+"""The types of devices that tensors can be moved from and to."""
+
 
 def check_op(op: object, name: str) -> ReduceOp:
     """Refuse what is not a reduce operation, and a PREMUL_SUM without its factor."""
@@ -35,7 +38,7 @@ def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = F
             f"{name}: `{parameter}` has unsupported layout {tensor.layout}:"
             f" {name} only supports dense tensors"
         )
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in DEVICES:
         raise InvalidArgumentError(
             f"{name}: `{parameter}` is on unsupported device type {tensor.device.type}; move it to the CPU"
             f" first"

@@ -1,34 +1,26 @@
-"""The operations of a group on tensors: argument checks, order, time-outs, layouts, synchronous and not.
+"""The operations of a group on tensors: argument checks, time-outs, layouts, synchronous and not.
 
-Ranks are the group's own. The program's order is kept so: a synchronous operation with nothing pending runs
-on the calling thread; otherwise, and with ``async_op``, operations queue for the group's progress thread.
-Tensors that are not contiguous are copied before and back after.
+Ranks are the group's own. Tensors that are not contiguous are copied before and back after. order.py says
+when an operation runs, several.py has operations on more than one tensor per rank.
 
 quick.py has shorter ways through the commonest cases.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from torchestra import checks, sparse
-from torchestra.engine.callsites import call_site
 from torchestra.engine.channels import Transfer
 from torchestra.engine.local import LocalEngine, Plan
 from torchestra.engine.operations import Kind
-from torchestra.engine.progress import ProgressThread
-from torchestra.errors import GroupDestroyedError, InvalidArgumentError
+from torchestra.errors import InvalidArgumentError
+from torchestra.order import Order
 from torchestra.types import ReduceOp
 from torchestra.work import Work
-
-Operation = Callable[[str | None], list[torch.Tensor]]
-"""Runs an operation, given the line that called it if that is not on this thread's stack."""
-
-_CLOSE_SECONDS = 5.0
 
 
 def made_plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,19 +28,14 @@ def made_plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-class Communicator:
+class Communicator(Order):
     """One rank's end of a group. Every method is to be called by all ranks, in the same order."""
 
     def __init__(self, engine: LocalEngine, name: str, seconds: float) -> None:
-        self.engine = engine
+        super().__init__(engine, name)
         self.rank = engine.rank
         self.size = engine.size
-        self.name = name
         self.seconds = seconds
-        self.closed = False
-        self._progress = ProgressThread(f"torchestra-{name}-{engine.rank}")
-        # Held while an operation runs, so that two threads of one rank do not mix theirs.
-        self._lock = threading.Lock()
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, seconds: float | None = None
@@ -58,14 +45,14 @@ class Communicator:
         if getattr(tensor, "layout", None) is torch.sparse_coo:
             return self.all_reduce_sparse([tensor], op, async_op, seconds)
         self._check_reduction(tensor, "tensor", op, name)
-        plan = self._plan(Kind.all_reduce, tensor.dtype, op)
+        plan = self.plan(Kind.all_reduce, tensor.dtype, op)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = self._scaled(tensor, op)
-            self.engine.all_reduce(buffer, plan, self._limit(seconds), site)
+            self.engine.all_reduce(buffer, plan, self.limit(seconds), site)
             return self._write_back([tensor], [buffer])
 
-        return self._run(operation, f"{name}({op.name})", async_op)
+        return self.run(operation, f"{name}({op.name})", async_op)
 
     def all_reduce_sparse(
         self,
@@ -80,10 +67,10 @@ class Communicator:
         self._refuse_if_closed(name)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            sparse.all_reduce(self.engine, checked, self._limit(seconds), site)
+            sparse.all_reduce(self.engine, checked, self.limit(seconds), site)
             return checked
 
-        return self._run(operation, f"{name}({op.name}, sparse)", async_op)
+        return self.run(operation, f"{name}({op.name}, sparse)", async_op)
 
     def reduce(
         self,
@@ -96,28 +83,28 @@ class Communicator:
         """Replace the root's tensor by the reduction of all ranks' tensors."""
         name = "reduce"
         self._check_reduction(tensor, "tensor", op, name)
-        plan = self._plan(Kind.reduce, tensor.dtype, op, root)
+        plan = self.plan(Kind.reduce, tensor.dtype, op, root)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = self._scaled(tensor, op)
-            self.engine.all_reduce(buffer, plan, self._limit(seconds), site)
+            self.engine.all_reduce(buffer, plan, self.limit(seconds), site)
             return self._write_back([tensor], [buffer]) if self.rank == root else [tensor]
 
-        return self._run(operation, f"{name}({op.name})", async_op)
+        return self.run(operation, f"{name}({op.name})", async_op)
 
     def broadcast(
         self, tensor: torch.Tensor, root: int, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
         """Replace every rank's tensor by the root's."""
         checks.check_tensor(tensor, "tensor", "broadcast", written=True)
-        plan = self._plan(Kind.broadcast, tensor.dtype, root=root)
+        plan = self.plan(Kind.broadcast, tensor.dtype, root=root)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(tensor)
-            self.engine.broadcast(buffer, plan, self._limit(seconds), site)
+            self.engine.broadcast(buffer, plan, self.limit(seconds), site)
             return [tensor] if self.rank == root else self._write_back([tensor], [buffer])
 
-        return self._run(operation, "broadcast", async_op)
+        return self.run(operation, "broadcast", async_op)
 
     def all_gather(
         self,
@@ -132,14 +119,14 @@ class Communicator:
         checks.check_tensor(tensor, "tensor", name)
         checks.check_same_dtype(targets, tensor.dtype, "tensor_list", name)
         checks.check_own_numel(targets, self.rank, tensor.numel(), "tensor_list", name)
-        plan = self._plan(Kind.all_gather, tensor.dtype)
+        plan = self.plan(Kind.all_gather, tensor.dtype)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffers = [made_plain(target) for target in targets]
-            self.engine.all_gather(buffers, made_plain(tensor), plan, self._limit(seconds), site)
+            self.engine.all_gather(buffers, made_plain(tensor), plan, self.limit(seconds), site)
             return self._write_back(targets, buffers)
 
-        return self._run(operation, name, async_op)
+        return self.run(operation, name, async_op)
 
     def all_gather_into_tensor(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False, seconds: float | None = None
@@ -154,14 +141,14 @@ class Communicator:
                 f"{name}: output_tensor has {output.numel()} elements, expected the input's {tensor.numel()}"
                 f" times the group's {self.size} ranks"
             )
-        plan = self._plan(Kind.all_gather, tensor.dtype)
+        plan = self.plan(Kind.all_gather, tensor.dtype)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(output)
-            self.engine.all_gather_flat(buffer, made_plain(tensor), plan, self._limit(seconds), site)
+            self.engine.all_gather_flat(buffer, made_plain(tensor), plan, self.limit(seconds), site)
             return self._write_back([output], [buffer])
 
-        return self._run(operation, name, async_op)
+        return self.run(operation, name, async_op)
 
     def gather(
         self,
@@ -177,14 +164,14 @@ class Communicator:
         targets = checks.check_rooted_list(
             outputs, "gather_list", self.rank == root, "destination", tensor, self.size, name, written=True
         )
-        plan = self._plan(Kind.gather, tensor.dtype, root=root)
+        plan = self.plan(Kind.gather, tensor.dtype, root=root)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffers = None if targets is None else [made_plain(target) for target in targets]
-            self.engine.gather(buffers, made_plain(tensor), plan, self._limit(seconds), site)
+            self.engine.gather(buffers, made_plain(tensor), plan, self.limit(seconds), site)
             return [] if targets is None or buffers is None else self._write_back(targets, buffers)
 
-        return self._run(operation, name, async_op)
+        return self.run(operation, name, async_op)
 
     def scatter(
         self,
@@ -200,7 +187,7 @@ class Communicator:
         sources = checks.check_rooted_list(
             tensors, "scatter_list", self.rank == root, "source", output, self.size, name
         )
-        plan = self._plan(Kind.scatter, output.dtype, root=root)
+        plan = self.plan(Kind.scatter, output.dtype, root=root)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(output)
@@ -208,10 +195,10 @@ class Communicator:
             sends = [(source.data_ptr(), source.nbytes) for source in plain] or [(0, 0)] * self.size
             receives = [(0, 0)] * self.size
             receives[root] = (buffer.data_ptr(), buffer.nbytes)
-            self.engine.exchange(plan, sends, receives, self._limit(seconds), site)
+            self.engine.exchange(plan, sends, receives, self.limit(seconds), site)
             return self._write_back([output], [buffer])
 
-        return self._run(operation, name, async_op)
+        return self.run(operation, name, async_op)
 
     def reduce_scatter(
         self,
@@ -227,15 +214,15 @@ class Communicator:
         sources = checks.check_list(tensors, "input_list", self.size, name)
         checks.check_same_dtype(sources, output.dtype, "input_list", name)
         checks.check_own_numel(sources, self.rank, output.numel(), "input_list", name)
-        plan = self._plan(Kind.reduce_scatter, output.dtype, op)
+        plan = self.plan(Kind.reduce_scatter, output.dtype, op)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(output)
             plain = [self._scaled(source, op) for source in sources]
-            self.engine.reduce_scatter(buffer, plain, plan, self._limit(seconds), site)
+            self.engine.reduce_scatter(buffer, plain, plan, self.limit(seconds), site)
             return self._write_back([output], [buffer])
 
-        return self._run(operation, f"{name}({op.name})", async_op)
+        return self.run(operation, f"{name}({op.name})", async_op)
 
     def reduce_scatter_tensor(
         self,
@@ -256,16 +243,14 @@ class Communicator:
                 f" times the"
                 f" group's {self.size} ranks"
             )
-        plan = self._plan(Kind.reduce_scatter, output.dtype, op)
+        plan = self.plan(Kind.reduce_scatter, output.dtype, op)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(output)
-            self.engine.reduce_scatter_flat(
-                buffer, self._scaled(tensor, op), plan, self._limit(seconds), site
-            )
+            self.engine.reduce_scatter_flat(buffer, self._scaled(tensor, op), plan, self.limit(seconds), site)
             return self._write_back([output], [buffer])
 
-        return self._run(operation, f"{name}({op.name})", async_op)
+        return self.run(operation, f"{name}({op.name})", async_op)
 
     def all_to_all(
         self,
@@ -281,17 +266,17 @@ class Communicator:
         dtype = sources[0].dtype
         checks.check_same_dtype(sources, dtype, "input_tensor_list", name)
         checks.check_same_dtype(targets, dtype, "output_tensor_list", name)
-        plan = self._plan(Kind.all_to_all, dtype)
+        plan = self.plan(Kind.all_to_all, dtype)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffers = [made_plain(target) for target in targets]
             plain = [made_plain(source) for source in sources]
             sends = [(source.data_ptr(), source.nbytes) for source in plain]
             receives = [(buffer.data_ptr(), buffer.nbytes) for buffer in buffers]
-            self.engine.exchange(plan, sends, receives, self._limit(seconds), site)
+            self.engine.exchange(plan, sends, receives, self.limit(seconds), site)
             return self._write_back(targets, buffers)
 
-        return self._run(operation, name, async_op)
+        return self.run(operation, name, async_op)
 
     def all_to_all_single(
         self,
@@ -309,37 +294,37 @@ class Communicator:
         checks.check_dtype(output, tensor.dtype, "output", name)
         sent = checks.check_splits(input_splits, "input_split_sizes", tensor, self.size, name)
         expected = checks.check_splits(output_splits, "output_split_sizes", output, self.size, name)
-        plan = self._plan(Kind.all_to_all, tensor.dtype)
+        plan = self.plan(Kind.all_to_all, tensor.dtype)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer, source = made_plain(output), made_plain(tensor)
             sends, receives = self._ranges(source, sent), self._ranges(buffer, expected)
-            self.engine.exchange(plan, sends, receives, self._limit(seconds), site)
+            self.engine.exchange(plan, sends, receives, self.limit(seconds), site)
             return self._write_back([output], [buffer])
 
-        return self._run(operation, name, async_op)
+        return self.run(operation, name, async_op)
 
     def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
         """Return (or be done) when every rank has called and finished what it called before."""
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            self.engine.barrier(self._limit(seconds), site)
+            self.engine.barrier(self.limit(seconds), site)
             return []
 
-        return self._run(operation, "barrier", async_op)
+        return self.run(operation, "barrier", async_op)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
         """Send a message to a rank; returns when the tensor may be changed."""
         checks.check_tensor(tensor, "tensor", "send")
         self._refuse_if_closed("send")
-        self.engine.send(made_plain(tensor), rank, tag, self._limit(seconds))
+        self.engine.send(made_plain(tensor), rank, tag, self.limit(seconds))
 
     def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
         """Receive a message from a rank, or from any (None), into the tensor; the rank that sent it."""
         checks.check_tensor(tensor, "tensor", "recv", written=True)
         self._refuse_if_closed("recv")
         buffer = made_plain(tensor)
-        source = self.engine.receive(buffer, rank, tag, self._limit(seconds))
+        source = self.engine.receive(buffer, rank, tag, self.limit(seconds))
         self._write_back([tensor], [buffer])
         return source
 
@@ -350,7 +335,7 @@ class Communicator:
         buffer = made_plain(tensor)
         work = Work(f"isend to rank {rank} of group {self.name!r}")
         self.engine.begin_send(
-            buffer, rank, tag, self._limit(seconds), partial(self._end_message, work, tensor, buffer, False)
+            buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, tensor, buffer, False)
         )
         return work
 
@@ -364,7 +349,7 @@ class Communicator:
         source = "any rank" if rank is None else f"rank {rank}"
         work = Work(f"irecv from {source} of group {self.name!r}")
         self.engine.begin_receive(
-            buffer, rank, tag, self._limit(seconds), partial(self._end_message, work, tensor, buffer, True)
+            buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, tensor, buffer, True)
         )
         return work
 
@@ -378,26 +363,23 @@ class Communicator:
             self._write_back([tensor], [buffer])
         work.finish([tensor], transfer.source)
 
-    def close(self) -> None:
-        """Run what is queued, then leave the group."""
-        self.closed = True
-        self._progress.close(_CLOSE_SECONDS)
-        self.engine.close()
-
     # -- shared by the operations
 
-    def _refuse_if_closed(self, name: str) -> None:
-        if self.closed:
-            raise GroupDestroyedError(f"{name}: rank {self.rank} has destroyed group {self.name!r}")
+    def check_tensor(
+        self, tensor: object, parameter: str, name: str, *, written: bool = False
+    ) -> torch.Tensor:
+        """Refuse what this group cannot move; see :func:`checks.check_tensor`."""
+        return checks.check_tensor(tensor, parameter, name, written=written)
 
     def _check_reduction(self, tensor: torch.Tensor, parameter: str, op: ReduceOp, name: str) -> None:
         checks.check_op(op, name)
         checks.check_tensor(tensor, parameter, name, written=True)
         checks.check_reducible(tensor, op, name)
 
-    def _plan(
+    def plan(
         self, kind: Kind, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
     ) -> Plan:
+        """What the engine needs to know of an operation; GroupDestroyedError if the group is closed."""
         self._refuse_if_closed(kind.name)
         return self.engine.plan(kind, dtype, op, root)
 
@@ -405,7 +387,8 @@ class Communicator:
     def _scaled(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         return made_plain(tensor if op.factor is None else tensor.detach() * op.factor)
 
-    def _limit(self, seconds: float | None) -> float:
+    def limit(self, seconds: float | None) -> float:
+        """How long an operation may wait, in seconds, by its own time-out if it has one."""
         return self.seconds if seconds is None else seconds
 
     def _ranges(self, tensor: torch.Tensor, splits: list[int]) -> list[tuple[int, int]]:
@@ -424,28 +407,3 @@ class Communicator:
             if buffer.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(buffer)
         return list(tensors)
-
-    def _run(self, operation: Operation, description: str, async_op: bool) -> Work | None:
-        self._refuse_if_closed(description)
-        # A callback of an asynchronous operation runs on the progress thread, and cannot wait for its queue.
-        if not async_op and (not self._progress.pending or self._progress.is_current()):
-            with self._lock:
-                operation(None)
-            return None
-        work = Work(f"{description} of group {self.name!r}")
-        site = call_site()
-
-        def task(let_go: Callable[[], None]) -> None:
-            try:
-                with self._lock:
-                    result = operation(site)
-            except BaseException as error:
-                work.fail(error, let_go)
-            else:
-                work.finish(result, let_go=let_go)
-
-        self._progress.submit(task)
-        if async_op:
-            return work
-        work.wait()
-        return None

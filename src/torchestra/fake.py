@@ -21,7 +21,7 @@ all_to_all                 from each rank what is sent to it, cut off or continu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,7 @@ from torchestra import checks, sparse
 from torchestra.communicator import Communicator
 from torchestra.engine.local import LocalEngine
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.order import Operation
 from torchestra.types import ReduceOp
 from torchestra.work import Work
 
@@ -45,6 +46,15 @@ class _NoEngine:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+
+    @staticmethod
+    def combine(target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
+        if type(target) is torch.Tensor and target.is_cpu:
+            LocalEngine.combine(target, sources, op)
+
+    @staticmethod
+    def sequence_number() -> int:
+        return 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -139,9 +149,12 @@ class FakeCommunicator(Communicator):
         _check(tensor, "tensor", name)
         checks.check_same_dtype(targets, tensor.dtype, "tensor_list", name)
         checks.check_own_numel(targets, self.rank, tensor.numel(), "tensor_list", name)
-        for target in targets:
-            _fill(target, tensor)
-        return self._done(name, targets, async_op)
+
+        def fill() -> None:
+            for target in targets:
+                _fill(target, tensor)
+
+        return self._done(name, targets, async_op, fill)
 
     def all_gather_into_tensor(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False, seconds: float | None = None
@@ -155,13 +168,16 @@ class FakeCommunicator(Communicator):
                 f"{name}: output_tensor has {output.numel()} elements, expected the input's {tensor.numel()}"
                 f" times the group's {self.size} ranks"
             )
-        with torch.no_grad():
+
+        @torch.no_grad()
+        def fill() -> None:
             if output.is_contiguous() and output.numel():
                 output.view(self.size, -1).copy_(tensor.reshape(1, -1))
             else:
                 copies = tensor.reshape(1, -1).expand(self.size, tensor.numel())
                 output.copy_(copies.reshape(output.shape))
-        return self._done(name, [output], async_op)
+
+        return self._done(name, [output], async_op, fill)
 
     def gather(
         self,
@@ -172,9 +188,12 @@ class FakeCommunicator(Communicator):
         seconds: float | None = None,
     ) -> Work | None:
         targets = self._rooted(outputs, "gather_list", root, "destination", tensor, "gather")
-        for target in targets:
-            _fill(target, tensor)
-        return self._done("gather", targets, async_op)
+
+        def fill() -> None:
+            for target in targets:
+                _fill(target, tensor)
+
+        return self._done("gather", targets, async_op, fill)
 
     def scatter(
         self,
@@ -185,9 +204,12 @@ class FakeCommunicator(Communicator):
         seconds: float | None = None,
     ) -> Work | None:
         sources = self._rooted(tensors, "scatter_list", root, "source", output, "scatter")
-        if sources:
-            _fill(output, sources[self.rank])
-        return self._done("scatter", [output], async_op)
+
+        def fill() -> None:
+            if sources:
+                _fill(output, sources[self.rank])
+
+        return self._done("scatter", [output], async_op, fill)
 
     def reduce_scatter(
         self,
@@ -203,8 +225,7 @@ class FakeCommunicator(Communicator):
         sources = _check_list(tensors, "input_list", self.size, name)
         checks.check_same_dtype(sources, output.dtype, "input_list", name)
         checks.check_own_numel(sources, self.rank, output.numel(), "input_list", name)
-        _fill(output, sources[self.rank])
-        return self._done(name, [output], async_op)
+        return self._done(name, [output], async_op, lambda: _fill(output, sources[self.rank]))
 
     def reduce_scatter_tensor(
         self,
@@ -223,8 +244,9 @@ class FakeCommunicator(Communicator):
                 f"{name}: input has {tensor.numel()} elements, expected the output's {output.numel()} times"
                 f" the group's {self.size} ranks"
             )
-        _fill(output, tensor.reshape(self.size, -1)[self.rank])
-        return self._done(name, [output], async_op)
+        return self._done(
+            name, [output], async_op, lambda: _fill(output, tensor.reshape(self.size, -1)[self.rank])
+        )
 
     def all_to_all(
         self,
@@ -238,9 +260,12 @@ class FakeCommunicator(Communicator):
         sources = _check_list(tensors, "input_tensor_list", self.size, name)
         checks.check_same_dtype(sources, sources[0].dtype, "input_tensor_list", name)
         checks.check_same_dtype(targets, sources[0].dtype, "output_tensor_list", name)
-        for target, source in zip(targets, sources, strict=True):
-            _fill(target, source)
-        return self._done(name, targets, async_op)
+
+        def fill() -> None:
+            for target, source in zip(targets, sources, strict=True):
+                _fill(target, source)
+
+        return self._done(name, targets, async_op, fill)
 
     def all_to_all_single(
         self,
@@ -257,13 +282,15 @@ class FakeCommunicator(Communicator):
         checks.check_dtype(output, tensor.dtype, "output", name)
         sent = checks.check_splits(input_splits, "input_split_sizes", tensor, self.size, name)
         expected = checks.check_splits(output_splits, "output_split_sizes", output, self.size, name)
-        if sent == expected and output.shape == tensor.shape:
-            _fill(output, tensor)
-        else:
-            pieces = zip(output.split(expected), tensor.split(sent), strict=True)
-            for target, source in pieces:
+
+        def fill() -> None:
+            if sent == expected and output.shape == tensor.shape:
+                _fill(output, tensor)
+                return
+            for target, source in zip(output.split(expected), tensor.split(sent), strict=True):
                 _fill(target, source)
-        return self._done(name, [output], async_op)
+
+        return self._done(name, [output], async_op, fill)
 
     def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
         return self._done("barrier", [], async_op)
@@ -305,10 +332,30 @@ class FakeCommunicator(Communicator):
         checks.check_same_dtype(checked, like.dtype, parameter, name)
         return checked
 
-    def _done(self, name: str, result: Iterable[torch.Tensor], async_op: bool) -> Work | None:
-        self._refuse_if_closed(name)
-        if not async_op:
-            return None
-        work = Work(f"{name} of group {self.name!r}")
-        work.finish(list(result))
-        return work
+    def _done(
+        self,
+        name: str,
+        result: Sequence[torch.Tensor],
+        async_op: bool,
+        fill: Callable[[], None] = lambda: None,
+    ) -> Work | None:
+        """Run an operation that consists of ``fill``, at once."""
+
+        def operation(_: str | None) -> list[torch.Tensor]:
+            fill()
+            return list(result)
+
+        return self.run(operation, name, async_op)
+
+    def run(
+        self, operation: Operation, description: str, async_op: bool = False, operations: int = 1
+    ) -> Work | None:
+        if not async_op or self.is_collecting():
+            return super().run(operation, description, async_op, operations)
+        self._refuse_if_closed(description)
+        return Work.finished(f"{description} of group {self.name!r}", operation(None))
+
+    def check_tensor(
+        self, tensor: object, parameter: str, name: str, *, written: bool = False
+    ) -> torch.Tensor:
+        return _check(tensor, parameter, name)

@@ -1,30 +1,22 @@
-"""Which groups a rank has, by name and by tag, and which rank the calling thread belongs to.
+"""Which groups a rank has, by name and by tag.
 
-A process that is a rank has one :class:`World`. Where ranks are threads each has its own, and the thread
-finds it in a context variable. Three kinds of threads run for a rank without being it:
-
-* threads of the group itself: they are started in a copy of the context;
-* threads that the rank starts: Python hands a context on by itself only where asked to (from 3.14), so while
-  there are thread ranks ``threading.Thread.start`` does it for them;
-* threads of autograd: a rank's backward runs on the thread that calls it (torch's own switch).
+A process that is a rank has one :class:`World`. Where ranks are threads each has its own, which a thread
+finds by the rank that it belongs to (thread_ranks.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-import torch
+from typing import cast
 
 from torchestra.errors import NotInitializedError
 from torchestra.process_group import ProcessGroup
 from torchestra.store import Store
+from torchestra.thread_ranks import ThreadRank, being_thread_rank, current_thread_rank
 
 _BY_NAME = "name:"
 _SHORT = 16
@@ -131,29 +123,13 @@ def label(ranks: Sequence[int]) -> str:
     return hashlib.sha256(repr(spaced).encode()).hexdigest()[:32]
 
 
-@dataclass(frozen=True)
-class ThreadRank:
-    """A rank that is a thread: its number, how many there are, and the store they share."""
-
-    rank: int
-    size: int
-    store: Store
-
-
 _process_world = World()
-_thread: ContextVar[tuple[World, ThreadRank] | None] = ContextVar("torchestra_thread_rank", default=None)
 
 
 def current_world() -> World:
     """The registry of the rank that the calling thread belongs to."""
-    here = _thread.get()
-    return _process_world if here is None else here[0]
-
-
-def current_thread_rank() -> ThreadRank | None:
-    """Which rank the calling thread belongs to, where ranks are threads."""
-    here = _thread.get()
-    return None if here is None else here[1]
+    here = current_thread_rank()
+    return _process_world if here is None else cast(World, here.world)
 
 
 @contextlib.contextmanager
@@ -164,59 +140,10 @@ def thread_rank(rank: int, size: int, store: Store) -> Iterator[None]:
     ``store`` object; groups that the block leaves open are destroyed at its end. Threads that are started
     inside belong to the rank as well.
     """
-    world = World(thread=threading.current_thread())
-    token = _thread.set((world, ThreadRank(rank, size, store)))
-    try:
-        with _inherited, torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
+    thread = threading.current_thread()
+    world = World(thread=thread)
+    with being_thread_rank(ThreadRank(rank, size, store, thread, world)):
         try:
-            world.close()
+            yield
         finally:
-            _thread.reset(token)
-
-
-class _Inheritance:
-    """While anybody is inside, threads belong to the rank whose thread starts them."""
-
-    def __init__(self) -> None:
-        self._inside = 0
-        self._lock = threading.Lock()
-        self._start = threading.Thread.start
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1 and not getattr(sys.flags, "thread_inherit_context", False):
-                self._start = threading.Thread.start
-                setattr(threading.Thread, "start", _start_for_rank(self._start))  # noqa: B010
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0 and getattr(threading.Thread.start, "__wrapped__", None) is self._start:
-                setattr(threading.Thread, "start", self._start)  # noqa: B010
-
-
-def _start_for_rank(plain_start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    @functools.wraps(plain_start)
-    def start(thread: threading.Thread) -> None:
-        here = _thread.get()
-        if here is not None:
-            run = thread.run
-
-            def run_for_rank() -> None:
-                _thread.set(here)
-                try:
-                    run()
-                finally:
-                    # It holds the thread, which would hold it.
-                    del thread.__dict__["run"]
-
-            thread.__dict__["run"] = run_for_rank
-        plain_start(thread)
-
-    return start
-
-
-_inherited = _Inheritance()
+            world.close()

@@ -63,14 +63,23 @@ class Work:
     It may be dropped: the operation runs all the same, and its tensors are kept alive until then.
     """
 
-    def __init__(self, description: str) -> None:
+    def __init__(self, description: str, *, held: bool = False) -> None:
         self._description = description
+        self.held = held
+        """Whether the operation waits for the end of the ``with`` block that collects it."""
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._exception: BaseException | None = None
-        self._result: list[torch.Tensor] = []
+        self._result: list[Any] = []
         self._source = -1
         self._future: torch.futures.Future[Any] | None = None
+
+    @classmethod
+    def finished(cls, description: str, result: list[Any]) -> Work:
+        """The work of an operation that has ended well already."""
+        work = cls(description)
+        work.finish(result)
+        return work
 
     def wait(self, timeout: Timeout | None = None) -> bool:
         """Block until the operation is done.
@@ -86,6 +95,11 @@ class Work:
             again. DistError: what the operation failed with.
         """
         if not self._done.is_set():
+            if self.held:
+                raise DistError(
+                    f"{self._description} is run at the end of the `with` block that collects it; wait for it"
+                    " after that"
+                )
             seconds = None if timeout is None else timeout_seconds(timeout)
             if not self._done.wait(seconds):
                 raise CollectiveTimeoutError(
@@ -107,8 +121,8 @@ class Work:
         """What the operation failed with, or None."""
         return self._exception
 
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that the operation has filled, once it has ended well.
+    def result(self) -> list[Any]:
+        """The tensors that the operation has filled, once it has ended well; of some, lists of tensors.
 
         Raises:
             DistError: it has not ended yet, or what it failed with.
@@ -120,6 +134,14 @@ class Work:
 
     def source_rank(self) -> int:
         """Of a receive that has ended: the rank that sent, in the group's numbering, or -1."""
+        return self._source
+
+    def synchronize(self) -> None:
+        """:meth:`wait`: when it returns, the tensors can be used on every stream of their device."""
+        self.wait()
+
+    def _source_rank(self) -> int:
+        """:meth:`source_rank`, as torch spells it."""
         return self._source
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -134,9 +156,7 @@ class Work:
                     self._settle(self._future)
             return self._future
 
-    def finish(
-        self, result: list[torch.Tensor], source: int = -1, let_go: Callable[[], None] | None = None
-    ) -> None:
+    def finish(self, result: list[Any], source: int = -1, let_go: Callable[[], None] | None = None) -> None:
         """For the group: the operation has ended well.
 
         ``let_go`` is called before whoever waits for the operation learns of it, but after the callbacks of

@@ -13,21 +13,17 @@ from typing import Any, Union, cast
 
 from torchestra.communicator import Communicator
 from torchestra.deferred import DeferredCommunicator
-from torchestra.engine import warm_up
-from torchestra.engine.joining import join
-from torchestra.engine.local import LocalEngine
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError
-from torchestra.fake import FakeCommunicator
-from torchestra.process_group import NonMember, ProcessGroup
-from torchestra.quick import QuickCommunicator
-from torchestra.registry import compact, current_thread_rank, current_world, label
+from torchestra.errors import InvalidArgumentError, NotInitializedError
+from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
+from torchestra.process_group.starting import choose_backend, start
+from torchestra.registry import compact, current_world, label
 from torchestra.rendezvous import launch_environment, rendezvous
 from torchestra.store import FakeStore, PrefixStore, Store
 from torchestra.store.secret import Secret
+from torchestra.thread_ranks import current_thread_rank
 from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
 
 AnyGroup = Union[ProcessGroup, NonMember]
-_BACKENDS = ("native", "threads", "fake")
 _DEFAULT_NAME = "default"
 _FEW = 16
 
@@ -103,7 +99,7 @@ def init_process_group(
         raise InvalidArgumentError(f"device_id: only CPU tensors are moved, got {device_id!r}")
     seconds = timeout_seconds(DEFAULT_TIMEOUT if timeout is None else timeout)
     here = current_thread_rank()
-    chosen = _choose_backend(backend, as_thread=here is not None)
+    chosen = choose_backend(backend)
     if store is not None and init_method is not None:
         raise InvalidArgumentError("give `init_method` or `store`, not both")
     if here is not None and store is None and init_method is None:
@@ -145,19 +141,6 @@ def _alone(store: Store | None, rank: int, world_size: int) -> tuple[Store, int,
     return FakeStore() if store is None else store, rank, world_size
 
 
-def _choose_backend(backend: str | None, *, as_thread: bool) -> str:
-    if backend is None:
-        return "threads" if as_thread else "native"
-    if not isinstance(backend, str):
-        raise InvalidArgumentTypeError(f"backend must be a str, got {backend!r}")
-    chosen = backend.lower().removeprefix("cpu:")
-    if chosen not in _BACKENDS:
-        raise InvalidArgumentError(
-            f"unknown backend {backend!r}; there are {', '.join(_BACKENDS)}, and None to pick"
-        )
-    return chosen
-
-
 def _make_group(
     store: Store,
     ranks: Sequence[int],
@@ -172,18 +155,18 @@ def _make_group(
     program = current_world().thread
 
     def meet(seconds: float) -> Communicator:
-        if backend == "fake":
-            return FakeCommunicator(rank, size, name, seconds)
-        warm_up()
-        own = PrefixStore(f"group/{name}", store)
-        member = join(own, rank, size, name, seconds, threads=backend == "threads", thread=program)
-        return QuickCommunicator(LocalEngine(member), name, seconds)
+        return start(store, rank, size, name, seconds, backend, program)
+
+    def made_of(communicator: Communicator) -> ProcessGroup:
+        options = GroupOptions(seconds, backend=backend)
+        return ProcessGroup(
+            store, rank, size, options, ranks=ranks, description=description, communicator=communicator
+        )
 
     if not deferred:
-        return ProcessGroup(meet(seconds), ranks, backend=backend, store=store, description=description)
+        return made_of(meet(seconds))
     placeholder = DeferredCommunicator(rank, size, name, seconds, meet)
-    communicator = cast(Communicator, placeholder)
-    group = ProcessGroup(communicator, ranks, backend=backend, store=store, description=description)
+    group = made_of(cast(Communicator, placeholder))
     placeholder.replace = lambda made: setattr(group, "communicator", made)
     return group
 
@@ -242,7 +225,7 @@ def make_group(
     parent = default_group()
     if pg_options is not None or device_id is not None:
         raise InvalidArgumentError("new_group: pg_options and device_id are not known to this backend")
-    if backend is not None and _choose_backend(backend, as_thread=False) != parent.backend:
+    if backend is not None and choose_backend(backend) != parent.backend:
         raise InvalidArgumentError(
             f"new_group: backend {backend!r} differs from the default group's {parent.backend!r}"
         )

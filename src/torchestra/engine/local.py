@@ -24,7 +24,7 @@ from torchestra.engine.compilation import Kernel, entry_point
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.member import Member, MessageWaiter
 from torchestra.engine.operations import DTYPE_CODE, DTYPES, UNEVEN, Kind, pack
-from torchestra.engine.reductions import reduction, supports
+from torchestra.engine.reductions import combine, reduction, supports
 from torchestra.types import ReduceOp
 
 
@@ -257,6 +257,17 @@ class LocalEngine:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the arena."""
         return self.member.heap.empty(shape, dtype)
+
+    def sequence_number(self) -> int:
+        """How many operations this rank has begun."""
+        return self.member.word(at.SEQUENCE)
+
+    @staticmethod
+    def combine(target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
+        """Reduce tensors of this rank, as the engine does those of several: same order, same rounding."""
+        combine(
+            target.dtype, op, target.data_ptr(), [source.data_ptr() for source in sources], target.numel()
+        )
 
     @staticmethod
     def kind_of_message(dtype: torch.dtype) -> int:

@@ -34,6 +34,16 @@ class ProgressThread:
                 self._thread.start()
         self._tasks.put(task)
 
+    def hold(self) -> None:
+        """Count something as pending that is not queued, until :meth:`release`."""
+        with self._lock:
+            self.pending += 1
+
+    def release(self) -> None:
+        """Undo :meth:`hold`."""
+        with self._lock:
+            self.pending -= 1
+
     def is_current(self) -> bool:
         """Whether the calling thread is this one: a task, or a callback of one, is what calls."""
         return self._thread is threading.current_thread()

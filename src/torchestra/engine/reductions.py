@@ -18,7 +18,9 @@ used and called from kernels by its address, so that a kernel is compiled once a
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +115,15 @@ def reduction(dtype: torch.dtype, op: ReduceOp) -> int:
         _kept.append(compiled)
         _addresses[key] = compiled.address
         return _addresses[key]
+
+
+_REDUCTION = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
+
+
+def combine(dtype: torch.dtype, op: ReduceOp, target: int, sources: Sequence[int], count: int) -> None:
+    """Reduce ``count`` elements at the addresses ``sources``, of this process, into those at ``target``."""
+    addresses = (ctypes.c_int64 * len(sources))(*sources)
+    _REDUCTION(reduction(dtype, op))(target, ctypes.addressof(addresses), len(sources), count)
 
 
 def _make(dtype, operation):

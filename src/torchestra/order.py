@@ -1,0 +1,162 @@
+"""In which order the operations of a group run on a rank: the program's.
+
+A synchronous operation with nothing pending runs on the calling thread; otherwise, and with ``async_op``,
+operations queue for the group's progress thread. They can also be collected first and then be run as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torchestra.engine.callsites import call_site
+from torchestra.engine.local import LocalEngine
+from torchestra.engine.progress import ProgressThread
+from torchestra.errors import GroupDestroyedError
+from torchestra.work import Work
+
+Operation = Callable[[str | None], list[Any]]
+"""Runs an operation, given the line that called it if that is not on this thread's stack; its result."""
+
+_CLOSE_SECONDS = 5.0
+
+
+class Step(NamedTuple):
+    """An operation that was called inside :meth:`Order.collecting`, and is still to be run."""
+
+    operation: Operation
+    description: str
+    work: Work | None
+
+
+class Order:
+    """The operations that a rank runs in one group, one at a time."""
+
+    def __init__(self, engine: LocalEngine, name: str) -> None:
+        self.engine = engine
+        self.name = name
+        self.closed = False
+        self._progress = ProgressThread(f"torchestra-{name}-{engine.rank}")
+        # Held while an operation runs, so that two threads of one rank do not mix theirs.
+        self._lock = threading.Lock()
+        # By thread: the operations called inside `collecting`.
+        self._collected: dict[int, list[Step]] = {}
+        # The sequence number when what is queued has been run; of no meaning when nothing is.
+        self._promised = 0
+
+    def run(
+        self, operation: Operation, description: str, async_op: bool = False, operations: int = 1
+    ) -> Work | None:
+        """Run an operation in the group's order: here and now, or after those that are queued.
+
+        Args:
+            operation: what to run; nobody else uses the engine meanwhile.
+            description: of it, for messages.
+            async_op: whether only to queue it, and return its Work at once.
+            operations: how many of the engine's it consists of.
+        """
+        self._refuse_if_closed(description)
+        if self._collected and (steps := self._collected.get(threading.get_ident())) is not None:
+            steps.append(
+                Step(operation, description, self._work(description, held=True) if async_op else None)
+            )
+            return steps[-1].work
+        # A callback of an asynchronous operation runs on the progress thread, and cannot wait for its queue.
+        if not async_op and (not self._progress.pending or self._progress.is_current()):
+            with self._lock:
+                operation(None)
+            return None
+        work = self._work(description)
+        site = call_site()
+
+        def task(let_go: Callable[[], None]) -> None:
+            try:
+                with self._lock:
+                    result = operation(site)
+            except BaseException as error:
+                work.fail(error, let_go)
+            else:
+                work.finish(result, let_go=let_go)
+
+        self._promised = self.sequence_number() + operations
+        self._progress.submit(task)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def is_collecting(self) -> bool:
+        """Whether the calling thread is inside :meth:`collecting`."""
+        return threading.get_ident() in self._collected
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[list[Step]]:
+        """Operations that this thread calls while the block runs are checked and listed, but not run.
+
+        (Messages are not operations of the whole group, and are not held back.) To be handed to
+        :meth:`run_steps`, or run as part of another operation.
+        """
+        thread = threading.get_ident()
+        outer = self._collected.get(thread)
+        steps = self._collected[thread] = []
+        self._promised = self.sequence_number()
+        self._progress.hold()  # so that no call takes the short way past `run`
+        try:
+            yield steps
+        finally:
+            self._progress.release()
+            if outer is None:
+                del self._collected[thread]
+            else:
+                self._collected[thread] = outer
+
+    def run_steps(
+        self,
+        steps: Sequence[Step],
+        description: str,
+        async_op: bool = False,
+        result: list[Any] | None = None,
+    ) -> Work | None:
+        """Run collected operations, one after the other, as one; those after a failed one are not run.
+
+        Its result is ``result``, or else their results in one list.
+        """
+
+        def operation(site: str | None) -> list[Any]:
+            results: list[Any] = []
+            left = list(steps)
+            try:
+                while left:
+                    results.extend(own := left[0].operation(site))
+                    if (work := left.pop(0).work) is not None:
+                        work.finish(own)
+            except BaseException as error:
+                for step in left:
+                    if step.work is not None:
+                        step.work.fail(error)
+                raise
+            return results if result is None else result
+
+        for step in steps:
+            if step.work is not None:
+                step.work.held = False
+        return self.run(operation, description, async_op, len(steps))
+
+    def sequence_number(self) -> int:
+        """How many operations of the whole group this rank has called, those that are queued included."""
+        return self._promised if self._progress.pending else self.engine.sequence_number()
+
+    def _work(self, description: str, *, held: bool = False) -> Work:
+        return Work(f"{description} of group {self.name!r}", held=held)
+
+    def close(self) -> None:
+        """Run what is queued, then leave the group."""
+        self.closed = True
+        self._progress.close(_CLOSE_SECONDS)
+        self.engine.close()
+
+    def _refuse_if_closed(self, name: str) -> None:
+        if self.closed:
+            raise GroupDestroyedError(f"{name}: rank {self.engine.rank} has destroyed group {self.name!r}")

@@ -1,0 +1,180 @@
+"""A group of ranks: who is in it, under which name, and the communicator that its operations run on."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import ClassVar
+
+from torchestra.communicator import Communicator
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.options import GroupOptions
+from torchestra.process_group.message_methods import MessageMethods
+from torchestra.process_group.starting import choose_backend, start
+from torchestra.process_group.torch_names import TorchNames
+from torchestra.store import Store
+from torchestra.types import Timeout, timeout_seconds
+
+
+class ProcessGroup(TorchNames, MessageMethods):
+    """Some ranks that run collectives together, in an order that all of them share.
+
+    Made by :func:`torchestra.init_process_group` and :func:`torchestra.new_group`; or directly, with or
+    without a default group, by every rank of the group: the constructor returns when all have come. A group
+    that was made directly is left by :meth:`destroy`, or when nothing refers to it any more.
+
+    Ranks are numbered anew in every group; where a function of this package takes a *global* rank, it is the
+    number in the default group. The methods in torch's C++ form (``allreduce`` and so on) take the group's
+    numbers.
+
+    Args:
+        store: a store that all ranks of the group share. Several groups may be made over one store, in
+            the same order on all ranks.
+        rank, size: this rank's number, and how many there are.
+        options: :class:`GroupOptions`, or just a time-out.
+        timeout: for the group's operations and for meeting the others, instead of ``options.timeout``.
+        name: of the group, instead of ``options.group_name``.
+        ranks: the global ranks, in the order of their numbers here; default: 0 to ``size - 1``.
+        description: of the group, for people.
+        communicator: what the group runs on, where the ranks have met already; else they meet now.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong.
+        CollectiveTimeoutError: not all ranks came in time; names those that did not.
+    """
+
+    Options: ClassVar[type[GroupOptions]] = GroupOptions
+    communicator: Communicator
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        options: GroupOptions | Timeout | None = None,
+        *,
+        timeout: Timeout | None = None,
+        name: str | None = None,
+        ranks: Sequence[int] | None = None,
+        description: str = "undefined",
+        communicator: Communicator | None = None,
+    ) -> None:
+        for parameter, value in (("rank", rank), ("size", size)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise InvalidArgumentTypeError(f"ProcessGroup: `{parameter}` must be an int, got {value!r}")
+        if not 0 <= rank < size:
+            raise InvalidArgumentError(f"ProcessGroup: rank {rank} is not one of 0 to {size - 1}")
+        if isinstance(options, GroupOptions):
+            chosen = options
+        else:
+            chosen = GroupOptions() if options is None else GroupOptions(options)
+        seconds = timeout_seconds(chosen.timeout if timeout is None else timeout)
+        self.ranks: Sequence[int] = range(size) if ranks is None else ranks
+        if not isinstance(self.ranks, range):
+            self.ranks = tuple(self.ranks)
+        self.backend = choose_backend(chosen.backend)
+        self.store = store
+        self.group_desc = description
+        # A range tells where a rank is without being searched, and takes no room.
+        self._group_rank = (
+            {} if isinstance(self.ranks, range) else {rank: index for index, rank in enumerate(self.ranks)}
+        )
+        self._threads, self._devices = chosen.threads, tuple(chosen.devices)
+        if communicator is None:
+            communicator = start(store, rank, size, name or chosen.group_name, seconds, self.backend)
+            # At exit the memory goes anyway, and peers that wait hear that the rank has ended.
+            weakref.finalize(self, _leave, communicator, os.getpid()).atexit = False
+        self.communicator = communicator
+
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self.communicator.rank
+
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self.communicator.size
+
+    def name(self) -> str:
+        """The backend's name (torch's word for it)."""
+        return self.backend
+
+    @property
+    def group_name(self) -> str:
+        """The group's name, the same on all its ranks and unlike that of any other group."""
+        return self.communicator.name
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long an operation may wait for the other ranks."""
+        return timedelta(seconds=self.communicator.seconds)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Change how long later operations may wait. Concerns this rank only."""
+        self.communicator.seconds = timeout_seconds(timeout)
+
+    @property
+    def options(self) -> GroupOptions:
+        """What the group was made with, and its present time-out; a copy."""
+        return GroupOptions(self.timeout, self._threads, self._devices, self.backend, self.group_name)
+
+    def get_group_store(self) -> Store:
+        """The store that the group was made over."""
+        return self.store
+
+    def get_sequence_number_for_group(self) -> int:
+        """How many operations of the whole group this rank has called, those still queued included.
+
+        Where the ranks have called the same, it is the same on all of them. Messages are not counted.
+        """
+        return self.communicator.sequence_number()
+
+    def to_group_rank(self, global_rank: int, parameter: str = "global_rank") -> int:
+        """The number in this group of a global rank.
+
+        Raises:
+            InvalidArgumentError: it is not in this group.
+        """
+        try:
+            if isinstance(self.ranks, range):
+                rank = self.ranks.index(global_rank) if global_rank in self.ranks else None
+            else:
+                rank = self._group_rank.get(global_rank)
+        except TypeError:
+            rank = None
+        if rank is None:
+            if not isinstance(global_rank, int):
+                raise InvalidArgumentTypeError(f"`{parameter}` must be an int, got {global_rank!r}")
+            raise InvalidArgumentError(
+                f"`{parameter}`: global rank {global_rank!r} is not part of group {self.group_name!r},"
+                f" which has global ranks {list(self.ranks)}"
+            )
+        return rank
+
+    def to_global_rank(self, group_rank: int) -> int:
+        """The global number of a rank of this group.
+
+        Raises:
+            InvalidArgumentError: the group has no such rank.
+        """
+        if not 0 <= group_rank < len(self.ranks):
+            raise InvalidArgumentError(
+                f"group rank {group_rank!r} is not part of group {self.group_name!r}, which has"
+                f" {self.size()} ranks"
+            )
+        return self.ranks[group_rank]
+
+    def destroy(self) -> None:
+        """Leave the group. Peers that wait for this rank, now or later, get an error."""
+        self.communicator.close()
+
+    def __repr__(self) -> str:
+        place = f"rank {self.rank()} of {self.size()}"
+        return f"<ProcessGroup {self.group_name!r}: {place}, backend {self.backend!r}>"
+
+
+def _leave(communicator: Communicator, process: int) -> None:
+    """Leave a group that nothing refers to any more, but not for a process that was forked from the rank."""
+    if os.getpid() == process and not communicator.closed:
+        communicator.close()

@@ -1,0 +1,50 @@
+"""Messages between two ranks, as methods in torch's C++ form. Ranks are numbers within the group."""
+
+from __future__ import annotations
+
+import torch
+
+from torchestra.communicator import Communicator
+from torchestra.errors import InvalidArgumentError
+from torchestra.process_group import tensor_lists as lists
+from torchestra.process_group.forms import Tensors
+from torchestra.work import Work
+
+
+class MessageMethods:
+    """Sending and receiving; to be called by the two ranks only. Each takes a list of one tensor."""
+
+    communicator: Communicator
+
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
+        """Begin to send a tensor to a rank; it must stay as it is until the Work is done."""
+        communicator = self.communicator
+        tensor = _single(tensors, "send")
+        _check_tag(tag, "send")
+        return communicator.isend(tensor, lists.check_peer(dstRank, communicator.size, "send"), tag)
+
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
+        """Begin to receive a tensor from a rank."""
+        communicator = self.communicator
+        tensor = _single(tensors, "recv")
+        _check_tag(tag, "recv")
+        return communicator.irecv(tensor, lists.check_peer(srcRank, communicator.size, "recv"), tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        """Begin to receive from whichever rank sends first; the ``source_rank`` of the Work says which."""
+        tensor = _single(tensors, "recv_anysource")
+        _check_tag(tag, "recv_anysource")
+        return self.communicator.irecv(tensor, None, tag)
+
+
+def _single(tensors: Tensors, name: str) -> torch.Tensor:
+    chosen = lists.as_list(tensors, name)
+    if len(chosen) != 1:
+        raise InvalidArgumentError(f"{name}: takes a single tensor, got {len(chosen)}")
+    lists.check_dense(chosen, name)
+    return chosen[0]
+
+
+def _check_tag(tag: object, name: str) -> None:
+    if not isinstance(tag, int) or tag < 0:
+        raise InvalidArgumentError(f"{name}: invalid tag: {tag!r}; it must be a non-negative int")

@@ -1,0 +1,27 @@
+"""What stands for a group on a rank that is not in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class NonMember:
+    """What :func:`torchestra.new_group` returns on a rank that is not in the new group.
+
+    Operations on it do nothing but warn; its rank and size are -1.
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str) -> None:
+        self.ranks = tuple(ranks)
+        self.group_name = name
+
+    def rank(self) -> int:
+        """-1."""
+        return -1
+
+    def size(self) -> int:
+        """-1."""
+        return -1
+
+    def __repr__(self) -> str:
+        return f"<no member of group {self.group_name!r}, which has global ranks {list(self.ranks)}>"

@@ -1,0 +1,69 @@
+"""How a rank enters a group: the engine is started, and the other ranks are met."""
+
+from __future__ import annotations
+
+import threading
+
+from torchestra.communicator import Communicator
+from torchestra.engine import warm_up
+from torchestra.engine.joining import join
+from torchestra.engine.local import LocalEngine
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.fake import FakeCommunicator
+from torchestra.quick import QuickCommunicator
+from torchestra.store import PrefixStore, Store
+from torchestra.thread_ranks import current_thread_rank
+
+_BACKENDS = ("native", "threads", "fake")
+
+
+def choose_backend(backend: str | None) -> str:
+    """``"native"`` (ranks are processes), ``"threads"`` or ``"fake"``; for None, what the calling rank is.
+
+    Raises:
+        InvalidArgumentError: there is no such backend.
+    """
+    if backend is None:
+        return "native" if current_thread_rank() is None else "threads"
+    if not isinstance(backend, str):
+        raise InvalidArgumentTypeError(f"backend must be a str, got {backend!r}")
+    chosen = backend.lower().removeprefix("cpu:")
+    if chosen not in _BACKENDS:
+        raise InvalidArgumentError(
+            f"unknown backend {backend!r}; there are {', '.join(_BACKENDS)}, and None to pick"
+        )
+    return chosen
+
+
+def start(
+    store: Store,
+    rank: int,
+    size: int,
+    name: str | None,
+    seconds: float,
+    backend: str,
+    program: threading.Thread | None = None,
+) -> Communicator:
+    """Enter a group; returns when all ranks have.
+
+    Args:
+        store: what the ranks of the group share.
+        name: of the group. One without a name gets it from how many this rank has made over the store,
+            which is the same number on every rank.
+        seconds: how long to wait for the others, and later for their operations.
+        backend: as :func:`choose_backend` gives it.
+        program: the thread that the rank's program runs in; default: the one that calls.
+
+    Raises:
+        CollectiveTimeoutError: not all ranks came in time; names those that did not.
+    """
+    if name is None:
+        name = f"direct-{store.add(f'torchestra/made/{rank}', 1)}"
+    if backend == "fake":
+        return FakeCommunicator(rank, size, name, seconds)
+    warm_up()
+    if program is None and (here := current_thread_rank()) is not None:
+        program = here.thread
+    own = PrefixStore(f"group/{name}", store)
+    member = join(own, rank, size, name, seconds, threads=backend == "threads", thread=program)
+    return QuickCommunicator(LocalEngine(member), name, seconds)

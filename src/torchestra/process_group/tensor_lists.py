@@ -1,0 +1,286 @@
+"""The checks of the methods in torch's C++ form, which take lists: their phrases are torch's.
+
+Each raises InvalidArgumentError (a RuntimeError and ValueError) before anything is sent, or, where something
+is not a tensor at all, InvalidArgumentTypeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+
+_DENSE = torch.strided
+
+
+def refuse(name: str, why: str) -> NoReturn:
+    """Raise InvalidArgumentError."""
+    raise InvalidArgumentError(f"{name}: {why}")
+
+
+def as_list(value: object, name: str) -> list[torch.Tensor]:
+    """A tensor, or a list of tensors, as a list."""
+    tensors = [value] if isinstance(value, torch.Tensor) else value
+    if not isinstance(tensors, (list, tuple)) or not all(isinstance(each, torch.Tensor) for each in tensors):
+        raise InvalidArgumentTypeError(
+            f"{name}: incompatible function arguments: expected a tensor or a list of tensors, got {value!r}"
+        )
+    return list(tensors)
+
+
+def as_lists(value: object, name: str) -> list[list[torch.Tensor]]:
+    """A list of tensors, or a list of lists of tensors, as a list of lists; an empty list stays one."""
+    if not isinstance(value, (list, tuple)):
+        raise InvalidArgumentTypeError(
+            f"{name}: incompatible function arguments: expected a list of lists of tensors, got {value!r}"
+        )
+    if value and all(isinstance(each, torch.Tensor) for each in value):
+        return [as_list(value, name)]
+    for each in value:
+        if not isinstance(each, (list, tuple)):
+            raise InvalidArgumentTypeError(
+                f"{name}: incompatible function arguments: requires list of tensors, or list of lists of"
+                f" tensors, got {each!r} in it"
+            )
+    return [as_list(each, name) for each in value]
+
+
+def not_a_tensor(value: object, name: str) -> object:
+    """Refuse a single tensor where torch wants a list."""
+    if isinstance(value, torch.Tensor):
+        raise InvalidArgumentTypeError(
+            f"{name}: incompatible function arguments: requires list of tensors, got a tensor"
+        )
+    return value
+
+
+def check_single(tensors: Sequence[object], what: str, name: str) -> None:
+    """Refuse a list that has not exactly one tensor."""
+    if len(tensors) != 1:
+        refuse(name, f"requires a single-element {what}, got {len(tensors)} tensors")
+
+
+def check_root(root: object, size: int, name: str) -> int:
+    """Refuse a root that the group does not have."""
+    if not isinstance(root, int) or isinstance(root, bool):
+        raise InvalidArgumentTypeError(f"{name}: the root rank must be an int, got {root!r}")
+    if not 0 <= root < size:
+        refuse(name, f"invalid root rank: {root}; the group has ranks 0 to {size - 1}")
+    return root
+
+
+def check_peer(rank: object, size: int, name: str) -> int:
+    """Refuse a rank to send to or receive from that the group does not have."""
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise InvalidArgumentTypeError(f"{name}: the rank must be an int, got {rank!r}")
+    if not 0 <= rank < size:
+        refuse(name, f"invalid rank: {rank}; the group has ranks 0 to {size - 1}")
+    return rank
+
+
+def check_root_tensor(index: object, tensors: Sequence[torch.Tensor], name: str) -> int:
+    """Refuse a root tensor that the list does not have."""
+    if not isinstance(index, int) or not 0 <= index < len(tensors):
+        refuse(name, f"invalid root tensor: {index}; there are {len(tensors)} tensors")
+    return index
+
+
+def check_alike(tensors: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> None:
+    """Refuse tensors that differ from ``like`` in dtype, device, layout or shape."""
+    for index, tensor in enumerate(tensors):
+        if _kind(tensor) != _kind(like):
+            if tensor.layout != like.layout:
+                expected, got = like.layout, tensor.layout
+                refuse(name, f"invalid tensor layout at index {index} (expected {expected}, got {got})")
+            expected_kind, kind = " on ".join(_kind(like)[:2]), " on ".join(_kind(tensor)[:2])
+            refuse(name, f"invalid tensor type at index {index} (expected {expected_kind}, got {kind})")
+        if tensor.shape != like.shape:
+            refuse(
+                name,
+                f"invalid tensor size at index {index} (expected {tuple(like.shape)}, got"
+                f" {tuple(tensor.shape)})",
+            )
+
+
+def _kind(tensor: torch.Tensor) -> tuple[str, str, torch.layout]:
+    return str(tensor.dtype), tensor.device.type, tensor.layout
+
+
+def check_dense(tensors: Sequence[torch.Tensor], name: str) -> None:
+    """Refuse tensors that are not dense."""
+    for tensor in tensors:
+        if tensor.layout is not _DENSE:
+            refuse(name, f"only supports dense tensors, got one with layout {tensor.layout}")
+
+
+def check_some(tensors: Sequence[object], name: str) -> None:
+    """Refuse an empty list."""
+    if not tensors:
+        refuse(name, "requires non-empty tensor list")
+
+
+def check_same_dtypes(tensors: Sequence[torch.Tensor], name: str) -> None:
+    """Refuse tensors of several dtypes, devices or layouts, or that are not dense."""
+    like = tensors[0]
+    for index, tensor in enumerate(tensors):
+        if tensor.layout != like.layout:
+            refuse(
+                name,
+                f"invalid tensor layout at index {index} (expected {like.layout}, got {tensor.layout})",
+            )
+        if _kind(tensor) != _kind(like):
+            refuse(
+                name,
+                f"tensors must all have the same type: tensor 0 is {_kind(like)[0]} on"
+                f" {_kind(like)[1]}, tensor {index} is {_kind(tensor)[0]} on {_kind(tensor)[1]}",
+            )
+    if like.layout is not _DENSE:
+        refuse(name, f"unsupported layout {like.layout}")
+
+
+def check_rooted(
+    lists: Sequence[Sequence[torch.Tensor]],
+    like: torch.Tensor,
+    is_root: bool,
+    size: int,
+    role: str,
+    name: str,
+) -> list[torch.Tensor] | None:
+    """The list of ``gather`` outputs or ``scatter`` inputs on the root; elsewhere None is to be given."""
+    if not is_root:
+        if lists:
+            refuse(name, f"requires empty {role} on non-root, got {len(lists)} lists")
+        return None
+    if len(lists) != 1:
+        refuse(
+            name,
+            f"requires a single-element {role} list containing a list with {size} tensors, got {len(lists)}"
+            " lists",
+        )
+    if len(lists[0]) != size:
+        refuse(
+            name,
+            f"Incorrect {role} list size {len(lists[0])}. {role.capitalize()} list size should be {size},"
+            " same as size of the process group.",
+        )
+    check_alike(lists[0], like, name)
+    return list(lists[0])
+
+
+def check_gather_lists(
+    outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], size: int, name: str
+) -> None:
+    """Refuse lists that ``allgather`` cannot fill: each of n needs n tensors for each rank, all alike."""
+    if not tensors:
+        refuse(name, "requires non-empty input tensor list")
+    if len(outputs) != len(tensors):
+        refuse(
+            name,
+            f"requires input/output tensor lists to have the same length, got {len(tensors)} inputs and"
+            f" {len(outputs)} lists of outputs",
+        )
+    expected = len(tensors) * size
+    for index, row in enumerate(outputs):
+        if len(row) != expected:
+            refuse(
+                name,
+                f"invalid output tensor list at index {index} (expected length {expected}, got {len(row)})",
+            )
+    check_alike(tensors, tensors[0], name)
+    for row in outputs:
+        check_alike(row, tensors[0], name)
+    check_dense(tensors, name)
+
+
+def check_coalesced_lists(
+    outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], size: int, name: str
+) -> None:
+    """Refuse lists that ``allgather_coalesced`` cannot fill: one for each rank, each like the inputs."""
+    if not tensors:
+        refuse(name, "requires non-empty input tensor list")
+    if len(outputs) != size:
+        refuse(name, f"output lists should be equal to world size, {size}, got {len(outputs)}")
+    check_dense(tensors, name)
+    for row in outputs:
+        if len(row) != len(tensors):
+            refuse(name, f"invalid output size: (expected length {len(tensors)}, got {len(row)})")
+        for index, (output, tensor) in enumerate(zip(row, tensors, strict=True)):
+            if output.shape != tensor.shape:
+                refuse(
+                    name,
+                    f"invalid size of output tensor at index {index} (expected length {tuple(tensor.shape)},"
+                    f" got {tuple(output.shape)})",
+                )
+            if _kind(output) != _kind(tensor):
+                expected_kind, kind = " on ".join(_kind(tensor)[:2]), " on ".join(_kind(output)[:2])
+                refuse(name, f"invalid tensor type at index {index} (expected {expected_kind}, got {kind})")
+
+
+def check_pairs(outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], name: str) -> None:
+    """Refuse lists of inputs and outputs that are empty or differ in length."""
+    if not tensors:
+        refuse(name, "requires non-empty input tensor list")
+    if len(outputs) != len(tensors):
+        refuse(
+            name,
+            f"requires input/output tensor lists to have the same length, got {len(tensors)} inputs and"
+            f" {len(outputs)} outputs",
+        )
+
+
+def check_pieces(whole: torch.Tensor, piece: torch.Tensor, size: int, name: str) -> None:
+    """Refuse two tensors of which the first is not ``size`` times the second."""
+    for tensor in (whole, piece):
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentTypeError(
+                f"{name}: incompatible function arguments: expected tensors, got {tensor!r}"
+            )
+    check_dense([piece], name)
+    if _kind(whole) != _kind(piece):
+        expected, got = " on ".join(_kind(piece)[:2]), " on ".join(_kind(whole)[:2])
+        refuse(name, f"invalid tensor type at index 0 (expected {expected}, got {got})")
+    if whole.numel() != piece.numel() * size:
+        refuse(
+            name,
+            f"invalid tensor size at index 0 (expected {piece.numel()} elements times {size} ranks, got"
+            f" {whole.numel()})",
+        )
+
+
+def check_reduce_scatter_lists(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], size: int, name: str
+) -> None:
+    """Refuse what is not one output, and one list with an input of its dtype for each rank."""
+    if len(outputs) != 1 or len(inputs) != 1:
+        refuse(
+            name,
+            f"reduce_scatter only supports 1 output, got {len(outputs)}, with {len(inputs)} lists of inputs",
+        )
+    if len(inputs[0]) != size:
+        refuse(name, f"invalid input tensor list size, must be world size, {size}, got {len(inputs[0])}")
+    check_dense(outputs, name)
+    for index, tensor in enumerate(inputs[0]):
+        if _kind(tensor) != _kind(outputs[0]):
+            expected, got = " on ".join(_kind(outputs[0])[:2]), " on ".join(_kind(tensor)[:2])
+            refuse(name, f"invalid tensor type at index {index} (expected {expected}, got {got})")
+
+
+def check_exchange(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], size: int, name: str
+) -> None:
+    """Refuse lists for ``alltoall`` that are not one tensor per rank each, or whose dtypes differ."""
+    for tensors, role in ((inputs, "input"), (outputs, "output")):
+        if len(tensors) != size:
+            refuse(
+                name,
+                f"invalid {role} tensor list: its length should be equal to world size, {size}, got"
+                f" {len(tensors)}",
+            )
+    check_dense([*inputs, *outputs], name)
+    for index, tensor in enumerate([*inputs, *outputs]):
+        if _kind(tensor) != _kind(inputs[0]):
+            expected, got = " on ".join(_kind(inputs[0])[:2]), " on ".join(_kind(tensor)[:2])
+            refuse(name, f"invalid tensor type at index {index} (expected {expected}, got {got})")

@@ -1,0 +1,105 @@
+"""Which rank the calling thread belongs to, where ranks are threads of one process.
+
+It finds out in a context variable. Three kinds of threads run for a rank without being it:
+
+* threads of the group itself: they are started in a copy of the context;
+* threads that the rank starts: Python hands a context on by itself only where asked to (from 3.14), so while
+  there are thread ranks ``threading.Thread.start`` does it for them;
+* threads of autograd: a rank's backward runs on the thread that calls it (torch's own switch).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from torchestra.store import Store
+
+
+@dataclass(frozen=True, eq=False)
+class ThreadRank:
+    """A rank that is a thread.
+
+    Attributes:
+        rank, size, store: its number, how many there are, and the store they share.
+        thread: the one that the rank's program runs in: while it lives the rank does.
+        world: the rank's registry of groups, which belongs to a floor above this one.
+    """
+
+    rank: int
+    size: int
+    store: Store
+    thread: threading.Thread
+    world: object
+
+
+_here: ContextVar[ThreadRank | None] = ContextVar("torchestra_thread_rank", default=None)
+
+
+def current_thread_rank() -> ThreadRank | None:
+    """Which rank the calling thread belongs to, or None where ranks are processes."""
+    return _here.get()
+
+
+@contextlib.contextmanager
+def being_thread_rank(rank: ThreadRank) -> Iterator[None]:
+    """Make the calling thread this rank while the block runs, and those that are started inside its own."""
+    token = _here.set(rank)
+    try:
+        with _inherited, torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        _here.reset(token)
+
+
+class _Inheritance:
+    """While anybody is inside, threads belong to the rank whose thread starts them."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._lock = threading.Lock()
+        self._start = threading.Thread.start
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1 and not getattr(sys.flags, "thread_inherit_context", False):
+                self._start = threading.Thread.start
+                setattr(threading.Thread, "start", _start_for_rank(self._start))  # noqa: B010
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and getattr(threading.Thread.start, "__wrapped__", None) is self._start:
+                setattr(threading.Thread, "start", self._start)  # noqa: B010
+
+
+def _start_for_rank(plain_start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    @functools.wraps(plain_start)
+    def start(thread: threading.Thread) -> None:
+        here = _here.get()
+        if here is not None:
+            run = thread.run
+
+            def run_for_rank() -> None:
+                _here.set(here)
+                try:
+                    run()
+                finally:
+                    # It holds the thread, which would hold it.
+                    del thread.__dict__["run"]
+
+            thread.__dict__["run"] = run_for_rank
+        plain_start(thread)
+
+    return start
+
+
+_inherited = _Inheritance()
