@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from torchestra.engine.callsites import call_site
+from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.local import LocalEngine
-from torchestra.engine.operations import DTYPE_CODE, DTYPES, Kind
+from torchestra.engine.operations import DTYPE_NAMES, Kind
 from torchestra.errors import CollectiveMismatchError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.types import ReduceOp
 
@@ -152,4 +153,4 @@ def _compare(heads: torch.Tensor, rank: int, site: str | None) -> None:
 def _described(head: list[int]) -> str:
     dtype, sparse, dimensions, *lengths, entries = head
     shape = tuple(lengths[:dimensions])
-    return f"{str(DTYPES[dtype])[6:]}, shape {shape}, {sparse} sparse dimensions, {entries} entries"
+    return f"{DTYPE_NAMES[dtype]}, shape {shape}, {sparse} sparse dimensions, {entries} entries"

@@ -9,7 +9,7 @@ from cases import MOVES, Case, check_case
 import torchestra as dist
 from references import DEFINED, INTEGERS, reduced, same_bits, sample
 from thresholds import use_thresholds
-from torchestra.engine.operations import DTYPES
+from torchestra.engine.dtypes import DTYPES
 from torchestra.types import ReduceOp
 from worlds import KINDS, run
 

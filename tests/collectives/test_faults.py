@@ -178,7 +178,9 @@ def test_a_rank_that_is_stopped_is_named_when_the_time_is_over() -> None:
         world.signal(1, signal.SIGCONT)
         zero, one = world.finish()
     assert "rank 1 had not arrived" in zero.result()
-    assert "rank 1 last called operation 2, barrier(); did not say where it is" in zero.result()
+    (line,) = (line for line in zero.result().splitlines() if line.startswith("  rank 1 "))
+    assert line.startswith("  rank 1 last called operation 2, barrier(), ")
+    assert line.endswith(" s ago; did not say where it is")
     assert (
         "can no longer be used: all_reduce(SUM, float32, 1 element) of group 'default' timed out"
         in one.result()
@@ -371,10 +373,12 @@ def test_a_time_out_names_who_is_missing_and_where_its_program_is(asynchronous: 
     zero, one = run("threads", 2, one_rank_is_late, threading.Event(), asynchronous, timeout=0.3)
     assert "all_reduce(SUM, float32, 300000 elements) of group 'default' timed out after " in zero
     assert "rank 1 had not arrived" in zero
-    assert f"rank 1 last called operation 2, barrier(); is at {__file__}:" in zero
-    assert "in one_rank_is_late" in zero.splitlines()[-1]
-    waiting = next(line for line in zero.splitlines() if "rank 0 waits in operation 3" in line)
-    assert f"at {__file__}:" in waiting
+    waiting, missing = zero.splitlines()[-2:]
+    assert "rank 0 is in operation 3, all_reduce(SUM, float32, 300000 elements), for " in waiting
+    assert f", and waits for rank 1; is at {__file__}:" in waiting
+    assert "rank 1 last called operation 2, barrier(), " in missing
+    assert f" s ago; is at {__file__}:" in missing
+    assert missing.endswith("in one_rank_is_late")
     assert "timed out after " in one
 
 
@@ -395,7 +399,9 @@ def one_process_is_late() -> str:
 def test_a_time_out_tells_where_the_program_of_another_process_is() -> None:
     zero, _ = run("processes", 2, one_process_is_late, timeout=0.3)
     assert "rank 1 had not arrived" in zero
-    assert f"rank 1 last called operation 2, barrier(); is at {__file__}:" in zero
+    missing = zero.splitlines()[-1]
+    assert "rank 1 last called operation 2, barrier(), " in missing
+    assert f" s ago; is at {__file__}:" in missing
 
 
 def use_after_failure(step: threading.Event) -> list[str]:

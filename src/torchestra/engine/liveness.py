@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
+import signal
+import struct
 import threading
 from pathlib import Path
 from typing import Protocol
 
 from torchestra.engine.callsites import call_site
+
+# struct pidfd_info of <linux/pidfd.h>, in its first version: what is asked for, cgroup, ids, the exit status.
+_PIDFD_INFO = struct.Struct("=QQ11Ii")
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class Peers(Protocol):
@@ -19,6 +27,9 @@ class Peers(Protocol):
 
     def site(self, rank: int) -> str | None:
         """Where the program of a rank is, if that can be seen from here: ``is at file:line in function``."""
+
+    def how(self, rank: int) -> str:
+        """How a rank that is dead ended, as far as it can be known."""
 
     def close(self) -> None:
         """Release what was opened to find out."""
@@ -33,6 +44,40 @@ def process_start(pid: int) -> int:
     return int(stat[stat.rindex(b")") + 2 :].split()[19])
 
 
+def describe_status(status: int) -> str:
+    """A status as from ``os.wait()`` in words: ``exit code 3``, ``killed by SIGSEGV``."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def status_of_dead(pid: int, started: int, descriptor: int | None) -> int | None:
+    """The wait status of a process that has ended and is not our child, if the system tells.
+
+    While nobody has reaped it, /proc does; afterwards, since Linux 6.15, a pidfd opened before.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        fields = stat[stat.rindex(b")") + 2 :].split()
+        if fields[0] == b"Z" and int(fields[19]) == started:
+            return int(fields[-1])
+    except (OSError, ValueError, IndexError):
+        pass
+    if descriptor is None:
+        return None
+    request = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, 0, *[0] * 12))
+    try:
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, request)
+    except OSError:
+        return None
+    mask, *_, status = _PIDFD_INFO.unpack(request)
+    return int(status) if mask & _PIDFD_INFO_EXIT else None
+
+
 class PeerProcesses:
     """Ranks that are processes of this host.
 
@@ -41,6 +86,7 @@ class PeerProcesses:
     """
 
     def __init__(self, pids: list[tuple[int, int]], own: int) -> None:
+        self._pids = pids
         self._descriptors: dict[int, int] = {}
         self._dead: list[int] = []
         # Several threads may wait in one group (messages, collectives), and poll() is not for two at once.
@@ -72,6 +118,12 @@ class PeerProcesses:
     def site(self, rank: int) -> str | None:
         return None
 
+    def how(self, rank: int) -> str:
+        with self._lock:
+            descriptor = next((fd for fd, peer in self._descriptors.items() if peer == rank), None)
+            status = status_of_dead(*self._pids[rank], descriptor)
+        return f"process {self._pids[rank][0]} is gone" if status is None else describe_status(status)
+
     def close(self) -> None:
         with self._lock:
             for descriptor in self._descriptors:
@@ -99,6 +151,9 @@ class PeerThreads:
         if thread is None:
             return "has not come"
         return "has ended" if not thread.is_alive() else f"is at {call_site(thread.ident)}"
+
+    def how(self, rank: int) -> str:
+        return "its thread has ended"
 
     def close(self) -> None:
         pass

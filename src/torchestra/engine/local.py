@@ -21,9 +21,10 @@ from torchestra.engine import layout as at
 from torchestra.engine.algorithms import Choices
 from torchestra.engine.channels import Mailbox, Transfer
 from torchestra.engine.compilation import Kernel, entry_point
+from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.member import Member, MessageWaiter
-from torchestra.engine.operations import DTYPE_CODE, DTYPES, UNEVEN, Kind, pack
+from torchestra.engine.operations import DTYPE_NAMES, UNEVEN, Kind, pack
 from torchestra.engine.reductions import combine, reduction, supports
 from torchestra.types import ReduceOp
 
@@ -62,7 +63,7 @@ class LocalEngine:
             member.rank,
             member.size,
             member.name,
-            kind_name=lambda code: str(DTYPES[code])[6:],
+            kind_name=DTYPE_NAMES.__getitem__,
         )
         self._context = member.context
         self._all_reduce = entry_point(reduce.all_reduce)

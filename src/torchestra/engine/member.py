@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from torchestra.engine.heap import Heap
 from torchestra.engine.kernels import control
 from torchestra.engine.liveness import Peers, process_start
 from torchestra.engine.placement import LOOK_EVERY
+from torchestra.engine.standing import describe_standing
 from torchestra.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -41,9 +43,10 @@ from torchestra.errors import (
 )
 
 _LIVENESS_SECONDS = 0.05
-_ANSWER_SECONDS = 0.5
 _RESTLESS_SECONDS = 1.0
-_CLAIM_SECONDS = 0.5
+_CLAIM_SECONDS = 2.0
+_LEAST_TEXT = 100
+_CUT = " ..."
 
 
 class Member:
@@ -187,15 +190,18 @@ class Member:
             )
         dead = self._dead()
         gone = self._gone(blocked, dead, alone)
+        explain = partial(self.report, range(self.size), site)
         if gone is not None:
             if suspect != gone:
                 return gone
             if gone in dead:
-                self.abort(f"{_ranks(dead)} died; rank {self.rank} saw it in {doing}", failed=dead)
+                died = ", ".join(f"rank {rank} died ({self.how(rank)})" for rank in dead)
+                self.abort(f"{died}; rank {self.rank} saw it in {doing}", dead, explain)
             else:
                 self.abort(
                     f"rank {gone} has destroyed the group, and rank {self.rank} waits for it in {doing}:"
-                    " do all ranks call the same operations?"
+                    " do all ranks call the same operations?",
+                    explain=explain,
                 )
             raise self.aborted()
         waited = time.monotonic() - started
@@ -204,18 +210,17 @@ class Member:
                 asked = tuple(range(self.size)) if blocked is None else (blocked,)
                 raise CollectiveTimeoutError(
                     f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.rank};"
-                    f" the group"
-                    f" stays usable.{self._report(asked)}",
+                    f" the group stays usable.{self.report(asked)}",
                     asked,
                 )
             missing = self.missing()
-            report = self._report(range(self.size), f"waits in {self._now()}, at {site or call_site()}")
             message = (
                 f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.rank}:"
-                f" {_ranks(missing) if missing else 'no rank'} had not arrived.{report}"
+                f" {_ranks(missing) if missing else 'no rank'} had not arrived."
             )
-            self.abort(message)
-            raise CollectiveTimeoutError(message, missing)
+            self.abort(message, explain=explain)
+            # The same lines on every rank, though several may have come to the end of their time at once.
+            raise CollectiveTimeoutError(message + self._told()["standing"], missing)
         return None
 
     def _dead(self) -> tuple[int, ...]:
@@ -245,14 +250,17 @@ class Member:
             if rank != self.rank and self.arena.word(self.arena.control(rank) + at.PROGRESS) <= now
         )
 
-    def abort(self, why: str, failed: tuple[int, ...] = ()) -> None:
-        """Make the group unusable for all ranks, unless one of them has done so already."""
+    def abort(self, why: str, failed: tuple[int, ...] = (), explain: Callable[[], str] | None = None) -> None:
+        """Make the group unusable for all ranks, unless one of them has done so already.
+
+        Args:
+            why: in a line.
+            failed: the ranks that died, if that is why.
+            explain: tells where every rank stands. Called only if nobody else has aborted the group.
+        """
         header = self.arena.address
         if control.claim(header + at.HEADER_ABORT_CLAIM) == 0:
-            told = json.dumps({"failed": failed, "why": why}, ensure_ascii=False)
-            while len(told.encode()) > at.HEADER_ABORT_TEXT_BYTES:
-                why = why[: len(why) * 9 // 10]
-                told = json.dumps({"failed": failed, "why": f"{why} ..."}, ensure_ascii=False)
+            told = _told(why, failed, explain() if explain is not None else "")
             length = self.arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, told)
             control.tell(header + at.HEADER_ABORT_LENGTH, length)
         else:
@@ -273,11 +281,8 @@ class Member:
     def aborted(self) -> GroupAbortedError:
         """The error that says why the group was aborted (which it must have been)."""
         if self._aborted is None:
-            told: dict[str, Any] = {"why": "a rank died while it said why", "failed": ()}
-            length = control.read(self.arena.address + at.HEADER_ABORT_LENGTH)
-            if length:
-                told = json.loads(self.arena.text(at.HEADER_ABORT_TEXT, length))
-            self._aborted = self._error_for(told["why"], tuple(told["failed"]))
+            told = self._told()
+            self._aborted = self._error_for(told["why"] + told["standing"], tuple(told["failed"]))
         # A new object each time: a traceback must not grow over repeated raises.
         error = self._aborted
         return (
@@ -285,6 +290,18 @@ class Member:
             if isinstance(error, RankFailedError)
             else type(error)(str(error))
         )
+
+    def _told(self) -> dict[str, Any]:
+        """What the rank that aborted the group has written about it."""
+        length = control.read(self.arena.address + at.HEADER_ABORT_LENGTH)
+        if length == 0:
+            return {"why": "a rank died while it said why", "failed": (), "standing": ""}
+        told: dict[str, Any] = json.loads(self.arena.text(at.HEADER_ABORT_TEXT, length))
+        return told
+
+    def how(self, rank: int) -> str:
+        """How a rank that is dead ended, as far as it can be known."""
+        return "its process is gone" if self.peers is None else self.peers.how(rank)
 
     @property
     def is_aborted(self) -> bool:
@@ -335,7 +352,7 @@ class Member:
 
     def _lengths(self, meta: int, count: int) -> str:
         """What a fingerprint only has the hash of, or nothing: how much goes from and to each rank."""
-        kind, unit = operations.kind_and_unit(meta)
+        kind, unit = operations.Kind(meta & 0xFF), operations.unit_of(meta)
         sent, expected = (
             [length // unit for length in self._tables[at.TABLES.index(table)].tolist()]
             for table in (at.SOURCE_BYTES, at.TARGET_BYTES)
@@ -362,37 +379,10 @@ class Member:
         count = self.arena.word(self._control + at.COUNT + parity)
         return f"operation {self.word(at.SEQUENCE)}, {operations.describe(meta, count)}"
 
-    def _last_of(self, rank: int) -> str:
-        """The last operation that a rank has begun, from its control block."""
-        block = self.arena.control(rank)
-        sequence = self.arena.word(block + at.PROGRESS) >> at.STEP_BITS
-        if sequence == 0:
-            return "has called nothing yet"
-        parity = (sequence & 1) * 8
-        meta, count = self.arena.word(block + at.META + parity), self.arena.word(block + at.COUNT + parity)
-        return f"last called operation {sequence}, {operations.describe(meta, count)}"
-
-    def _report(self, ranks: Iterable[int], mine: str | None = None) -> str:
-        """Per rank: the operation it is in or has last begun, and where its program is now.
-
-        ``mine`` is what there is to say of this rank, if anything.
-        """
-        others = [rank for rank in ranks if rank != self.rank]
-        sites = {rank: self.peers.site(rank) if self.peers is not None else None for rank in others}
-        ask = [rank for rank in others if sites[rank] is None]
-        asked = {rank: control.ask(self.arena.address + self.arena.control(rank) + at.ASKED) for rank in ask}
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        lines = [] if mine is None else [f"\n  rank {self.rank} {mine}"]
-        while ask and time.monotonic() < deadline:
-            for rank in tuple(ask):
-                answer = control.read(self.arena.address + self.arena.control(rank) + at.ANSWERED)
-                if answer >= asked[rank]:
-                    ask.remove(rank)
-            time.sleep(0.005)
-        for rank in others:
-            where = sites[rank] or ("did not say where it is" if rank in ask else self._text_of(rank))
-            lines.append(f"\n  rank {rank} {self._last_of(rank)}; {where}")
-        return "".join(sorted(lines, key=lambda line: int(line.split()[1])))
+    def report(self, ranks: Iterable[int], site: str | None = None) -> str:
+        """A line for each of the ranks (standing.py); ``site`` as for :meth:`finish`."""
+        own = (self.rank, site or call_site())
+        return describe_standing(self.arena, self.peers, ranks, self._dead(), own)
 
 
 class MessageWaiter:
@@ -435,6 +425,24 @@ class Watcher(threading.Thread):
             member._set_text(f"is at {call_site(self._thread.ident)}")
             control.tell(block + at.ANSWERED, asked)
             answered = asked
+
+
+def _told(why: str, failed: tuple[int, ...], standing: str) -> str:
+    """What to write into the arena, cut to what it has room for: the lines first, then the reason."""
+    whole = why, standing
+    while True:
+        told = json.dumps({"failed": failed, "why": why, "standing": standing}, ensure_ascii=False)
+        if len(told.encode(errors="replace")) <= at.HEADER_ABORT_TEXT_BYTES:
+            return told
+        if len(standing) > _LEAST_TEXT:
+            standing = _cut(standing, whole[1])
+        else:
+            why = _cut(why, whole[0])
+
+
+def _cut(text: str, whole: str) -> str:
+    """A tenth less of a text that may have been cut before."""
+    return f"{whole[: (len(text) - (len(_CUT) if text != whole else 0)) * 9 // 10]}{_CUT}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

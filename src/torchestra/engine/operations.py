@@ -1,12 +1,17 @@
-"""What an operation is called for, packed into one word: the fingerprint that ranks compare."""
+"""What an operation is called for, packed into one word: the fingerprint that ranks compare.
+
+Needs no torch, so that it can be read from outside of a job.
+"""
 
 from __future__ import annotations
 
 import enum
-
-import torch
+from typing import TYPE_CHECKING
 
 from torchestra.types import ReduceOp
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Kind(enum.IntEnum):
@@ -26,40 +31,38 @@ class Kind(enum.IntEnum):
     sparse_all_reduce = 20
 
 
-DTYPES: tuple[torch.dtype, ...] = tuple(
-    getattr(torch, name)
-    for name in (
-        "float32",
-        "float64",
-        "float16",
-        "bfloat16",
-        "complex64",
-        "complex128",
-        "complex32",
-        "bool",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-        "float4_e2m1fn_x2",
-        "qint8",
-        "quint8",
-        "qint32",
-    )
-    if hasattr(torch, name)
-)
-DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
+DTYPE_BYTES = {
+    "float32": 4,
+    "float64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "complex64": 8,
+    "complex128": 16,
+    "complex32": 4,
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "qint8": 1,
+    "quint8": 1,
+    "qint32": 4,
+}
+"""The bytes of an element, by dtype. A dtype's code is its place in here."""
 
+DTYPE_NAMES = tuple(DTYPE_BYTES)
 _OPS = {code: ReduceOp(name) for code, name in enumerate(ReduceOp._NAMES)}
+_KINDS = frozenset(Kind)
 _NO_OP = 255
 _NO_DTYPE = 255
 UNEVEN = 1 << 62
@@ -71,29 +74,50 @@ def pack(
 ) -> int:
     """The word META of a control block: kind, reduce operation, dtype and root."""
     op_code = _NO_OP if op is None else op.code
-    dtype_code = _NO_DTYPE if dtype is None else DTYPE_CODE[dtype]
+    dtype_code = _NO_DTYPE if dtype is None else DTYPE_NAMES.index(str(dtype)[6:])
     root_code = 0 if root is None else root + 1
     return int(kind) | op_code << 8 | dtype_code << 16 | root_code << 24
 
 
-def kind_and_unit(meta: int) -> tuple[Kind, int]:
-    """The kind that a fingerprint is of, and the bytes per element (1 where there is no dtype)."""
+def unit_of(meta: int) -> int:
+    """The bytes per element of a fingerprint's dtype, 1 where it has none."""
+    dtype = dtype_name(meta)
+    return 1 if dtype is None else DTYPE_BYTES[dtype]
+
+
+def kind_name(meta: int) -> str:
+    """What the operation is called."""
+    code = meta & 0xFF
+    return Kind(code).name if code in _KINDS else f"operation of kind {code}"
+
+
+def op_name(meta: int) -> str | None:
+    """Of a reduction: how it reduces."""
+    op = meta >> 8 & 0xFF
+    return _OPS[op].name if op in _OPS else None
+
+
+def dtype_name(meta: int) -> str | None:
+    """Of what its tensors are, if of one dtype."""
     dtype = meta >> 16 & 0xFF
-    return Kind(meta & 0xFF), DTYPES[dtype].itemsize if dtype < len(DTYPES) else 1
+    return DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else None
+
+
+def root_of(meta: int) -> int | None:
+    """The root, of an operation that has one."""
+    return (meta >> 24) - 1 if meta >> 24 > 0 else None
 
 
 def describe(meta: int, count: int) -> str:
     """What a fingerprint says, for people: ``all_reduce(SUM, float32, 1024 elements)``."""
-    kind, op, dtype = meta & 0xFF, meta >> 8 & 0xFF, meta >> 16 & 0xFF
-    words = []
-    if op in _OPS:
-        words.append(_OPS[op].name)
-    if dtype < len(DTYPES):
-        words.append(str(DTYPES[dtype])[6:])
+    op, dtype, root = op_name(meta), dtype_name(meta), root_of(meta)
+    words = [] if op is None else [op]
+    if dtype is not None:
+        words.append(dtype)
         if count >= UNEVEN:
             words.append("uneven sizes")
         elif count >= 0:
             words.append(f"{count} element{'' if count == 1 else 's'}")
-    if meta >> 24:
-        words.append(f"root {(meta >> 24) - 1}")
-    return f"{Kind(kind).name}({', '.join(words)})"
+    if root is not None:
+        words.append(f"root {root}")
+    return f"{kind_name(meta)}({', '.join(words)})"

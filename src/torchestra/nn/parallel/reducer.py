@@ -125,7 +125,7 @@ class Reducer:
         if self._failure is not None:
             raise GradientReductionError(
                 f"the reduction of gradients failed on rank {self._rank} ({type(self._failure).__name__}:"
-                f" {self._failure}); make a new group and wrap the module again"
+                f" {str(self._failure).partition(chr(10))[0]}); make a new group and wrap the module again"
             ) from self._failure
         if READY in self._state or self._next:
             raise GradientReductionError(self._unfinished())

@@ -1,0 +1,14 @@
+"""The codes of dtypes in fingerprints and messages, by torch's own objects."""
+
+from __future__ import annotations
+
+import torch
+
+from torchestra.engine.operations import DTYPE_BYTES
+
+__all__ = ["DTYPES", "DTYPE_CODE"]
+
+DTYPE_CODE: dict[torch.dtype, int] = {
+    getattr(torch, name): code for code, name in enumerate(DTYPE_BYTES) if hasattr(torch, name)
+}
+DTYPES: tuple[torch.dtype, ...] = tuple(DTYPE_CODE)

@@ -1,0 +1,268 @@
+"""The flight record as people read it: what the rings in an arena say (recording.py), decoded.
+
+Reads only, never trusts what it reads, and needs no torch: an arena is read by its ranks and, mapped
+read-only, by ``torchestra top`` and ``torchestra report``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from torchestra.engine import layout as at
+from torchestra.engine import operations, recording
+from torchestra.engine.clock import COUNTER, NANOSECONDS, Moment, TickScale
+
+__all__ = ["Entry", "FlightRecord", "RankRecord", "Readable", "read_flight_record", "read_rank"]
+
+State = Literal["running", "done", "failed"]
+Presence = Literal["absent", "present", "left"]
+
+_PRESENCE: dict[int, Presence] = {at.PRESENT: "present", at.LEFT: "left"}
+# Called with plain addresses; Numba's annotations are of another language.
+_read_ring: Any = recording.read_ring
+
+
+class Readable(Protocol):
+    """An arena, mapped here."""
+
+    layout: at.Layout
+    address: int
+
+    def word(self, offset: int) -> int:
+        """The word at a byte offset before the slots."""
+
+    def text(self, offset: int, length: int) -> str:
+        """So many bytes, as text."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One collective, or one message, of one rank. Ranks are in the group's numbering.
+
+    Attributes:
+        number: of a collective, its sequence number in the group, the same on all ranks (1 is the barrier in
+            which the group met); of a message, how manieth of this rank it is.
+        kind: ``"all_reduce"``, …, ``"send"`` or ``"recv"``.
+        op: how a reduction reduces, else None.
+        dtype: as ``"float32"``; None where there is none.
+        root: of a collective that has one.
+        count: elements, where all ranks come with the same number; else None.
+        nbytes: what the rank gave or got, whichever is more.
+        peer: of a message, the other rank; None of a receive from any rank that has not come.
+        tag: of a message.
+        blocking: the call that began it waits for it (always true of collectives: whether the program
+            does is not recorded).
+        started, ended: by ``time.monotonic()``; ``ended`` is None while it runs.
+        state: ``"running"``, ``"done"`` or ``"failed"``.
+        waited: seconds. Of a collective, what was spent waiting for other ranks (waits that end within some
+            microseconds are not counted); of a receive, until its message came.
+        waited_for: the rank that a collective waited for last, or None.
+    """
+
+    number: int
+    kind: str
+    op: str | None
+    dtype: str | None
+    root: int | None
+    count: int | None
+    nbytes: int
+    peer: int | None
+    tag: int | None
+    blocking: bool
+    started: float
+    ended: float | None
+    state: State
+    waited: float
+    waited_for: int | None
+
+    def __str__(self) -> str:
+        """As error messages tell it: ``all_reduce(SUM, float32, 1024 elements)``."""
+        words = [self.op, self.dtype]
+        if self.kind in ("send", "recv") and self.tag is not None:
+            way = "to" if self.kind == "send" else "from"
+            words += [f"{way} {'any rank' if self.peer is None else f'rank {self.peer}'}"]
+            words += [f"{self.nbytes} bytes", f"tag {self.tag}" if self.tag else None]
+        elif self.count is not None and self.dtype is not None:
+            words.append(f"{self.count} element{'' if self.count == 1 else 's'}")
+        elif self.dtype is not None:
+            words.append("uneven sizes")
+        if self.root is not None:
+            words.append(f"root {self.root}")
+        return f"{self.kind}({', '.join(word for word in words if word)})"
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank did last, oldest first, and what it did in all.
+
+    Attributes:
+        rank: in the group's numbering.
+        pid: its process, 0 if it has not come.
+        presence: ``"present"`` (which it stays when it dies), ``"left"`` the group, or ``"absent"``.
+        operations: its last collectives, at most 256.
+        messages: its last sends and receives, at most 256.
+        operations_begun, messages_begun: how many there were in all.
+        operation_bytes, message_bytes: of all that have ended.
+        operations_waited, messages_waited: seconds, of all that have ended; of messages, blocking receives.
+        waited_for: by rank, seconds of both that were waited for it in the end.
+        waiting_for: the rank that it waits for in a collective at this moment, or None.
+        waiting_since: when that wait began, by ``time.monotonic()``, or None.
+    """
+
+    rank: int
+    pid: int
+    presence: Presence
+    operations: tuple[Entry, ...]
+    messages: tuple[Entry, ...]
+    operations_begun: int
+    messages_begun: int
+    operation_bytes: int
+    message_bytes: int
+    operations_waited: float
+    messages_waited: float
+    waited_for: tuple[float, ...]
+    waiting_for: int | None
+    waiting_since: float | None
+
+    @property
+    def last_operation(self) -> Entry | None:
+        """The collective that it is in, or was in last."""
+        return self.operations[-1] if self.operations else None
+
+    @property
+    def running_message(self) -> Entry | None:
+        """The last send or receive that it blocks in, or None."""
+        running = [entry for entry in self.messages if entry.state == "running" and entry.blocking]
+        return running[-1] if running else None
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """The last collectives and messages of all ranks of a group.
+
+    Attributes:
+        group: its name.
+        size: how many ranks it has.
+        taken: when this was read, by ``time.monotonic()``, as all times in it.
+        taken_at: the same moment by ``time.time()``.
+        aborted: why the group cannot be used any more, or None.
+        ranks: by rank.
+    """
+
+    group: str
+    size: int
+    taken: float
+    taken_at: float
+    aborted: str | None
+    ranks: tuple[RankRecord, ...]
+
+
+def read_flight_record(arena: Readable, aborted: str | None = None, last: int = at.ENTRIES) -> FlightRecord:
+    """The record of all ranks, as it is now; of each at most the ``last`` entries of either kind."""
+    scale = tick_scale(arena)
+    length = arena.word(at.HEADER_NAME_LENGTH)
+    return FlightRecord(
+        group=arena.text(at.HEADER_NAME, min(max(0, length), at.HEADER_NAME_BYTES)),
+        size=arena.layout.size,
+        taken=scale.now,
+        taken_at=time.time(),
+        aborted=aborted,
+        ranks=tuple(read_rank(arena, rank, scale, last) for rank in range(arena.layout.size)),
+    )
+
+
+def tick_scale(arena: Readable) -> TickScale:
+    """What turns the ticks in an arena into seconds, up to now."""
+    clock = arena.word(at.HEADER_CLOCK)
+    early = Moment(arena.word(at.HEADER_TICKS), arena.word(at.HEADER_NANOSECONDS))
+    return TickScale(early, Moment.now(COUNTER if clock == COUNTER else NANOSECONDS))
+
+
+def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRIES) -> RankRecord:
+    """The record of one rank; at most the ``last`` entries of either kind."""
+    control = arena.layout.control + rank * at.CONTROL_BYTES
+    record = arena.layout.records + rank * arena.layout.record_bytes
+    size = arena.layout.size
+    operations_ = _ring(arena, record + at.OPERATIONS_AT)
+    messages = _ring(arena, record + at.MESSAGES_AT)
+    since = arena.word(record + at.WAITING_SINCE)
+    blamed = [arena.word(record + at.BLAMED_AT + index * 8) for index in range(2 * size)]
+    return RankRecord(
+        rank=rank,
+        pid=arena.word(control + at.PROCESS),
+        presence=_PRESENCE.get(arena.word(control + at.STATE), "absent"),
+        operations=tuple(_operation(row, scale, size) for row in operations_[-last:]),
+        messages=tuple(_message(row, scale, size) for row in messages[-last:]),
+        operations_begun=operations_[-1][at.STAMP // 8] if operations_ else 0,
+        messages_begun=arena.word(record + at.MESSAGES_OPENED),
+        operation_bytes=arena.word(record + at.TOTAL_BYTES),
+        message_bytes=arena.word(record + at.MESSAGES_BYTES),
+        operations_waited=scale.duration(arena.word(record + at.TOTAL_WAITED)),
+        messages_waited=scale.duration(arena.word(record + at.MESSAGES_WAITED)),
+        waited_for=tuple(scale.duration(blamed[peer] + blamed[size + peer]) for peer in range(size)),
+        waiting_for=_rank(arena.word(record + at.WAITING_FOR), size) if since else None,
+        waiting_since=scale.time(since) if since else None,
+    )
+
+
+def _ring(arena: Readable, offset: int) -> list[list[int]]:
+    """The entries of a ring that are in use, oldest first, each as its words."""
+    words: npt.NDArray[np.int64] = np.zeros((at.ENTRIES, at.ENTRY_BYTES // 8), dtype=np.int64)
+    _read_ring(arena.address + offset, words.ctypes.data)
+    used: list[list[int]] = words[words[:, at.STAMP // 8] > 0].tolist()
+    return sorted(used)
+
+
+def _rank(number: int, size: int) -> int | None:
+    return number if 0 <= number < size else None
+
+
+def _operation(row: list[int], scale: TickScale, size: int) -> Entry:
+    what, amount = row[at.WHAT // 8], row[at.AMOUNT // 8]
+    return Entry(
+        number=row[at.STAMP // 8],
+        kind=operations.kind_name(what),
+        op=operations.op_name(what),
+        dtype=operations.dtype_name(what),
+        root=operations.root_of(what),
+        count=amount if 0 <= amount < operations.UNEVEN else None,
+        peer=None,
+        tag=None,
+        blocking=True,
+        waited_for=_rank(row[at.AWAITED // 8] - 1, size),
+        **_times(row, scale),
+    )
+
+
+def _message(row: list[int], scale: TickScale, size: int) -> Entry:
+    what = row[at.WHAT // 8]
+    return Entry(
+        number=row[at.STAMP // 8],
+        kind=operations.kind_name(what),
+        op=None,
+        dtype=operations.dtype_name(what),
+        root=None,
+        count=None,
+        peer=_rank(row[at.OTHER // 8] - 1, size),
+        tag=row[at.TAG // 8],
+        blocking=not what & at.BACKGROUND,
+        waited_for=None,
+        **_times(row, scale),
+    )
+
+
+def _times(row: list[int], scale: TickScale) -> dict[str, Any]:
+    ended = row[at.ENDED // 8]
+    state: State = "running" if ended == 0 else "done" if ended > 0 else "failed"
+    return {
+        "nbytes": row[at.MOVED_BYTES // 8],
+        "started": scale.time(row[at.BEGAN // 8]),
+        "ended": None if ended == 0 else scale.time(abs(ended)),
+        "state": state,
+        "waited": scale.duration(row[at.WAITED // 8]),
+    }

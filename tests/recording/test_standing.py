@@ -1,0 +1,163 @@
+"""The lines that tell where every rank stands: the same on all ranks, and true."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+
+import pytest
+import torch
+
+import torchestra as dist
+from torchestra.errors import CollectiveTimeoutError, GroupAbortedError, RankFailedError
+from worlds import KINDS, Outcome, await_note, leave_note, outcomes, processes
+
+SOON = 30.0
+LINE = re.compile(r"^  rank (\d+) (.+); (.+)$")
+
+
+def standing(message: str) -> dict[int, tuple[str, str]]:
+    """By rank: what it does, and where it is."""
+    first, *lines = message.splitlines()
+    assert "group 'default'" in first
+    found = [LINE.match(line) for line in lines]
+    assert all(found), message
+    return {int(match[1]): (match[2], match[3]) for match in found if match}
+
+
+def block(message: str) -> list[str]:
+    return message.splitlines()[1:]
+
+
+def one_never_comes(late: threading.Event | None) -> str:
+    """The last rank does not call the all_reduce before the others have given up."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    dist.all_reduce(torch.ones(3, dtype=torch.float64))
+    if rank == last:
+        if late is None:
+            await_note("given up")
+        else:
+            assert late.wait(SOON)
+    with pytest.raises((CollectiveTimeoutError, GroupAbortedError)) as caught:
+        dist.broadcast(torch.ones(700), 1)
+    if rank != last:
+        leave_note("given up") if late is None else late.set()
+    return str(caught.value)
+
+
+def check_that_one_never_came(told: list[str]) -> None:
+    last = len(told) - 1
+    assert len({tuple(block(message)) for message in told}) == 1
+    summary = rf"timed out after \d+\.\d s on rank \d: rank {last} had not arrived\.$"
+    assert all(re.search(summary, message.splitlines()[0]) for message in told)
+    ranks = standing(told[0])
+    assert sorted(ranks) == list(range(last + 1))
+    for rank in range(last):
+        doing, place = ranks[rank]
+        assert re.fullmatch(
+            rf"is in operation 3, broadcast\(float32, 700 elements, root 1\), for \d+\.\d s,"
+            rf" and waits for rank {last}",
+            doing,
+        )
+        assert re.fullmatch(rf"is at {__file__}:\d+ in one_never_comes", place)
+    doing, place = ranks[last]
+    assert re.fullmatch(
+        r"last called operation 2, all_reduce\(SUM, float64, 3 elements\), \d+\.\d s ago", doing
+    )
+    assert place.startswith("is at ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_time_out_says_the_same_on_every_rank(kind: str) -> None:
+    late = threading.Event() if kind == "threads" else None
+    ended = outcomes(kind, 3, one_never_comes, late, timeout=0.8)
+    check_that_one_never_came([outcome.result() for outcome in ended])
+
+
+def wait_for_the_dead() -> str:
+    """The last rank ends in the way it is told to, while the others wait for it."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    dist.barrier()
+    leave_note(f"ready {rank}")
+    if rank == last:
+        await_note("never")
+    with pytest.raises(RankFailedError) as caught:
+        dist.all_reduce(torch.ones(5))
+    assert caught.value.ranks == (last,)
+    return str(caught.value)
+
+
+def test_a_rank_that_was_killed_is_told_of_with_the_signal() -> None:
+    with processes(3, wait_for_the_dead) as world:
+        world.await_file("ready 2")
+        world.signal(2, signal.SIGKILL)
+        zero, one, _ = world.finish()
+    check_death([zero, one], "killed by SIGKILL|process [0-9]+ is gone")
+
+
+def end_by_itself() -> str:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    dist.barrier()
+    if rank == last:
+        os._exit(7)
+    with pytest.raises(RankFailedError) as caught:
+        dist.all_reduce(torch.ones(5))
+    return str(caught.value)
+
+
+def test_a_rank_that_ended_is_told_of_with_its_exit_code() -> None:
+    zero, one, _ = outcomes("processes", 3, end_by_itself)
+    check_death([zero, one], "exit code 7|process [0-9]+ is gone")
+
+
+def check_death(ended: list[Outcome], how: str) -> None:
+    told = [outcome.result() for outcome in ended]
+    assert len({tuple(block(message)) for message in told}) == 1
+    for message in told:
+        assert re.search(rf"rank 2 died \(({how})\); rank \d saw it in all_reduce", message)
+    ranks = standing(told[0])
+    assert ranks[0][0].startswith("is in operation 3, all_reduce(SUM, float32, 5 elements), for ")
+    assert re.fullmatch(r"last called operation 2, barrier\(\), \d+\.\d s ago", ranks[2][0])
+    assert re.fullmatch(rf"has died \(({how})\)", ranks[2][1])
+
+
+def a_receive_that_gets_nothing() -> str:
+    """Rank 0 waits for a message; rank 1, whom nothing keeps, waits for rank 0 in a collective."""
+    if dist.get_rank() == 0:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            dist.group.WORLD.communicator.recv(torch.ones(2), 1, tag=5, seconds=0.8)
+        dist.barrier()
+        return str(caught.value)
+    dist.barrier()
+    return ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_that_does_not_come_tells_what_the_sender_does(kind: str) -> None:
+    zero, _ = outcomes(kind, 2, a_receive_that_gets_nothing)
+    ranks = standing(zero.result())
+    assert ranks.keys() == {1}
+    assert ranks[1][0].startswith("is in operation 2, barrier(), for ")
+    assert ranks[1][0].endswith(", and waits for rank 0")
+
+
+def wait_beside_a_receive() -> str:
+    """Rank 1 hangs in a receive while rank 0 waits for it."""
+    if dist.get_rank() == 0:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            dist.barrier()
+        return str(caught.value)
+    with pytest.raises(GroupAbortedError):
+        dist.group.WORLD.communicator.recv(torch.ones(2), 0, tag=5, seconds=SOON)
+    return ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_hangs_in_a_receive_is_told_of(kind: str) -> None:
+    zero, _ = outcomes(kind, 2, wait_beside_a_receive, timeout=0.8)
+    doing, _ = standing(zero.result())[1]
+    assert re.fullmatch(
+        r"has called nothing yet, and is in recv\(float32, from rank 0, 8 bytes, tag 5\) for \d+\.\d s", doing
+    )
