@@ -45,6 +45,7 @@ from .errors import (
     UnevenInputsError,
 )
 from .launcher import launch
+from .nn.parallel import BuiltinCommHookType, GradBucket
 from .options import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -86,6 +87,7 @@ __all__ = [
     "AllreduceOptions",
     "BarrierOptions",
     "BroadcastOptions",
+    "BuiltinCommHookType",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DistBackendError",
@@ -95,6 +97,7 @@ __all__ = [
     "FakeStore",
     "FileStore",
     "GatherOptions",
+    "GradBucket",
     "GradientReductionError",
     "GroupAbortedError",
     "GroupDestroyedError",

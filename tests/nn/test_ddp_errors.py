@@ -29,19 +29,19 @@ from worlds import outcomes, run
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"device_ids": [0]}, r"`device_ids` must be None \(only modules on the CPU are served\), got \[0\]"),
-        ({"output_device": "cpu"}, r"`output_device` must be None .*got 'cpu'"),
-        ({"dim": 1}, r"`dim` must be 0 .*got 1"),
-        ({"check_reduction": True}, r"`check_reduction` must be False .*got True"),
-        ({"static_graph": True}, r"`static_graph` must be False .*got True"),
-        ({"bucket_cap_mb": 0}, r"`bucket_cap_mb` must be a positive number, got 0"),
-        ({"bucket_cap_mb": float("nan")}, r"`bucket_cap_mb` must be a positive number, got nan"),
-        ({"bucket_cap_mb": "1"}, r"`bucket_cap_mb` must be a positive number, got '1'"),
+        ({"device_ids": [0]}, r" device_ids and output_device arguments only work .* got device_ids \[0\]"),
+        ({"output_device": "cpu"}, r" device_ids .* output_device cpu, and module parameters {'cpu'}"),
+        ({"dim": 1}, r": `dim` must be 0 .*got 1"),
+        ({"bucket_cap_mb_list": []}, ": `bucket_cap_mb_list` must have a number at least"),
+        ({"bucket_cap_mb_list": [1, -1]}, ": `bucket_cap_mb_list` must be a positive number, got -1"),
+        ({"bucket_cap_mb": 0}, r": `bucket_cap_mb` must be a positive number, got 0"),
+        ({"bucket_cap_mb": float("nan")}, r": `bucket_cap_mb` must be a positive number, got nan"),
+        ({"bucket_cap_mb": "1"}, r": `bucket_cap_mb` must be a positive number, got '1'"),
     ],
 )
 def test_what_is_not_served_is_refused(arguments: dict[str, Any], message: str) -> None:
     def body() -> None:
-        with pytest.raises(InvalidArgumentError, match="DistributedDataParallel: " + message):
+        with pytest.raises(InvalidArgumentError, match="DistributedDataParallel" + message):
             DistributedDataParallel(mlp(), **arguments)
         DistributedDataParallel(mlp(), device_ids=[])
 
@@ -65,7 +65,7 @@ class Odd(nn.Module):
         (
             lambda: mlp().requires_grad_(False),
             InvalidArgumentError,
-            "is not needed when a module doesn't have any parameters that require a gradient",
+            "is not needed when a module doesn't have any parameter that requires a gradient",
         ),
         (
             lambda: nn.LazyLinear(3),
@@ -76,11 +76,6 @@ class Odd(nn.Module):
             lambda: mlp().to("meta"),
             InvalidArgumentError,
             r"`0\.weight` is on device meta .*only dense tensors on the",
-        ),
-        (
-            lambda: nn.Sequential(nn.Embedding(3, 4, sparse=True)),
-            InvalidArgumentError,
-            "`0` makes sparse gradients, and only dense ones are reduced; use sparse=False",
         ),
         (
             lambda: Odd(a=nn.Parameter(torch.ones(2)), b=torch.ones(2).to_sparse()),
@@ -179,7 +174,7 @@ def test_every_rank_hears_how_the_modules_differ_and_the_group_stays_usable(what
     [
         (
             lambda rank: {"bucket_cap_mb": 1 + rank},
-            "argument `bucket_cap_mb` is 1 on rank 0, but 2 on rank 1",
+            r"argument `bucket_cap_mb` is \[1.0, 1.0\] on rank 0, but \[1.0, 2.0\] on rank 1",
         ),
         (
             lambda rank: {"find_unused_parameters": rank == 1},
@@ -210,9 +205,15 @@ def test_unused_parameters_are_named_in_the_next_forward(views: bool) -> None:
         with pytest.raises(GradientReductionError) as caught:
             wrapped(batch(1), 0)
         assert "Expected to have finished reduction in the prior iteration" in str(caught.value)
-        assert "did not receive a gradient: 'branches.1.weight', 'branches.1.bias'. " in str(caught.value)
-        assert "pass find_unused_parameters=True" in str(caught.value)
-        assert f"on rank {dist.get_rank()} " in str(caught.value)
+        rank = dist.get_rank()
+        expected = f"did not receive grad for rank {rank}: branches.1.weight, branches.1.bias."
+        assert f"Parameters which {expected}" in str(caught.value)
+        assert f"Parameter indices which did not receive grad for rank {rank}: 2 3" in str(caught.value)
+        assert "passing the keyword argument `find_unused_parameters=True`" in str(caught.value)
+        assert "`forward` function outputs participate in calculating loss" in str(caught.value)
+        assert wrapped._get_ddp_logging_data()["error"] == str(caught.value)
+        with pytest.raises(GradientReductionError, match="Expected to have finished reduction"):
+            wrapped._check_reducer_finalized()
         with torch.no_grad():
             wrapped(batch(1), 0)
 
@@ -223,28 +224,8 @@ def test_a_long_list_of_unused_parameters_is_cut() -> None:
     def body() -> None:
         wrapped = DistributedDataParallel(Branches(20))
         loss(wrapped(batch(1), 0)).backward()
-        with pytest.raises(GradientReductionError, match=r"'branches\.5\.bias' and 28 more\. "):
+        with pytest.raises(GradientReductionError, match=r"branches\.5\.bias and 28 more\."):
             wrapped(batch(1), 0)
-
-    run("threads", 1, body)
-
-
-def test_an_output_that_the_loss_leaves_out_is_named_too_when_unused_are_looked_for() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(6, 1), nn.Linear(6, 1)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.left(x), self.right(x)
-
-    def body() -> None:
-        wrapped = DistributedDataParallel(Two(), find_unused_parameters=True)
-        loss(wrapped(batch(1))[0]).backward()
-        with pytest.raises(
-            GradientReductionError, match=r"gradient: 'right\.weight', 'right\.bias'.* let every out"
-        ):
-            wrapped(batch(1))
 
     run("threads", 1, body)
 
@@ -368,7 +349,7 @@ def test_after_an_error_in_backward_the_next_forward_tells() -> None:
             failing_step(wrapped)
         for _ in range(2):
             with pytest.raises(
-                GradientReductionError, match=r"'0\.weight', '0\.bias'.* if backward raised an error"
+                GradientReductionError, match=r"(?s)If backward raised an error, .*: 0\.weight, 0\.bias\."
             ):
                 wrapped(batch(1))
 

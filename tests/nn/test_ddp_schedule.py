@@ -13,7 +13,7 @@ from torch import nn
 
 import torchestra as dist
 from torchestra.communicator import Communicator
-from torchestra.nn.parallel import DistributedDataParallel, reducer
+from torchestra.nn.parallel import DistributedDataParallel, averaging, reducer
 from worlds import run
 
 TINY_BUCKETS_MB = 100 / 2**20
@@ -51,8 +51,19 @@ def note_gradients(model: nn.Module, events: list[str]) -> None:
         parameter.register_hook(lambda _, name=name: events.append(f"gradient {name}"))
 
 
-def test_buckets_are_reduced_while_backward_goes_on() -> None:
-    """Each bucket of 3 layers' gradients is on its way before the next layer's are computed."""
+@pytest.fixture(params=["cores to spare", "no core to spare"])
+def asynchronous(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether reductions run beside backward: what then stands behind their names."""
+    spare = request.param == "cores to spare"
+    monkeypatch.setattr(reducer, "spare_cores", lambda ranks: int(spare))
+    return " async" if spare else ""
+
+
+def test_buckets_are_reduced_while_backward_goes_on(asynchronous: str) -> None:
+    """Each bucket of 3 layers' gradients is on its way before the next layer's are computed.
+
+    After the first step the ranks agree on the order in which gradients have come.
+    """
 
     def body() -> list[str]:
         events = record()
@@ -60,22 +71,25 @@ def test_buckets_are_reduced_while_backward_goes_on() -> None:
         wrapped = DistributedDataParallel(model, bucket_cap_mb=TINY_BUCKETS_MB / 10)
         note_gradients(model, events)
         events.clear()
-        wrapped(torch.ones(2, 4)).sum().backward()
+        for _ in range(2):
+            wrapped(torch.ones(2, 4)).sum().backward()
         return events
 
-    expected = [
+    step = [
         "gradient 2.weight",
-        "all_reduce AVG 16 async",
+        f"all_reduce AVG 16{asynchronous}",
         "gradient 1.weight",
-        "all_reduce AVG 16 async",
+        f"all_reduce AVG 16{asynchronous}",
         "gradient 0.weight",
         "all_reduce AVG 16",
     ]
-    assert run("threads", 2, body) == [expected] * 2
+    assert run("threads", 2, body) == [[*step, "broadcast int64", *step]] * 2
 
 
-def test_a_large_last_bucket_does_not_wait_for_the_end_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reducer, "_INLINE_BYTES", 63)
+def test_a_large_last_bucket_does_not_wait_for_the_end_of_backward(
+    monkeypatch: pytest.MonkeyPatch, asynchronous: str
+) -> None:
+    monkeypatch.setattr(averaging, "_INLINE_BYTES", 63)
 
     def body() -> list[str]:
         events = record()
@@ -86,13 +100,14 @@ def test_a_large_last_bucket_does_not_wait_for_the_end_of_backward(monkeypatch: 
         first = nn.Parameter(torch.ones(2, 4))
         first.register_hook(lambda _: events.append("gradient before the model"))
         wrapped(first * 1).sum().backward()
+        assert events.pop() == "broadcast int64"
         return events
 
-    expected = ["gradient weight", "all_reduce AVG 16 async", "gradient before the model"]
+    expected = ["gradient weight", f"all_reduce AVG 16{asynchronous}", "gradient before the model"]
     assert [sorted(events) for events in run("threads", 2, body)] == [sorted(expected)] * 2
 
 
-def test_buckets_start_in_their_order_whatever_order_gradients_come_in() -> None:
+def test_buckets_start_in_their_order_and_after_the_first_step_it_is_the_gradients_order() -> None:
     """The model's gradients come in the reverse of the order that its registration promises."""
 
     def body() -> list[str]:
@@ -102,14 +117,19 @@ def test_buckets_start_in_their_order_whatever_order_gradients_come_in() -> None
         wrapped = DistributedDataParallel(model, bucket_cap_mb=TINY_BUCKETS_MB)
         note_gradients(model, events)
         events.clear()
-        loss(wrapped(torch.ones(2, 6))).backward()
-        return events
+        for _ in range(2):
+            loss(wrapped(torch.ones(2, 6))).backward()
+            events.append("step")
+        return [event for event in events if "bias" not in event]
 
     for events in run("threads", 2, body):
-        assert events[0] == "gradient layers.0.weight"
-        reductions = [event for event in events if event.startswith("all_reduce")]
-        assert reductions == ["all_reduce AVG 42 async"] * 3 + ["all_reduce AVG 36"]
-        assert events.index(reductions[0]) > events.index("gradient layers.2.weight")
+        end = events.index("step")
+        first, second = events[:end], events[end + 1 : -1]
+        gradients = [f"gradient layers.{layer}.weight" for layer in range(4)]
+        assert first[:3] == gradients[:3], "no bucket can start before the last layer's gradients are there"
+        assert second[0] == gradients[0]
+        assert second[1].startswith("all_reduce AVG 36"), "the layer without a bias is a bucket"
+        assert second[2] == gradients[1]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +184,7 @@ def test_evaluation_no_sync_and_the_bare_module_send_nothing() -> None:
             wrapped(torch.ones(4, 6))
         loss(wrapped.module(torch.ones(4, 6))).backward()
         loss(wrapped(torch.ones(4, 6))).backward()
-        assert len(events) == 1
+        assert events == ["all_reduce AVG 486", "broadcast int64"]
         events.clear()
         ways_not_to_reduce(wrapped)
         return events
@@ -180,7 +200,7 @@ def test_finding_unused_parameters_costs_one_small_all_reduce() -> None:
         loss(wrapped(torch.ones(4, 6), 0, 1)).backward()
         return events
 
-    assert run("threads", 2, body) == [["all_reduce MAX 6", "all_reduce AVG 126"]] * 2
+    assert run("threads", 2, body) == [["all_reduce SUM 6", "all_reduce AVG 126"]] * 2
 
 
 def test_gradients_in_the_memory_that_ranks_share_are_reduced_where_they_are() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from ddp_models import batch, convolutions, gradients, loss, mlp
 from torch import nn
 
 import torchestra as dist
-from torchestra.errors import InvalidArgumentTypeError
 from torchestra.nn.parallel import DDPStatistics, DistributedDataParallel
 from torchestra.nn.parallel.coalesced import batches
 from worlds import run
@@ -120,18 +120,56 @@ def test_state_dict_has_torchs_prefix() -> None:
     run("threads", 1, body)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps, copy.copy])
-def test_copies_and_pickles_are_refused_but_of_the_module_served(how: object) -> None:
-    def body() -> None:
-        wrapped = DistributedDataParallel(mlp())
-        with pytest.raises(InvalidArgumentTypeError, match=r"cannot be pickled or copied; do so with its"):
-            how(wrapped)
-        step_of = how(wrapped.module)
-        if isinstance(step_of, nn.Module) and how is copy.deepcopy:
-            loss(step_of(batch(1))).backward()
-            assert gradients(wrapped.module) == [None] * 6, "the copy has no part in the reduction"
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda wrapped: pickle.loads(pickle.dumps(wrapped))])
+def test_a_copy_is_a_wrapper_of_a_copy(how: Callable[[nn.Module], nn.Module]) -> None:
+    """Nobody waits for anybody in making it, and it averages what its own module computes."""
 
-    run("threads", 1, body)
+    def body() -> None:
+        options = {"find_unused_parameters": True, "bucket_cap_mb": 1, "gradient_as_bucket_view": True}
+        wrapped = DistributedDataParallel(mlp(), **options)
+        loss(wrapped(batch(1))).backward()
+        if dist.get_rank() == 1:
+            how(wrapped)
+        copied = how(wrapped)
+        assert {name: getattr(copied, name) for name in options if name != "bucket_cap_mb"} == {
+            name: value for name, value in options.items() if name != "bucket_cap_mb"
+        }
+        assert copied.bucket_bytes_cap == 1 << 20
+        copied.zero_grad()
+        loss(copied(batch(1, seed=dist.get_rank()))).backward()
+        assert copied.statistics().steps == 1
+        assert wrapped.statistics().steps == 1
+        found = gradients(copied.module)
+        for each in found:
+            mean = each.clone()
+            dist.all_reduce(mean, dist.ReduceOp.AVG)
+            torch.testing.assert_close(mean, each)
+
+    run("threads", 2, body)
+
+
+def test_a_copy_of_a_wrapper_with_a_static_graph_has_one() -> None:
+    def body() -> None:
+        copied = copy.deepcopy(DistributedDataParallel(mlp(), static_graph=True))
+        assert copied.static_graph
+        for _ in range(2):
+            loss(copied(batch(1))).backward()
+        assert copied.statistics().steps == 2
+
+    run("threads", 2, body)
+
+
+def test_copies_are_over_the_default_group_only() -> None:
+    def body() -> None:
+        wrapped = DistributedDataParallel(mlp(), process_group=dist.new_group())
+        message = "DDP Pickling/Unpickling are only supported when using DDP with the default process group"
+        with pytest.raises(RuntimeError, match=message):
+            pickle.dumps(wrapped)
+        copied = copy.deepcopy(wrapped.module)
+        loss(copied(batch(1))).backward()
+        assert gradients(wrapped.module) == [None] * 6, "the copy has no part in the reduction"
+
+    run("threads", 2, body)
 
 
 def test_the_module_outlives_its_wrapper() -> None:

@@ -145,6 +145,48 @@ def test_a_rank_that_uses_no_parameter_still_takes_part() -> None:
         assert gradients[1:] == [None, None]
 
 
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"left": self.left(x), "right": self.right(x)}
+
+
+@VIEWS
+def test_an_output_that_the_loss_leaves_out_counts_as_unused(views: bool) -> None:
+    """Also after steps in which it was part of the loss; and its own backward may follow."""
+    model = seeded(Two)
+
+    def body() -> None:
+        own = copy.deepcopy(model)
+        wrapped = wrap(own, views)
+        loss(wrapped(batch(1))["left"]).backward()
+        assert own.right.weight.grad is None
+        sum(loss(output) for output in wrapped(batch(1)).values()).backward()
+        kept = own.right.weight.grad.clone()
+        loss(wrapped(batch(1))["left"]).backward()
+        assert torch.equal(own.right.weight.grad, kept)
+        wrapped.zero_grad()
+        outputs = wrapped(batch(1))
+        loss(outputs["left"]).backward()
+        loss(outputs["right"]).backward()
+        torch.testing.assert_close(own.right.weight.grad, kept)
+
+    run("threads", 2, body)
+
+
+def test_an_undefined_gradient_of_the_output_reaches_no_parameter() -> None:
+    def body() -> None:
+        wrapped = wrap(Branches(), False)
+        torch._C._functions.UndefinedGrad()(wrapped(batch(1), 0).sum()).backward()
+        assert branch_gradients(wrapped.module) == [None, None, None]
+        loss(wrapped(batch(1), 0)).backward()
+
+    run("threads", 2, body)
+
+
 @dataclasses.dataclass
 class Result:
     value: torch.Tensor

@@ -53,3 +53,8 @@ def waiting_policy(ranks_here: int) -> tuple[int, int]:
     with nobody else to run costs 0.3 µs, so little is lost.
     """
     return (100 if ranks_here <= usable_cores() else 0), 1000
+
+
+def spare_cores(ranks_here: int) -> int:
+    """How many cores so many ranks leave idle on this host while each computes on one."""
+    return max(0, usable_cores() - ranks_here)

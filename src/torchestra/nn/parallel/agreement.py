@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -15,11 +15,14 @@ from torchestra.process_group import ProcessGroup
 Description = list[tuple[str, str]]
 
 
-def describe(module: torch.nn.Module, options: Mapping[str, object]) -> Description:
+def describe(
+    module: torch.nn.Module, options: Mapping[str, object], ignored: Collection[str] = ()
+) -> Description:
     """What the ranks must agree on, as pairs: which thing, and how it is here."""
     lines = [(f"argument `{name}`", repr(value)) for name, value in options.items()]
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        for index, (name, tensor) in enumerate(named):
+        kept = [(name, tensor) for name, tensor in named if name not in ignored]
+        for index, (name, tensor) in enumerate(kept):
             words = f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
             if kind == "parameter":
                 if not tensor.requires_grad:
@@ -48,7 +51,18 @@ def check_agreement(mine: Description, group: ProcessGroup) -> None:
     all_gather(texts, torch.frombuffer(bytearray(text), dtype=torch.uint8), group)
     everybody = [[(what, how) for what, how in json.loads(bytes(each.numpy()))] for each in texts]
     raise InvalidArgumentError(
-        f"DistributedDataParallel: {_difference(everybody)}; wrap the same module on every rank"
+        f"DDP expects same model across all ranks, but {_counts(everybody)}{_difference(everybody)}; wrap the"
+        " same module on every rank"
+    )
+
+
+def _counts(descriptions: Sequence[Description]) -> str:
+    """Which ranks do not have as many parameters as rank 0, if there are any."""
+    numbers = [sum(what.startswith("parameter ") for what, _ in each) for each in descriptions]
+    return "".join(
+        f"Rank {rank} has {number} params, while rank 0 has inconsistent {numbers[0]} params: "
+        for rank, number in enumerate(numbers)
+        if number != numbers[0]
     )
 
 

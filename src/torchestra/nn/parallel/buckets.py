@@ -1,9 +1,12 @@
-"""Which gradients are reduced together, and where each of them lies in its bucket.
+"""Which gradients are reduced together, and the memory in which they are.
 
-Gradients arrive last layer first. So parameters are taken in reverse order, and a bucket is closed as soon
-as it has reached its size: the first one early, so that communication starts early, the others later, so
-that there are few. A bucket has one dtype; dtypes that alternate fill buckets side by side. Buckets are
-numbered in the order in which their last gradients are expected, because they are reduced in that order.
+Gradients travel in *buckets*: few operations instead of one per parameter, and still several of them, so that
+the first can be on its way while backward computes the rest. A bucket has one dtype.
+
+A bucket's memory is cut into *pieces*. A parameter of a megabyte or more is a piece of its own that needs no
+memory: its gradient is reduced where it is. The others are copied together into memory that the group's ranks
+share. Where all of a bucket must be in one tensor (a communication hook is given it, or gradients are to be
+views of it) it is one piece.
 """
 
 from __future__ import annotations
@@ -19,70 +22,180 @@ from torchestra.process_group import ProcessGroup
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_CAP_MB = 25.0
 
+_ALONE_BYTES = 1 << 20
 
-def plan_buckets(
-    parameters: Sequence[torch.Tensor],
-    first_bytes: int = FIRST_BUCKET_BYTES,
-    cap_bytes: int = int(BUCKET_CAP_MB * (1 << 20)),
-) -> tuple[tuple[int, ...], ...]:
-    """The indices of the parameters in each bucket, in the order in which their gradients are expected.
+
+def compute_bucket_assignment_by_size(
+    tensors: Sequence[torch.Tensor],
+    bucket_size_limits: Sequence[int],
+    expect_sparse_gradient: Sequence[bool] = (),
+    tensor_indices: Sequence[int] = (),
+) -> tuple[list[list[int]], list[int]]:
+    """Which tensors share a bucket: neighbours of one dtype, until they have reached a size.
 
     Args:
-        parameters: in the order in which the forward pass uses them, roughly.
-        first_bytes: the first bucket of each dtype is closed when it has so many bytes, or more.
-        cap_bytes: the same for the others.
+        tensors: what to put into buckets.
+        bucket_size_limits: in bytes: the first bucket of each dtype is closed when it has reached the first
+            of them, the second the second, and so on; the last limit holds for all further ones.
+        expect_sparse_gradient: by index; a tensor of which this is true gets a bucket of its own.
+        tensor_indices: the index of each of ``tensors``, where they are not 0, 1, 2, ...; then the order of
+            ``tensors`` is the order in which they will be ready.
+
+    Returns:
+        The indices in each bucket, and each bucket's limit (0 for a sparse one). With ``tensor_indices`` the
+        buckets are in the order in which they will be complete, else in the order of their first members.
+
+    Raises:
+        InvalidArgumentError: there is no tensor or no limit, a tensor is sparse, or lengths do not fit.
     """
-    open_buckets: dict[torch.dtype, list[int]] = {}
-    sizes: dict[torch.dtype, int] = {}
-    caps: dict[torch.dtype, int] = {}
-    closed: list[tuple[int, ...]] = []
-    for index in reversed(range(len(parameters))):
-        parameter = parameters[index]
-        dtype = parameter.dtype
-        open_buckets.setdefault(dtype, []).append(index)
-        sizes[dtype] = sizes.get(dtype, 0) + parameter.nbytes
-        if sizes[dtype] >= caps.get(dtype, first_bytes):
-            closed.append(tuple(open_buckets.pop(dtype)))
-            sizes[dtype] = 0
-            caps[dtype] = cap_bytes
-    closed.extend(tuple(indices) for indices in open_buckets.values())
-    return tuple(sorted(closed, key=lambda indices: -indices[-1]))
+    if not tensors or not bucket_size_limits:
+        raise InvalidArgumentError(
+            "compute_bucket_assignment_by_size: there must be at least one tensor and one limit, got"
+            f" {len(tensors)} and {len(bucket_size_limits)}"
+        )
+    indices = list(tensor_indices) or list(range(len(tensors)))
+    if len(indices) != len(tensors) or (
+        expect_sparse_gradient and len(expect_sparse_gradient) <= max(indices)
+    ):
+        raise InvalidArgumentError(
+            "compute_bucket_assignment_by_size: `tensor_indices` and `expect_sparse_gradient` must have one"
+            f" entry for each of {len(tensors)} tensors"
+        )
+    filling: dict[torch.dtype, list[int]] = {}
+    bytes_in: dict[torch.dtype, int] = {}
+    closed_of: dict[torch.dtype, int] = {}
+    found: list[tuple[list[int], int]] = []
+
+    def limit_of(dtype: torch.dtype) -> int:
+        return bucket_size_limits[min(closed_of.get(dtype, 0), len(bucket_size_limits) - 1)]
+
+    for index, tensor in zip(indices, tensors, strict=True):
+        if tensor.layout is not torch.strided:
+            raise InvalidArgumentError("compute_bucket_assignment_by_size: No support for sparse tensors.")
+        if expect_sparse_gradient and expect_sparse_gradient[index]:
+            found.append(([index], 0))
+            continue
+        dtype = tensor.dtype
+        filling.setdefault(dtype, []).append(index)
+        bytes_in[dtype] = bytes_in.get(dtype, 0) + tensor.nbytes
+        if bytes_in[dtype] >= limit_of(dtype):
+            found.append((filling.pop(dtype), limit_of(dtype)))
+            bytes_in[dtype] = 0
+            closed_of[dtype] = closed_of.get(dtype, 0) + 1
+    found += [(members, limit_of(dtype)) for dtype, members in filling.items()]
+    if tensor_indices:
+        place = {index: position for position, index in enumerate(indices)}
+        found.sort(key=lambda bucket: place[bucket[0][-1]])
+    else:
+        found.sort(key=lambda bucket: bucket[0][0])
+    return [members for members, _ in found], [limit for _, limit in found]
 
 
-@dataclass(frozen=True, eq=False)
-class Bucket:
-    """The memory in which some gradients are reduced together.
+@dataclass(eq=False)
+class Piece:
+    """A part of a bucket that is reduced by one operation.
 
     Attributes:
-        indices: which parameters, in the order in which their gradients are expected.
-        parameters: these parameters.
-        flat: one dimension, all their gradients one after the other.
-        views: for each parameter its part of ``flat``, with the parameter's shape and strides.
+        place: which of the bucket's parameters.
+        flat: their gradients one after the other; None for a gradient that is reduced where it is.
+        views: the part of ``flat`` for each parameter, with its shape and strides.
     """
 
+    place: slice
+    flat: torch.Tensor | None
+    views: list[torch.Tensor]
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Some parameters whose gradients are reduced together.
+
+    Attributes:
+        number: the place of the bucket in the order in which they are reduced.
+        indices: which parameters, in the order in which they lie in the bucket.
+        parameters: these parameters.
+        pieces: how they are reduced; none for a sparse gradient.
+        sparse: whether the only parameter has sparse gradients.
+        nbytes: of all its gradients, were they dense.
+        limit: the bytes at which the bucket was closed.
+    """
+
+    number: int
     indices: tuple[int, ...]
-    parameters: tuple[torch.nn.Parameter, ...]
-    flat: torch.Tensor
-    views: tuple[torch.Tensor, ...]
+    parameters: tuple[torch.Tensor, ...]
+    pieces: tuple[Piece, ...]
+    sparse: bool
+    nbytes: int
+    limit: int
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All its gradients one after the other. Of a bucket that is one piece."""
+        (piece,) = self.pieces
+        assert piece.flat is not None
+        return piece.flat
 
 
 def make_bucket(
-    indices: tuple[int, ...], parameters: Sequence[torch.nn.Parameter], group: ProcessGroup
+    number: int,
+    indices: Sequence[int],
+    parameters: Sequence[torch.Tensor],
+    group: ProcessGroup,
+    *,
+    whole: bool,
+    sparse: bool = False,
+    limit: int = 0,
 ) -> Bucket:
-    """A bucket in the memory that the group's ranks share, where there is room, else in ordinary memory."""
+    """A bucket for the parameters with these indices.
+
+    Args:
+        whole: make it one piece.
+    """
     chosen = tuple(parameters[index] for index in indices)
-    numel = sum(parameter.numel() for parameter in chosen)
+    pieces: list[Piece] = []
+    if not sparse:
+        runs = [slice(0, len(chosen))] if whole else _runs(chosen)
+        pieces = [_make_piece(chosen, run, group, whole=whole) for run in runs]
+    nbytes = sum(parameter.nbytes for parameter in chosen)
+    return Bucket(number, tuple(indices), chosen, tuple(pieces), sparse, nbytes, limit)
+
+
+def _runs(parameters: Sequence[torch.Tensor]) -> list[slice]:
+    """Each large parameter alone, and what is between them together."""
+    runs: list[slice] = []
+    first = 0
+    for index, parameter in enumerate(parameters):
+        if parameter.nbytes >= _ALONE_BYTES:
+            if first < index:
+                runs.append(slice(first, index))
+            runs.append(slice(index, index + 1))
+            first = index + 1
+    if first < len(parameters):
+        runs.append(slice(first, len(parameters)))
+    return runs
+
+
+def _make_piece(
+    parameters: Sequence[torch.Tensor], place: slice, group: ProcessGroup, *, whole: bool
+) -> Piece:
+    chosen = parameters[place]
+    if not whole and len(chosen) == 1 and chosen[0].nbytes >= _ALONE_BYTES:
+        return Piece(place, None, [])
+    sizes = [parameter.numel() for parameter in chosen]
+    flat = shared_memory(sum(sizes), chosen[0].dtype, group).zero_()
+    views = [like(part, parameter) for part, parameter in zip(flat.split(sizes), chosen, strict=True)]
+    return Piece(place, flat, views)
+
+
+def shared_memory(numel: int, dtype: torch.dtype, group: ProcessGroup) -> torch.Tensor:
+    """Memory that the group's ranks share, where there is room, else ordinary memory. Uninitialised."""
     try:
-        flat = group.communicator.engine.empty((numel,), chosen[0].dtype)
+        return group.communicator.engine.empty((numel,), dtype)
     except InvalidArgumentError:
-        flat = torch.empty(numel, dtype=chosen[0].dtype)
-    flat.zero_()
-    parts = flat.split([parameter.numel() for parameter in chosen])
-    views = tuple(_like(part, parameter) for part, parameter in zip(parts, chosen, strict=True))
-    return Bucket(indices, chosen, flat, views)
+        return torch.empty(numel, dtype=dtype)
 
 
-def _like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """The part with the parameter's shape, and with its strides if those leave no gaps."""
     dense = torch.empty_like(parameter, memory_format=torch.preserve_format, device="meta").stride()
     if dense != parameter.stride():

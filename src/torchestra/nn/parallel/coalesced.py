@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -69,13 +69,14 @@ class BufferBroadcast:
     Where the buffers are is looked up once; what they are, each time, since modules may replace them.
     """
 
-    def __init__(self, module: torch.nn.Module, group: ProcessGroup) -> None:
+    def __init__(self, module: torch.nn.Module, group: ProcessGroup, ignored: Collection[str] = ()) -> None:
         self._group = group
         self._places: list[tuple[torch.nn.Module, str]] = []
         found: set[int] = set()
-        for owner in module.modules():
+        for path, owner in module.named_modules():
             for name, buffer in owner._buffers.items():
-                if buffer is not None and id(buffer) not in found:
+                full = f"{path}.{name}" if path else name
+                if buffer is not None and id(buffer) not in found and full not in ignored:
                     found.add(id(buffer))
                     self._places.append((owner, name))
         self._buffers: list[torch.Tensor] = []

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.errors import DistError, GradientReductionError, InvalidArgumentError
 from torchestra.nn.parallel.agreement import check_agreement, describe
-from torchestra.nn.parallel.buckets import BUCKET_CAP_MB, FIRST_BUCKET_BYTES, plan_buckets
+from torchestra.nn.parallel.arguments import (
+    bucket_limits,
+    check_devices,
+    check_is_module,
+    check_module,
+    choose_group,
+)
+from torchestra.nn.parallel.buckets import (
+    BUCKET_CAP_MB,
+    FIRST_BUCKET_BYTES,
+    compute_bucket_assignment_by_size,
+)
 from torchestra.nn.parallel.coalesced import BufferBroadcast, broadcast_coalesced
+from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, CommHook, check_comm_hook
+from torchestra.nn.parallel.logging_data import Logger, LoggingValue
 from torchestra.nn.parallel.reducer import Reducer
 from torchestra.nn.parallel.statistics import Counters, DDPStatistics
-from torchestra.process_group import ProcessGroup
-from torchestra.types import ReduceOp
-from torchestra.world import AnyGroup, default_group
+from torchestra.world import AnyGroup, current_world
 
 __all__ = ["DistributedDataParallel"]
-
-_NAME = "DistributedDataParallel"
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -43,35 +54,45 @@ class DistributedDataParallel(torch.nn.Module):
     the same number of times. A forward pass under ``torch.no_grad()`` leads to no reduction, and neither does
     a backward through ``model.module`` called directly.
 
-    ``state_dict()`` has the prefix ``module.`` before every name, as torch's has. The wrapper cannot be
-    pickled or copied yet; ``model.module`` can.
+    ``state_dict()`` has the prefix ``module.`` before every name, as torch's has. A copy or a pickle, which
+    only wrappers over the default group have, is a wrapper of a copy of the module, with no hooks registered;
+    none of the ranks waits for another in making or loading it.
 
     Args:
         module: what to train. Its parameters are on the CPU, and one at least requires a gradient. Parameters
-            must not be added, removed or frozen afterwards.
-        device_ids, output_device: must be None; modules on other devices are not served yet.
+            must not be added, removed or frozen afterwards. An ``nn.Embedding`` or ``nn.EmbeddingBag`` with
+            ``sparse=True`` gets sparse averages.
+        device_ids, output_device: must be None; modules on other devices are not served.
         dim: must be 0; it concerns several devices per rank, which are not served.
-        broadcast_buffers: replace buffers, such as BatchNorm's statistics, by rank 0's before every forward
-            pass that is to be reduced, and before the first one after it that is not.
+        broadcast_buffers: replace buffers, such as BatchNorm's statistics, by rank 0's at construction,
+            before every forward pass that is to be reduced, and before the first one after it that is not.
         init_sync: compare the module between the ranks, and take rank 0's state. If False, you answer for
             both.
         process_group: the group; default: the default group.
         bucket_cap_mb: how many MiB of gradients are reduced together, roughly; default 25. The first bucket
             has 1 MiB, or this if it is less, so that communication begins early.
         find_unused_parameters: in every forward pass, find the parameters that its output does not depend on,
-            and do not wait for their gradients. Needed when the loss does not depend on all parameters. A
-            parameter that was used on no rank keeps its ``.grad`` as it was; one that was used on some gets
-            the average, to which the others contribute what they have in ``.grad``, or zeros. Costs a walk
-            through autograd's graph.
-        check_reduction: must be False; torch has it for old programs, without effect.
-        gradient_as_bucket_view: let each ``.grad`` be part of a bucket. Saves one copy of all gradients in
-            time and in memory; but a ``.grad`` that you keep is overwritten by the next backward, and cannot
-            be detached in place.
-        static_graph: must be False; not served yet.
+            and do not wait for their gradients, nor at the end of a backward for those of outputs that the
+            loss does not depend on. A parameter that was used on no rank keeps its ``.grad`` as it was; one
+            that was used on some gets the average, to which the others contribute what they have in
+            ``.grad``, or zeros. Costs a walk through autograd's graph.
+        check_reduction: without effect, as in torch; deprecated there.
+        gradient_as_bucket_view: let each ``.grad`` be part of a bucket. Saves memory; but a ``.grad`` that
+            you keep is overwritten by the next backward, and cannot be detached in place.
+        static_graph: every step is like the first: the same parameters are used, equally often. Then unused
+            parameters are found once, and a parameter may get its gradient in several parts (reentrant
+            checkpointing of shared weights). The first step reduces after backward.
+        skip_all_reduce_unused_params: do not reduce buckets of which no parameter was used. All ranks must
+            leave the same parameters unused.
+        device_mesh: a mesh of one dimension, whose group is taken; instead of ``process_group``.
+        bucket_cap_mb_list: the MiB of the first bucket, the second and so on; the last is for all further.
+        batched_grad_copy: without effect: gradients are always copied into buckets together.
+        forward_sync_buffers: torch's newer name of ``broadcast_buffers``; wins over it, but lets buffers be
+            rank 0's at construction in any case.
 
     Raises:
-        InvalidArgumentError: an argument is not served, the module cannot be trained so, or (on every rank)
-            the modules or arguments of the ranks differ.
+        InvalidArgumentError: an argument is wrong. With ``init_sync`` also when the module or the arguments
+            are not the same on all ranks; then on all of them.
         NotInitializedError: there is no default group, and none was given.
         GradientReductionError: from a forward pass: the backward before has left out parameters, or has
             raised. From a backward: it has computed a gradient twice. The message says which and what to do.
@@ -82,8 +103,8 @@ class DistributedDataParallel(torch.nn.Module):
     def __init__(
         self,
         module: torch.nn.Module,
-        device_ids: None = None,
-        output_device: None = None,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
         dim: int = 0,
         broadcast_buffers: bool = True,
         init_sync: bool = True,
@@ -93,64 +114,137 @@ class DistributedDataParallel(torch.nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        *,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        _refuse("device_ids", device_ids, (None, []), "only modules on the CPU are served")
-        _refuse("output_device", output_device, (None,), "only modules on the CPU are served")
-        _refuse("dim", dim, (0,), "a rank has one device, so nothing is scattered")
-        _refuse("check_reduction", check_reduction, (False,), "it has no effect in torch either")
-        _refuse("static_graph", static_graph, (False,), "use find_unused_parameters if not all are used")
-        group = default_group() if process_group is None else process_group
-        if not isinstance(group, ProcessGroup):
-            raise InvalidArgumentError(f"{_NAME}: `process_group`: this rank is {group!r}")
-        cap_mb = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        if isinstance(cap_mb, bool) or not isinstance(cap_mb, (int, float)) or not cap_mb > 0:
-            raise InvalidArgumentError(f"{_NAME}: `bucket_cap_mb` must be a positive number, got {cap_mb!r}")
-        _check_module(module, group)
+        check_is_module(module)
+        group = choose_group(process_group, device_mesh)
+        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        check_devices(device_ids, output_device, dim, list(module.parameters()))
+        check_module(module, self.parameters_to_ignore, group)
+        if check_reduction:
+            warnings.warn(
+                "`check_reduction` has no effect: reductions always end, whatever is unused",
+                FutureWarning,
+                stacklevel=2,
+            )
+        limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, FIRST_BUCKET_BYTES, BUCKET_CAP_MB)
         self.module = module
         self.process_group = group
-        self.broadcast_buffers = broadcast_buffers
-        self.bucket_bytes_cap = int(cap_mb * (1 << 20))
+        self.device_mesh = device_mesh
+        self.device = torch.device("cpu")
+        self.device_ids = self.output_device = None
+        self.dim = dim
+        self.forward_sync_buffers = (
+            broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        )
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.static_graph = False
+        self.bucket_bytes_cap = max(limits)
         self.require_backward_grad_sync = True
+        self._bucket_limits = limits
+        self._buffers_may_differ = not init_sync
         if init_sync:
             options = {
-                "bucket_cap_mb": cap_mb,
+                "bucket_cap_mb": [limit / (1 << 20) for limit in limits],
                 "find_unused_parameters": find_unused_parameters,
-                "broadcast_buffers": broadcast_buffers,
+                "broadcast_buffers": self.forward_sync_buffers,
+                "static_graph": static_graph,
             }
-            check_agreement(describe(module, options), group)
-            broadcast_coalesced([*module.parameters(), *module.buffers()], group)
-        named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-        parameters = [parameter for _, parameter in named]
+            check_agreement(describe(module, options, self.parameters_to_ignore), group)
+            with_buffers = self.forward_sync_buffers or forward_sync_buffers is not None
+            broadcast_coalesced(self._state(with_buffers=with_buffers), group)
+        self._make_reducer()
+        if static_graph:
+            self._set_static_graph()
+
+    def _state(self, *, with_buffers: bool) -> list[torch.Tensor]:
+        """The parameters, and the buffers if wanted, that are not ignored."""
+        named: list[tuple[str, torch.Tensor]] = [*self.module.named_parameters()]
+        if with_buffers:
+            named += self.module.named_buffers()
+        return [tensor for name, tensor in named if name not in self.parameters_to_ignore]
+
+    def _make_reducer(self) -> None:
+        """What is not copied or pickled: the reducer, what counts and logs its work, and buffers' places."""
+        trained: dict[str, torch.Tensor] = {}
+        sparse: list[bool] = []
+        known: set[torch.Tensor] = set()
+        for path, owner in self.module.named_modules():
+            looks_up = isinstance(owner, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and owner.sparse
+            for name, parameter in owner.named_parameters(recurse=False):
+                full = f"{path}.{name}" if path else name
+                ignored = full in self.parameters_to_ignore or parameter in known
+                if parameter.requires_grad and not ignored:
+                    known.add(parameter)
+                    trained[full] = parameter
+                    sparse.append(looks_up)
+        parameters = list(trained.values())
+        plan, plan_limits = compute_bucket_assignment_by_size(parameters, self._bucket_limits, sparse)
         self._counters = Counters()
-        self._reducer = Reducer(
+        # Gradients come last layer first.
+        self.reducer = Reducer(
             parameters,
-            [name for name, _ in named],
-            plan_buckets(parameters, min(FIRST_BUCKET_BYTES, self.bucket_bytes_cap), self.bucket_bytes_cap),
-            group,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=gradient_as_bucket_view,
+            plan[::-1],
+            plan_limits[::-1],
+            self.process_group,
+            sparse,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            param_to_name_mapping=dict(enumerate(trained)),
+            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
+            bucket_size_limits_for_rebuilding=self._bucket_limits,
             counters=self._counters,
         )
-        self._buffers_to_broadcast = BufferBroadcast(module, group)
-        self._buffers_may_differ = not init_sync
+        self._buffer_broadcast = BufferBroadcast(self.module, self.process_group, self.parameters_to_ignore)
+        self.logger = Logger(self.reducer, self.process_group)
+        self.logger.set_construction_data(
+            type(self.module).__name__,
+            parameters,
+            broadcast_buffers=self.forward_sync_buffers,
+            bucket_cap_bytes=self.bucket_bytes_cap,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            has_sync_bn=any(type(each).__name__ == "SyncBatchNorm" for each in self.module.modules()),
+        )
+
+    # -- training
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and have the gradients of what it returns averaged, unless in :meth:`no_sync`."""
         reducing = self.require_backward_grad_sync and torch.is_grad_enabled()
         if reducing:
-            self._reducer.prepare_for_forward()
-        began = time.perf_counter()
-        if self.broadcast_buffers and (reducing or self._buffers_may_differ) and self._buffers_to_broadcast:
+            self.logger.before_forward()
+            try:
+                self.reducer.prepare_for_forward()
+            except DistError as error:
+                self.logger.set_error(str(error))
+                raise
+        if self.forward_sync_buffers and (reducing or self._buffers_may_differ) and self._buffer_broadcast:
             self._broadcast_buffers_now()
         self._buffers_may_differ = reducing
         output = self.module(*inputs, **kwargs)
         if reducing:
-            self._counters.forward_seconds += time.perf_counter() - began
-            self._reducer.prepare_for_backward(output)
+            counters = self._counters
+            counters.forward_ns += time.perf_counter_ns() - counters.forward_started
+            self.reducer.prepare_for_backward(output)
         return output
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are replaced by rank 0's."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -166,58 +260,133 @@ class DistributedDataParallel(torch.nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    def _broadcast_buffers_now(self) -> None:
+        began = time.perf_counter_ns()
+        self._buffer_broadcast.run()
+        took = time.perf_counter_ns() - began
+        self._counters.communication_ns += took
+        self._counters.wait_ns += took
+
+    # -- how gradients are averaged
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Average gradients in a way of your own. All ranks must do so, once, before the first backward.
+
+        Args:
+            state: handed to the hook, and nothing else done with it.
+            hook: ``hook(state, bucket)`` is called when all gradients of a bucket are there, with a
+                :class:`torchestra.GradBucket`. It returns a ``torch.futures.Future`` of a tensor with the
+                averages, laid out as ``bucket.buffer()``; the buffer itself if you like. It has to divide by
+                the number of ranks itself. ``work.get_future()`` holds a list: chain
+                ``.then(lambda future: future.value()[0])``.
+
+        Raises:
+            InvalidArgumentError: the hook cannot be called, or is annotated as something else.
+            GradientReductionError: there is a hook already, or gradients are being reduced.
+        """
+        try:
+            check_comm_hook(hook)
+            self.reducer.register_comm_hook(state, hook)
+        except (InvalidArgumentError, GradientReductionError) as error:
+            self._log_and_raise(error)
+        self.logger.set("comm_hook", getattr(hook, "__qualname__", repr(hook)))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """Average gradients by a hook that comes with the package; see :meth:`register_comm_hook`."""
+        try:
+            self.reducer.register_builtin_comm_hook(comm_hook_type)
+        except (InvalidArgumentError, GradientReductionError) as error:
+            self._log_and_raise(error)
+        self.logger.set("comm_hook", str(comm_hook_type))
+
+    def _set_static_graph(self) -> None:
+        """Do what the argument ``static_graph`` does, before training begins."""
+        if self.static_graph:
+            warnings.warn("static_graph is set already", stacklevel=2)
+            return
+        try:
+            self.reducer.set_static_graph()
+        except GradientReductionError as error:
+            self._log_and_raise(error)
+        self.static_graph = True
+        self.logger.set("static_graph", 1)
+
+    def _log_and_raise(self, error: DistError) -> NoReturn:
+        self.logger.set_error(f"{type(error).__name__}: {error}")
+        raise error
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: torch.nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Let a wrapper of ``module`` have nothing to do with these parameters and buffers.
+
+        They are neither compared nor synchronised, and their gradients are not averaged.
+        """
+        ignored = set(params_and_buffers_to_ignore)
+        module._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in ignored:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    # -- what it has done
+
     def statistics(self) -> DDPStatistics:
         """How much was reduced so far and where the time went, on this rank."""
         return self._counters.snapshot()
 
-    def _broadcast_buffers_now(self) -> None:
-        began = time.perf_counter()
-        self._buffers_to_broadcast.run()
-        seconds = time.perf_counter() - began
-        self._counters.communication_seconds += seconds
-        self._counters.wait_seconds += seconds
+    def _get_ddp_logging_data(self) -> dict[str, LoggingValue]:
+        """What this wrapper is and has done, in torch's fields."""
+        return self.logger.data()
 
-    def __getstate__(self) -> NoReturn:
-        raise InvalidArgumentTypeError(
-            f"{_NAME} cannot be pickled or copied; do so with its `.module`, and wrap the copy on every rank"
-        )
-
-
-def _refuse(argument: str, value: object, served: tuple[object, ...], why: str) -> None:
-    if value not in served:
-        raise InvalidArgumentError(f"{_NAME}: `{argument}` must be {served[0]!r} ({why}), got {value!r}")
-
-
-def _check_module(module: object, group: ProcessGroup) -> None:
-    if not isinstance(module, torch.nn.Module):
-        raise InvalidArgumentTypeError(
-            f"{_NAME}: `module` must be a torch.nn.Module, got {type(module).__name__}"
-        )
-    for name, each in module.named_modules():
-        if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.sparse:
-            raise InvalidArgumentError(
-                f"{_NAME}: `{name}` makes sparse gradients, and only dense ones are reduced; use sparse=False"
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """After the first ten steps, take logging data of every so-manieth; 100 unless set."""
+        if sample_rate < 1:
+            self._log_and_raise(
+                InvalidArgumentError("DDP runtime logging sample rate should be equal or greater than 1")
             )
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    for name, tensor in tensors:
-        if torch.nn.parameter.is_lazy(tensor):
+        self.logger.sample_rate = sample_rate
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise a GradientReductionError if the last backward has left gradients out."""
+        self.reducer.check_finished()
+
+    def _remove_autograd_hooks(self) -> None:
+        """Have no part in backward any more, so that another wrapper can have it."""
+        self.reducer.remove_autograd_hooks()
+
+    def _update_process_group(self, new_process_group: AnyGroup) -> None:
+        """Average over another group from now on; also after a group has failed.
+
+        On ranks that are not in it nothing happens.
+        """
+        if new_process_group.rank() >= 0:
+            group = choose_group(new_process_group, None)
+            self.process_group = group
+            self.reducer.update_process_group(group)
+            self._buffer_broadcast = BufferBroadcast(self.module, group, self.parameters_to_ignore)
+
+    # -- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        state = copy.copy(self.__dict__)
+        for name in ("process_group", "device_mesh", "reducer", "logger", "_counters", "_buffer_broadcast"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group = choose_group(None, None)
+        self.device_mesh = None
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._make_reducer()
+        if self.static_graph:
+            self.static_graph = False
+            self._set_static_graph()
+
+    def _check_default_group(self) -> None:
+        if self.process_group is not current_world().default:
             raise InvalidArgumentError(
-                f"{_NAME}: `{name}` is not initialized yet; run a forward pass through the module first"
-            )
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            raise InvalidArgumentError(
-                f"{_NAME}: `{name}` is on device {tensor.device} with layout {tensor.layout}, and only dense"
-                " tensors on the CPU are served"
-            )
-        if not group.communicator.engine.moves(tensor.dtype):
-            raise InvalidArgumentError(f"{_NAME}: `{name}` has dtype {tensor.dtype}, which cannot be sent")
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if not trained:
-        raise InvalidArgumentError(
-            f"{_NAME} is not needed when a module doesn't have any parameters that require a gradient"
-        )
-    for name, parameter in trained:
-        if not group.communicator.engine.reduces(parameter.dtype, ReduceOp.AVG):
-            raise InvalidArgumentError(
-                f"{_NAME}: `{name}` has dtype {parameter.dtype}, whose gradients cannot be averaged"
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group."
+                f" This one is over {self.process_group!r}; copy its `.module`, and wrap the copy"
             )

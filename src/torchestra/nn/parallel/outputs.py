@@ -24,7 +24,7 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(output, field.name, None))
 
 
-def unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> list[int]:
+def unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[int]:
     """The indices of the parameters that no output depends on, by autograd's graph.
 
     What a node computes inside, such as the part of a model that reentrant checkpointing recomputes, is

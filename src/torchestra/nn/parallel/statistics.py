@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 __all__ = ["DDPStatistics"]
 
@@ -20,7 +20,7 @@ class DDPStatistics:
         wait_seconds: the part of it in which the program stood still for it.
         copy_seconds: copying gradients into buckets and back.
         bytes_reduced: of gradients, each counted once per step.
-        buckets: how many all_reduces a step takes.
+        buckets: in how many buckets a step reduces them.
     """
 
     steps: int
@@ -45,23 +45,43 @@ class DDPStatistics:
 
 
 class Counters:
-    """The same numbers while they are counted."""
+    """The same numbers while they are counted, and when the things of the current step happened.
 
-    __slots__ = tuple(field.name for field in fields(DDPStatistics))
+    Times are of ``time.perf_counter_ns``, 0 for what has not happened.
+    """
 
-    steps: int
-    forward_seconds: float
-    backward_seconds: float
-    communication_seconds: float
-    wait_seconds: float
-    copy_seconds: float
-    bytes_reduced: int
-    buckets: int
+    __slots__ = (
+        "backward_ended",
+        "backward_ns",
+        "backward_started",
+        "buckets",
+        "bytes_reduced",
+        "communication_ended",
+        "communication_ns",
+        "communication_started",
+        "copy_ns",
+        "forward_ns",
+        "forward_started",
+        "reduced",
+        "steps",
+        "wait_ns",
+    )
 
     def __init__(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
+        self.steps = self.buckets = self.bytes_reduced = self.reduced = 0
+        self.forward_ns = self.backward_ns = self.communication_ns = self.wait_ns = self.copy_ns = 0
+        self.forward_started = self.backward_started = self.backward_ended = 0
+        self.communication_started = self.communication_ended = 0
 
     def snapshot(self) -> DDPStatistics:
         """The numbers as they are now."""
-        return DDPStatistics(**{name: getattr(self, name) for name in self.__slots__})
+        return DDPStatistics(
+            self.steps,
+            self.forward_ns / 1e9,
+            self.backward_ns / 1e9,
+            self.communication_ns / 1e9,
+            self.wait_ns / 1e9,
+            self.copy_ns / 1e9,
+            self.bytes_reduced,
+            self.buckets,
+        )

@@ -1,0 +1,125 @@
+"""What can be wrong with what DistributedDataParallel is given, said before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.process_group import ProcessGroup
+from torchestra.types import ReduceOp
+from torchestra.world import AnyGroup, default_group
+
+NAME = "DistributedDataParallel"
+
+
+def choose_group(process_group: AnyGroup | None, device_mesh: Any) -> ProcessGroup:
+    """The group that is meant: the one given, that of a mesh of one dimension, or the default group.
+
+    Raises:
+        InvalidArgumentError: both are given, the mesh has more dimensions, or this rank is not in the group.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise InvalidArgumentError("Cannot specify both process_group and device_mesh arguments.")
+    group = default_group() if process_group is None else process_group
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise InvalidArgumentError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        group = device_mesh.get_group(mesh_dim=0)
+    if not isinstance(group, ProcessGroup):
+        raise InvalidArgumentError(f"{NAME}: `process_group`: this rank is {group!r}")
+    return group
+
+
+def check_devices(
+    device_ids: Sequence[Any] | None, output_device: Any, dim: int, parameters: Sequence[torch.Tensor]
+) -> None:
+    """Refuse what would only make sense for modules on accelerators.
+
+    Raises:
+        InvalidArgumentError: devices are named, or there is something to scatter.
+    """
+    if device_ids is not None and len(device_ids) > 1:
+        raise InvalidArgumentError("device_ids can only be None or contain a single element.")
+    if device_ids or output_device is not None:
+        devices = {str(parameter.device) for parameter in parameters}
+        raise InvalidArgumentError(
+            f"{NAME} device_ids and output_device arguments only work with single-device/multiple-device GPU"
+            f" modules or CPU modules, but got device_ids {device_ids}, output_device {output_device}, and"
+            f" module parameters {devices}: leave both None, only modules on the CPU are served"
+        )
+    if dim != 0:
+        raise InvalidArgumentError(
+            f"{NAME}: `dim` must be 0 (a rank has one device, so nothing is scattered), got {dim!r}"
+        )
+
+
+def bucket_limits(
+    cap_mb: float | None, cap_mb_list: Sequence[float] | None, first_bytes: int, default_mb: float
+) -> list[int]:
+    """The sizes at which buckets are closed, in bytes; the last holds for all further ones.
+
+    Raises:
+        InvalidArgumentError: one is not a positive number.
+    """
+    given = [("bucket_cap_mb", cap_mb)] if cap_mb is not None else []
+    if cap_mb_list is not None:
+        given = [("bucket_cap_mb_list", each) for each in cap_mb_list]
+    for name, each in given:
+        if isinstance(each, bool) or not isinstance(each, (int, float)) or not each > 0:
+            raise InvalidArgumentError(f"{NAME}: `{name}` must be a positive number, got {each!r}")
+    limits = [int(each * (1 << 20)) for _, each in given if each is not None]
+    if cap_mb_list is None:
+        cap = limits[0] if limits else int(default_mb * (1 << 20))
+        return [min(first_bytes, cap), cap]
+    if not limits:
+        raise InvalidArgumentError(f"{NAME}: `bucket_cap_mb_list` must have a number at least, got []")
+    return limits
+
+
+def check_is_module(module: object) -> None:
+    """Refuse what is no module."""
+    if not isinstance(module, torch.nn.Module):
+        raise InvalidArgumentTypeError(
+            f"{NAME}: `module` must be a torch.nn.Module, got {type(module).__name__}"
+        )
+
+
+def check_module(module: torch.nn.Module, ignored: Collection[str], group: ProcessGroup) -> None:
+    """Refuse modules whose state cannot be sent, or whose gradients cannot be averaged.
+
+    Args:
+        ignored: the names of parameters and buffers that are none of ours.
+
+    Raises:
+        InvalidArgumentError: says which parameter or buffer is wrong, and how.
+    """
+    trained = False
+    engine = group.communicator.engine
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in ignored:
+            continue
+        if torch.nn.parameter.is_lazy(tensor):
+            raise InvalidArgumentError(
+                f"Modules with uninitialized parameters can't be used with `{NAME}`. `{name}` is not"
+                " initialized yet; run a forward pass through the module first"
+            )
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            raise InvalidArgumentError(
+                f"{NAME}: `{name}` is on device {tensor.device} with layout {tensor.layout}, and only dense"
+                " tensors on the CPU are served"
+            )
+        if not engine.moves(tensor.dtype):
+            raise InvalidArgumentError(f"{NAME}: `{name}` has dtype {tensor.dtype}, which cannot be sent")
+        if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
+            trained = True
+            if not engine.reduces(tensor.dtype, ReduceOp.AVG):
+                raise InvalidArgumentError(
+                    f"{NAME}: `{name}` has dtype {tensor.dtype}, whose gradients cannot be averaged"
+                )
+    if not trained:
+        raise InvalidArgumentError(
+            f"{NAME} is not needed when a module doesn't have any parameter that requires a gradient."
+        )

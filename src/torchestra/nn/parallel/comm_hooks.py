@@ -1,0 +1,185 @@
+"""Communication hooks: a program's own way to average a bucket of gradients."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchestra.errors import (
+    CollectiveTimeoutError,
+    GradientReductionError,
+    InvalidArgumentError,
+    InvalidArgumentTypeError,
+)
+from torchestra.nn.parallel.buckets import like
+from torchestra.process_group import ProcessGroup
+from torchestra.types import ReduceOp
+
+__all__ = ["BuiltinCommHookType", "CommHook", "GradBucket"]
+
+CommHook = Callable[[Any, "GradBucket"], "torch.futures.Future[torch.Tensor]"]
+"""``hook(state, bucket)`` returns a future of a tensor that has the averages, laid out as the bucket's."""
+
+
+class GradBucket:
+    """Gradients of some parameters, one after the other in one tensor, as a communication hook gets them.
+
+    They are this rank's, not yet divided by the number of ranks.
+    """
+
+    __slots__ = ("_buffer", "_index", "_is_last", "_parameters")
+
+    def __init__(
+        self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], is_last: bool
+    ) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._parameters = list(parameters)
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """The place of the bucket in the order of reduction. Buckets may change after the first step."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """The gradients in one dimension; for a parameter with sparse gradients, its gradient."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradient of each parameter: views of the buffer."""
+        if self._buffer.layout is not torch.strided:
+            return [self._buffer]
+        parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
+        return [like(part, each) for part, each in zip(parts, self._parameters, strict=True)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that the gradients are of."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Whether no other bucket of this backward comes after it."""
+        return self._is_last
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Let :meth:`buffer` and :meth:`gradients` be of this tensor from now on."""
+        self._buffer = buffer
+
+    def __repr__(self) -> str:
+        last = ", the last" if self._is_last else ""
+        return f"<GradBucket {self._index}{last}: {len(self._parameters)} parameters, {self._buffer.dtype}>"
+
+
+class BuiltinCommHookType(enum.Enum):
+    """Hooks that need no state: plain averaging, and averaging in float16."""
+
+    ALLREDUCE = 0
+    FP16_COMPRESS = 1
+
+
+def check_comm_hook(hook: object) -> None:
+    """Refuse what cannot be a communication hook.
+
+    Raises:
+        InvalidArgumentTypeError: it cannot be called.
+        InvalidArgumentError: it does not take a state and a bucket, or is annotated otherwise.
+    """
+    if not callable(hook):
+        raise InvalidArgumentTypeError(f"Communication hook must be callable. Got {hook!r}")
+    try:
+        signature = inspect.signature(hook, eval_str=True)
+    except (NameError, TypeError):
+        signature = inspect.signature(hook)
+    taken = list(signature.parameters.values())
+    bucket = signature.parameters.get("bucket") or (taken[1] if len(taken) > 1 else None)
+    if bucket is None and not any(each.kind is each.VAR_POSITIONAL for each in taken):
+        raise InvalidArgumentError(
+            f"Communication hook: must take a state and a bucket, but {hook!r} takes {signature}"
+        )
+    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, Any, GradBucket):
+        raise InvalidArgumentError(
+            "Communication hook: bucket annotation should be dist.GradBucket."
+            f" Got {bucket.annotation!r} (torchestra.GradBucket is meant)"
+        )
+    returned = signature.return_annotation
+    future = torch.futures.Future
+    if returned not in (inspect.Signature.empty, Any, future, future[torch.Tensor]):
+        raise InvalidArgumentError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+            f" Got {returned!r}"
+        )
+
+
+def run_comm_hook(hook: CommHook, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Call a hook.
+
+    Raises:
+        GradientReductionError: it has not returned a future.
+    """
+    future = hook(state, bucket)
+    # What `then` returns is of the base class only.
+    if not isinstance(future, torch._C.Future):
+        raise GradientReductionError(
+            "DDP communication hook's callback must return a torch.futures.Future object, but got"
+            f" {type(future).__name__}"
+        )
+    return future
+
+
+def wait_for_hook(
+    future: torch.futures.Future[torch.Tensor], expected: torch.Tensor, seconds: float
+) -> torch.Tensor:
+    """What a hook's future holds, when it is there; what it failed with is raised.
+
+    Args:
+        expected: a tensor of the layout and number of elements that it must have.
+        seconds: how long to wait.
+
+    Raises:
+        CollectiveTimeoutError: it is not there in time.
+        GradientReductionError: it is no such tensor.
+    """
+    # Future.wait() would not let an interrupt through, nor know a deadline.
+    if not future.done():
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        deadline = time.monotonic() + seconds
+        while not done.wait(0.05):
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(
+                    f"the future of a communication hook is not done after {seconds:.1f} s"
+                )
+    result: object = future.wait()
+    if not isinstance(result, torch.Tensor):
+        raise GradientReductionError(
+            f"the future of a communication hook must hold a tensor, got {type(result).__name__}; after"
+            " an operation of a group, take it from the list: future.then(lambda done: done.value()[0])"
+        )
+    if result.layout is not expected.layout or result.numel() != expected.numel():
+        raise GradientReductionError(
+            f"the future of a communication hook must hold {expected.numel()} elements with layout"
+            f" {expected.layout}, like the bucket's buffer, got {result.numel()} with {result.layout}"
+        )
+    return result
+
+
+def builtin_hook(kind: BuiltinCommHookType, group: ProcessGroup) -> CommHook:
+    """The hook of a built-in kind."""
+    if not isinstance(kind, BuiltinCommHookType):
+        raise InvalidArgumentTypeError(
+            f"comm_hook_type must be a torchestra.BuiltinCommHookType, got {kind!r}"
+        )
+
+    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        sent = buffer.half() if kind is BuiltinCommHookType.FP16_COMPRESS else buffer
+        work = group.communicator.all_reduce(sent, ReduceOp.AVG, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
+
+    return hook
