@@ -30,7 +30,7 @@ from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, CommHook, che
 from torchestra.nn.parallel.logging_data import Logger, LoggingValue
 from torchestra.nn.parallel.reducer import Reducer
 from torchestra.nn.parallel.statistics import Counters, DDPStatistics
-from torchestra.world import AnyGroup, current_world
+from torchestra.world import AnyGroup, default_group, is_initialized
 
 __all__ = ["DistributedDataParallel"]
 
@@ -385,7 +385,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._set_static_graph()
 
     def _check_default_group(self) -> None:
-        if self.process_group is not current_world().default:
+        if not is_initialized() or self.process_group is not default_group():
             raise InvalidArgumentError(
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group."
                 f" This one is over {self.process_group!r}; copy its `.module`, and wrap the copy"

@@ -20,19 +20,10 @@ def empty_like_sparse(parameter: torch.Tensor) -> torch.Tensor:
 def reduce_sparse(communicator: Communicator, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """The sum (or, for AVG, the mean) of the ranks' sparse tensors, which may have any number of rows.
 
-    Must be called by all ranks. The rows of all ranks are gathered and added up by the ranks in the same
-    order, so the result is bit for bit the same on all of them.
+    Must be called by all ranks. The tensor itself stays as it is.
     """
-    own = tensor.coalesce()
-    counts = torch.empty(communicator.size, dtype=torch.int64)
-    communicator.all_gather_into_tensor(counts, torch.tensor([own._nnz()]))
-    indices = [torch.empty(own.indices().size(0), int(count), dtype=torch.int64) for count in counts]
-    values = [torch.empty(int(count), *own.values().shape[1:], dtype=own.dtype) for count in counts]
-    communicator.all_gather(indices, own.indices())
-    communicator.all_gather(values, own.values())
-    total = torch.sparse_coo_tensor(
-        torch.cat(indices, 1), torch.cat(values), own.shape, check_invariants=False
-    ).coalesce()
-    if op.name == "AVG":
-        total.values().div_(communicator.size)
+    total = tensor.clone()
+    communicator.all_reduce_sparse([total], ReduceOp.SUM)
+    if op == ReduceOp.AVG:
+        total._values().div_(communicator.size)
     return total
