@@ -40,6 +40,7 @@ from .errors import (
     NotInitializedError,
     QueueEmptyError,
     RankError,
+    RankExcludedError,
     RankFailedError,
     StoreTimeoutError,
     UnevenInputsError,
@@ -60,6 +61,7 @@ from .options import (
     ScatterOptions,
 )
 from .process_group import NonMember, ProcessGroup
+from .shrinking import SHRINK_ABORT, SHRINK_DEFAULT, shrink_group
 from .store import FakeStore, FileStore, HashStore, PrefixStore, Store, TCPStore
 from .types import ReduceOp
 from .work import Work
@@ -81,6 +83,8 @@ from .world import (
 )
 
 __all__ = [
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
     "AllToAllOptions",
     "AllgatherOptions",
     "AllreduceCoalescedOptions",
@@ -114,6 +118,7 @@ __all__ = [
     "ProcessGroup",
     "QueueEmptyError",
     "RankError",
+    "RankExcludedError",
     "RankFailedError",
     "ReduceOp",
     "ReduceOptions",
@@ -159,6 +164,7 @@ __all__ = [
     "reduce_scatter_tensor",
     "scatter",
     "send",
+    "shrink_group",
     "zeros",
 ]
 

@@ -363,6 +363,11 @@ class Communicator(Order):
             self._write_back([tensor], [buffer])
         work.finish([tensor], transfer.source)
 
+    def settle(self, seconds: float) -> None:
+        """Wait until what is queued has ended, at most so long, and have messages see an abort now."""
+        self._progress.drain(seconds)
+        self.engine.mailbox.look()
+
     # -- shared by the operations
 
     def check_tensor(

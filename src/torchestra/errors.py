@@ -5,7 +5,7 @@ you                       :class:`InvalidArgumentError`, :class:`NotInitializedE
                           :class:`GroupDestroyedError`, :class:`CollectiveMismatchError`,
                           :class:`GradientReductionError`, :class:`UnevenInputsError`
 a peer                    :class:`RankFailedError`, :class:`GroupAbortedError`,
-                          :class:`JoinInterruptedError`
+                          :class:`RankExcludedError`, :class:`JoinInterruptedError`
 a rank you launched       :class:`RankError`
 time                      :class:`CollectiveTimeoutError`, :class:`StoreTimeoutError`,
                           :class:`LaunchTimeoutError`
@@ -35,6 +35,7 @@ __all__ = [
     "NotInitializedError",
     "QueueEmptyError",
     "RankError",
+    "RankExcludedError",
     "RankFailedError",
     "StoreTimeoutError",
     "UnevenInputsError",
@@ -119,6 +120,23 @@ class RankFailedError(GroupAbortedError):
 
     def __reduce__(self) -> tuple[type[RankFailedError], tuple[str, tuple[int, ...]]]:
         return type(self), (str(self), self.ranks)
+
+
+class RankExcludedError(GroupAbortedError):
+    """The other ranks have shrunk the group and go on without this one, or are about to.
+
+    This rank can do nothing in the group any more, and has no part in the new one.
+
+    Attributes:
+        survivors: the ranks that go on, in the numbering of the group that was; empty while that is open.
+    """
+
+    def __init__(self, message: str, survivors: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.survivors = survivors
+
+    def __reduce__(self) -> tuple[type[RankExcludedError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.survivors)
 
 
 class CollectiveTimeoutError(DistBackendError, TimeoutError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Union, cast
 
 from torchestra.communicator import Communicator
@@ -16,7 +17,7 @@ from torchestra.deferred import DeferredCommunicator
 from torchestra.errors import InvalidArgumentError, NotInitializedError
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
 from torchestra.process_group.starting import choose_backend, start
-from torchestra.registry import compact, current_world, label
+from torchestra.registry import World, compact, current_world, label
 from torchestra.rendezvous import launch_environment, rendezvous
 from torchestra.store import FakeStore, PrefixStore, Store
 from torchestra.store.secret import Secret
@@ -128,7 +129,34 @@ def init_process_group(
         description=group_name or "default_pg",
     )
     world.default = group
-    world.add(group)
+    _register(world, group)
+
+
+def _register(world: World, group: ProcessGroup, tag: str = "") -> None:
+    world.add(group, tag)
+    group.when_shrunk = partial(_replace, world, tag)
+
+
+def _replace(world: World, tag: str, old: ProcessGroup, new: ProcessGroup) -> None:
+    """Put a shrunk group in the place of the one that it is made of."""
+    world.remove(old)
+    _register(world, new, tag)
+    if old is not world.default:
+        return
+    world.default = new
+    world.made = 0
+    world.made_locally.clear()
+    numbers = {before: now for now, before in enumerate(new.previous_ranks)}
+    for group in list(world.groups.values()):
+        if isinstance(group.communicator, DeferredCommunicator):
+            group.destroy()  # its members have not met, and would look for each other in the old store
+            world.remove(group)
+        elif lost := group.renumber(numbers):
+            group.communicator.engine.member.abort(
+                f"the world has been shrunk and has no rank {lost[0]} of this group any more; shrink() the"
+                " group, or destroy it",
+                failed=lost,
+            )
 
 
 def _alone(store: Store | None, rank: int, world_size: int) -> tuple[Store, int, int]:
@@ -238,6 +266,8 @@ def make_group(
     else:
         world.made += 1
         name = str(world.made)
+    if parent.group_name != _DEFAULT_NAME:
+        name = f"{name}@{parent.group_name}"  # groups of the world before it was shrunk may have the other
     if parent.rank() not in chosen:
         return NonMember(chosen, name)
     if tag and (existing := world.find(chosen, tag)) is not None:
@@ -252,7 +282,7 @@ def make_group(
         description=group_desc or "undefined",
         deferred=deferred,
     )
-    world.add(group, tag)
+    _register(world, group, tag)
     return group
 
 

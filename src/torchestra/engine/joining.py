@@ -24,8 +24,7 @@ from torchestra.engine import layout as at
 from torchestra.engine.algorithms import waiting_policy
 from torchestra.engine.arena import Arena, layout_for
 from torchestra.engine.kernels import move
-from torchestra.engine.liveness import PeerProcesses, PeerThreads
-from torchestra.engine.member import Member, Watcher
+from torchestra.engine.member import Member
 from torchestra.engine.operations import Kind, pack
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, DistStoreError
 from torchestra.store import Store
@@ -83,7 +82,7 @@ def join(
         shared = _meet_threads(store, rank, size, name, deadline)
         member = Member(shared.arena, rank, name, spins=spins, yields=yields)
         shared.threads[rank] = program
-        member.peers = PeerThreads(shared.threads, rank)
+        member.meet_peers(shared.threads, program)
         member.announce()
         try:
             _first_barrier(member, deadline)
@@ -95,10 +94,7 @@ def join(
         member = Member(arena, rank, name, spins=spins, yields=yields)
         member.announce()
         _first_barrier(member, deadline)
-        blocks = [arena.control(peer) for peer in range(size)]
-        pids = [(arena.word(block + at.PROCESS), arena.word(block + at.STARTED)) for block in blocks]
-        member.peers = PeerProcesses(pids, rank)
-        Watcher(member, program).start()
+        member.meet_peers(None, program)
     return member
 
 

@@ -3,13 +3,14 @@
 An arena is one range of memory that every rank of a group can address (at different addresses, where
 ranks are processes)::
 
-    header | control blocks | splits | records | slots | pipes | channels | heaps
+    header | control blocks | splits | succession | records | slots | pipes | channels | heaps
 
 each but the header and the channels rank by rank.
 
 Who may write what: a control block, its rank's splits, record, slots, pipes and heap are written by that rank
 alone, but for the word of the control block that waiters count up and down (``WAITERS``); the abort
-word in the header is set once, by any rank; channels have rules of their own (channels.py).
+word in the header is set once, by any rank; the succession (succession.py) and the channels (channels.py)
+have rules of their own.
 
 *Splits* hold how much a rank sends to and expects from each peer in an uneven all_to_all. *Slots* (two a
 rank) carry what fits into one piece: the one with the parity of the operation's sequence number. A *record*
@@ -98,6 +99,13 @@ RECEIVED = 10
 BACKGROUND = 1 << 8
 TAG = AMOUNT
 OTHER = AWAITED  # 1 + the rank that it goes to or comes from, 0 where that may be any
+# A rank's part of the succession: words, as byte offsets.
+COMES = 0  # 1 while the rank is in shrink()
+READY = 8  # the round whose new arena the rank has entered
+EXCLUDED = 16  # 1 + the rank that has excluded this one; written by any rank
+PROPOSALS = 24  # two proposals, by parity of the round: a key, then who goes on
+PROPOSAL_KEY_BYTES = 32
+PROPOSAL_RANKS = PROPOSAL_KEY_BYTES
 
 STEP_BITS = 24
 SLOTS_PER_RANK = 2
@@ -191,8 +199,22 @@ class Layout:
         return 2 * 2 * 8 * self.size
 
     @property
+    def succession(self) -> int:
+        return align(self.splits + self.size * self.splits_bytes, LINE)
+
+    @property
+    def succession_bytes(self) -> int:
+        """Of one rank; the word that decides comes before, in a line of its own."""
+        return align(PROPOSALS + 2 * self.proposal_bytes, LINE)
+
+    @property
+    def proposal_bytes(self) -> int:
+        """A key, and a bit for each rank."""
+        return PROPOSAL_RANKS + 8 * align(self.size, 64) // 64
+
+    @property
     def records(self) -> int:
-        return align(self.splits + self.size * self.splits_bytes, PAGE)
+        return align(self.succession + LINE + self.size * self.succession_bytes, PAGE)
 
     @property
     def record_bytes(self) -> int:

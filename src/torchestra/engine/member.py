@@ -31,9 +31,10 @@ from torchestra.engine.arena import Arena
 from torchestra.engine.callsites import call_site
 from torchestra.engine.heap import Heap
 from torchestra.engine.kernels import control
-from torchestra.engine.liveness import Peers, process_start
+from torchestra.engine.liveness import PeerProcesses, Peers, PeerThreads, process_start
 from torchestra.engine.placement import LOOK_EVERY
 from torchestra.engine.standing import describe_standing
+from torchestra.engine.succession import Succession
 from torchestra.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -58,6 +59,9 @@ class Member:
         self.size = arena.layout.size
         self.name = name
         self.heap = Heap(arena, rank)
+        self.succession = Succession(arena, rank)
+        self.shrinking = threading.Lock()
+        self.program = threading.current_thread()
         self.peers: Peers | None = None
         self.closed = False
         self._owner = os.getpid()
@@ -226,7 +230,11 @@ class Member:
     def _dead(self) -> tuple[int, ...]:
         """The ranks that have ended without destroying the group."""
         dead = self.peers.dead() if self.peers is not None else ()
-        return tuple(rank for rank in dead if self._state_of(rank) != at.LEFT)
+        return tuple(rank for rank in dead if not self.has_left(rank))
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has destroyed the group."""
+        return self._state_of(rank) == at.LEFT
 
     def _gone(self, blocked: int | None, dead: tuple[int, ...], alone: bool) -> int | None:
         """A rank that is gone and that the wait cannot end without, or None."""
@@ -249,6 +257,13 @@ class Member:
             for rank in range(self.size)
             if rank != self.rank and self.arena.word(self.arena.control(rank) + at.PROGRESS) <= now
         )
+
+    def abort_to_shrink(self) -> None:
+        """Make the group unusable because this rank is shrinking it; ranks that have died are named."""
+        if dead := self._dead():
+            self.abort(f"{_ranks(dead)} died; rank {self.rank} saw it in shrink()", failed=dead)
+        else:
+            self.abort(f"rank {self.rank} has called shrink()")
 
     def abort(self, why: str, failed: tuple[int, ...] = (), explain: Callable[[], str] | None = None) -> None:
         """Make the group unusable for all ranks, unless one of them has done so already.
@@ -280,6 +295,8 @@ class Member:
 
     def aborted(self) -> GroupAbortedError:
         """The error that says why the group was aborted (which it must have been)."""
+        if (exclusion := self.succession.exclusion(self.name)) is not None:
+            return exclusion
         if self._aborted is None:
             told = self._told()
             self._aborted = self._error_for(told["why"] + told["standing"], tuple(told["failed"]))
@@ -313,6 +330,25 @@ class Member:
         self.arena.set_word(self._control + at.PROCESS, pid)
         self.arena.set_word(self._control + at.STARTED, process_start(pid))
         control.tell(self.arena.address + self._control + at.STATE, at.PRESENT)
+
+    def meet_peers(self, threads: dict[int, threading.Thread] | None, program: threading.Thread) -> None:
+        """Begin to know who lives.
+
+        Args:
+            threads: by rank, the threads that are ranks, filled as they join; None where ranks are processes,
+                all of which have been announced.
+            program: the thread that this rank's program runs in.
+        """
+        self.program = program
+        if threads is not None:
+            self.peers = PeerThreads(threads, self.rank)
+        elif self.size > 1:
+            blocks = [self.arena.control(rank) for rank in range(self.size)]
+            pids = [
+                (self.arena.word(block + at.PROCESS), self.arena.word(block + at.STARTED)) for block in blocks
+            ]
+            self.peers = PeerProcesses(pids, self.rank)
+            Watcher(self, program).start()
 
     def leave(self) -> None:
         """Say that this rank takes part in nothing any more."""

@@ -48,6 +48,19 @@ class ProgressThread:
         """Whether the calling thread is this one: a task, or a callback of one, is what calls."""
         return self._thread is threading.current_thread()
 
+    def drain(self, seconds: float) -> None:
+        """Wait until what was submitted so far has ended and been told, at most ``seconds``."""
+        if self._thread is None or self.is_current():
+            return
+        ended = threading.Event()
+
+        def end(let_go: Callable[[], None]) -> None:
+            let_go()
+            ended.set()
+
+        self.submit(end)
+        ended.wait(seconds)
+
     def close(self, seconds: float) -> None:
         """Let what is queued end, and the thread with it; wait for that at most ``seconds``."""
         if self._thread is not None and self._thread is not threading.current_thread():

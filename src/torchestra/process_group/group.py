@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ from torchestra.communicator import Communicator
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.options import GroupOptions
 from torchestra.process_group.message_methods import MessageMethods
+from torchestra.process_group.shrinking import shrunk
 from torchestra.process_group.starting import choose_backend, start
 from torchestra.process_group.torch_names import TorchNames
 from torchestra.store import Store
@@ -43,6 +44,13 @@ class ProcessGroup(TorchNames, MessageMethods):
     Raises:
         InvalidArgumentError: an argument is wrong.
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
+
+    Attributes:
+        ranks: the global ranks, by number.
+        previous_ranks: of a group that :meth:`shrink` made: by number, that in the group before.
+        lost_ranks: numbers in the group before of the ranks that are not in this one.
+        generation: how often it has been shrunk.
+        when_shrunk: called with this group and the one in its place; the registry's.
     """
 
     Options: ClassVar[type[GroupOptions]] = GroupOptions
@@ -82,11 +90,15 @@ class ProcessGroup(TorchNames, MessageMethods):
             {} if isinstance(self.ranks, range) else {rank: index for index, rank in enumerate(self.ranks)}
         )
         self._threads, self._devices = chosen.threads, tuple(chosen.devices)
-        if communicator is None:
-            communicator = start(store, rank, size, name or chosen.group_name, seconds, self.backend)
-            # At exit the memory goes anyway, and peers that wait hear that the rank has ended.
-            weakref.finalize(self, _leave, communicator, os.getpid()).atexit = False
-        self.communicator = communicator
+        self.previous_ranks: Sequence[int] = range(size)
+        self.lost_ranks: tuple[int, ...] = ()
+        self.generation = 0
+        self.when_shrunk: Callable[[ProcessGroup, ProcessGroup], None] | None = None
+        if communicator is not None:
+            self.communicator = communicator
+        else:
+            self.communicator = start(store, rank, size, name or chosen.group_name, seconds, self.backend)
+            self._leave_at_last()
 
     def rank(self) -> int:
         """This rank's number in the group."""
@@ -164,6 +176,71 @@ class ProcessGroup(TorchNames, MessageMethods):
                 f" {self.size()} ranks"
             )
         return self.ranks[group_rank]
+
+    def renumber(self, global_ranks: Mapping[int, int]) -> tuple[int, ...]:
+        """Take over new global numbers, given by the old ones; -1 for a rank that the world has no more.
+
+        Returns:
+            The numbers in this group of those.
+        """
+        ranks = [global_ranks.get(rank, -1) for rank in self.ranks]
+        self.ranks = range(len(ranks)) if ranks == list(range(len(ranks))) else tuple(ranks)
+        self._group_rank = {rank: index for index, rank in enumerate(ranks) if rank >= 0}
+        return tuple(index for index, rank in enumerate(ranks) if rank < 0)
+
+    def shrink(self, exclude: Sequence[int] = (), timeout: Timeout | None = None) -> ProcessGroup:
+        """Make a group of the ranks that are left, and put it in this one's place.
+
+        To be called after a rank has died or left, by every rank that goes on; returns when all of these have
+        called, on all of them with the same members. They keep their order and are numbered from 0. Whoever
+        still is in an operation of this group gets an error, and so does every :class:`Work` that has not
+        ended (:class:`RankFailedError`, if a rank has died). This group is destroyed then.
+
+        If this is the default group, the new one is the default group from then on: global ranks are
+        renumbered. Groups all of whose ranks are left go on, with the new global ranks; the others can only
+        be destroyed, or shrunk in their turn.
+
+        The new group has a store of its own, without any keys, which its rank 0 serves where ranks are
+        processes. See docs/guides/surviving-failures.md.
+
+        Args:
+            exclude: ranks of this group to go on without, though they may live. They are told so, by
+                :class:`RankExcludedError`, in this group.
+            timeout: how long to wait for the other ranks; default: the group's.
+
+        Returns:
+            The new group; its ``previous_ranks`` are the numbers that its ranks had in this one, its
+            ``lost_ranks`` those that are not in it.
+
+        Raises:
+            CollectiveTimeoutError: a rank lives but has not called in time; ``missing`` says which. It may be
+                called again.
+            RankExcludedError: the others go on without this rank.
+            GroupDestroyedError: this rank has destroyed the group, or shrunk it already.
+            InvalidArgumentError: `exclude` names a rank that the group does not have, or this one.
+        """
+        return self._succeed(shrunk(self, exclude, timeout, abort=True))
+
+    def shrink_when_idle(self, exclude: Sequence[int], timeout: Timeout | None = None) -> ProcessGroup:
+        """:meth:`shrink`, but let what this rank has begun in the group end well, if it can, before.
+
+        Takes, returns and raises what :meth:`shrink` does.
+        """
+        return self._succeed(shrunk(self, exclude, timeout, abort=False))
+
+    def _succeed(self, new: ProcessGroup) -> ProcessGroup:
+        """Put a group in this one's place."""
+        if self.when_shrunk is None:
+            new._leave_at_last()
+        else:
+            self.when_shrunk(self, new)
+        self.destroy()
+        return new
+
+    def _leave_at_last(self) -> None:
+        """Leave the group when nothing refers to this any more."""
+        # At exit the memory goes anyway, and peers that wait hear that the rank has ended.
+        weakref.finalize(self, _leave, self.communicator, os.getpid()).atexit = False
 
     def destroy(self) -> None:
         """Leave the group. Peers that wait for this rank, now or later, get an error."""

@@ -155,6 +155,11 @@ class Mailbox(Traffic):
         """How many bytes of messages lie in the store, received before a receive for them was called."""
         return int(self._words[w.STORED // 8])
 
+    def look(self) -> None:
+        """Have every transfer that nobody waits for see now whether its waiter would give it up."""
+        self._have_posted()
+        self._look()
+
     def close(self) -> None:
         """Stop the thread; whatever is under way fails with GroupDestroyedError. May be called twice."""
         with self._gate:

@@ -31,6 +31,7 @@ _KERNELS: dict[Any, int] = {
     control.read: 1,
     control.tell: 2,
     control.claim: 1,
+    control.replace: 3,
     control.ask: 1,
     control.await_question: 3,
     control.wake_everybody: 1,

@@ -50,6 +50,12 @@ def claim(address):
 
 
 @njit(**KERNEL_OPTIONS)
+def replace(address, expected, desired):
+    """Make a word ``desired`` if it is ``expected``; return what it was."""
+    return compare_exchange(address, expected, desired)
+
+
+@njit(**KERNEL_OPTIONS)
 def ask(address):
     """Count a question up and wake who sleeps on it; the number of the question."""
     number = fetch_add(address, 1) + 1
