@@ -1,6 +1,6 @@
 """What torchestra offers, and where each name is defined: the one list of them."""
 
-from . import algorithms, nn
+from . import algorithms, functional, nn
 from .collectives import (
     all_gather,
     all_gather_into_tensor,
@@ -35,6 +35,7 @@ from .errors import (
     GroupDestroyedError,
     InvalidArgumentError,
     InvalidArgumentTypeError,
+    InvalidShapeError,
     JoinInterruptedError,
     LaunchTimeoutError,
     NotInitializedError,
@@ -44,8 +45,10 @@ from .errors import (
     RankFailedError,
     StoreTimeoutError,
     UnevenInputsError,
+    UnknownDimensionError,
 )
 from .launcher import launch
+from .mesh import DeviceMesh, init_device_mesh
 from .nn.parallel import BuiltinCommHookType, GradBucket
 from .options import (
     AllgatherOptions,
@@ -94,6 +97,7 @@ __all__ = [
     "BuiltinCommHookType",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "DeviceMesh",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
@@ -110,6 +114,7 @@ __all__ = [
     "HashStore",
     "InvalidArgumentError",
     "InvalidArgumentTypeError",
+    "InvalidShapeError",
     "JoinInterruptedError",
     "LaunchTimeoutError",
     "NonMember",
@@ -128,6 +133,7 @@ __all__ = [
     "StoreTimeoutError",
     "TCPStore",
     "UnevenInputsError",
+    "UnknownDimensionError",
     "Work",
     "algorithms",
     "all_gather",
@@ -140,6 +146,7 @@ __all__ = [
     "destroy_process_group",
     "empty",
     "full",
+    "functional",
     "gather",
     "get_backend",
     "get_global_rank",
@@ -149,6 +156,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "group",
+    "init_device_mesh",
     "init_process_group",
     "irecv",
     "is_available",

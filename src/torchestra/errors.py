@@ -1,7 +1,8 @@
 """Every error torchestra raises, grouped by who caused it.
 
 ========================  =====================================================================
-you                       :class:`InvalidArgumentError`, :class:`NotInitializedError`,
+you                       :class:`InvalidArgumentError`, :class:`InvalidShapeError`,
+                          :class:`UnknownDimensionError`, :class:`NotInitializedError`,
                           :class:`GroupDestroyedError`, :class:`CollectiveMismatchError`,
                           :class:`GradientReductionError`, :class:`UnevenInputsError`
 a peer                    :class:`RankFailedError`, :class:`GroupAbortedError`,
@@ -199,6 +200,20 @@ class LaunchTimeoutError(DistError, TimeoutError):
 
     def __reduce__(self) -> tuple[type[LaunchTimeoutError], tuple[str, tuple[int, ...], str]]:
         return type(self), (str(self), self.ranks, self.tracebacks)
+
+
+class InvalidShapeError(InvalidArgumentError, AssertionError):
+    """A tensor, a list of lengths or a mesh has not the shape that is needed; nothing was sent.
+
+    An AssertionError as well because that is what torch raises there.
+    """
+
+
+class UnknownDimensionError(InvalidArgumentError, KeyError):
+    """A mesh has no dimension of that name, or not at that place."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # a KeyError shows its message in quotes
 
 
 class InvalidArgumentTypeError(InvalidArgumentError, TypeError):

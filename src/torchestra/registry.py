@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from torchestra import unwaited
 from torchestra.errors import NotInitializedError
 from torchestra.process_group import ProcessGroup
 from torchestra.store import Store
@@ -51,19 +52,23 @@ class World:
             self._tags[group.group_name] = tag
 
     def remove(self, group: ProcessGroup) -> None:
-        """Forget a group."""
+        """Forget a group. Warns of results of it that were never waited for."""
+        unwaited.report(group)
         del self.groups[group.group_name]
         self._tags.pop(group.group_name, None)
 
     def close(self) -> None:
-        """Destroy all groups, the last first, and forget them."""
-        for each in reversed(list(self.groups.values())):
+        """Destroy all groups, the last first, and forget them. Warns as :meth:`remove` does."""
+        groups = list(reversed(self.groups.values()))
+        for each in groups:
             each.destroy()
         self.groups.clear()
         self._tags.clear()
         self.default = None
         self.made = 0
         self.made_locally.clear()
+        for each in groups:
+            unwaited.report(each)
 
     def group(self, name: str) -> ProcessGroup:
         """The group of a name.

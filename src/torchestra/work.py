@@ -71,6 +71,7 @@ class Work:
         self._lock = threading.Lock()
         self._exception: BaseException | None = None
         self._result: list[Any] = []
+        self._keeps_result = True
         self._source = -1
         self._future: torch.futures.Future[Any] | None = None
 
@@ -162,9 +163,16 @@ class Work:
         ``let_go`` is called before whoever waits for the operation learns of it, but after the callbacks of
         its future, which may call operations that are to come first.
         """
-        self._result = result
+        with self._lock:
+            self._result = result if self._keeps_result else []
         self._source = source
         self._end(let_go)
+
+    def forget_result(self) -> None:
+        """Hold the tensors no longer than the operation runs; then :meth:`result` is empty."""
+        with self._lock:
+            self._keeps_result = False
+            self._result = []
 
     def fail(self, exception: BaseException, let_go: Callable[[], None] | None = None) -> None:
         """For the group: the operation has failed."""

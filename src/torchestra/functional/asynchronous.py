@@ -1,0 +1,140 @@
+"""The tensor that a functional collective returns: it waits when it is first used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_map_only
+
+from torchestra.functional.operators import ops
+
+__all__ = ["AsyncCollectiveTensor", "awaited_later"]
+
+
+class AsyncCollectiveTensor(torch.Tensor):
+    """A tensor whose contents a collective is still writing.
+
+    Shape and strides are known at once, and views of it are of its kind and wait for nothing. Any other use
+    waits first, on the thread that uses it. Errors of the collective are raised there.
+
+    Attributes:
+        elem: the tensor itself.
+        completed: whether it has been waited for through this object.
+    """
+
+    elem: torch.Tensor
+    completed: bool
+
+    __slots__ = ["completed", "elem"]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, elem: torch.Tensor) -> AsyncCollectiveTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            elem.size(),
+            strides=elem.stride(),
+            storage_offset=elem.storage_offset(),
+            dtype=elem.dtype,
+            layout=elem.layout,
+            device=elem.device,
+            requires_grad=elem.requires_grad,
+        )
+        assert isinstance(made, AsyncCollectiveTensor)
+        made.elem = elem
+        made.completed = False
+        return made
+
+    def trigger_wait(self) -> torch.Tensor:
+        """Wait, unless that was done through this object; the plain tensor."""
+        if not self.completed:
+            self.elem = ops.wait_tensor(self.elem)
+            self.completed = True
+        return self.elem
+
+    def wait(self) -> torch.Tensor:
+        """Wait; the plain tensor."""
+        return ops.wait_tensor(self.elem)  # type: ignore[no-any-return]
+
+    def tolist(self) -> Any:
+        """The values, as nested lists."""
+        return self.trigger_wait().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values, as a numpy array that shares the tensor's memory."""
+        return self.trigger_wait().numpy(force=force)
+
+    def data_ptr(self) -> int:
+        """Where the elements lie, once they are there."""
+        return self.trigger_wait().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory that the elements lie in, once they are there."""
+        return self.trigger_wait().untyped_storage()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AsyncCollectiveTensor({self.trigger_wait()!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["elem"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, torch.Tensor], meta: None, outer_size: Any, outer_stride: Any
+    ) -> AsyncCollectiveTensor:
+        return AsyncCollectiveTensor(inner_tensors["elem"])
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected_metadata: Any, expected_type: type | None = None
+    ) -> torch.Tensor | None:
+        return self.trigger_wait() if expected_type is torch.Tensor else None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not _is_view(func):
+            args, kwargs = tree_map_only(
+                AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, (args, kwargs or {})
+            )
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(AsyncCollectiveTensor, lambda view: view.elem, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, AsyncCollectiveTensor, func(*args, **kwargs))
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operator returns views of its first argument, and reads no element."""
+    if func is ops.wait_tensor.default:
+        return False
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return False  # it may be anything, by what it calls
+    arguments = func._schema.arguments
+    alias = arguments[0].alias_info if arguments else None
+    return alias is not None and not alias.is_write
+
+
+class _Wrapped(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return AsyncCollectiveTensor(tensor.detach())
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def awaited_later(tensor: torch.Tensor) -> torch.Tensor:
+    """What a functional collective returns for the output of its operator.
+
+    While a program is traced, and where a mode looks on at operators, that is the result of ``wait_tensor``,
+    so that the wait is seen; a compiler moves it to where it is due. The same where the output is not plain.
+    """
+    if torch.compiler.is_compiling():
+        return ops.wait_tensor(tensor)  # type: ignore[no-any-return]
+    if type(tensor) is not torch.Tensor or tensor.is_meta or _get_current_dispatch_mode() is not None:
+        return ops.wait_tensor(tensor)  # type: ignore[no-any-return]
+    if tensor.requires_grad:
+        return _Wrapped.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return AsyncCollectiveTensor(tensor)

@@ -1,0 +1,259 @@
+"""The functional collectives: they change nothing, and return tensors that are waited for when used.
+
+Each is to be called by every rank of the group, in the same order. ``group`` is a :data:`Group`; a rank's
+number within it counts, not the global one. Reduce operations are given by name: ``"sum"``, ``"avg"``,
+``"product"``, ``"min"``, ``"max"``, ``"band"``, ``"bor"``, ``"bxor"``.
+
+The collective runs while the program goes on; until the result was used (or :func:`wait_tensor` called) the
+input must not be changed. In compiled programs the compiler sees to that.
+
+Results are cut off from the graph of derivatives, but for the functions that end in ``_autograd``: there a
+gradient goes back through the transposed collective, which every rank of the group must come to as well.
+
+Raised by all of them: what :mod:`torchestra.functional.groups` raises for a group that cannot be, and
+InvalidArgumentError for shapes, before anything was sent; when the result is used, what the collectives of
+:mod:`torchestra.collectives` raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchestra.errors import InvalidArgumentError, InvalidShapeError
+from torchestra.functional.asynchronous import awaited_later
+from torchestra.functional.groups import Group, constant_while_traced, group_name, group_size
+from torchestra.functional.operators import check_differentiable, ops, reduction
+from torchestra.mesh import DeviceMesh
+from torchestra.process_group import ProcessGroup
+from torchestra.registry import current_world
+
+__all__ = [
+    "all_gather_into_tensor_coalesced",
+    "all_gather_tensor",
+    "all_gather_tensor_autograd",
+    "all_reduce",
+    "all_reduce_autograd",
+    "all_reduce_coalesced",
+    "all_to_all_single",
+    "all_to_all_single_autograd",
+    "broadcast",
+    "permute_tensor",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_autograd",
+    "reduce_scatter_tensor_coalesced",
+    "wait_tensor",
+]
+
+
+def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait until a collective's result is there, and return it. Any other tensor is returned as it is."""
+    return ops.wait_tensor(tensor)  # type: ignore[no-any-return]
+
+
+def _cut(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def broadcast(self: torch.Tensor, src: int, group: Group, tag: str = "") -> torch.Tensor:
+    """The tensor of the group's rank ``src``; the others' must be of the same shape."""
+    return awaited_later(ops.broadcast(_cut(self), src, group_name(group, tag)))
+
+
+def all_reduce(self: torch.Tensor, reduceOp: str, group: Group, tag: str = "") -> torch.Tensor:
+    """The reduction of all ranks' tensors, bit for bit the same on every rank."""
+    return all_reduce_autograd(_cut(self), reduceOp, group, tag)
+
+
+def all_reduce_autograd(self: torch.Tensor, reduceOp: str, group: Group, tag: str = "") -> torch.Tensor:
+    """:func:`all_reduce` with a derivative, for ``"sum"`` and ``"avg"``."""
+    op = _reduction_name(reduceOp, self)
+    return awaited_later(ops.all_reduce(self, op, group_name(group, tag)))
+
+
+def all_reduce_coalesced(
+    self: Sequence[torch.Tensor], reduceOp: str, group: Group, tag: str = ""
+) -> list[torch.Tensor]:
+    """:func:`all_reduce` of several tensors."""
+    op = _reduction_name(reduceOp)
+    results = ops.all_reduce_coalesced([_cut(each) for each in self], op, group_name(group, tag))
+    return [awaited_later(result) for result in results]
+
+
+def all_gather_tensor(self: torch.Tensor, gather_dim: int, group: Group, tag: str = "") -> torch.Tensor:
+    """All ranks' tensors, joined in dimension ``gather_dim``. They must be of the same shape."""
+    return all_gather_tensor_autograd(_cut(self), gather_dim, group, tag)
+
+
+def all_gather_tensor_autograd(
+    self: torch.Tensor, gather_dim: int, group: Group, tag: str = ""
+) -> torch.Tensor:
+    """:func:`all_gather_tensor` with a derivative: each rank gets the sum of all ranks' gradients."""
+    name = group_name(group, tag)
+    size = group_size(group, name)
+    dim = _dimension(self, gather_dim, "gather_dim")
+    result = awaited_later(ops.all_gather_into_tensor(self, size, name))
+    if dim == 0:
+        return result
+    pieces: torch.Tensor = result.unflatten(0, (size, self.shape[0]))
+    return pieces.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def all_gather_into_tensor_coalesced(
+    self: Sequence[torch.Tensor], group: Group, tag: str = ""
+) -> list[torch.Tensor]:
+    """:func:`all_gather_tensor` of several tensors, in dimension 0."""
+    name = group_name(group, tag)
+    results = ops.all_gather_into_tensor_coalesced(
+        [_cut(each) for each in self], group_size(group, name), name
+    )
+    return [awaited_later(result) for result in results]
+
+
+def reduce_scatter_tensor(
+    self: torch.Tensor, reduceOp: str, scatter_dim: int, group: Group, tag: str = ""
+) -> torch.Tensor:
+    """This rank's piece of the reduction of all ranks' tensors, which is cut in dimension ``scatter_dim``.
+
+    Raises:
+        InvalidShapeError: the dimension's length is no multiple of the group's size.
+    """
+    return reduce_scatter_tensor_autograd(_cut(self), reduceOp, scatter_dim, group, tag)
+
+
+def reduce_scatter_tensor_autograd(
+    self: torch.Tensor, reduceOp: str, scatter_dim: int, group: Group, tag: str = ""
+) -> torch.Tensor:
+    """:func:`reduce_scatter_tensor` with a derivative, for ``"sum"`` and ``"avg"``."""
+    op = _reduction_name(reduceOp, self)
+    name = group_name(group, tag)
+    size = group_size(group, name)
+    pieces = _pieces_first(self, scatter_dim, size, "")
+    return awaited_later(ops.reduce_scatter_tensor(pieces, op, size, name))
+
+
+def reduce_scatter_tensor_coalesced(
+    inputs: Sequence[torch.Tensor], reduceOp: str, scatter_dim: Sequence[int], group: Group, tag: str = ""
+) -> list[torch.Tensor]:
+    """:func:`reduce_scatter_tensor` of several tensors, each with a dimension of its own."""
+    if len(scatter_dim) != len(inputs):
+        raise InvalidShapeError(
+            f"Length of scatter_dim ({len(scatter_dim)}) must equal length of inputs ({len(inputs)})"
+        )
+    op = _reduction_name(reduceOp)
+    name = group_name(group, tag)
+    size = group_size(group, name)
+    pieces = [
+        _pieces_first(_cut(each), dim, size, f" for tensor at index {index}")
+        for index, (each, dim) in enumerate(zip(inputs, scatter_dim, strict=True))
+    ]
+    results = ops.reduce_scatter_tensor_coalesced(pieces, op, size, name)
+    return [awaited_later(result) for result in results]
+
+
+def all_to_all_single(
+    self: torch.Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    group: Group,
+    tag: str = "",
+) -> torch.Tensor:
+    """Send consecutive ranges of rows to the ranks, and return the rows that they send here.
+
+    Split sizes count rows (dimension 0) per rank; None, for both, stands for equal ranges.
+    """
+    return all_to_all_single_autograd(_cut(self), output_split_sizes, input_split_sizes, group, tag)
+
+
+def all_to_all_single_autograd(
+    self: torch.Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    group: Group,
+    tag: str = "",
+) -> torch.Tensor:
+    """:func:`all_to_all_single` with a derivative: a row's gradient goes back to where the row came from."""
+    if (output_split_sizes is None) != (input_split_sizes is None):
+        raise InvalidShapeError(
+            "output_split_sizes and input_split_sizes must either be specified together or both set to None"
+        )
+    for parameter, splits in (
+        ("output_split_sizes", output_split_sizes),
+        ("input_split_sizes", input_split_sizes),
+    ):
+        if splits is not None and not all(isinstance(length, (int, torch.SymInt)) for length in splits):
+            raise InvalidShapeError(f"All {parameter} must be int or SymInt, got {splits}")
+    result = ops.all_to_all_single(self, output_split_sizes, input_split_sizes, group_name(group, tag))
+    return awaited_later(result)
+
+
+def permute_tensor(self: torch.Tensor, src_dst: Sequence[int], group: Group, tag: str = "") -> torch.Tensor:
+    """The tensor of the rank that sends it here: rank r sends its own to rank ``src_dst[r]``.
+
+    Shapes must be the same on all ranks. A rank that nobody sends to gets a tensor without rows.
+
+    Raises:
+        InvalidShapeError: ``src_dst`` does not name one rank of the group for each, all different.
+    """
+    name = group_name(group, tag)
+    size = group_size(group, name)
+    if (
+        len(src_dst) != size
+        or sorted(set(src_dst)) != sorted(src_dst)
+        or not all(0 <= target < size for target in src_dst)
+    ):
+        raise InvalidShapeError(
+            f"src_dst must name a rank from 0 to {size - 1} for each of the group's {size}, all different;"
+            f" got {list(src_dst)}"
+        )
+    rank = _rank_in(group, name)
+    rows = self.shape[0] if self.dim() else 1
+    sent = [rows if target == src_dst[rank] else 0 for target in range(size)]
+    received = [rows if src_dst[source] == rank else 0 for source in range(size)]
+    return all_to_all_single(self, received, sent, name)
+
+
+@constant_while_traced
+def _rank_by_name(name: str) -> int:
+    return current_world().group(name).rank()
+
+
+def _rank_in(group: Group, name: str) -> int:
+    if isinstance(group, ProcessGroup):
+        return group.rank()
+    if isinstance(group, DeviceMesh):
+        return group.get_local_rank()
+    if isinstance(group, tuple):
+        return group[0].get_local_rank(group[1])
+    return _rank_by_name(name)  # type: ignore[no-any-return]
+
+
+def _reduction_name(name: str, differentiated: torch.Tensor | None = None) -> str:
+    lower = name.lower()
+    reduction(lower)
+    if differentiated is not None and differentiated.requires_grad:
+        check_differentiable(lower)
+    return lower
+
+
+def _dimension(tensor: torch.Tensor, dim: int, parameter: str) -> int:
+    """The dimension's number, counted from the front."""
+    dimensions = max(1, tensor.dim())
+    if not -dimensions <= dim < dimensions:
+        raise InvalidArgumentError(f"{parameter} is {dim}, but the tensor has {tensor.dim()} dimensions")
+    return dim % dimensions
+
+
+def _pieces_first(tensor: torch.Tensor, dim: int, size: int, which: str) -> torch.Tensor:
+    """The tensor with its pieces by rank, cut in dimension ``dim``, below each other in dimension 0."""
+    dim = _dimension(tensor, dim, "scatter_dim")
+    length = tensor.shape[dim] if tensor.dim() else 1
+    if length % size:
+        raise InvalidShapeError(
+            f"input dimension {dim} ({length}) must be a multiple of group_size {size}{which}"
+        )
+    if dim == 0:
+        return tensor
+    pieces: torch.Tensor = tensor.unflatten(dim, (size, length // size))
+    return pieces.movedim(dim, 0).flatten(0, 1)

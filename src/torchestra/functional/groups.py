@@ -1,0 +1,140 @@
+"""The ways to say which ranks take part, made into a group's name, which is what operators know it by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Union, cast
+
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, InvalidShapeError
+from torchestra.mesh import DeviceMesh
+from torchestra.process_group import NonMember, ProcessGroup
+from torchestra.registry import current_world
+from torchestra.world import default_group, make_group
+
+__all__ = ["Group", "expand_group", "find_or_make_group", "group_name", "group_size"]
+
+Group = Union[ProcessGroup, str, DeviceMesh, tuple[DeviceMesh, Union[int, str]], list[int], list[list[int]]]
+"""Who takes part: a group, or its name; a mesh of one dimension; a mesh and one of its dimensions; global
+ranks (a group of them, with the tag, must exist or is made); lists of equally many ranks, of which this rank
+is in one.
+"""
+
+
+def expand_group(group: Group, tag: str = "") -> tuple[str, list[int], int]:
+    """What a group stands for: its tag, all global ranks that are named, and how many make one group.
+
+    The three find a group again (:func:`find_or_make_group`).
+
+    Raises:
+        InvalidShapeError: a mesh of several dimensions without saying which.
+        InvalidArgumentError: lists of ranks of different lengths, or nothing of the kinds above.
+    """
+    if isinstance(group, list):
+        if group and isinstance(group[0], list):
+            sets = group
+            if len({len(ranks) for ranks in sets}) != 1:
+                raise InvalidArgumentError(
+                    f"group sizes must be identical found {' and '.join(str(len(ranks)) for ranks in sets)}"
+                )
+            return tag, [rank for ranks in sets for rank in ranks], len(sets[0])
+        ranks = cast("list[int]", group)
+        return tag, ranks, len(ranks)
+    found = current_world().group(group) if isinstance(group, str) else _group_object(group)
+    return tag or current_world().tag_of(found), list(found.ranks), found.size()
+
+
+def _group_object(group: ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]) -> ProcessGroup:
+    if isinstance(group, ProcessGroup):
+        return group
+    mesh, dimension = _mesh_and_dimension(group)
+    return mesh.get_group(dimension)
+
+
+def _mesh_and_dimension(group: Any) -> tuple[DeviceMesh, int | str]:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise InvalidShapeError(
+                "Only 1D mesh is supported, pass in (DeviceMesh, int) together if mesh > 1D;"
+                f" this one has {group.ndim} dimensions"
+            )
+        return group, 0
+    if isinstance(group, tuple):
+        if len(group) == 2 and isinstance(group[0], DeviceMesh) and isinstance(group[1], (int, str)):
+            return group[0], group[1]
+        raise InvalidArgumentError("Invalid tuple for group must be (DeviceMesh, int)")
+    if isinstance(group, NonMember):
+        raise InvalidArgumentError(f"functional collectives: this rank is {group!r}")
+    raise InvalidArgumentTypeError(
+        "Invalid type for group, must be one of list of ranks, ProcessGroup, DeviceMesh, (DeviceMesh, int) or"
+        f" the name of a group; got {type(group).__name__}"
+    )
+
+
+def find_or_make_group(tag: str, ranks: Sequence[int], size: int) -> ProcessGroup:
+    """The group of this rank among ``ranks``, of which each ``size`` consecutive ones make one, with a tag.
+
+    It is made if there is none, which needs no other rank (they meet when they first use it).
+
+    Raises:
+        InvalidArgumentError: there is none and the tag is empty, or ``size`` does not divide.
+        InvalidShapeError: this rank is not among them.
+    """
+    if not ranks or len(ranks) % size:
+        raise InvalidArgumentError(f"Ranks length ({len(ranks)}) must be divisible by stride ({size})")
+    mine = default_group().rank()
+    sets = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    own = next((each for each in sets if mine in each), None)
+    if own is None:
+        raise InvalidShapeError(f"rankset doesn't include the current node: rank {mine} is not in {sets}")
+    found = current_world().find(own, tag)
+    if found is not None:
+        return found
+    if not tag:
+        raise InvalidArgumentError(
+            f"Cannot automatically create PG with empty tag: there is no untagged group of ranks {list(own)};"
+            " make one with new_group(), or give a tag"
+        )
+    made = make_group(sorted(own), tag=tag, deferred=True)
+    assert isinstance(made, ProcessGroup)
+    return made
+
+
+def constant_while_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Dynamo call a function and not look into it.
+
+    As ``torch.compiler.assume_constant_result`` does, which would load the compiler for it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_while_traced
+def _name_by_ranks(group: list[Any], tag: str) -> str:
+    return find_or_make_group(*expand_group(group, tag)).group_name
+
+
+@constant_while_traced
+def _size_by_name(name: str) -> int:
+    return current_world().group(name).size()
+
+
+def group_name(group: Group, tag: str = "") -> str:
+    """The name of a group, however it is given. With lists of ranks, ``tag`` tells groups apart."""
+    if isinstance(group, str):
+        return group
+    if isinstance(group, list):
+        return cast(str, _name_by_ranks(group, tag))
+    if isinstance(group, ProcessGroup):
+        return group.group_name
+    mesh, dimension = _mesh_and_dimension(group)
+    return mesh.group_name(dimension)
+
+
+def group_size(group: Group, name: str) -> int:
+    """How many ranks the group of this name has."""
+    if isinstance(group, ProcessGroup):
+        return group.size()
+    if isinstance(group, (DeviceMesh, tuple)):
+        mesh, dimension = _mesh_and_dimension(group)
+        return mesh.size(mesh.dimension(dimension))
+    return cast(int, _size_by_name(name))

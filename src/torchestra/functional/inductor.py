@@ -1,0 +1,191 @@
+"""What Inductor must know of the operators: that a result is written later, and when to wait for it.
+
+For an operator that it knows nothing of, Inductor takes the outputs as ready and the inputs as free when the
+call returns. Neither holds here, so the operators get lowerings: to the kernels that it has for collectives.
+A collective keeps its input until the wait and forbids to touch its output before; all_reduce and broadcast
+work in place where the input is not needed any more; a wait changes a buffer and copies nothing. Inductor
+also keeps collectives in one order, the graph's, which is the same on all ranks.
+
+Inductor's default passes do not know our operators, and leave a wait where the program has it, which is right
+after its collective. :class:`Overlap` moves the two apart, so that what lies between is computed meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+COLLECTIVES = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    "broadcast",
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "all_to_all_single",
+)
+
+_lowered = False
+
+
+def lower_collectives() -> None:
+    """Tell Inductor, if it is loaded.
+
+    The operators' fake kernels call this: a graph is traced with fake tensors after Inductor was loaded
+    and before it is lowered. So Inductor, which takes seconds to import, is not loaded for this.
+    """
+    global _lowered
+    if not _lowered and hasattr(sys.modules.get("torch._inductor.lowering"), "register_lowering"):
+        _lowered = True
+        _register()
+
+
+def _register() -> None:
+    from torch._inductor import ir
+    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.lowering import add_layout_constraint, clone, constrain_to_fx_strides
+    from torch._inductor.lowering import register_lowering as lowering_of
+    from torch._inductor.virtualized import V
+
+    ops = torch.ops.torchestra
+    require_contiguous: Callable[[Any], Any] = ir.ExternKernel.require_contiguous
+
+    def out_of_place(operator: Any) -> Callable[..., Any]:
+        def lower(*arguments: Any) -> Any:
+            made = ir._CollectiveKernel.create_out_of_place(operator, *arguments)
+            return [ir.TensorBox.create(each) for each in made] if isinstance(made, list) else _boxed(made)
+
+        return lower
+
+    def _boxed(made: Any) -> Any:
+        return ir.TensorBox.create(made)
+
+    def in_place(operator: Any) -> Callable[..., Any]:
+        def lower(tensor: Any, *arguments: Any) -> Any:
+            buffer = require_contiguous(clone(tensor))
+            with V.graph.fake_mode:
+                _, tensors, others, unflatten, _ = ir._CollectiveKernel.process_kernel(
+                    operator, buffer, *arguments
+                )
+            for each in tensors:
+                each.realize()
+                V.graph.mark_buffer_mutated(each.get_name())
+            layout = ir.NoneLayout(device=buffer.get_device())
+            ir._CollectiveKernel(layout, operator, tensors, others, unflatten)
+            return buffer
+
+        return lower
+
+    def each_in_place(operator: Any) -> Callable[..., Any]:
+        lower = in_place(operator)
+        return lambda tensors, *arguments: [lower(tensor, *arguments) for tensor in tensors]
+
+    def wait(tensor: Any) -> Any:
+        ir._WaitKernel.create_wait(ops.wait_tensor.default, tensor)
+        return tensor
+
+    for operator, lower in (
+        (ops.all_reduce, in_place(ops.all_reduce_.default)),
+        (ops.all_reduce_coalesced, each_in_place(ops.all_reduce_.default)),
+        (ops.broadcast, in_place(ops.broadcast_.default)),
+        (ops.all_gather_into_tensor, out_of_place(ops.all_gather_into_tensor.default)),
+        (
+            ops.all_gather_into_tensor_coalesced,
+            out_of_place(ops.all_gather_into_tensor_coalesced.default),
+        ),
+        (ops.reduce_scatter_tensor, out_of_place(ops.reduce_scatter_tensor.default)),
+        (
+            ops.reduce_scatter_tensor_coalesced,
+            out_of_place(ops.reduce_scatter_tensor_coalesced.default),
+        ),
+        (ops.all_to_all_single, out_of_place(ops.all_to_all_single.default)),
+        (ops.wait_tensor, wait),
+    ):
+        add_layout_constraint(operator, constrain_to_fx_strides)
+        lowering_of(operator)(lower)
+    post_grad.pass_patterns.append(cast(Any, Overlap()))
+
+
+class Overlap:
+    """A pass over a graph: collectives as early, waits as late as their arguments and users allow.
+
+    Collectives keep their order. Nothing is moved past a node that changes a tensor. A matrix product that
+    Inductor has fused with the addition of a result that is waited for is taken apart again, so that it need
+    not wait.
+    """
+
+    def apply(self, graph: fx.Graph) -> int:
+        """Change the graph; how many nodes were moved or replaced."""
+        return _unfuse_additions(graph) + _hoist_collectives(graph) + _sink_waits(graph)
+
+
+def _is(node: fx.Node, names: tuple[str, ...]) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(
+        target is getattr(torch.ops.torchestra, name).default for name in names
+    )
+
+
+def _is_fence(node: fx.Node) -> bool:
+    """Whether a node may change a tensor: one of another operator, or of an operator on operators."""
+    if node.op != "call_function":
+        return node.op == "output"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable)
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def _unfuse_additions(graph: fx.Graph) -> int:
+    aten = torch.ops.aten
+    unfused = 0
+    for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
+        added, first, second = node.args
+        if not isinstance(added, fx.Node) or not _is(added, ("wait_tensor",)) or node.kwargs:
+            continue
+        with graph.inserting_before(node):
+            product = graph.call_function(aten.mm.default, (first, second))
+            total = graph.call_function(aten.add.Tensor, (product, added))
+        product.meta.update(node.meta)
+        total.meta.update(node.meta)
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
+        unfused += 1
+    return unfused
+
+
+def _hoist_collectives(graph: fx.Graph) -> int:
+    moved = 0
+    positions = {node: index for index, node in enumerate(graph.nodes)}
+    behind: fx.Node | None = None  # what the next collective must come after, whatever its arguments
+    for node in list(graph.nodes):
+        if node.op == "placeholder" or _is_fence(node):
+            behind = node
+        elif _is(node, COLLECTIVES):
+            before = [*node.all_input_nodes, *([] if behind is None else [behind])]
+            last = max(before, key=positions.__getitem__)
+            if positions[node] - positions[last] > 1:
+                last.append(node)
+                moved += 1
+                # Right behind `last`: between it and whatever came next.
+                positions = {each: index for index, each in enumerate(graph.nodes)}
+            behind = node
+    return moved
+
+
+def _sink_waits(graph: fx.Graph) -> int:
+    moved = 0
+    for node in reversed(list(graph.nodes)):
+        if not _is(node, ("wait_tensor",)):
+            continue
+        place = node.next
+        while place.op != "output" and place not in node.users and not _is_fence(place):
+            place = place.next
+        if place is not node.next:
+            place.prepend(node)
+            moved += 1
+    return moved
