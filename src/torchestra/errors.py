@@ -34,6 +34,7 @@ __all__ = [
     "JoinInterruptedError",
     "LaunchTimeoutError",
     "NotInitializedError",
+    "ObjectTransferError",
     "QueueEmptyError",
     "RankError",
     "RankExcludedError",
@@ -106,6 +107,23 @@ class JoinInterruptedError(DistError):
 
     Raised on the ranks that would have waited for it; the group stays usable.
     """
+
+
+class ObjectTransferError(DistError):
+    """An object could not be pickled on the rank that has it, or not be unpickled on the one that gets it.
+
+    The group stays usable.
+
+    Attributes:
+        ranks: the ranks, in the group's numbering, whose objects these are.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[ObjectTransferError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
 
 
 class RankFailedError(GroupAbortedError):
