@@ -1,19 +1,16 @@
 """How the ranks of a group come to share an arena: through a store, a socket, and a proof by attaching.
 
 Rank 0 makes the arena and says in the store where it is to be had; the others fetch it. Between
-processes it is handed over as a descriptor through an abstract Unix socket, which leaves nothing in the file
-system; between threads of one process it is simply looked up. That both ends are on one host is not concluded
+processes it is handed over as a descriptor to those that prove themselves (admission.py); between threads of
+one process it is simply looked up. That both ends are on one host is not concluded
 from names: a rank that cannot fetch the arena is not there. Each rank makes two requests to the
 store, so joining costs O(ranks) in all.
 """
 
 from __future__ import annotations
 
-import array
 import os
 import secrets
-import socket
-import struct
 import threading
 import time
 from datetime import timedelta
@@ -21,6 +18,7 @@ from datetime import timedelta
 import numpy as np
 
 from torchestra.engine import layout as at
+from torchestra.engine.admission import Admission, fetch
 from torchestra.engine.algorithms import waiting_policy
 from torchestra.engine.arena import Arena, layout_for
 from torchestra.engine.kernels import move
@@ -28,10 +26,6 @@ from torchestra.engine.member import Member
 from torchestra.engine.operations import Kind, pack
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, DistStoreError
 from torchestra.store import Store
-
-_HELLO = struct.Struct("<4sI")
-_MAGIC = b"TRC1"
-_TICK = 0.05
 
 
 class _ThreadArena:
@@ -143,13 +137,13 @@ def _meet_processes(store: Store, rank: int, size: int, name: str, deadline: flo
         finally:
             os.close(descriptor)
         return arena
-    kind, address = _ask_for_arena(store, rank, size, name, deadline)
+    kind, invitation = _ask_for_arena(store, rank, size, name, deadline)
     if kind != "processes":
         raise DistBackendError(
             f"rank {rank} of group {name!r} is a process, but rank 0 is a thread: give all ranks the same"
             f" backend"
         )
-    descriptor = _fetch(address, rank, name, deadline)
+    descriptor = fetch(invitation, store.secret, rank, name, deadline)
     try:
         return Arena.attach(descriptor, layout)
     finally:
@@ -175,16 +169,11 @@ def _ask_for_arena(store: Store, rank: int, size: int, name: str, deadline: floa
 
 
 def _hand_out(store: Store, descriptor: int, size: int, name: str, deadline: float) -> None:
-    """Rank 0: give the descriptor to every other rank that connects and belongs to the same user."""
+    """Rank 0: give the descriptor to every other rank."""
     started = time.monotonic()
-    address = f"torchestra-{secrets.token_hex(16)}"
-    waiting = set(range(1, size))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("\0" + address)
-        listener.listen(size)
-        listener.settimeout(_TICK)
-        store.set("arena", f"processes {address}")
-        while waiting:
+    with Admission(range(1, size), store.secret, name) as admission:
+        store.set("arena", f"processes {admission.invitation}")
+        while waiting := admission.waited_for:
             if time.monotonic() > deadline:
                 here = {peer for peer in waiting if store.check([f"here/{peer}"])}
                 missing = tuple(sorted(waiting - here)) or tuple(sorted(waiting))
@@ -195,66 +184,4 @@ def _hand_out(store: Store, descriptor: int, size: int, name: str, deadline: flo
                     " running, on this host, and do they use the same rendezvous?",
                     missing,
                 )
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                continue
-            with connection:
-                peer = _greet(connection)
-                if peer in waiting:
-                    socket.send_fds(connection, [_MAGIC], [descriptor])
-                    waiting.discard(peer)
-
-
-def _greet(connection: socket.socket) -> int | None:
-    """The rank at the other end, or None for a stranger."""
-    credentials = array.array("i")
-    credentials.frombytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if credentials[1] != os.geteuid():
-        return None
-    connection.settimeout(1)
-    try:
-        hello = connection.recv(_HELLO.size)
-    except OSError:
-        return None
-    if len(hello) != _HELLO.size:
-        return None
-    magic, peer = _HELLO.unpack(hello)
-    return int(peer) if magic == _MAGIC else None
-
-
-def _fetch(address: str, rank: int, name: str, deadline: float) -> int:
-    """Any other rank: connect to rank 0 and receive the descriptor."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_TICK)
-        while True:
-            try:
-                connection.connect("\0" + address)
-                break
-            except (BlockingIOError, TimeoutError):
-                pass  # the queue of rank 0 is full
-            except OSError as error:
-                raise DistBackendError(
-                    f"rank {rank} of group {name!r} cannot reach rank 0 on this host ({error}): either"
-                    f" rank 0 has"
-                    " failed, or the two are on different hosts, which torchestra does not span yet"
-                ) from error
-            if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(f"rank 0 of group {name!r} does not answer rank {rank}", (0,))
-            time.sleep(_TICK)
-        connection.send(_HELLO.pack(_MAGIC, rank))
-        while True:
-            try:
-                message, descriptors, _, _ = socket.recv_fds(connection, 16, 1)
-                break
-            except TimeoutError:
-                if time.monotonic() > deadline:
-                    raise CollectiveTimeoutError(
-                        f"rank 0 of group {name!r} did not give its arena to rank {rank} in time", (0,)
-                    ) from None
-    if message != _MAGIC or not descriptors:
-        raise DistBackendError(
-            f"rank 0 of group {name!r} refused rank {rank}: do two processes claim the same rank, or"
-            f" another user's?"
-        )
-    return descriptors[0]
+            admission.serve(descriptor)

@@ -62,9 +62,12 @@ def send(end: socket.socket, content: object, files: Sequence[int] = ()) -> None
 def receive(end: socket.socket) -> Message | None:
     """The next message, or None when the other end is closed or its process gone."""
     try:
-        packet, files, _, _ = socket.recv_fds(end, _LONGEST_PACKET + 1, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
+        packet, files, _, _ = socket.recv_fds(end, _LONGEST_PACKET + 1, _MOST_FILES)
     except ConnectionError:
         return None
+    # Python before 3.12 passes no flags on to the kernel, so not MSG_CMSG_CLOEXEC.
+    for descriptor in files:
+        os.set_inheritable(descriptor, False)
     if not packet:
         return None
     if packet[:1] == _INLINE:

@@ -43,7 +43,7 @@ class TorchStore(Store):
 
     Whoever reaches torch's store can use it; it knows no secrets. What ranks read in it they only take for
     text, and the memory that they share is handed over to processes that prove the job's secret, if there
-    is one, and are of the same user (see :mod:`torchestra.engine.handover`).
+    is one, and are of the same user (see :mod:`torchestra.engine.admission`).
     """
 
     def __init__(self, store: Any, name: str | None = None) -> None:

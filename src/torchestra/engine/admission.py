@@ -1,0 +1,288 @@
+"""Handing an arena over: rank 0 gives its descriptor to every rank that proves itself, and to nobody else.
+
+It listens at an abstract Unix socket, which leaves nothing in the file system and has a random name, told in
+the group's store together with a random token. What is proved is a key made of the token and of the job's
+secret, if there is one: that one can read the store, and knows the secret. Both sides also ask the kernel
+which user the other one is. One connection carries four packets (SOCK_SEQPACKET, so that none is cut)::
+
+    rank    ->  b"TRC2" rank:u32 nonce:32 bytes
+    rank 0  ->  nonce:32 bytes  HMAC-SHA256(key, "rank 0" + rank + both nonces)
+    rank    ->  HMAC-SHA256(key, "rank" + rank + both nonces)
+    rank 0  ->  a verdict, and with :data:`_GIVEN` the descriptor
+
+Nobody can listen under rank 0's name while rank 0 lives; whoever does so afterwards fails the second step.
+Connections are served all at once, each has :data:`_VISIT_SECONDS`, and of too many the oldest has to go; a
+rank that is dropped comes again. So whoever connects, says nonsense or nothing holds up no rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Iterable
+
+from torchestra.errors import CollectiveTimeoutError, DistBackendError
+from torchestra.store.secret import SECRET_ADVICE
+from torchestra.store.tcp.locality import peer_user
+
+__all__ = ["Admission", "fetch"]
+
+_MAGIC = b"TRC2"
+_NONCE_SIZE = 32
+_PROOF_SIZE = 32
+_HELLO = struct.Struct(f"<4sI{_NONCE_SIZE}s")
+_CHALLENGE = struct.Struct(f"{_NONCE_SIZE}s{_PROOF_SIZE}s")
+_GIVEN, _TAKEN, _UNPROVED = b"given", b"taken", b"unproved"
+_LONGEST = 256
+
+_VISIT_SECONDS = 10.0
+_MOST_STRANGERS = 64
+_ACCEPTED_AT_ONCE = 64
+_TICK = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+class _Visitor:
+    """A connection that has not been given the descriptor yet; ``nonces`` are set once it was challenged."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.deadline = time.monotonic() + _VISIT_SECONDS
+        self.rank = -1
+        self.nonces = b""
+
+
+class Admission:
+    """Rank 0's side. Use it as a context manager; call :meth:`serve` until nobody is :attr:`waited_for`.
+
+    Args:
+        ranks: who is to be given the descriptor, each once.
+        secret: the job's, or None.
+        name: of the group, for the log.
+
+    Attributes:
+        invitation: what the others must be told through the store.
+        waited_for: the ranks that have not come yet.
+    """
+
+    def __init__(self, ranks: Iterable[int], secret: bytes | None, name: str) -> None:
+        address, token = f"torchestra-{secrets.token_hex(16)}", secrets.token_hex(32)
+        self.invitation = f"{address}:{token}"
+        self.waited_for = set(ranks)
+        self._key = _key(token, secret)
+        self._name = name
+        self._visitors: dict[_Visitor, None] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.bind("\0" + address)
+            self._listener.listen(socket.SOMAXCONN)
+            self._listener.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Admission:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all connections."""
+        self._selector.close()
+        self._listener.close()
+        for visitor in self._visitors:
+            visitor.connection.close()
+
+    def serve(self, descriptor: int) -> None:
+        """Do what can be done; wait for something to do for 50 ms at most."""
+        for key, _ in self._selector.select(_TICK):
+            if key.data is None:
+                self._accept()
+            elif key.data in self._visitors:
+                self._hear(key.data, descriptor)
+        now = time.monotonic()
+        # They are in the order in which they came, so in that of their deadlines.
+        while self._visitors and (oldest := next(iter(self._visitors))).deadline < now:
+            self._drop(oldest)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                # No descriptors are left: if not by letting a visitor go, then by time.
+                if self._visitors:
+                    self._drop(next(iter(self._visitors)))
+                else:
+                    time.sleep(_TICK)
+                return
+            if (user := peer_user(connection)) != os.geteuid():
+                connection.close()
+                _log.warning("group %r: a process of user %s wanted the group's memory", self._name, user)
+                continue
+            connection.setblocking(False)
+            visitor = _Visitor(connection)
+            self._visitors[visitor] = None
+            self._selector.register(connection, selectors.EVENT_READ, visitor)
+            if len(self._visitors) > _MOST_STRANGERS + len(self.waited_for):
+                self._drop(next(iter(self._visitors)))
+
+    def _drop(self, visitor: _Visitor) -> None:
+        del self._visitors[visitor]
+        self._selector.unregister(visitor.connection)
+        visitor.connection.close()
+
+    def _hear(self, visitor: _Visitor, descriptor: int) -> None:
+        try:
+            packet = visitor.connection.recv(_LONGEST)
+            if not visitor.nonces:
+                if self._challenge(visitor, packet):
+                    return
+            else:
+                self._judge(visitor, packet, descriptor)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            _log.debug("group %r: lost a process that wanted the group's memory: %s", self._name, error)
+        self._drop(visitor)
+
+    def _challenge(self, visitor: _Visitor, hello: bytes) -> bool:
+        """Answer a hello; False if it is none."""
+        if len(hello) != _HELLO.size or not hello.startswith(_MAGIC):
+            return False
+        _, visitor.rank, nonce = _HELLO.unpack(hello)
+        own = os.urandom(_NONCE_SIZE)
+        visitor.nonces = nonce + own
+        visitor.connection.send(
+            _CHALLENGE.pack(own, _proof(self._key, b"rank 0", visitor.rank, visitor.nonces))
+        )
+        return True
+
+    def _judge(self, visitor: _Visitor, given: bytes, descriptor: int) -> None:
+        """Give the descriptor, or say why not."""
+        if not hmac.compare_digest(given, _proof(self._key, b"rank", visitor.rank, visitor.nonces)):
+            _log.warning(
+                "group %r: a process that says it is rank %s does not know the group's key: %s",
+                self._name,
+                visitor.rank,
+                SECRET_ADVICE,
+            )
+            visitor.connection.send(_UNPROVED)
+        elif visitor.rank not in self.waited_for:
+            visitor.connection.send(_TAKEN)
+        else:
+            socket.send_fds(visitor.connection, [_GIVEN], [descriptor])
+            self.waited_for.discard(visitor.rank)
+
+
+def fetch(invitation: str, secret: bytes | None, rank: int, name: str, deadline: float) -> int:
+    """Any other rank's side: the descriptor of the arena, which is now the caller's.
+
+    Args:
+        invitation: what rank 0 has told in the store.
+        secret: the job's, or None.
+        rank: this rank.
+        name: of the group, for messages.
+        deadline: when to stop trying, on the monotonic clock.
+
+    Raises:
+        CollectiveTimeoutError: rank 0 did not answer in time.
+        DistBackendError: rank 0 is not there, is not what it should be, or refuses this rank.
+    """
+    address, _, token = invitation.partition(":")
+    who = f"rank {rank} of group {name!r}"
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(_TICK)
+            try:
+                connection.connect("\0" + address)
+                return _receive(connection, _key(token, secret), rank, who, deadline)
+            except (ConnectionResetError, BrokenPipeError, BlockingIOError, TimeoutError):
+                # Rank 0 had too many visitors, or none of its time for us yet.
+                pass
+            except OSError as error:
+                raise DistBackendError(
+                    f"{who} cannot reach rank 0 on this host ({error}): either rank 0 has failed, or the two"
+                    " are on different hosts, which torchestra does not span yet"
+                ) from error
+        if time.monotonic() > deadline:
+            raise CollectiveTimeoutError(f"{who}: rank 0 did not give it the group's memory in time", (0,))
+        time.sleep(_TICK)
+
+
+def _receive(connection: socket.socket, key: bytes, rank: int, who: str, deadline: float) -> int:
+    """The descriptor that rank 0 gives over one connection; an OSError means that it is worth a new one."""
+    impostor = f"{who}: what answers in rank 0's place"
+    if (user := peer_user(connection)) != os.geteuid():
+        raise DistBackendError(f"{impostor} is a process of another user (number {user}), and not trusted")
+    nonce = os.urandom(_NONCE_SIZE)
+    connection.send(_HELLO.pack(_MAGIC, rank, nonce))
+    answer, descriptors = _packet(connection, deadline)
+    _close(descriptors)
+    if len(answer) != _CHALLENGE.size:
+        raise DistBackendError(f"{impostor} speaks another language: do all ranks run the same torchestra?")
+    theirs, proof = _CHALLENGE.unpack(answer)
+    nonces = nonce + theirs
+    if not hmac.compare_digest(proof, _proof(key, b"rank 0", rank, nonces)):
+        raise DistBackendError(
+            f"{impostor} does not know this rank's secret, and is not trusted; {SECRET_ADVICE}"
+        )
+    connection.send(_proof(key, b"rank", rank, nonces))
+    verdict, descriptors = _packet(connection, deadline)
+    if verdict == _GIVEN and len(descriptors) == 1:
+        return descriptors[0]
+    _close(descriptors)
+    if verdict == _TAKEN:
+        raise DistBackendError(
+            f"{who} was refused by rank 0, which has given the group's memory to a rank {rank} already, or"
+            " knows no such rank: do two processes claim the same rank?"
+        )
+    raise DistBackendError(f"{who} was refused by rank 0: {verdict!r}")
+
+
+def _packet(connection: socket.socket, deadline: float) -> tuple[bytes, list[int]]:
+    """The next packet and the descriptors in it.
+
+    Raises:
+        TimeoutError: the deadline has come.
+        ConnectionResetError: the connection was ended.
+    """
+    while True:
+        try:
+            packet, found, _, _ = socket.recv_fds(connection, _LONGEST, 4)
+        except TimeoutError:
+            if time.monotonic() > deadline:
+                raise
+            continue
+        # Python before 3.12 passes no flags on to the kernel, so not MSG_CMSG_CLOEXEC.
+        for descriptor in found:
+            os.set_inheritable(descriptor, False)
+        if not packet:
+            raise ConnectionResetError("rank 0 ended the connection")
+        return packet, list(found)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _key(token: str, secret: bytes | None) -> bytes:
+    return hmac.new(secret or b"", b"torchestra arena " + token.encode(), hashlib.sha256).digest()
+
+
+def _proof(key: bytes, side: bytes, rank: int, nonces: bytes) -> bytes:
+    return hmac.new(key, side + struct.pack("<I", rank) + nonces, hashlib.sha256).digest()
