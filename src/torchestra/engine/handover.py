@@ -17,7 +17,6 @@ import hmac
 import os
 import secrets
 import socket
-import struct
 import threading
 from typing import Protocol
 
@@ -26,6 +25,7 @@ from torchestra.engine.arena import Arena, layout_for
 from torchestra.errors import DistNetworkError
 from torchestra.store import HashStore, Store, TCPStore
 from torchestra.store.base import DEFAULT_STORE_TIMEOUT
+from torchestra.store.tcp.locality import peer_user
 
 __all__ = ["Estate", "Offer", "Request", "make_offer", "make_request"]
 
@@ -139,7 +139,7 @@ class _ProcessOffer:
         for connection in tuple(self._asking):
             try:
                 said = connection.recv(len(self._proof) + 1)
-                if _user_of(connection) == os.geteuid() and hmac.compare_digest(said, self._proof):
+                if peer_user(connection) == os.geteuid() and hmac.compare_digest(said, self._proof):
                     socket.send_fds(connection, [_YES], [self._descriptor])
             except BlockingIOError:
                 continue
@@ -188,6 +188,8 @@ class _ProcessRequest:
                 self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 self._connection.setblocking(False)
                 self._connection.connect(f"\0torchestra-{self._name}")
+                if peer_user(self._connection) != os.geteuid():
+                    raise PermissionError("once the proposer is gone, its name may be anybody's")
                 self._connection.send(self._proof)
             _, descriptors, _, _ = socket.recv_fds(self._connection, len(_YES), 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -206,12 +208,6 @@ class _ProcessRequest:
 
 def _store_of(name: str) -> str:
     return f"unix:@torchestra-store-{name}"
-
-
-def _user_of(connection: socket.socket) -> int:
-    """The user id of the process at the other end."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
 
 
 # -- ranks that are threads
