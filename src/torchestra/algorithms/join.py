@@ -38,6 +38,7 @@ from torchestra.world import default_group
 
 __all__ = ["Join", "JoinHook", "Joinable"]
 
+# An active rank's state is odd; what it is above 1 is twice the note that it adds.
 _JOINED, _ACTIVE, _FAILED = range(3)
 # No training program reduces int16, so that an announcement is not taken for somebody's data.
 _DTYPE = torch.int16
@@ -131,6 +132,10 @@ class Join:
             shadowing. The group stays usable.
         **kwargs: handed to every joinable's :meth:`Joinable.join_hook`.
 
+    Attributes:
+        active: in a step, the ranks that make it; in the numbering of the joinables' group.
+        note: what they have noted of it (see :meth:`notify_join_context`).
+
     Raises:
         InvalidArgumentError: there is no joinable, one is not constructed as it should, or their groups
             differ.
@@ -157,6 +162,8 @@ class Join:
         self._throw = throw_on_early_termination
         # Whether every rank knows that the context is over, so that none needs to be told.
         self._over = False
+        self.active: tuple[int, ...] = ()
+        self.note = 0
 
     def __enter__(self) -> None:
         self._over = False
@@ -187,10 +194,13 @@ class Join:
                 joinable._join_config = DISABLED
 
     @staticmethod
-    def notify_join_context(joinable: Joinable) -> Work | None:
+    def notify_join_context(joinable: Joinable, note: int = 0) -> Work | None:
         """Announce that this rank makes another step; to be called by a joinable before its collectives.
 
         Nothing happens outside a join context, and for other joinables than the first of it.
+
+        Args:
+            note: what joined ranks are to know of the step; up to 1000, the same on all active ranks.
 
         Returns:
             A work that is done, whose ``result()[0]`` holds how many ranks make the step (one element), or
@@ -203,11 +213,11 @@ class Join:
         config = _config_of(joinable)
         if not config.is_first_joinable or not config.enable or config.context is None:
             return None
-        return config.context._announce_step()
+        return config.context._announce_step(note)
 
-    def _announce_step(self) -> Work:
-        states = self._exchange(_ACTIVE)
-        active = states.count(_ACTIVE)
+    def _announce_step(self, note: int) -> Work:
+        states = self._exchange(_ACTIVE + 2 * note)
+        active = len(self.active)
         if self._throw and active < len(states):
             self._over = True
             joined = [rank for rank, state in enumerate(states) if state == _JOINED]
@@ -222,7 +232,7 @@ class Join:
     def _shadow(self) -> bool:
         """Run the main hooks until all ranks have joined; whether this one is among the last to do so."""
         steps = 0
-        while active := self._exchange(_JOINED).count(_ACTIVE):
+        while self._exchange(_JOINED) and (active := len(self.active)):
             if self._throw:
                 self._over = True
                 raise UnevenInputsError(
@@ -254,6 +264,8 @@ class Join:
                 f"an exception has ended the join context on {_named(failed)} of group"
                 f" {self._group.group_name!r}, so rank {self._rank} leaves it too; see what it says there"
             )
+        self.active = tuple(rank for rank, state in enumerate(told) if state % 2 == _ACTIVE)
+        self.note = max(told) // 2
         return told
 
     def _states(self, mine: int) -> torch.Tensor:

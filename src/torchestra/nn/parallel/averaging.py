@@ -44,6 +44,7 @@ class _Flight(NamedTuple):
         kept: by place, a gradient that lies in the bucket's memory, and may have to be put back.
         pending: reductions that run, and tensors that are to be reduced at the end.
         future: what the communication hook has returned.
+        shadow: nothing is of this rank, and nothing is to be handed out.
     """
 
     gradients: list[torch.Tensor | None]
@@ -51,7 +52,8 @@ class _Flight(NamedTuple):
     sources: dict[int, torch.Tensor]
     kept: dict[int, torch.Tensor]
     pending: list[Work | torch.Tensor]
-    future: torch.futures.Future[torch.Tensor] | None
+    future: torch.futures.Future[torch.Tensor] | None = None
+    shadow: bool = False
 
 
 class Averager:
@@ -103,6 +105,10 @@ class Averager:
         """Let this hook average. Buckets must be whole from now on."""
         self._hook = hook, state
 
+    def take_over(self, former: Averager) -> None:
+        """Have the hook and the divisor of another one."""
+        self._hook, self.divisor = former._hook, former.divisor
+
     def reset(self) -> None:
         """Forget the buckets that were started, when what runs of them has ended."""
         for flight in self._flights.values():
@@ -125,7 +131,7 @@ class Averager:
         """
         began = _now()
         gradients = self._sink.take(bucket.parameters)
-        flight = self._flights[bucket.number] = _Flight(gradients, unused, {}, {}, [], None)
+        flight = self._flights[bucket.number] = _Flight(gradients, unused, {}, {}, [])
         # With create_graph=True the gradients are part of a graph, and are left as they are.
         if torch.is_grad_enabled():
             self._copy_graph(bucket, flight)
@@ -134,10 +140,28 @@ class Averager:
         else:
             tensors = [self._gather(bucket, piece, flight) for piece in bucket.pieces]
         self._counters.copy_ns += _now() - began
+        self._send(bucket, tensors, flight, is_last)
+
+    def start_shadow(self, bucket: Bucket, is_last: bool) -> None:
+        """Begin to reduce a bucket to which this rank contributes nothing; its gradients stay as they are."""
+        flight = self._flights[bucket.number] = _Flight([], (), {}, {}, [], shadow=True)
+        if bucket.sparse:
+            tensors = [empty_like_sparse(bucket.parameters[0])]
+        else:
+            dtype = bucket.parameters[0].dtype
+            sizes = [
+                sum(parameter.numel() for parameter in bucket.parameters[piece.place])
+                for piece in bucket.pieces
+            ]
+            tensors = [torch.zeros(size, dtype=dtype) for size in sizes]
+        self._send(bucket, tensors, flight, is_last)
+
+    def _send(self, bucket: Bucket, tensors: list[torch.Tensor], flight: _Flight, is_last: bool) -> None:
+        """Begin to reduce these tensors."""
         if self._hook is not None:
             hook, state = self._hook
-            buffer = tensors[0]
-            future = run_comm_hook(hook, state, GradBucket(bucket.number, buffer, bucket.parameters, is_last))
+            grad_bucket = GradBucket(bucket.number, tensors[0], bucket.parameters, is_last)
+            future = run_comm_hook(hook, state, grad_bucket)
             self._flights[bucket.number] = flight._replace(future=future)
             return
         for tensor in tensors:
@@ -266,6 +290,8 @@ class Averager:
                 self._communicator.all_reduce(pending, self._op)
         waited = _now()
         self._counters.wait_ns += waited - began
+        if flight.shadow:
+            return
         with torch.no_grad():
             if self.divisor is not None and flight.future is None:
                 for tensor in self._reduced(bucket, flight):
@@ -294,6 +320,8 @@ class Averager:
         assert flight.future is not None
         expected = empty_like_sparse(bucket.parameters[0]) if bucket.sparse else bucket.flat
         result = wait_for_hook(flight.future, expected, self._communicator.seconds)
+        if flight.shadow:
+            return
         if bucket.sparse:
             flight.sources[0] = result
         elif result.data_ptr() != expected.data_ptr() or result.dtype is not expected.dtype:

@@ -201,3 +201,38 @@ def like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if dense != parameter.stride():
         return part.view(parameter.shape)
     return part.as_strided(parameter.shape, dense)
+
+
+def check_plan(
+    plan: Sequence[Sequence[int]], parameters: Sequence[torch.Tensor], sparse: Sequence[bool]
+) -> None:
+    """Refuse buckets that do not name each parameter once, mix dtypes, or have others beside a sparse one.
+
+    Raises:
+        InvalidArgumentError: as that.
+    """
+    if not parameters:
+        raise InvalidArgumentError("Reducer: Expected at least one parameter.")
+    if len(sparse) != len(parameters):
+        raise InvalidArgumentError(
+            f"Reducer: `expect_sparse_gradients` must have an entry for each of {len(parameters)} parameters,"
+            f" got {len(sparse)}"
+        )
+    named = sorted(index for indices in plan for index in indices)
+    if named != list(range(len(parameters))) or not all(plan):
+        raise InvalidArgumentError(
+            f"Reducer: the buckets must name each of {len(parameters)} parameters once, and each name one"
+            f" at least, got {plan}"
+        )
+    for number, indices in enumerate(plan):
+        dtypes = {parameters[index].dtype for index in indices}
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise InvalidArgumentError(
+                f"Reducer: All parameters in a bucket must have the same dtype; bucket {number} has {names}"
+            )
+        if len(indices) > 1 and any(sparse[index] for index in indices):
+            raise InvalidArgumentError(
+                "Reducer: Buckets with more than one variable cannot include variables that expect a sparse"
+                f" gradient; bucket {number} has {len(indices)}"
+            )

@@ -9,7 +9,6 @@ import torch
 from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import ProcessGroup
 
-_ROOT = 0
 _MOST_BYTES = 32 << 20
 
 
@@ -27,23 +26,25 @@ class CoalescedBroadcast:
         parts = self._flat.split([tensor.numel() for tensor in tensors])
         self._views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
-    def run(self) -> None:
-        """Replace the tensors on every rank by those of the group's rank 0. Must be called by all ranks."""
+    def run(self, root: int = 0) -> None:
+        """Replace the tensors on every rank by those of a rank of the group. Must be called by all ranks."""
         with torch.no_grad():
-            if self._group.rank() == _ROOT:
+            if self._group.rank() == root:
                 torch._foreach_copy_(self._views, self._tensors)
-            self._group.communicator.broadcast(self._flat, _ROOT)
-            if self._group.rank() != _ROOT:
+            self._group.communicator.broadcast(self._flat, root)
+            if self._group.rank() != root:
                 torch._foreach_copy_(self._tensors, self._views)
 
 
-def broadcast_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
-    """Replace the tensors on every rank by those of the group's rank 0, in few broadcasts.
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], group: ProcessGroup, root: int = 0, most_bytes: int = _MOST_BYTES
+) -> None:
+    """Replace the tensors on every rank by those of rank ``root`` of the group, in few broadcasts.
 
     Must be called by all ranks, with tensors of the same shapes and dtypes in the same order.
     """
-    for batch in batches(tensors, _MOST_BYTES):
-        CoalescedBroadcast(batch, group).run()
+    for batch in batches(tensors, most_bytes):
+        CoalescedBroadcast(batch, group).run(root)
 
 
 def batches(tensors: Sequence[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
@@ -64,7 +65,7 @@ def batches(tensors: Sequence[torch.Tensor], most_bytes: int) -> Iterator[list[t
 
 
 class BufferBroadcast:
-    """Broadcasts a module's buffers from rank 0, before a forward pass.
+    """Broadcasts a module's buffers from a rank, before a forward pass.
 
     Where the buffers are is looked up once; what they are, each time, since modules may replace them.
     """
@@ -85,7 +86,7 @@ class BufferBroadcast:
     def __bool__(self) -> bool:
         return bool(self._places)
 
-    def run(self) -> None:
+    def run(self, root: int = 0) -> None:
         """Must be called by all ranks."""
         buffers = [owner._buffers[name] for owner, name in self._places]
         current = [buffer for buffer in buffers if buffer is not None]
@@ -97,4 +98,4 @@ class BufferBroadcast:
                 CoalescedBroadcast(batch, self._group) for batch in batches(current, _MOST_BYTES)
             ]
         for broadcast in self._broadcasts:
-            broadcast.run()
+            broadcast.run(root)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from torchestra.algorithms.join import DISABLED, Join, Joinable, JoinHook
 from torchestra.errors import DistError, GradientReductionError, InvalidArgumentError
 from torchestra.nn.parallel.agreement import check_agreement, describe
 from torchestra.nn.parallel.arguments import (
@@ -27,15 +28,17 @@ from torchestra.nn.parallel.buckets import (
 )
 from torchestra.nn.parallel.coalesced import BufferBroadcast, broadcast_coalesced
 from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, CommHook, check_comm_hook
+from torchestra.nn.parallel.joining import DDPJoinHook, begin_step
 from torchestra.nn.parallel.logging_data import Logger, LoggingValue
 from torchestra.nn.parallel.reducer import Reducer
 from torchestra.nn.parallel.statistics import Counters, DDPStatistics
+from torchestra.process_group import ProcessGroup
 from torchestra.world import AnyGroup, default_group, is_initialized
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(torch.nn.Module):
+class DistributedDataParallel(torch.nn.Module, Joinable):
     """A module whose copies on all ranks train together, each on samples of its own.
 
     Wrap the same module on every rank of a group; then train as on one rank::
@@ -121,7 +124,8 @@ class DistributedDataParallel(torch.nn.Module):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
         check_is_module(module)
         group = choose_group(process_group, device_mesh)
         self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -149,6 +153,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.static_graph = False
         self.bucket_bytes_cap = max(limits)
         self.require_backward_grad_sync = True
+        self._divide_by_initial_world_size = True
         self._bucket_limits = limits
         self._buffers_may_differ = not init_sync
         if init_sync:
@@ -220,6 +225,11 @@ class DistributedDataParallel(torch.nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and have the gradients of what it returns averaged, unless in :meth:`no_sync`."""
         reducing = self.require_backward_grad_sync and torch.is_grad_enabled()
+        root = 0
+        if self._join_config.enable:
+            root = begin_step(self, reducing)
+        else:
+            self.reducer.set_divisor(None)
         if reducing:
             self.logger.before_forward()
             try:
@@ -227,9 +237,7 @@ class DistributedDataParallel(torch.nn.Module):
             except DistError as error:
                 self.logger.set_error(str(error))
                 raise
-        if self.forward_sync_buffers and (reducing or self._buffers_may_differ) and self._buffer_broadcast:
-            self._broadcast_buffers_now()
-        self._buffers_may_differ = reducing
+        self._sync_buffers(reducing, root)
         output = self.module(*inputs, **kwargs)
         if reducing:
             counters = self._counters
@@ -260,12 +268,58 @@ class DistributedDataParallel(torch.nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def _broadcast_buffers_now(self) -> None:
-        began = time.perf_counter_ns()
-        self._buffer_broadcast.run()
-        took = time.perf_counter_ns() - began
-        self._counters.communication_ns += took
-        self._counters.wait_ns += took
+    def _sync_buffers(self, reducing: bool, root: int) -> None:
+        """Before a forward pass: take the buffers of a rank, where they may differ."""
+        if self.forward_sync_buffers and (reducing or self._buffers_may_differ) and self._buffer_broadcast:
+            began = time.perf_counter_ns()
+            self._buffer_broadcast.run(root)
+            took = time.perf_counter_ns() - began
+            self._counters.communication_ns += took
+            self._counters.wait_ns += took
+        self._buffers_may_differ = reducing
+
+    # -- uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of inputs. Must be entered by all ranks.
+
+        A rank that has run out of them takes part in the others' steps with gradients of zero. At the end all
+        ranks take the state of the last that had inputs. See :class:`torchestra.algorithms.join.Join`.
+
+        Args:
+            divide_by_initial_world_size: divide sums of gradients by the number of ranks, so that every input
+                has the same weight; if False, by the number of ranks that still have inputs.
+            enable: if False, do nothing: when inputs are known to be even.
+            throw_on_early_termination: raise an error on all ranks when one runs out of inputs.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
+        """For a join context: what shadows the steps of this wrapper."""
+        return DDPJoinHook(self, divide_by_initial_world_size)
+
+    @property
+    def join_device(self) -> torch.device:
+        """For a join context: the CPU."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """For a join context: the group."""
+        return self.process_group
+
+    def _take_state_of(self, rank: int) -> None:
+        broadcast_coalesced(self._state(with_buffers=self.forward_sync_buffers), self.process_group, rank)
 
     # -- how gradients are averaged
 
@@ -373,6 +427,7 @@ class DistributedDataParallel(torch.nn.Module):
         state = copy.copy(self.__dict__)
         for name in ("process_group", "device_mesh", "reducer", "logger", "_counters", "_buffer_broadcast"):
             del state[name]
+        state["_join_config"] = DISABLED
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

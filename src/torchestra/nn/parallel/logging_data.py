@@ -84,7 +84,7 @@ class Logger:
     def before_forward(self) -> None:
         """To be called before every forward pass that is to be reduced: takes the step before, if sampled."""
         done = self._reducer.iterations
-        self._reducer.record_order = self._samples(done + 1)
+        self._reducer.expected.record = self._samples(done + 1)
         if done and self._samples(done):
             self._take_step()
 
@@ -109,8 +109,8 @@ class Logger:
             "unused_parameter_size": sum(parameters[index].nbytes for index in reducer.last_unused),
             "has_rebuilt_buckets": int(reducer.rebuilt is not None),
         }
-        if reducer.order:
-            self._fields["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.order))
+        if order := reducer.expected.order:
+            self._fields["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
         if reducer.rebuilt is not None:
             self._fields["rebuilt_bucket_sizes"] = self._bucket_sizes()
             self._fields["rebuilt_per_bucket_param_indices"] = ", ".join(

@@ -1,0 +1,78 @@
+"""DistributedDataParallel in a join context: what a rank does that has run out of inputs.
+
+The announcement of each step (algorithms/join.py) says whether the step's gradients will be averaged, so that
+joined ranks know without being asked what to take part in: the broadcast of buffers, which come from the
+first rank that still has inputs, and a reduction of zeros. Where another joinable announces the steps, one
+more small all_reduce says it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchestra.algorithms.join import Join, JoinHook
+from torchestra.types import ReduceOp
+
+if TYPE_CHECKING:
+    from torchestra.nn.parallel.distributed import DistributedDataParallel
+
+_QUIET = 1
+"""The note of a step whose gradients are not averaged."""
+
+
+def begin_step(ddp: DistributedDataParallel, averages: bool) -> int:
+    """On a rank that has an input: announce a step; the rank whose buffers are everybody's in it."""
+    Join.notify_join_context(ddp, note=0 if averages else _QUIET)
+    config = ddp._join_config
+    assert config.context is not None
+    if not config.is_first_joinable:
+        _tell(ddp, averages)
+    _choose_divisor(ddp, config.context)
+    return config.context.active[0]
+
+
+def _choose_divisor(ddp: DistributedDataParallel, context: Join) -> None:
+    ddp.reducer.set_divisor(None if ddp._divide_by_initial_world_size else len(context.active))
+
+
+def _tell(ddp: DistributedDataParallel, averages: bool) -> bool:
+    """Tell the joined ranks, or as one of them hear, whether the step's gradients are averaged."""
+    told = torch.tensor([int(averages)], dtype=torch.int16)
+    ddp.process_group.communicator.all_reduce(told, ReduceOp.MAX)
+    return bool(told)
+
+
+class DDPJoinHook(JoinHook):
+    """Shadows the steps of a DistributedDataParallel.
+
+    Args:
+        ddp: whose.
+        divide_by_initial_world_size: divide sums of gradients by the number of ranks that there are, not of
+            those that still have inputs.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
+        self._ddp = ddp
+        ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        ddp.logger.set("join_uneven_inputs", 1)
+
+    def main_hook(self) -> None:
+        """Take part in the collectives of one step."""
+        ddp = self._ddp
+        context = ddp._join_config.context
+        assert context is not None
+        averages = context.note != _QUIET if ddp._join_config.is_first_joinable else _tell(ddp, False)
+        ddp._sync_buffers(averages, context.active[0])
+        if averages:
+            _choose_divisor(ddp, context)
+            ddp.reducer.shadow_round()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the state of the last rank that had inputs."""
+        ddp = self._ddp
+        ddp.reducer.set_divisor(None)
+        last = torch.tensor([ddp.process_group.rank() if is_last_joiner else -1])
+        ddp.process_group.communicator.all_reduce(last, ReduceOp.MAX)
+        ddp._take_state_of(int(last))
