@@ -97,6 +97,15 @@ class Member:
             self._words[offset // 8] = value
         self._control = arena.control(rank)
 
+    @property
+    def patience(self) -> float:
+        """How long, in seconds, a wait sleeps before it lets Python look around."""
+        return float(self._patience[0]) + float(self._patience[1]) * 1e-9
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        self._patience[:] = divmod(round(seconds * 1e9), 1_000_000_000)
+
     # -- what the engine above uses
 
     def word(self, offset: int) -> int:

@@ -1,0 +1,236 @@
+"""Faults at chosen moments, to test what a program does when a rank dies, lags, or never comes.
+
+A fault is put in by every rank alike, and acts on one of them::
+
+    with faults.kill(rank=1, at="all_reduce", nth=3):
+        train()
+
+It acts just before the operation named by ``at`` (the name of the function of torchestra, or None for any) is
+run for the ``nth`` time in the group since the fault was put in. Without ``with`` it stays until
+:meth:`Fault.remove` or the end of the group. Ranks are the group's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from torchestra.errors import CollectiveTimeoutError, DistError, InvalidArgumentError
+from torchestra.process_group import ProcessGroup
+from torchestra.thread_ranks import current_thread_rank
+from torchestra.world import default_group
+
+__all__ = ["OPERATIONS", "DroppedOut", "Fault", "RankKilled", "delay", "draw", "drop_out", "kill", "slow"]
+
+OPERATIONS = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+)
+"""The operations that a fault can come before."""
+
+_LOOK_SECONDS = 0.01
+_PAST_THE_TIMEOUT = 5.0
+
+
+class RankKilled(BaseException):
+    """A rank that is a thread was killed by :func:`kill`. Not an Exception, as nothing should catch it."""
+
+
+class DroppedOut(DistError):
+    """A rank that :func:`drop_out` kept from an operation is let go: the group has been aborted."""
+
+
+class Fault:
+    """Something that happens to one rank of a group before an operation. A context manager, in force at once.
+
+    Attributes:
+        rank: whom it happens to.
+        at: before which operation, None for any.
+        nth: before which of them, counted from 1; None for every one.
+        calls: how many of them this rank has begun since.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        at: str | None,
+        nth: int | None,
+        act: Callable[[Fault], None],
+        group: ProcessGroup | None,
+    ) -> None:
+        self.group = default_group() if group is None else group
+        if at is not None and at not in OPERATIONS:
+            raise InvalidArgumentError(f"faults: at must be one of {', '.join(OPERATIONS)}, got {at!r}")
+        if not 0 <= rank < self.group.size():
+            raise InvalidArgumentError(
+                f"faults: rank must be in 0 to {self.group.size() - 1}, got {rank} for {self.group!r}"
+            )
+        if nth is not None and nth < 1:
+            raise InvalidArgumentError(f"faults: nth counts from 1, got {nth}")
+        self.rank = rank
+        self.at = at
+        self.nth = nth
+        self.calls = 0
+        self._act = act
+        if self.group.rank() == rank:
+            _tapped(self.group).append(self)
+
+    def remove(self) -> None:
+        """Take the fault out again; twice does no harm."""
+        faults = _tapped(self.group)
+        if self in faults:
+            faults.remove(self)
+
+    def before(self, operation: str) -> None:
+        """For the group: an operation is about to begin on the fault's rank."""
+        if self.at in (None, operation):
+            self.calls += 1
+            if self.nth in (None, self.calls):
+                self._act(self)
+
+    def after(self) -> None:
+        """For the group: an operation has come to its end."""
+
+    def __enter__(self) -> Fault:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def kill(rank: int, at: str | None = "all_reduce", nth: int = 1, group: ProcessGroup | None = None) -> Fault:
+    """Kill a rank: by SIGKILL where it is a process, by :class:`RankKilled` where it is a thread."""
+    return Fault(rank, at, nth, _kill, group)
+
+
+def delay(
+    rank: int,
+    seconds: float,
+    at: str | None = None,
+    nth: int | None = None,
+    group: ProcessGroup | None = None,
+) -> Fault:
+    """Let a rank come ``seconds`` late to an operation, by default to every one."""
+    return Fault(rank, at, nth, lambda fault: time.sleep(seconds), group)
+
+
+def drop_out(
+    rank: int, at: str | None = "all_reduce", nth: int = 1, group: ProcessGroup | None = None
+) -> Fault:
+    """Let a rank never come to an operation, though it lives.
+
+    It waits until its peers have given up, and then raises :class:`DroppedOut`; or, if they have not some
+    seconds after the group's time-out, a CollectiveTimeoutError.
+    """
+    return Fault(rank, at, nth, _drop_out, group)
+
+
+def slow(rank: int, factor: float, group: ProcessGroup | None = None) -> Fault:
+    """Make a rank a straggler: what it does between operations takes ``factor`` times as long."""
+    if factor < 1:
+        raise InvalidArgumentError(f"faults.slow: factor must be at least 1, got {factor}")
+    return _Slowness(rank, factor, group)
+
+
+def draw(
+    seed: int,
+    kinds: Sequence[Callable[..., Fault]] = (kill, drop_out),
+    operations: Sequence[str] = ("all_reduce",),
+    within: int = 10,
+    group: ProcessGroup | None = None,
+) -> Fault:
+    """A fault that the seed decides, the same on all ranks: which kind, on which rank, before what.
+
+    Args:
+        kinds: of what to choose from: functions of this module that take rank, at and nth.
+        operations: to choose ``at`` from.
+        within: ``nth`` is at most this.
+    """
+    chosen = default_group() if group is None else group
+    dice = random.Random(seed)
+    kind, rank = dice.choice(list(kinds)), dice.randrange(chosen.size())
+    return kind(rank=rank, at=dice.choice(list(operations)), nth=dice.randint(1, within), group=chosen)
+
+
+class _Slowness(Fault):
+    def __init__(self, rank: int, factor: float, group: ProcessGroup | None) -> None:
+        self._factor = factor
+        self._ended = time.monotonic()
+        super().__init__(rank, None, None, self._lag, group)
+
+    def _lag(self, fault: Fault) -> None:
+        time.sleep((self._factor - 1) * (time.monotonic() - self._ended))
+
+    def after(self) -> None:
+        self._ended = time.monotonic()
+
+
+def _kill(fault: Fault) -> None:
+    if current_thread_rank() is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RankKilled(f"rank {fault.rank} was killed before its {fault.calls}. {fault.at or 'operation'}")
+
+
+def _drop_out(fault: Fault) -> None:
+    group = fault.group
+    member = group.communicator.engine.member
+    limit = time.monotonic() + group.timeout.total_seconds() + _PAST_THE_TIMEOUT
+    while time.monotonic() < limit:
+        if member.is_aborted:
+            raise DroppedOut(f"rank {fault.rank} stayed away from {fault.at} until its group was aborted")
+        time.sleep(_LOOK_SECONDS)
+    raise CollectiveTimeoutError(
+        f"rank {fault.rank} stayed away from {fault.at} for longer than the time-out of group"
+        f" {group.group_name!r}, and its peers have not given up"
+    )
+
+
+_FAULTS = "_faults_of_testing"
+
+
+def _tapped(group: ProcessGroup) -> list[Fault]:
+    """The faults of a group, which every operation of it on this rank goes by from now on."""
+    communicator = group.communicator
+    faults: list[Fault] | None = communicator.__dict__.get(_FAULTS)
+    if faults is None:
+        faults = []
+        setattr(communicator, _FAULTS, faults)
+        for name in OPERATIONS:
+            setattr(communicator, name, _tap(name, getattr(communicator, name), faults))
+    return faults
+
+
+def _tap(name: str, operation: Callable[..., Any], faults: list[Fault]) -> Callable[..., Any]:
+    @functools.wraps(operation)
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        for fault in tuple(faults):
+            fault.before(name)
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            for fault in tuple(faults):
+                fault.after()
+
+    return tapped

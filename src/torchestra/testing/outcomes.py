@@ -1,0 +1,112 @@
+"""How the ranks of a test ended, and what that means for the test."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import unittest
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torchestra.errors import GroupAbortedError
+from torchestra.testing.skips import skip_reason
+
+__all__ = ["Outcome", "RankFailure", "first_failure", "raise_for", "skip_of"]
+
+
+class RankFailure(RuntimeError):
+    """One rank or more failed; the message has the traceback of each, the one that failed first at the top.
+
+    Its cause is the exception of that rank.
+    """
+
+
+@dataclass
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        rank: which.
+        error: what it raised, or None.
+        text: its traceback.
+        time: ``time.monotonic()`` when it ended.
+        late: it had not ended when the time was over.
+    """
+
+    rank: int
+    error: BaseException | None = None
+    text: str = ""
+    time: float = field(default_factory=time.monotonic)
+    late: bool = False
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Outcome:
+        """The outcome of a rank that raised ``error`` just now."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return cls(rank, error, text)
+
+    @property
+    def skip(self) -> str | None:
+        """Why the rank skipped the test, if it did."""
+        if isinstance(self.error, unittest.SkipTest):
+            return str(self.error) or "skipped"
+        if isinstance(self.error, SystemExit):
+            return skip_reason(self.error.code)
+        return None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank neither ended well nor skipped."""
+        ended_well = self.error is None or (
+            isinstance(self.error, SystemExit) and self.error.code in (None, 0)
+        )
+        return self.late or not (ended_well or self.skip is not None)
+
+    @property
+    def consequence(self) -> bool:
+        """Whether the rank failed only because another was gone."""
+        return isinstance(self.error, GroupAbortedError)
+
+
+def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
+    """The failure that the others followed from, or None if no rank failed."""
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    return min(failed, key=lambda outcome: (outcome.consequence, outcome.late, outcome.time), default=None)
+
+
+def skip_of(outcomes: Sequence[Outcome]) -> str | None:
+    """Why the test is skipped: a rank skipped it, and none failed but for that rank's leaving."""
+    reasons = [outcome.skip for outcome in outcomes if outcome.skip is not None]
+    genuine = any(outcome.failed and not outcome.consequence for outcome in outcomes)
+    return reasons[0] if reasons and not genuine else None
+
+
+def raise_for(outcomes: Sequence[Outcome], what: str, seconds: float) -> None:
+    """Raise what the ranks' outcomes mean for the test, if they did not all end well.
+
+    Args:
+        what: what a rank is called in messages: ``Thread`` or ``Process``.
+        seconds: how long they had.
+
+    Raises:
+        unittest.SkipTest: a rank skipped the test.
+        RankFailure: a rank failed, or did not end in time.
+    """
+    reason = skip_of(outcomes)
+    if reason is not None:
+        raise unittest.SkipTest(reason)
+    first = first_failure(outcomes)
+    if first is None:
+        return
+    others = [outcome for outcome in outcomes if outcome.failed and outcome is not first]
+    lines = []
+    for outcome in (first, *others):
+        if outcome.late:
+            lines.append(
+                f"{what} {outcome.rank} terminated or timed out after {seconds:g} seconds\n{outcome.text}"
+            )
+        elif outcome.consequence and outcome is not first:
+            lines.append(f"{what} {outcome.rank} was released with: {outcome.error}\n")
+        else:
+            lines.append(f"{what} {outcome.rank} exited with exception:\n{outcome.text}")
+    raise RankFailure("\n".join(lines)) from first.error

@@ -1,0 +1,180 @@
+"""Tests whose ranks are processes, from the launcher's warm fork server."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+import traceback
+import types
+import unittest
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torchestra.errors import LaunchTimeoutError, RankError
+from torchestra.launcher import launch
+from torchestra.testing.comparing import TestCase
+from torchestra.testing.outcomes import RankFailure
+from torchestra.testing.skips import TEST_SKIPS, skip_reason
+from torchestra.world import destroy_process_group, is_initialized
+
+__all__ = ["MultiProcessTestCase"]
+
+DEFAULT_WORLD_SIZE = 4
+DEFAULT_TIMEOUT = 300.0
+
+
+class _Ending(NamedTuple):
+    """How a rank ended, as it tells by itself: its exit code, and the traceback if it failed."""
+
+    exit_code: int = 0
+    text: str = ""
+
+
+class MultiProcessTestCase(TestCase):
+    """A test case each of whose tests runs in ``world_size`` processes, each a rank.
+
+    Call :meth:`_spawn_processes` (or ``_fork_processes``, the same) at the end of your ``setUp``. ``setUp``
+    and ``tearDown`` run once, in the test's own process (rank -1). Every rank has an instance of its own,
+    with ``rank`` and ``file_name`` set, and makes its default group itself, as by
+    ``init_process_group(store=FileStore(self.file_name, self.world_size), rank=self.rank,
+    world_size=self.world_size)``.
+
+    The test fails with a RankFailure that has the traceback of every rank that raised, and is skipped
+    if rank 0 raises SkipTest or exits with one of the codes of :data:`TEST_SKIPS`. A rank that dies or hangs
+    ends the others within a second.
+
+    Attributes:
+        special_return_code_checks: by test, the exit code that rank 0 must end with instead of 0.
+        skip_return_code_checks: tests whose ranks may exit with any code.
+    """
+
+    __test__ = False
+    MAIN_PROCESS_RANK = -1
+    TEST_ERROR_EXIT_CODE = 10
+    timeout: float = DEFAULT_TIMEOUT
+    """Seconds that one test may take."""
+
+    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
+        if methodName != "runTest":
+            method_name = methodName
+        super().__init__(method_name)
+        self.rank = self.MAIN_PROCESS_RANK
+        self.file_name = ""
+        self.special_return_code_checks: dict[Any, int] = {}
+        self.skip_return_code_checks: list[Any] = []
+        self._spawned = False
+        test = getattr(self, method_name, None)
+        if test is not None:
+            setattr(self, method_name, types.MethodType(_joining(test), self))
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks; override it."""
+        return DEFAULT_WORLD_SIZE
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def destroy_pg_upon_exit(self) -> bool:
+        """Whether a rank's default group is destroyed after the test; override it to keep it."""
+        return True
+
+    def setUp(self) -> None:
+        """Once per test, in the test's own process."""
+        super().setUp()
+        self.rank = self.MAIN_PROCESS_RANK
+        with tempfile.NamedTemporaryFile(prefix="torchestra-test-", delete=False) as file:
+            self.file_name = file.name
+        self.addCleanup(_remove, self.file_name)
+
+    def _spawn_processes(self) -> None:
+        """Have the ranks started when the test is run; to be called from ``setUp``."""
+        self._spawned = True
+
+    _fork_processes = _spawn_processes
+
+    def _join_processes(self, test: Any) -> None:
+        if not self._spawned:
+            raise RuntimeError(f"{self.id()}: no ranks were started: call self._spawn_processes() in setUp")
+        size = int(getattr(test, "_required_world_size", self.world_size))
+        try:
+            endings = launch(
+                _run_rank, size, type(self), self._testMethodName, self.file_name, timeout=self.timeout
+            )
+        except RankError as error:
+            endings = [_Ending()] * size
+            endings[error.rank] = _Ending(error.exit_code, f"{error}\n{error.traceback}")
+            if endings[0].exit_code == 0 or not self._may_end_so(test, endings[0].exit_code):
+                raise RankFailure(f"Process {error.rank} failed: {error}\n{error.traceback}") from error
+        except LaunchTimeoutError as error:
+            late = ", ".join(map(str, error.ranks))
+            raise RankFailure(
+                f"Process {late} terminated or timed out after {self.timeout:g} seconds\n{error.tracebacks}"
+            ) from error
+        self._judge(test, endings)
+
+    def _judge(self, test: Any, endings: list[_Ending]) -> None:
+        failed = [
+            f"Process {rank} exited with error code {self.TEST_ERROR_EXIT_CODE} and exception:\n{ending.text}"
+            for rank, ending in enumerate(endings)
+            if ending.exit_code == self.TEST_ERROR_EXIT_CODE
+        ]
+        if failed:
+            raise RankFailure("\n".join(failed))
+        code = endings[0].exit_code
+        reason = skip_reason(code)
+        if reason is not None:
+            raise unittest.SkipTest(endings[0].text or reason)
+        if not self._may_end_so(test, code):
+            expected = self.special_return_code_checks.get(test, 0)
+            raise self.failureException(f"Expected exit code {expected} but got {code} from rank 0")
+
+    def _may_end_so(self, test: Any, exit_code: int) -> bool:
+        return (
+            test in self.skip_return_code_checks
+            or exit_code == self.special_return_code_checks.get(test, 0)
+            or skip_reason(exit_code) is not None
+        )
+
+
+def _joining(test: Callable[[], None]) -> Callable[[MultiProcessTestCase], None]:
+    """In the test's own process, wait for the ranks; on a rank, run the test."""
+
+    @functools.wraps(test)
+    def join_or_run(case: MultiProcessTestCase) -> None:
+        if case.rank == case.MAIN_PROCESS_RANK:
+            case._join_processes(test)
+        else:
+            test()
+
+    return join_or_run
+
+
+def _run_rank(kind: type[MultiProcessTestCase], name: str, file_name: str) -> _Ending:
+    """The whole of a rank: run the test, and say how it ended."""
+    case = kind(name)
+    case.rank = int(os.environ["RANK"])
+    case.file_name = file_name
+    try:
+        getattr(case, name)()
+    except unittest.SkipTest as skipped:
+        return _Ending(TEST_SKIPS["generic"].exit_code, str(skipped))
+    except SystemExit as left:
+        code = left.code
+        return _Ending(code if isinstance(code, int) else int(code is not None), "")
+    except Exception:
+        return _Ending(kind.TEST_ERROR_EXIT_CODE, traceback.format_exc())
+    finally:
+        if case.destroy_pg_upon_exit and is_initialized():
+            destroy_process_group()
+    return _Ending()
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

@@ -1,0 +1,192 @@
+"""Thread ranks in an order that a seed decides, to make races show and to have them again.
+
+Inside :func:`shuffle` one rank runs at a time, from one synchronisation point to the next: the beginning and
+the end of an operation of the group, and every moment in one when it would have to wait. There the seed
+decides who goes on. So whatever can happen between ranks, short of two copies at the very same moment, is
+one of the orders, and the same seed gives the same order again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torchestra.engine import layout as at
+from torchestra.errors import CollectiveTimeoutError, InvalidArgumentError
+from torchestra.process_group import ProcessGroup
+from torchestra.store import Store
+from torchestra.testing.faults import OPERATIONS
+from torchestra.thread_ranks import current_thread_rank
+from torchestra.world import default_group
+
+__all__ = ["Schedule", "shuffle"]
+
+_STUCK_SECONDS = 20.0
+
+
+class Schedule:
+    """Who ran when: one object for all ranks of a :func:`shuffle`.
+
+    Attributes:
+        seed: what decides it.
+        turns: the ranks in the order in which they got to run.
+    """
+
+    def __init__(self, seed: int, size: int) -> None:
+        self.seed = seed
+        self.turns: list[int] = []
+        self._size = size
+        self._dice = random.Random(seed)
+        self._inside: set[int] = set()
+        self._left = 0
+        self._changed = threading.Condition()
+        self._turn: int | None = None
+
+    def enter(self, rank: int) -> None:
+        """Wait until all ranks have come and it is this one's turn."""
+        with self._changed:
+            self._inside.add(rank)
+            if len(self._inside) == self._size:
+                self._hand_on(None)
+            self._await_turn(rank)
+
+    def step(self, rank: int, waits: bool = False) -> None:
+        """A synchronisation point: the dice decide who goes on; another than this rank, if it ``waits``."""
+        with self._changed:
+            if rank in self._inside:
+                self._hand_on(rank if waits else None)
+                self._await_turn(rank)
+
+    def leave(self, rank: int) -> bool:
+        """The rank has come to its end; whether all have."""
+        with self._changed:
+            self._inside.discard(rank)
+            self._left += 1
+            if self._turn == rank:
+                self._hand_on(None)
+            return self._left == self._size
+
+    def _hand_on(self, but: int | None) -> None:
+        candidates = sorted(self._inside - {but}) or sorted(self._inside)
+        self._turn = self._dice.choice(candidates) if candidates else None
+        if self._turn is not None:
+            self.turns.append(self._turn)
+        self._changed.notify_all()
+
+    def _await_turn(self, rank: int) -> None:
+        before = -1
+        deadline = 0.0
+        while self._turn != rank:
+            if before != len(self.turns):
+                before, deadline = len(self.turns), time.monotonic() + _STUCK_SECONDS
+            if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() > deadline:
+                self._inside.discard(rank)
+                raise CollectiveTimeoutError(
+                    f"shuffle: it was rank {self._turn}'s turn for {_STUCK_SECONDS:g} s, and rank {rank}"
+                    " waits for its own: does that rank wait for another outside torchestra's operations,"
+                    " or has one not entered shuffle()?"
+                )
+
+
+_schedules: WeakKeyDictionary[Store, list[Schedule]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def shuffle(seed: int, group: ProcessGroup | None = None) -> Iterator[Schedule]:
+    """Run the block on all thread ranks of a group in an order that ``seed`` decides.
+
+    To be entered by every rank of the group, with the same seed. Covers synchronous operations of the group
+    and blocking send and recv; asynchronous ones run on threads of their own, which are not in the order.
+
+    Args:
+        seed: decides the order.
+        group: default: the default group.
+
+    Yields:
+        The schedule, whose ``turns`` tell the order afterwards.
+
+    Raises:
+        InvalidArgumentError: the ranks are processes, which cannot be ordered so.
+        CollectiveTimeoutError: a rank waits for another outside torchestra's operations, or did not enter.
+    """
+    chosen = default_group() if group is None else group
+    here = current_thread_rank()
+    if here is None:
+        raise InvalidArgumentError("shuffle: the ranks must be threads of one process; these are processes")
+    rank = chosen.rank()
+    with _lock:
+        open_ones = _schedules.setdefault(here.store, [])
+        schedule = next((each for each in open_ones if rank not in _entered(each)), None)
+        if schedule is None:
+            schedule = Schedule(seed, chosen.size())
+            open_ones.append(schedule)
+        _entered(schedule).add(rank)
+    if schedule.seed != seed:
+        raise InvalidArgumentError(f"shuffle: rank {rank} has seed {seed}, another rank {schedule.seed}")
+    try:
+        with _impatient(chosen, schedule, rank):
+            schedule.enter(rank)
+            yield schedule
+    finally:
+        if schedule.leave(rank):
+            with _lock, contextlib.suppress(ValueError):
+                open_ones.remove(schedule)
+
+
+def _entered(schedule: Schedule) -> set[int]:
+    found: set[int] = schedule.__dict__.setdefault("_entered", set())
+    return found
+
+
+@contextlib.contextmanager
+def _impatient(group: ProcessGroup, schedule: Schedule, rank: int) -> Iterator[None]:
+    """Let every wait of the group's kernels come back to Python at once, and take a step of the schedule."""
+    communicator = group.communicator
+    member = communicator.engine.member
+    words = {offset: member.word(offset) for offset in (at.SPINS, at.YIELDS)}
+    patience = member.patience
+    check = member.check
+
+    @functools.wraps(check)
+    def stepping_check(*args: Any, **kwargs: Any) -> Any:
+        schedule.step(rank, waits=True)
+        return check(*args, **kwargs)
+
+    saved: dict[str, Any] = {name: communicator.__dict__.get(name) for name in OPERATIONS}
+    for name in OPERATIONS:
+        setattr(communicator, name, _stepping(getattr(communicator, name), schedule, rank))
+    for offset in words:
+        member.set_word(offset, 0)
+    member.patience = 1e-9
+    setattr(member, "check", stepping_check)  # noqa: B010
+    try:
+        yield
+    finally:
+        del member.__dict__["check"]
+        member.patience = patience
+        for offset, value in words.items():
+            member.set_word(offset, value)
+        for name, before in saved.items():
+            if before is None:
+                communicator.__dict__.pop(name, None)
+            else:
+                setattr(communicator, name, before)
+
+
+def _stepping(operation: Callable[..., Any], schedule: Schedule, rank: int) -> Callable[..., Any]:
+    @functools.wraps(operation)
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        schedule.step(rank)
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            schedule.step(rank)
+
+    return stepping
