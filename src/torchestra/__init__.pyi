@@ -1,6 +1,6 @@
 """What torchestra offers, and where each name is defined: the one list of them."""
 
-from . import algorithms, functional, nn
+from . import algorithms, functional, nn, optim
 from .collectives import (
     all_gather,
     all_gather_into_tensor,
@@ -39,6 +39,7 @@ from .errors import (
     JoinInterruptedError,
     LaunchTimeoutError,
     NotInitializedError,
+    NotReadyError,
     ObjectTransferError,
     QueueEmptyError,
     RankError,
@@ -128,6 +129,7 @@ __all__ = [
     "LaunchTimeoutError",
     "NonMember",
     "NotInitializedError",
+    "NotReadyError",
     "ObjectTransferError",
     "PrefixStore",
     "ProcessGroup",
@@ -179,6 +181,7 @@ __all__ = [
     "new_group",
     "nn",
     "ones",
+    "optim",
     "recv",
     "recv_object_list",
     "reduce",

@@ -3,6 +3,7 @@
 ========================  =====================================================================
 you                       :class:`InvalidArgumentError`, :class:`InvalidShapeError`,
                           :class:`UnknownDimensionError`, :class:`NotInitializedError`,
+                          :class:`NotReadyError`,
                           :class:`GroupDestroyedError`, :class:`CollectiveMismatchError`,
                           :class:`GradientReductionError`, :class:`UnevenInputsError`
 a peer                    :class:`RankFailedError`, :class:`GroupAbortedError`,
@@ -34,6 +35,7 @@ __all__ = [
     "JoinInterruptedError",
     "LaunchTimeoutError",
     "NotInitializedError",
+    "NotReadyError",
     "ObjectTransferError",
     "QueueEmptyError",
     "RankError",
@@ -66,6 +68,10 @@ class InvalidArgumentError(DistError, ValueError):
 
 class NotInitializedError(DistError, ValueError):
     """There is no default process group, or none of the given name, in this process (or thread)."""
+
+
+class NotReadyError(DistError):
+    """An object cannot do this yet; the message says what must come before. Nothing was sent."""
 
 
 class GroupDestroyedError(DistBackendError):

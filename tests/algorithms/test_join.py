@@ -213,6 +213,32 @@ def test_only_in_the_context_is_anything_announced() -> None:
     assert run("threads", 2, body) == [([2, 2], 2), ([2, 1, 2, 1], 0)]
 
 
+class Repeating(Summing):
+    """Its hook does what it does itself, announcement included."""
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        return RepeatingHook(self)
+
+
+class RepeatingHook(JoinHook):
+    def __init__(self, owner: Repeating) -> None:
+        self.owner = owner
+
+    def main_hook(self) -> None:
+        self.owner()
+
+
+def test_a_joined_rank_announces_no_steps() -> None:
+    def body() -> list[int]:
+        joinable = Repeating()
+        with Join([joinable]):
+            for _ in range(2 * dist.get_rank() + 1):
+                joinable()
+        return joinable.active
+
+    assert run("threads", 2, body) == [[2], [2, 1, 1]]
+
+
 def test_a_group_of_some_ranks_joins_by_itself() -> None:
     def body() -> tuple[int, int] | None:
         group = dist.new_group([1, 2])

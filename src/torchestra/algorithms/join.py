@@ -160,13 +160,14 @@ class Join:
         self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._enable = enable
         self._throw = throw_on_early_termination
+        self._shadowing = False
         # Whether every rank knows that the context is over, so that none needs to be told.
         self._over = False
         self.active: tuple[int, ...] = ()
         self.note = 0
 
     def __enter__(self) -> None:
-        self._over = False
+        self._over = self._shadowing = False
         for index, joinable in enumerate(self._joinables):
             joinable._join_config = JoinConfig(self._enable, self._throw, index == 0, self)
 
@@ -182,6 +183,7 @@ class Join:
             if error is not None:
                 self._say_goodbye(error)
                 return
+            self._shadowing = True
             try:
                 is_last_joiner = self._shadow()
             except Exception as failure:
@@ -197,7 +199,8 @@ class Join:
     def notify_join_context(joinable: Joinable, note: int = 0) -> Work | None:
         """Announce that this rank makes another step; to be called by a joinable before its collectives.
 
-        Nothing happens outside a join context, and for other joinables than the first of it.
+        Nothing happens outside a join context, and for other joinables than the first of it; nor on a rank
+        that has joined, so that a hook may do what the joinable does.
 
         Args:
             note: what joined ranks are to know of the step; up to 1000, the same on all active ranks.
@@ -211,9 +214,10 @@ class Join:
             UnevenInputsError, JoinInterruptedError: as :class:`Join` says.
         """
         config = _config_of(joinable)
-        if not config.is_first_joinable or not config.enable or config.context is None:
+        if not config.is_first_joinable or not config.enable:
             return None
-        return config.context._announce_step(note)
+        context = config.context
+        return None if context is None or context._shadowing else context._announce_step(note)
 
     def _announce_step(self, note: int) -> Work:
         states = self._exchange(_ACTIVE + 2 * note)

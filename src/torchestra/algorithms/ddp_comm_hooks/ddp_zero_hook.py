@@ -1,0 +1,110 @@
+"""Hooks that update parameters with a ZeroRedundancyOptimizer while backward goes on.
+
+Until the model's buckets are final, which takes two steps, or three with a static graph, the hooks average
+gradients and nothing is updated; from then on every step updates all parameters before backward returns.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket, wait_for_hook
+from torchestra.work import Work
+
+if TYPE_CHECKING:
+    from torchestra.nn.parallel import DistributedDataParallel
+    from torchestra.optim import ZeroRedundancyOptimizer
+    from torchestra.optim.overlap import OverlapPlan
+
+__all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
+
+
+def hook_with_zero_step(
+    hook: CommHook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> CommHook:
+    """A hook that averages by ``hook``, and updates when the last gradient was computed.
+
+    Parameters are updated bucket by bucket on the thread of backward, while the group's thread averages later
+    buckets, and sends what was updated. For when communication is slow.
+
+    Args:
+        hook: averages.
+        ddp: the model that the result is registered with.
+        zero: updates; constructed with ``overlap_with_ddp=True``, of the model's parameters.
+        shard_buckets: cut buckets, so that the ranks' shares are more equal.
+
+    Raises:
+        InvalidArgumentError: ``zero`` was constructed otherwise.
+    """
+    plan, buckets_are_final = _set_up(ddp, zero, shard_buckets)
+    waiting: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
+
+    def average_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        averaged = hook(state, bucket)
+        if not plan.see(bucket, buckets_are_final()):
+            return averaged
+        waiting.append((bucket, averaged))
+        if bucket.is_last():
+            works: list[Work] = []
+            seen, waiting[:] = list(waiting), ()
+            for each, future in seen:
+                seconds = zero.process_group.communicator.seconds
+                plan.update(each, wait_for_hook(future, each.buffer(), seconds))
+                works += plan.exchange(each, async_op=True)
+            for work in works:
+                work.wait()
+        return averaged
+
+    return average_then_step
+
+
+def hook_with_zero_step_interleaved(
+    hook: CommHook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> CommHook:
+    """A hook that averages by ``hook``, and updates each bucket as soon as it is averaged.
+
+    All of it happens on the group's thread, while backward computes further gradients. For when communication
+    is fast. Arguments and errors are those of :func:`hook_with_zero_step`.
+    """
+    plan, buckets_are_final = _set_up(ddp, zero, shard_buckets)
+
+    def average_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        averaged = hook(state, bucket)
+        if not plan.see(bucket, buckets_are_final()):
+            return averaged
+
+        def step(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            gradients = future.value()
+            plan.update(bucket, gradients)
+            # As a callback of the bucket's own operation this comes before those that were queued later.
+            plan.exchange(bucket, async_op=False)
+            return gradients
+
+        return averaged.then(step)
+
+    return average_and_step
+
+
+def _set_up(
+    ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool
+) -> tuple[OverlapPlan, Callable[[], bool]]:
+    """The optimizer's plan, and a function that tells whether the model's buckets are final."""
+    if zero.overlap is None:
+        raise InvalidArgumentError(
+            "ZeroRedundancyOptimizer must be constructed with `overlap_with_ddp=True` to use this hook"
+            " properly"
+        )
+    zero.overlap.shard_buckets = shard_buckets
+    # The model has the hook, and should not be kept alive by it.
+    model = weakref.ref(ddp)
+
+    def buckets_are_final() -> bool:
+        found = model()
+        return found is not None and found.reducer.buckets_are_final
+
+    return zero.overlap, buckets_are_final

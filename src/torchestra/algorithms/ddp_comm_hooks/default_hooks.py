@@ -1,0 +1,100 @@
+"""Averaging as DistributedDataParallel does it, in full or in half precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchestra.collectives import all_reduce
+from torchestra.errors import InvalidArgumentError
+from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket
+from torchestra.process_group import ProcessGroup
+from torchestra.types import ReduceOp
+from torchestra.world import AnyGroup, default_group
+
+__all__ = [
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+]
+
+
+def member(group: AnyGroup | None) -> ProcessGroup:
+    """The group that a hook was given, None standing for the default group; this rank must be in it."""
+    chosen = default_group() if group is None else group
+    if not isinstance(chosen, ProcessGroup):
+        raise InvalidArgumentError(f"communication hook: this rank is {chosen!r}")
+    return chosen
+
+
+def average(group: ProcessGroup, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Begin to replace the tensor by its average over the ranks; the future holds the tensor.
+
+    Half types are added up in float32, so that a sum cannot overflow where the average does not.
+    """
+    work = all_reduce(tensor, ReduceOp.AVG, group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def allreduce_hook(process_group: AnyGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket: what happens without a hook. A hook to start from, or to compare others with.
+
+    Args:
+        process_group: the hook's state; None: the default group.
+        bucket: this rank's gradients.
+    """
+    return average(member(process_group), bucket.buffer())
+
+
+def fp16_compress_hook(
+    process_group: AnyGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket in float16: half the bytes of float32, 11 bits of precision, numbers up to 65,504.
+
+    Larger gradients become infinite; bfloat16 has no such limit, and 8 bits of precision.
+    """
+    return _average_as(torch.float16, process_group, bucket)
+
+
+def bf16_compress_hook(
+    process_group: AnyGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket in bfloat16: half the bytes of float32, 8 bits of precision, float32's range."""
+    return _average_as(torch.bfloat16, process_group, bucket)
+
+
+def fp16_compress_wrapper(hook: CommHook) -> CommHook:
+    """A hook that hands ``hook`` the gradients in float16, and makes its result what they were before."""
+    return _in(torch.float16, hook)
+
+
+def bf16_compress_wrapper(hook: CommHook) -> CommHook:
+    """A hook that hands ``hook`` the gradients in bfloat16, and makes its result what they were before."""
+    return _in(torch.bfloat16, hook)
+
+
+def _average_as(
+    dtype: torch.dtype, process_group: AnyGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    buffer = bucket.buffer()
+    future = average(member(process_group), buffer.to(dtype))
+    return future.then(lambda averaged: buffer.copy_(averaged.value()))
+
+
+def _in(dtype: torch.dtype, hook: CommHook) -> CommHook:
+    def wrapped(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        bucket.set_buffer(buffer.to(dtype))
+
+        def restore(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            buffer.copy_(future.value())
+            bucket.set_buffer(buffer)
+            return buffer
+
+        return hook(state, bucket).then(restore)
+
+    return wrapped

@@ -1,0 +1,100 @@
+"""Hooks that let optimizers step as soon as gradients are averaged, while backward goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket
+from torchestra.optim.in_backward import in_backward_optimizers
+from torchestra.optim.subset import check_steps_without_closure, step_some
+
+from .default_hooks import allreduce_hook
+
+__all__ = ["OptimizerHookState", "apply_optim_in_backward_hook", "hook_then_optimizer"]
+
+
+@runtime_checkable
+class StepsOneParameter(Protocol):
+    """A functional optimizer: what updates one parameter by a gradient."""
+
+    def step_param(self, param: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """Update the parameter."""
+
+
+class OptimizerHookState:
+    """What :func:`hook_then_optimizer` steps.
+
+    Args:
+        functional_optim: an optimizer of torch's kind, or anything with a method ``step_param(param, grad)``.
+        params: which parameters to update; None: all.
+
+    Raises:
+        InvalidArgumentError: it has no such method, or its steps need a closure.
+    """
+
+    def __init__(self, functional_optim: Any, params: Iterable[torch.Tensor] | None = None) -> None:
+        if isinstance(functional_optim, torch.optim.Optimizer):
+            check_steps_without_closure(type(functional_optim))
+        elif not isinstance(functional_optim, StepsOneParameter):
+            raise InvalidArgumentError(f"Class {type(functional_optim)} must implement method step_param.")
+        self.functional_optimizer = functional_optim
+        self.params_to_optimize = None if params is None else set(params)
+
+    def step(self, bucket: GradBucket) -> None:
+        """Update the parameters in a bucket."""
+        pairs = [
+            pair
+            for pair in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            if self.params_to_optimize is None or pair[0] in self.params_to_optimize
+        ]
+        if isinstance(self.functional_optimizer, torch.optim.Optimizer):
+            step_some(self.functional_optimizer, [each for each, _ in pairs], [each for _, each in pairs])
+            return
+        for parameter, gradient in pairs:
+            self.functional_optimizer.step_param(parameter, gradient)
+
+
+def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> CommHook:
+    """A hook that averages by ``hook``, and then updates the bucket's parameters.
+
+    The optimizer must not be stepped otherwise.
+    """
+
+    def average_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def step(averaged: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            _keep(bucket, averaged.value())
+            optimizer_state.step(bucket)
+            return bucket.buffer()
+
+        return hook(state, bucket).then(step)
+
+    return average_then_step
+
+
+def apply_optim_in_backward_hook(hook: CommHook = allreduce_hook) -> CommHook:
+    """A hook that averages by ``hook``, and then steps the optimizers of :mod:`torchestra.optim.in_backward`.
+
+    Parameters that have none are left to others, with their averaged gradients.
+    """
+
+    def average_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def step(averaged: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            _keep(bucket, averaged.value())
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                for optimizer in in_backward_optimizers(parameter):
+                    step_some(optimizer, [parameter], [gradient])
+            return bucket.buffer()
+
+        return hook(state, bucket).then(step)
+
+    return average_then_step
+
+
+def _keep(bucket: GradBucket, averaged: torch.Tensor) -> None:
+    """Let the bucket hold the averages, where the hook has not put them there."""
+    if averaged.data_ptr() != bucket.buffer().data_ptr():
+        bucket.buffer().copy_(averaged.view(-1))

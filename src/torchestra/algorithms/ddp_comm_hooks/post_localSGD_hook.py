@@ -1,0 +1,79 @@
+"""Gradients averaged over all ranks at first, then over those near to each other only.
+
+Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020), https://arxiv.org/abs/1808.07217. From
+the time when gradients are averaged locally, parameters must be averaged now and then:
+:mod:`torchestra.algorithms.model_averaging` does, and :class:`torchestra.optim.PostLocalSGDOptimizer`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from torchestra.algorithms.subgroups import same_host
+from torchestra.nn.parallel.comm_hooks import GradBucket
+from torchestra.world import AnyGroup
+
+from .debugging_hooks import noop_hook
+from .default_hooks import average, member
+
+__all__ = ["PostLocalSGDState", "post_localSGD_hook"]
+
+_log = logging.getLogger(__name__)
+
+
+class PostLocalSGDState:
+    """The state of :func:`post_localSGD_hook`.
+
+    Args:
+        process_group: the ranks that average at first; None: the default group.
+        subgroup: the ranks that average from then on. None: those of this rank's host; the group is made
+            when it is first needed.
+        start_localSGD_iter: the step from which on that is so.
+        post_local_gradient_allreduce: if False, gradients are not averaged at all from then on.
+
+    Attributes:
+        iter: how many steps were made before local SGD began.
+    """
+
+    __slots__ = [
+        "iter",
+        "post_local_gradient_allreduce",
+        "process_group",
+        "start_localSGD_iter",
+        "subgroup",
+    ]
+
+    def __init__(
+        self,
+        process_group: AnyGroup | None,
+        subgroup: AnyGroup | None,
+        start_localSGD_iter: int,
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        _log.info("Local SGD will be started after %s iterations", start_localSGD_iter)
+        self.process_group = process_group
+        self.subgroup = subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+
+    def maybe_increase_iter(self, bucket: GradBucket) -> None:
+        """Count a step, with its last bucket."""
+        if bucket.is_last():
+            self.iter += 1
+            if self.iter == self.start_localSGD_iter:
+                _log.info("Start to apply local SGD after %s iterations.", self.iter)
+
+
+def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket over all ranks, or from step ``state.start_localSGD_iter`` on over the subgroup."""
+    if state.iter < state.start_localSGD_iter:
+        state.maybe_increase_iter(bucket)
+        return average(member(state.process_group), bucket.buffer())
+    if not state.post_local_gradient_allreduce:
+        return noop_hook(None, bucket)
+    if state.subgroup is None:
+        state.subgroup = same_host(member(state.process_group))
+    return average(member(state.subgroup), bucket.buffer())

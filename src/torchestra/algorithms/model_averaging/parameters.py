@@ -1,0 +1,64 @@
+"""Averaging the parameters of the ranks' models once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Union
+
+import torch
+
+from torchestra.collectives import all_reduce
+from torchestra.errors import InvalidArgumentTypeError
+from torchestra.process_group import NonMember
+from torchestra.types import ReduceOp
+from torchestra.world import AnyGroup
+
+__all__ = ["average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average"]
+
+Parameters = Union[Iterable[torch.nn.Parameter], Iterable[dict[str, Any]]]
+"""The parameters of a model, or the parameter groups of an optimizer."""
+
+
+@torch.no_grad()
+def average_parameters(params: Iterable[torch.Tensor], process_group: AnyGroup | None) -> None:
+    """Replace each parameter by its mean over the ranks, in place; those of one dtype in one all_reduce.
+
+    Must be called by all ranks of the group, with parameters of the same shapes and dtypes in the same
+    order. Needs memory for all of them once more. A rank that is not in the group keeps its parameters.
+
+    Args:
+        process_group: None: the default group.
+    """
+    if isinstance(process_group, NonMember):
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in params:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter.detach())
+    for tensors in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        all_reduce(flat, ReduceOp.AVG, process_group)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        averages = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        torch._foreach_copy_(tensors, averages)
+
+
+def get_params_to_average(params: Parameters) -> list[torch.Tensor]:
+    """Those parameters that have a gradient, and so may differ between the ranks.
+
+    Raises:
+        InvalidArgumentTypeError: there is something that is neither a parameter nor a parameter group.
+    """
+    found: list[torch.Tensor] = []
+    for each in params:
+        if isinstance(each, torch.nn.Parameter):
+            found.append(each)
+        elif isinstance(each, dict):
+            found.extend(each["params"])
+        else:
+            raise InvalidArgumentTypeError(f"Parameter input of type {type(each)} is not supported")
+    return [parameter for parameter in found if parameter.grad is not None]
+
+
+def average_parameters_or_parameter_groups(params: Parameters, process_group: AnyGroup | None) -> None:
+    """:func:`average_parameters` of :func:`get_params_to_average`."""
+    average_parameters(get_params_to_average(params), process_group)

@@ -1,0 +1,67 @@
+"""Optimizers that step while backward goes on, as soon as a parameter's gradient is there.
+
+Each parameter has an optimizer of its own, so its gradient need not be kept until the others are there: what
+is saved is the memory of the gradients. DistributedDataParallel steps them when the gradient is averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["apply_optimizer_in_backward", "get_in_backward_optimizers"]
+
+# Not as attributes of the parameters, which would be pickled with them.
+_handles = WeakTensorKeyDictionary()
+
+
+def apply_optimizer_in_backward(
+    optimizer_class: type[torch.optim.Optimizer],
+    params: Iterable[torch.nn.Parameter],
+    optimizer_kwargs: dict[str, Any],
+    register_hook: bool = True,
+) -> None:
+    """Let each of the parameters be updated during backward; its ``.grad`` is None afterwards.
+
+    Call it before wrapping the module in DistributedDataParallel. A parameter may be given several
+    optimizers, by several calls; they step in that order.
+
+    Args:
+        optimizer_class: made once for each parameter, of ``([parameter], **optimizer_kwargs)``.
+        params: which.
+        optimizer_kwargs: its options.
+        register_hook: if False, somebody else sees to it that they step, as DistributedDataParallel does.
+    """
+    for parameter in params:
+        optimizers: list[torch.optim.Optimizer] = in_backward_optimizers(parameter)
+        if not optimizers:
+            parameter._in_backward_optimizers = optimizers  # type: ignore[attr-defined]
+        optimizers.append(optimizer_class([parameter], **optimizer_kwargs))
+        if register_hook and parameter not in _handles:
+            _handles[parameter] = parameter.register_post_accumulate_grad_hook(_step_and_forget)
+
+
+def get_in_backward_optimizers(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """The optimizers of a module's parameters; to save and load their state, not to step them."""
+    return [each for parameter in module.parameters() for each in in_backward_optimizers(parameter)]
+
+
+def in_backward_optimizers(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
+    """The optimizers that step a parameter during backward; none, if there are none."""
+    found: list[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
+    return found
+
+
+def leave_to_others(parameter: torch.Tensor) -> None:
+    """Step a parameter's optimizers no more when its gradient is there: somebody else will."""
+    if parameter in _handles:
+        _handles.pop(parameter).remove()
+
+
+def _step_and_forget(parameter: torch.Tensor) -> None:
+    for optimizer in in_backward_optimizers(parameter):
+        optimizer.step()
+    parameter.grad = None

@@ -1,0 +1,77 @@
+"""An optimizer that averages parameters now and then."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchestra.algorithms.model_averaging.averagers import ModelAverager
+
+__all__ = ["PostLocalSGDOptimizer"]
+
+
+class PostLocalSGDOptimizer(torch.optim.Optimizer):
+    """Steps as another optimizer does, and then lets an averager average parameters, if it is time.
+
+    Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", https://arxiv.org/abs/1808.07217; with
+    :func:`torchestra.algorithms.ddp_comm_hooks.post_localSGD_hook.post_localSGD_hook` for the gradients.
+
+    Args:
+        optim: what steps.
+        averager: what averages; its group's ranks must all step equally often.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
+        # Not Optimizer.__init__: the parameters, their state and their options are the other optimizer's.
+        self.optim = optim
+        self.averager = averager
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The other optimizer's."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The other optimizer's."""
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The other optimizer's."""
+        return self.optim.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, and average if it is time; what the other optimizer returns."""
+        loss = self.optim.step() if closure is None else self.optim.step(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the other optimizer does."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the other optimizer does."""
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The other optimizer's, and under ``"step"`` how many steps the averager has seen."""
+        return {**self.optim.state_dict(), "step": self.averager.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` has returned; without ``"step"``, with a warning, begin at 0."""
+        self.optim.load_state_dict(state_dict)
+        if "step" not in state_dict:
+            warnings.warn(
+                "Loaded state dict does not contain a step counter for an averager. Setting step counter to"
+                " 0.",
+                stacklevel=2,
+            )
+        self.averager.step = state_dict.get("step", 0)
+
+    def __repr__(self) -> str:
+        return repr(self.optim)

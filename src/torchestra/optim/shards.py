@@ -1,0 +1,106 @@
+"""Parameters of which each rank updates some, and tells the others.
+
+A partition is a list with, for each rank, the parameters that it updates. It is the same on all ranks, so
+everybody knows what comes from whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchestra.collectives import all_gather, broadcast
+from torchestra.process_group import ProcessGroup
+
+__all__ = ["Shards", "flattened", "partition"]
+
+Partition = list[list[torch.Tensor]]
+
+_LARGE_BYTES = 64 << 10
+
+
+def partition(parameters: Sequence[torch.Tensor], loads: list[int]) -> Partition:
+    """Give each parameter to a rank, so that all have about as much.
+
+    Largest first, each to the rank that has least so far (the first such): Graham's LPT rule ("Bounds on
+    Multiprocessing Timing Anomalies", 1969), by which the fullest rank has 4/3 of the least possible at most.
+
+    Args:
+        parameters: what to give away; by number of elements.
+        loads: how much each rank has already; is changed.
+    """
+    shares: Partition = [[] for _ in loads]
+    for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
+        rank = loads.index(min(loads))
+        shares[rank].append(parameter)
+        loads[rank] += parameter.numel()
+    return shares
+
+
+def flattened(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """One tensor with all of the parameters' elements; their data are parts of it from now on."""
+    flat = torch.empty(_numel(parameters), dtype=dtype)
+    for parameter, view in zip(parameters, _views(flat, parameters), strict=True):
+        view.copy_(parameter.detach())
+        parameter.data = view
+    return flat
+
+
+class Shards:
+    """The parameters of all ranks, all of one dtype, ready to be exchanged.
+
+    Args:
+        shares: which rank updates what.
+        group: the ranks.
+        as_views: let the parameters be parts of one tensor per rank; an exchange is one all_gather of them.
+            If not, small ones are copied into such tensors in each exchange, and large ones are broadcast
+            each by itself.
+    """
+
+    def __init__(self, shares: Partition, group: ProcessGroup, *, as_views: bool) -> None:
+        self._group = group
+        self._dtype = next((each.dtype for share in shares for each in share), torch.float32)
+        self._flats: list[torch.Tensor] = []
+        self._small: Partition = [[] for _ in shares]
+        self._large: Partition = [[] for _ in shares]
+        if as_views:
+            with torch.no_grad():
+                self._flats = [flattened(share, self._dtype) for share in shares]
+            return
+        for share, small, large in zip(shares, self._small, self._large, strict=True):
+            for parameter in share:
+                (large if parameter.nbytes >= _LARGE_BYTES else small).append(parameter)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Take over what the others have updated. Must be called by all ranks."""
+        here = self._group.rank()
+        if self._flats:
+            all_gather(self._flats, self._flats[here], self._group)
+        elif any(self._small):
+            flats = [torch.empty(_numel(share), dtype=self._dtype) for share in self._small]
+            views = [_views(flat, share) for flat, share in zip(flats, self._small, strict=True)]
+            _copy(views[here], self._small[here])
+            all_gather(flats, flats[here], self._group)
+            for rank, share in enumerate(self._small):
+                if rank != here:
+                    _copy(share, views[rank])
+        for rank, share in enumerate(self._large):
+            for parameter in share:
+                broadcast(parameter.detach(), group_src=rank, group=self._group)
+
+
+def _numel(parameters: Sequence[torch.Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of the tensor that are like the parameters."""
+    parts = flat.split([parameter.numel() for parameter in parameters]) if parameters else ()
+    return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -1,0 +1,117 @@
+"""The state of an optimizer that is divided between ranks, as one, and in parts.
+
+In a ``state_dict`` parameters are numbers: their places in the list of all parameters of all groups. A
+rank's optimizer counts its own only, so numbers are translated.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchestra import checks
+from torchestra.collectives import all_gather_into_tensor, recv, send
+from torchestra.errors import InvalidArgumentError
+from torchestra.process_group import ProcessGroup
+
+__all__ = ["collect_states", "global_state", "local_state"]
+
+# Not a number that a program's own messages are likely to have.
+_TAG = 0x5A45524F
+
+
+def collect_states(state: dict[str, Any], to: int, group: ProcessGroup) -> list[dict[str, Any]]:
+    """The states of all ranks, on rank ``to``; an empty list elsewhere. Must be called by all ranks."""
+    checks.check_rank(to, group.size(), "to", "consolidate_state_dict")
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    mine = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    lengths = torch.empty(group.size(), dtype=torch.int64)
+    all_gather_into_tensor(lengths, torch.tensor([mine.numel()]), group)
+    if group.rank() != to:
+        send(mine, group=group, tag=_TAG, group_dst=to)
+        return []
+    found = []
+    for rank, length in enumerate(lengths.tolist()):
+        message = mine
+        if rank != to:
+            message = torch.empty(length, dtype=torch.uint8)
+            recv(message, group=group, tag=_TAG, group_src=rank)
+        # From a member of the group; and an optimizer may keep any objects in its state.
+        found.append(torch.load(io.BytesIO(message.numpy().tobytes()), weights_only=False))
+    return found
+
+
+def _numbers(groups: Sequence[dict[str, Any]]) -> dict[torch.Tensor, int]:
+    """The number of each parameter."""
+    every = [parameter for group in groups for parameter in group["params"]]
+    return {parameter: number for number, parameter in enumerate(every)}
+
+
+def global_state(
+    groups: Sequence[dict[str, Any]],
+    shares: Sequence[Sequence[Sequence[torch.Tensor]]],
+    states: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """The state as one optimizer with these parameter groups would have it.
+
+    Args:
+        groups: of all parameters.
+        shares: for each rank, for each group, its parameters.
+        states: for each rank, the state_dict of its optimizer.
+    """
+    number = _numbers(groups)
+    state: dict[int, Any] = {}
+    for of_groups, local in zip(shares, states, strict=True):
+        every = [parameter for share in of_groups for parameter in share]
+        for place, value in local["state"].items():
+            state[number[every[place]]] = value
+    packed = []
+    for group, options in zip(groups, states[0]["param_groups"], strict=True):
+        packed.append({**options, "params": [number[parameter] for parameter in group["params"]]})
+    return {"state": dict(sorted(state.items())), "param_groups": packed}
+
+
+def local_state(
+    groups: Sequence[dict[str, Any]],
+    share: Sequence[Sequence[torch.Tensor]],
+    state_dict: dict[str, Any],
+) -> dict[str, Any]:
+    """What one rank's optimizer is to load of the state of them all.
+
+    Args:
+        groups: of all parameters.
+        share: for each group, the rank's parameters.
+        state_dict: as :func:`global_state` returns it.
+
+    Raises:
+        InvalidArgumentError: it is of other parameter groups.
+    """
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise InvalidArgumentError(
+            f"loaded state dict has a different number of parameter groups: {len(saved)}, and this optimizer"
+            f" has {len(groups)}"
+        )
+    names: dict[torch.Tensor, Any] = {}
+    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+        if len(theirs["params"]) != len(ours["params"]):
+            raise InvalidArgumentError(
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's"
+                f" group: group {index} has {len(theirs['params'])} parameters, and here"
+                f" {len(ours['params'])}"
+            )
+        names.update(zip(ours["params"], theirs["params"], strict=True))
+    state, packed, place = {}, [], 0
+    for theirs, members in zip(saved, share, strict=True):
+        packed.append({**theirs, "params": list(range(place, place + len(members)))})
+        for parameter in members:
+            if names[parameter] in state_dict["state"]:
+                # Optimizers take tensors over as they are, and change them.
+                state[place] = copy.deepcopy(state_dict["state"][names[parameter]])
+            place += 1
+    return {"state": state, "param_groups": packed}

@@ -1,0 +1,290 @@
+"""ZeroRedundancyOptimizer: each rank keeps the optimizer's state of some parameters, and updates those.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020),
+https://arxiv.org/abs/1910.02054, stage 1 (P_os).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchestra.algorithms.join import Join, Joinable, JoinHook
+from torchestra.errors import InvalidArgumentError, NotReadyError
+from torchestra.optim.overlap import OverlapPlan
+from torchestra.optim.parameter_lists import check_same_type, listed
+from torchestra.optim.shards import Partition, Shards, partition
+from torchestra.optim.states import collect_states, global_state, local_state
+from torchestra.optim.subset import check_steps_without_closure
+from torchestra.process_group import ProcessGroup
+from torchestra.world import AnyGroup, default_group
+
+__all__ = ["ZeroRedundancyOptimizer"]
+
+_log = logging.getLogger(__name__)
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    """An optimizer whose state is divided between the ranks of a group.
+
+    Every rank gives it all parameters, and computes all gradients (DistributedDataParallel averages them).
+    In :meth:`step` a rank updates its share of the parameters, then all exchange what they have updated. A
+    parameter belongs to one rank as a whole; the shares are about equally large.
+
+    A joinable: with ``Join([model, optimizer])`` a rank without inputs goes on to update its share, by the
+    gradients it has.
+
+    Args:
+        params: parameters, or parameter groups, the same on every rank.
+        optimizer_class: what updates a rank's share.
+        process_group: the ranks; None: the default group.
+        parameters_as_bucket_view: move the parameters of each rank into one tensor, which is exchanged as it
+            is: faster. (``parameter.data`` is another tensor then.)
+        overlap_with_ddp: update parameters while backward goes on, as soon as their gradients are averaged:
+            register a hook made by :mod:`torchestra.algorithms.ddp_comm_hooks.ddp_zero_hook`, and do not call
+            :meth:`step`. The shares are whole buckets of the model, so nothing is updated until the model's
+            buckets are final, that is in the first two or three steps.
+        **defaults: options for ``optimizer_class``.
+
+    Attributes:
+        optim: this rank's optimizer.
+        rank, world_size, global_rank: this rank's number in the group, the group's size, and its number in
+            the default group.
+
+    Raises:
+        InvalidArgumentError, InvalidArgumentTypeError: the parameters or the optimizer are not served.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        process_group: AnyGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        given, every = listed(params)
+        check_same_type(every)
+        group = default_group() if process_group is None else process_group
+        if not isinstance(group, ProcessGroup):
+            raise InvalidArgumentError(f"ZeroRedundancyOptimizer: this rank is {group!r}")
+        if overlap_with_ddp:
+            check_steps_without_closure(optimizer_class)
+        self.initialized = False
+        Optimizer.__init__(self, given, defaults)
+        Joinable.__init__(self)
+        self.process_group = group
+        self.rank, self.world_size = group.rank(), group.size()
+        self.global_rank = group.to_global_rank(self.rank)
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.overlap = OverlapPlan(self) if overlap_with_ddp else None
+        self._optimizer_class = optimizer_class
+        self._loads = [0] * self.world_size
+        # For each rank, for each parameter group, its parameters.
+        self._shares: list[Partition] = [[] for _ in range(self.world_size)]
+        self._shards: Shards | None = None
+        self._trainable: list[bool] = []
+        self._collected: list[dict[str, Any]] = []
+        self._optim: Optimizer | None = None
+        if self.overlap is None:
+            for each in self.param_groups:
+                self._divide(each)
+            self.build_local_optimizer()
+        elif parameters_as_bucket_view:
+            _log.warning(
+                "`parameters_as_bucket_view=True` will be ignored since `overlap_with_ddp=True`; instead, a"
+                " different bucketing strategy will be used"
+            )
+        self.initialized = True
+
+    # -- who has what
+
+    @property
+    def optim(self) -> Optimizer:
+        """This rank's optimizer.
+
+        Raises:
+            NotReadyError: with ``overlap_with_ddp``, while the model's buckets are not final.
+        """
+        if self._optim is None:
+            raise NotReadyError(
+                "This method should not be called until this ZeroRedundancyOptimizer instance has been fully"
+                " initialized: with overlap_with_ddp=True, when the model has made its first two or three"
+                " steps with the hook"
+            )
+        return self._optim
+
+    def _partition_parameters(self) -> list[list[dict[str, Any]]]:
+        """For each rank, the parameter groups that its optimizer has."""
+        return [
+            [{**group, "params": share} for group, share in zip(self.param_groups, shares, strict=True)]
+            for shares in self._shares
+        ]
+
+    def _divide(self, group: dict[str, Any]) -> None:
+        for rank, share in enumerate(partition(group["params"], self._loads)):
+            self._shares[rank].append(share)
+
+    def assign(self, shares: Partition) -> None:
+        """For the overlap: let the ranks update these parameters, and no others.
+
+        Raises:
+            InvalidArgumentError: there are several parameter groups, or parameters that were not given.
+        """
+        if len(self.param_groups) != 1:
+            raise InvalidArgumentError(
+                "ZeroRedundancyOptimizer with `overlap_with_ddp=True` only supports a single parameter group,"
+                f" got {len(self.param_groups)}"
+            )
+        known = {id(parameter) for parameter in self.param_groups[0]["params"]}
+        if any(id(parameter) not in known for share in shares for parameter in share):
+            raise InvalidArgumentError(
+                "the model has a parameter that was not passed into the ZeroRedundancyOptimizer constructor"
+            )
+        self._shares = [[share] for share in shares]
+        self.build_local_optimizer()
+
+    def build_local_optimizer(self) -> None:
+        """Make this rank's optimizer, of its share of the parameters."""
+        groups = self._partition_parameters()[self.rank]
+        self._optim = self._optimizer_class(groups, **self.defaults)
+        _copy_options(self._optim, self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters. Must be called by all ranks, with the same ones.
+
+        Raises:
+            NotReadyError: with ``overlap_with_ddp``, which serves one parameter group.
+        """
+        if not self.initialized:
+            super().add_param_group(param_group)
+            return
+        if self.overlap is not None:
+            raise NotReadyError(
+                "ZeroRedundancyOptimizer with `overlap_with_ddp=True` only supports a single parameter group"
+            )
+        super().add_param_group(param_group)
+        self._divide(self.param_groups[-1])
+        # What was given away before stays where it was, and so does its state.
+        self.optim.add_param_group(self._partition_parameters()[self.rank][-1])
+        self._shards = None
+
+    def follow_options(self) -> None:
+        """Give this rank's optimizer the options of :attr:`param_groups`, which may have been changed."""
+        _copy_options(self, self.optim)
+
+    # -- steps
+
+    def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
+        """Update this rank's share, and exchange. Must be called by all ranks.
+
+        Args:
+            closure: evaluates the model and returns the loss.
+            **kwargs: for the rank's optimizer.
+
+        Returns:
+            What the rank's optimizer returns. None with ``overlap_with_ddp``, where this does nothing.
+
+        Raises:
+            UnevenInputsError, JoinInterruptedError: see :class:`~torchestra.algorithms.join.Join`.
+        """
+        if self.overlap is not None:
+            _log.warning("`step()` should not be included in the training loop when `overlap_with_ddp=True`")
+            return None
+        Join.notify_join_context(self)
+        self.follow_options()
+        loss: float | None = (
+            self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
+        )
+        _copy_options(self.optim, self)  # where the optimizer changes them itself
+        self._exchange()
+        return loss
+
+    def _exchange(self) -> None:
+        trainable = [parameter.requires_grad for group in self.param_groups for parameter in group["params"]]
+        if self._shards is None or trainable != self._trainable:
+            self._trainable = trainable
+            chosen = [
+                [parameter for share in shares for parameter in share if parameter.requires_grad]
+                for shares in self._shares
+            ]
+            self._shards = Shards(chosen, self.process_group, as_views=self.parameters_as_bucket_view)
+        self._shards.exchange()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """A hook that steps, so that the ranks that have inputs get this rank's share."""
+        return _ZeroJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """That of the first parameter."""
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group that the state is divided between."""
+        return self.process_group
+
+    # -- state
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collect the state of all ranks on one, for :meth:`state_dict`. Must be called by all ranks.
+
+        Args:
+            to: the rank, in the group's numbering.
+
+        Raises:
+            NotReadyError: with ``overlap_with_ddp``, while nothing was updated yet.
+        """
+        self.follow_options()
+        self._collected = collect_states(self.optim.state_dict(), to, self.process_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer as it would be on one rank, when it was last consolidated.
+
+        Raises:
+            NotReadyError: it was not consolidated on this rank.
+        """
+        _ = self.optim  # raises while nothing was updated yet
+        if not self._collected:
+            raise NotReadyError(
+                "Optimizer state has not been consolidated on this rank. Please call"
+                f" `consolidate_state_dict(to={self.rank})` on all ranks beforehand if you meant to save the"
+                " global state."
+            )
+        return global_state(self.param_groups, self._shares, self._collected)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict`, or that of an ordinary optimizer, has returned.
+
+        To be called by all ranks; each takes what concerns its share. ``state_dict`` stays as it is.
+
+        Raises:
+            InvalidArgumentError: it has other parameter groups than this optimizer.
+            NotReadyError: with ``overlap_with_ddp``, while nothing was updated yet.
+        """
+        local = self.optim
+        local.load_state_dict(local_state(self.param_groups, self._shares[self.rank], state_dict))
+        _copy_options(self.optim, self)
+
+
+class _ZeroJoinHook(JoinHook):
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        self._zero = zero
+
+    def main_hook(self) -> None:
+        # With the overlap, the model's hook updates parameters.
+        if self._zero.overlap is None:
+            self._zero.step()
+
+
+def _copy_options(source: Optimizer, target: Optimizer) -> None:
+    """Give the parameter groups of one optimizer the options of another's."""
+    for source_group, target_group in zip(source.param_groups, target.param_groups, strict=True):
+        target_group.update((key, value) for key, value in source_group.items() if key != "params")
