@@ -105,6 +105,10 @@ def _set_up(
 
     def buckets_are_final() -> bool:
         found = model()
-        return found is not None and found.reducer.buckets_are_final
+        if found is None:
+            return False
+        # Where unused parameters are looked for, buckets stay as they were made.
+        keeps_them = found.find_unused_parameters and not found.static_graph
+        return keeps_them or found.reducer.rebuilt is not None
 
     return zero.overlap, buckets_are_final
