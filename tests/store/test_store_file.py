@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from forking import Child
 from torchestra.errors import DistStoreError, InvalidArgumentError, StoreTimeoutError
 from torchestra.store import FileStore, sharedfile
 from torchestra.store.filelog import MAGIC, Kind, encode
+
+
+@pytest.fixture(autouse=True)
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture
@@ -208,6 +218,88 @@ def test_the_file_is_the_users_own(path: Path) -> None:
     store = FileStore(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert store.path == str(path)
+
+
+def test_a_file_that_others_could_read_is_closed_to_them(path: Path) -> None:
+    path.touch(mode=0o644)
+    FileStore(path).set("k", "1")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o660, 0o602, 0o666])
+def test_a_file_that_others_may_write_to_is_refused(path: Path, mode: int) -> None:
+    """They could tell this job's ranks anything. Also when it becomes so while it is used."""
+    path.touch()
+    path.chmod(mode)
+    words = (
+        rf"does not use {path}: other users may write to it \(its mode is {mode:o}\); delete it .*chmod 600"
+    )
+    with pytest.raises(InvalidArgumentError, match=words):
+        FileStore(path)
+    path.chmod(0o600)
+    store = FileStore(path)
+    path.chmod(mode)
+    with pytest.raises(InvalidArgumentError, match=words):
+        store.get("k")
+    path.chmod(0o600)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_a_file_of_another_user_is_refused(path: Path) -> None:
+    path.touch(mode=0o600)
+    os.chown(path, 65534, 65534)
+    with pytest.raises(
+        InvalidArgumentError, match=r"belongs to another user \(number 65534\).* name a new file"
+    ):
+        FileStore(path)
+    assert path.read_bytes() == b""
+
+
+def test_a_symbolic_link_is_not_followed(path: Path) -> None:
+    """In a directory like /tmp somebody else may have laid it, to have a file of this user written to."""
+    target = path.with_name("target")
+    path.symlink_to(target)
+    with pytest.raises(InvalidArgumentError, match="it is a symbolic link"):
+        FileStore(path)
+    assert not target.exists()
+
+
+def test_a_pipe_is_refused(path: Path) -> None:
+    os.mkfifo(path, 0o600)
+    with pytest.raises(InvalidArgumentError, match="it is no regular file"):
+        FileStore(path)
+
+
+def test_keys_lead_nowhere_in_the_file_system(path: Path) -> None:
+    before = sorted(path.parent.iterdir())
+    store = FileStore(path)
+    keys = ["../escaped", "/etc/torchestra-escaped", "a/../../b", "..", "k\n", "%2e%2e/x"]
+    for key in keys:
+        store.set(key, "1")
+    assert sorted(FileStore(path).list_keys()) == sorted(keys)
+    assert sorted(path.parent.iterdir()) == [*before, path]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    start=st.sampled_from(
+        [b"", MAGIC, MAGIC + b"number00", MAGIC + b"number00" + encode(Kind.SET, "k", b"1")]
+    ),
+    records=st.lists(
+        st.builds(encode, st.sampled_from([*Kind, 0, 99]), st.sampled_from(["k", "", "x" * 9]), st.binary()),
+        max_size=3,
+    ),
+    rest=st.binary(max_size=40),
+)
+def test_whatever_is_in_the_file_is_used_or_refused(
+    path: Path, start: bytes, records: list[bytes], rest: bytes
+) -> None:
+    path.write_bytes(start + b"".join(records) + rest)
+    with contextlib.suppress(DistStoreError):
+        store = FileStore(path, 2)
+        assert store.add("number", 1) == 1
+        store.close()
+    path.unlink(missing_ok=True)
 
 
 def test_a_closed_store_says_so(path: Path) -> None:

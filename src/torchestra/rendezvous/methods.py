@@ -230,6 +230,8 @@ def _hint(store: Store) -> str:
     """What else may be the matter if ranks do not come."""
     if isinstance(store, TCPStore) and store.secret is None:
         return f" Ranks on other hosts, or of other users, cannot come without {SECRET_VARIABLE}."
+    if isinstance(store, FileStore):
+        return f" If {store.path} is left from an earlier job, delete it or name a new file."
     return ""
 
 

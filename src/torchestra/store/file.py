@@ -39,12 +39,13 @@ class FileStore(Store):
     begun anew. Without one, the file and its keys stay.
 
     Args:
-        file_name: the file; created, readable by this user only, if it does not exist. Its directory must
-            exist, on a file system with working locks.
+        file_name: the file; created, readable by this user only, if it does not exist. One that belongs to
+            another user, or that others may write to, is refused, and so is a symbolic link. Its directory
+            must exist, on a file system with working locks.
         world_size: how many users there will be; negative or None if that is open.
 
     Raises:
-        InvalidArgumentError: the path cannot be opened for reading and writing.
+        InvalidArgumentError: the path cannot be opened for reading and writing, or is not safe to use.
         DistStoreError: the file holds something else than a FileStore, or cannot be locked.
     """
 

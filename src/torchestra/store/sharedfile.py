@@ -5,7 +5,9 @@ read only under a lock, shared or exclusive. Whoever gets the exclusive lock the
 and at most one torn one, left by a writer that died; the kernel drops a lock when its holder dies.
 
 The file is opened anew for every access. So a forked child shares no lock with its parent, network file
-systems show what others wrote, and a file that was deleted and made anew is noticed by its number.
+systems show what others wrote, and a file that was deleted and made anew is noticed by its number. Every
+time it is also looked whose file that is: only this user may be able to write to it, since what is in it is
+believed.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import threading
 import time
 import weakref
@@ -140,7 +143,7 @@ class SharedFile:
 
     @contextlib.contextmanager
     def _opened(self, create: bool = False) -> Iterator[int]:
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
         try:
             descriptor = os.open(self.path, flags, 0o600)
         except FileNotFoundError as error:
@@ -148,13 +151,32 @@ class SharedFile:
         except OSError as error:
             raise self._unusable(error) from error
         try:
+            self._check_owner(descriptor)
             yield descriptor
         finally:
             os.close(descriptor)
 
+    def _check_owner(self, descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        wrong = None
+        if not stat.S_ISREG(found.st_mode):
+            wrong = "it is no regular file"
+        elif found.st_uid != os.geteuid():
+            wrong = f"it belongs to another user (number {found.st_uid}), who could write anything into it"
+        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            wrong = (
+                f"other users may write to it (its mode is {stat.S_IMODE(found.st_mode):03o}); "
+                "delete it if it is left from an earlier job, or `chmod 600` it"
+            )
+        if wrong:
+            raise InvalidArgumentError(f"FileStore does not use {self.path}: {wrong}, or name a new file")
+        if found.st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            os.fchmod(descriptor, 0o600)
+
     def _unusable(self, error: OSError) -> InvalidArgumentError:
+        reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
         return InvalidArgumentError(
-            f"FileStore cannot open {self.path}: {error.strerror}; "
+            f"FileStore cannot open {self.path}: {reason}; "
             "it must be a file that every rank may read and write, in a directory that exists"
         )
 
@@ -204,7 +226,8 @@ class SharedFile:
         start = header[: len(MAGIC)]
         if not MAGIC.startswith(start):
             raise DistStoreError(
-                f"{self.path} is not a FileStore's (it begins with {start!r}); name a new file"
+                f"{self.path} is not a FileStore's (it begins with {start!r}); name a new file, or delete "
+                "this one if nobody needs it"
             )
         if len(header) < HEADER_SIZE and writing:
             header = MAGIC + os.urandom(HEADER_SIZE - len(MAGIC))
