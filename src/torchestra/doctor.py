@@ -8,17 +8,21 @@ import importlib.metadata
 import os
 import platform
 import resource
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from torchestra.launcher.cores import usable_cores
+from torchestra.store.secret import SECRET_VARIABLE, job_secret
+from torchestra.store.tcp.locality import peer_user
 
 __all__ = ["Finding", "add_arguments", "examine", "main"]
 
 _PACKAGES = ("torchestra", "torch", "numba", "numpy")
 _FEW_FILES = 1024
+_SHORT_SECRET = 16
 _GIB = 1 << 30
 
 
@@ -61,6 +65,10 @@ def examine() -> Iterator[Finding]:
     yield _supported("futex", _has_futex, "waiting ranks would not sleep")
     yield _supported("pidfd", _has_pidfd, "deaths of ranks are polled for, 50 times a second")
     yield _open_files()
+    yield _secret()
+    yield _supported(
+        "users of connections", _knows_users, "without a secret, other users of this host may join"
+    )
     yield _kernel_cache()
 
 
@@ -116,6 +124,26 @@ def _open_files() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     remark = "enough for about 250 ranks; ulimit -n raises it" if limit <= _FEW_FILES else ""
     return Finding("open files", f"{limit} per process", remark)
+
+
+def _secret() -> Finding:
+    secret = job_secret(None)
+    if secret is None:
+        return Finding(
+            "secret", f"{SECRET_VARIABLE} is not set: one host, one user; torchestra run makes one"
+        )
+    remark = "can be guessed; take `openssl rand -hex 32`" if len(secret) < _SHORT_SECRET else ""
+    return Finding("secret", f"{SECRET_VARIABLE} is set, {len(secret)} bytes", remark)
+
+
+def _knows_users() -> bool:
+    """Whether the kernel tells whose the other end of a connection within this host is."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as end,
+        listener.accept()[0],
+    ):
+        return peer_user(end) == os.geteuid()
 
 
 def _kernel_cache() -> Finding:
