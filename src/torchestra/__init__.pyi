@@ -1,6 +1,14 @@
 """What torchestra offers, and where each name is defined: the one list of them."""
 
 from . import algorithms, functional, nn, optim
+from .coalescing import (
+    CoalescingManager,
+    P2POp,
+    all_gather_coalesced,
+    all_reduce_coalesced,
+    batch_isend_irecv,
+    coalescing_manager,
+)
 from .collectives import (
     all_gather,
     all_gather_into_tensor,
@@ -105,6 +113,7 @@ __all__ = [
     "BarrierOptions",
     "BroadcastOptions",
     "BuiltinCommHookType",
+    "CoalescingManager",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DeviceMesh",
@@ -131,6 +140,7 @@ __all__ = [
     "NotInitializedError",
     "NotReadyError",
     "ObjectTransferError",
+    "P2POp",
     "PrefixStore",
     "ProcessGroup",
     "QueueEmptyError",
@@ -149,14 +159,18 @@ __all__ = [
     "Work",
     "algorithms",
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
+    "coalescing_manager",
     "destroy_process_group",
     "empty",
     "full",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -23,16 +24,41 @@ def check_op(op: object, name: str) -> ReduceOp:
     return op
 
 
+def check_is_tensor(value: object, parameter: str, name: str) -> torch.Tensor:
+    """Refuse what is not a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgumentTypeError(
+            f"{name}: Invalid function argument. Expected parameter `{parameter}` of type torch.Tensor but"
+            f" got {type(value).__name__} instead."
+        )
+    return value
+
+
+def check_is_list(value: object, parameter: str, name: str) -> list[object]:
+    """Refuse what is not a list or tuple."""
+    if not isinstance(value, (list, tuple)):
+        raise InvalidArgumentTypeError(
+            f"{name}: Invalid function argument. Expected parameter `{parameter}` of type List[torch.Tensor]"
+            f" but got {type(value).__name__} instead."
+        )
+    return list(value)
+
+
+def check_tensor_list(value: object, parameter: str, name: str) -> list[torch.Tensor]:
+    """Refuse what is not a list of tensors."""
+    return [
+        check_is_tensor(each, f"{parameter}[{index}]", name)
+        for index, each in enumerate(check_is_list(value, parameter, name))
+    ]
+
+
 def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = False) -> torch.Tensor:
     """Refuse what is not a dense CPU tensor of a dtype that can be sent.
 
     Args:
         written: whether the operation writes into it; then its elements must not share memory.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgumentTypeError(
-            f"{name}: `{parameter}` must be a torch.Tensor, got {type(tensor).__name__}"
-        )
+    tensor = check_is_tensor(tensor, parameter, name)
     if tensor.layout is not torch.strided:
         raise InvalidArgumentError(
             f"{name}: `{parameter}` has unsupported layout {tensor.layout}:"
@@ -57,6 +83,10 @@ def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = F
 
 def check_reducible(tensor: torch.Tensor, op: ReduceOp, name: str) -> None:
     """Refuse a reduce operation that the dtype does not have."""
+    if tensor.dtype.is_complex and not LocalEngine.reduces(tensor.dtype, op):
+        raise InvalidArgumentError(
+            f"{name}: {name} does not support {op} on complex tensors, which have SUM and AVG only"
+        )
     if not LocalEngine.reduces(tensor.dtype, op):
         raise InvalidArgumentError(f"{name}: {op.name} is not defined for tensors of dtype {tensor.dtype}")
 
@@ -65,18 +95,15 @@ def check_list(
     tensors: object, parameter: str, length: int, name: str, *, written: bool = False
 ) -> list[torch.Tensor]:
     """Refuse what is not a list of ``length`` tensors, one for each rank."""
-    if not isinstance(tensors, (list, tuple)):
-        raise InvalidArgumentTypeError(
-            f"{name}: `{parameter}` must be a list of tensors, got {type(tensors).__name__}"
-        )
-    if len(tensors) != length:
+    found = check_is_list(tensors, parameter, name)
+    if len(found) != length:
         raise InvalidArgumentError(
             f"{name}: `{parameter}` must have one tensor for each of the group's {length} ranks, got"
-            f" {len(tensors)}"
+            f" {len(found)}"
         )
     return [
         check_tensor(tensor, f"{parameter}[{index}]", name, written=written)
-        for index, tensor in enumerate(tensors)
+        for index, tensor in enumerate(found)
     ]
 
 
@@ -84,7 +111,8 @@ def check_dtype(tensor: torch.Tensor, dtype: torch.dtype, parameter: str, name: 
     """Refuse a tensor whose dtype is not ``dtype``."""
     if tensor.dtype != dtype:
         raise InvalidArgumentError(
-            f"{name}: `{parameter}` has dtype {tensor.dtype}, expected {dtype} like the others"
+            f"{name}: Invalid usage of tensors with different dtypes: `{parameter}` has dtype {tensor.dtype},"
+            f" expected {dtype} like the others"
         )
 
 
@@ -92,6 +120,28 @@ def check_same_dtype(tensors: Sequence[torch.Tensor], dtype: torch.dtype, parame
     """Refuse tensors whose dtype is not ``dtype``."""
     for index, tensor in enumerate(tensors):
         check_dtype(tensor, dtype, f"{parameter}[{index}]", name)
+
+
+def in_reals(tensors: object, tensor: object) -> tuple[Any, Any]:
+    """What elements are moved between, some tensors and another one: complex ones as pairs of reals.
+
+    So complex tensors may be mixed with those of their parts, on one rank and between ranks, as by
+    torch.distributed. (Conjugated ones have no such view, and stay as they are.) What is not tensors does
+    too, for the checks that follow.
+    """
+    others = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    found = [each for each in (*others, tensor) if isinstance(each, torch.Tensor) and each.dtype.is_complex]
+    if not found or any(each.is_conj() for each in found):
+        return tensors, tensor
+    if others is tensors:
+        return [_in_reals(each) for each in others], _in_reals(tensor)
+    return _in_reals(tensors), _in_reals(tensor)
+
+
+def _in_reals(tensor: object) -> object:
+    if isinstance(tensor, torch.Tensor) and tensor.dtype.is_complex:
+        return torch.view_as_real(tensor.detach())
+    return tensor
 
 
 def check_rank(rank: object, size: int, parameter: str, name: str) -> int:

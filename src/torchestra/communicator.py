@@ -115,6 +115,8 @@ class Communicator(Order):
     ) -> Work | None:
         """Put every rank's tensor into one of the outputs; sizes may differ between ranks."""
         name = "all_gather"
+        given = outputs
+        outputs, tensor = checks.in_reals(outputs, tensor)
         targets = checks.check_list(outputs, "tensor_list", self.size, name, written=True)
         checks.check_tensor(tensor, "tensor", name)
         checks.check_same_dtype(targets, tensor.dtype, "tensor_list", name)
@@ -124,7 +126,8 @@ class Communicator(Order):
         def operation(site: str | None) -> list[torch.Tensor]:
             buffers = [made_plain(target) for target in targets]
             self.engine.all_gather(buffers, made_plain(tensor), plan, self.limit(seconds), site)
-            return self._write_back(targets, buffers)
+            self._write_back(targets, buffers)
+            return list(given)
 
         return self.run(operation, name, async_op)
 
@@ -133,6 +136,8 @@ class Communicator(Order):
     ) -> Work | None:
         """Put every rank's tensor into the output, one after the other."""
         name = "all_gather_into_tensor"
+        given = output
+        output, tensor = checks.in_reals(output, tensor)
         checks.check_tensor(output, "output_tensor", name, written=True)
         checks.check_tensor(tensor, "input_tensor", name)
         checks.check_dtype(output, tensor.dtype, "output_tensor", name)
@@ -146,7 +151,8 @@ class Communicator(Order):
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(output)
             self.engine.all_gather_flat(buffer, made_plain(tensor), plan, self.limit(seconds), site)
-            return self._write_back([output], [buffer])
+            self._write_back([output], [buffer])
+            return [given]
 
         return self.run(operation, name, async_op)
 
@@ -160,6 +166,8 @@ class Communicator(Order):
     ) -> Work | None:
         """Put every rank's tensor into one of the root's outputs."""
         name = "gather"
+        given = outputs
+        outputs, tensor = checks.in_reals(outputs, tensor)
         checks.check_tensor(tensor, "tensor", name)
         targets = checks.check_rooted_list(
             outputs, "gather_list", self.rank == root, "destination", tensor, self.size, name, written=True
@@ -169,7 +177,10 @@ class Communicator(Order):
         def operation(site: str | None) -> list[torch.Tensor]:
             buffers = None if targets is None else [made_plain(target) for target in targets]
             self.engine.gather(buffers, made_plain(tensor), plan, self.limit(seconds), site)
-            return [] if targets is None or buffers is None else self._write_back(targets, buffers)
+            if given is None or targets is None or buffers is None:
+                return []
+            self._write_back(targets, buffers)
+            return list(given)
 
         return self.run(operation, name, async_op)
 
@@ -183,6 +194,8 @@ class Communicator(Order):
     ) -> Work | None:
         """Put one of the root's tensors into each rank's output."""
         name = "scatter"
+        given = output
+        tensors, output = checks.in_reals(tensors, output)
         checks.check_tensor(output, "tensor", name, written=True)
         sources = checks.check_rooted_list(
             tensors, "scatter_list", self.rank == root, "source", output, self.size, name
@@ -196,7 +209,8 @@ class Communicator(Order):
             receives = [(0, 0)] * self.size
             receives[root] = (buffer.data_ptr(), buffer.nbytes)
             self.engine.exchange(plan, sends, receives, self.limit(seconds), site)
-            return self._write_back([output], [buffer])
+            self._write_back([output], [buffer])
+            return [given]
 
         return self.run(operation, name, async_op)
 
@@ -261,6 +275,9 @@ class Communicator(Order):
     ) -> Work | None:
         """Send each rank one tensor, and receive one from each."""
         name = "all_to_all"
+        given = outputs
+        outputs, _ = checks.in_reals(outputs, None)
+        tensors, _ = checks.in_reals(tensors, None)
         targets = checks.check_list(outputs, "output_tensor_list", self.size, name, written=True)
         sources = checks.check_list(tensors, "input_tensor_list", self.size, name)
         dtype = sources[0].dtype
@@ -274,7 +291,8 @@ class Communicator(Order):
             sends = [(source.data_ptr(), source.nbytes) for source in plain]
             receives = [(buffer.data_ptr(), buffer.nbytes) for buffer in buffers]
             self.engine.exchange(plan, sends, receives, self.limit(seconds), site)
-            return self._write_back(targets, buffers)
+            self._write_back(targets, buffers)
+            return list(given)
 
         return self.run(operation, name, async_op)
 
@@ -289,6 +307,8 @@ class Communicator(Order):
     ) -> Work | None:
         """Send each rank a range of rows, and receive one from each; lengths in rows, None for equal ones."""
         name = "all_to_all_single"
+        given = output
+        output, tensor = checks.in_reals(output, tensor)
         checks.check_tensor(output, "output", name, written=True)
         checks.check_tensor(tensor, "input", name)
         checks.check_dtype(output, tensor.dtype, "output", name)
@@ -300,7 +320,8 @@ class Communicator(Order):
             buffer, source = made_plain(output), made_plain(tensor)
             sends, receives = self._ranges(source, sent), self._ranges(buffer, expected)
             self.engine.exchange(plan, sends, receives, self.limit(seconds), site)
-            return self._write_back([output], [buffer])
+            self._write_back([output], [buffer])
+            return [given]
 
         return self.run(operation, name, async_op)
 

@@ -29,7 +29,7 @@ import torch
 from torchestra import checks, sparse
 from torchestra.communicator import Communicator
 from torchestra.engine.local import LocalEngine
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.errors import InvalidArgumentError
 from torchestra.order import Operation
 from torchestra.types import ReduceOp
 from torchestra.work import Work
@@ -63,25 +63,17 @@ class _NoEngine:
         pass
 
 
-def _check(tensor: object, parameter: str, name: str) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgumentTypeError(
-            f"{name}: `{parameter}` must be a torch.Tensor, got {type(tensor).__name__}"
-        )
-    return tensor
+_check = checks.check_is_tensor
 
 
 def _check_list(tensors: object, parameter: str, size: int, name: str) -> list[torch.Tensor]:
-    if not isinstance(tensors, (list, tuple)):
-        raise InvalidArgumentTypeError(
-            f"{name}: `{parameter}` must be a list of tensors, got {type(tensors).__name__}"
-        )
-    if len(tensors) != size:
+    found = checks.check_tensor_list(tensors, parameter, name)
+    if len(found) != size:
         raise InvalidArgumentError(
             f"{name}: `{parameter}` must have one tensor for each of the group's {size} ranks, got"
-            f" {len(tensors)}"
+            f" {len(found)}"
         )
-    return [_check(tensor, f"{parameter}[{index}]", name) for index, tensor in enumerate(tensors)]
+    return found
 
 
 def _fill(output: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torchestra.engine.callsites import call_site
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.progress import ProgressThread
-from torchestra.errors import GroupDestroyedError
+from torchestra.errors import DistError, GroupDestroyedError
 from torchestra.work import Work
 
 Operation = Callable[[str | None], list[Any]]
@@ -105,6 +105,13 @@ class Order:
         self._progress.hold()  # so that no call takes the short way past `run`
         try:
             yield steps
+        except BaseException as error:
+            for step in steps:
+                if step.work is not None:
+                    step.work.fail(
+                        DistError(f"{step.description} was not run: its block ended with {error!r}")
+                    )
+            raise
         finally:
             self._progress.release()
             if outer is None:

@@ -37,12 +37,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no tensor": (
         lambda: dist.all_reduce([1.0]),
         InvalidArgumentTypeError,
-        r"all_reduce: `tensor` must be a torch.Tensor, got list",
+        r"all_reduce: Invalid function argument. Expected parameter `tensor` of type torch.Tensor",
     ),
     "a number": (
         lambda: dist.broadcast(3, 0),
         TypeError,
-        r"broadcast: `tensor` must be a torch.Tensor, got int",
+        r"Expected parameter `tensor` of type torch.Tensor but got int instead",
     ),
     "sparse": (
         lambda: dist.broadcast(sparse(), 0),
@@ -89,7 +89,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             ones(3, dtype=torch.complex64), ones(6, dtype=torch.complex64), ReduceOp.MAX
         ),
         InvalidArgumentError,
-        "MAX is not defined for tensors of dtype torch.complex64",
+        "reduce_scatter_tensor does not support ReduceOp.MAX on complex tensors",
     ),
     "factor for integers": (
         lambda: dist.all_reduce(ones(3, dtype=torch.int32), ReduceOp.premul_sum(2)),
@@ -146,17 +146,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no list": (
         lambda: dist.all_gather(ones(2, 3), ones(3)),
         InvalidArgumentTypeError,
-        "`tensor_list` must be a list of tensors, got Tensor",
+        r"Expected parameter `tensor_list` of type List\[torch.Tensor\] but got Tensor",
     ),
     "list of numbers": (
         lambda: dist.reduce_scatter(ones(1), [1.0, 2.0]),
         InvalidArgumentTypeError,
-        r"`input_list\[0\]` must be a torch.Tensor, got float",
+        r"Expected parameter `input_list\[0\]` of type torch.Tensor but got float",
     ),
     "other dtype in the list": (
         lambda: dist.all_gather([ones(3), ones(3, dtype=torch.int32)], ones(3)),
         InvalidArgumentError,
-        r"`tensor_list\[1\]` has dtype torch.int32, expected torch.float32",
+        r"tensors with different dtypes: `tensor_list\[1\]` has dtype torch.int32, expected torch.float32",
     ),
     "own piece of another size": (
         lambda: dist.all_gather([ones(4), ones(4)], ones(3)),

@@ -221,6 +221,7 @@ class MovingMethods:
         name = "alltoall_base"
         options = options_from(AllToAllOptions, opts, name, timeout)
         lists.check_dense([output, input], name)
+        lists.check_same_type(output, input, name)
         work = self.communicator.all_to_all_single(
             output,
             input,

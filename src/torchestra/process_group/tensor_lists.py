@@ -91,12 +91,10 @@ def check_root_tensor(index: object, tensors: Sequence[torch.Tensor], name: str)
 def check_alike(tensors: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> None:
     """Refuse tensors that differ from ``like`` in dtype, device, layout or shape."""
     for index, tensor in enumerate(tensors):
-        if _kind(tensor) != _kind(like):
-            if tensor.layout != like.layout:
-                expected, got = like.layout, tensor.layout
-                refuse(name, f"invalid tensor layout at index {index} (expected {expected}, got {got})")
-            expected_kind, kind = " on ".join(_kind(like)[:2]), " on ".join(_kind(tensor)[:2])
-            refuse(name, f"invalid tensor type at index {index} (expected {expected_kind}, got {kind})")
+        if tensor.layout != like.layout:
+            expected, got = like.layout, tensor.layout
+            refuse(name, f"invalid tensor layout at index {index} (expected {expected}, got {got})")
+        check_same_type(tensor, like, name, index)
         if tensor.shape != like.shape:
             refuse(
                 name,
@@ -214,9 +212,7 @@ def check_coalesced_lists(
                     f"invalid size of output tensor at index {index} (expected length {tuple(tensor.shape)},"
                     f" got {tuple(output.shape)})",
                 )
-            if _kind(output) != _kind(tensor):
-                expected_kind, kind = " on ".join(_kind(tensor)[:2]), " on ".join(_kind(output)[:2])
-                refuse(name, f"invalid tensor type at index {index} (expected {expected_kind}, got {kind})")
+            check_same_type(output, tensor, name, index)
 
 
 def check_pairs(outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], name: str) -> None:
@@ -231,6 +227,13 @@ def check_pairs(outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
         )
 
 
+def check_same_type(tensor: torch.Tensor, like: torch.Tensor, name: str, index: int = 0) -> None:
+    """Refuse a tensor, at some place of a list, that differs from ``like`` in dtype, device or layout."""
+    if _kind(tensor) != _kind(like):
+        expected, got = " on ".join(_kind(like)[:2]), " on ".join(_kind(tensor)[:2])
+        refuse(name, f"invalid tensor type at index {index} (expected {expected}, got {got})")
+
+
 def check_pieces(whole: torch.Tensor, piece: torch.Tensor, size: int, name: str) -> None:
     """Refuse two tensors of which the first is not ``size`` times the second."""
     for tensor in (whole, piece):
@@ -239,9 +242,7 @@ def check_pieces(whole: torch.Tensor, piece: torch.Tensor, size: int, name: str)
                 f"{name}: incompatible function arguments: expected tensors, got {tensor!r}"
             )
     check_dense([piece], name)
-    if _kind(whole) != _kind(piece):
-        expected, got = " on ".join(_kind(piece)[:2]), " on ".join(_kind(whole)[:2])
-        refuse(name, f"invalid tensor type at index 0 (expected {expected}, got {got})")
+    check_same_type(whole, piece, name)
     if whole.numel() != piece.numel() * size:
         refuse(
             name,
@@ -263,9 +264,7 @@ def check_reduce_scatter_lists(
         refuse(name, f"invalid input tensor list size, must be world size, {size}, got {len(inputs[0])}")
     check_dense(outputs, name)
     for index, tensor in enumerate(inputs[0]):
-        if _kind(tensor) != _kind(outputs[0]):
-            expected, got = " on ".join(_kind(outputs[0])[:2]), " on ".join(_kind(tensor)[:2])
-            refuse(name, f"invalid tensor type at index {index} (expected {expected}, got {got})")
+        check_same_type(tensor, outputs[0], name, index)
 
 
 def check_exchange(
@@ -281,6 +280,4 @@ def check_exchange(
             )
     check_dense([*inputs, *outputs], name)
     for index, tensor in enumerate([*inputs, *outputs]):
-        if _kind(tensor) != _kind(inputs[0]):
-            expected, got = " on ".join(_kind(inputs[0])[:2]), " on ".join(_kind(tensor)[:2])
-            refuse(name, f"invalid tensor type at index {index} (expected {expected}, got {got})")
+        check_same_type(tensor, inputs[0], name, index)

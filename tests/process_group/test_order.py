@@ -1,0 +1,202 @@
+"""In which order a group's operations run: barriers, sequence numbers, and blocks that are run as one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from direct import run_direct
+
+import torchestra as dist
+from torchestra.errors import CollectiveMismatchError, DistError, InvalidArgumentError
+from torchestra.options import BarrierOptions
+from worlds import KINDS, run
+
+
+def drop_works(group: dist.ProcessGroup) -> None:
+    tensors = [torch.full((100, 100), float(number)) for number in range(16)]
+    for tensor in tensors:
+        group.allreduce(tensor)
+    group.barrier().get_future().wait()
+    for number, tensor in enumerate(tensors):
+        assert torch.equal(tensor, torch.full((100, 100), float(number * group.size())))
+    for work in (
+        group.barrier(BarrierOptions(device_ids=[0])),
+        group.barrier(20.0),
+        group.barrier(timeout=20.0),
+        group.barrier(BarrierOptions(asyncOp=False)),
+    ):
+        assert work.wait()
+        assert work.result() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_barrier_earlier_operations_are_done_though_nobody_waited_for_them(kind: str) -> None:
+    run_direct(kind, 3, drop_works)
+
+
+def count() -> None:
+    group = dist.group.WORLD
+    started = group.get_sequence_number_for_group()
+    begun = torch.zeros(1)
+    for number in range(5):
+        assert group._get_sequence_number_for_group() == started + number
+        dist.all_reduce(begun)
+    for number in range(5, 10):
+        group.allreduce(torch.zeros(1 << number))  # counted when called, not when run
+        assert group.get_sequence_number_for_group() == started + number + 1
+    group.barrier().wait()
+    assert group.get_sequence_number_for_group() == started + 11
+    group.allreduce_coalesced([torch.zeros(1), torch.zeros(2)]).wait()
+    assert group.get_sequence_number_for_group() == started + 13
+    dist.isend(torch.zeros(1), (dist.get_rank() + 1) % 3)
+    dist.recv(torch.zeros(1))
+    assert group.get_sequence_number_for_group() == started + 13
+    group._set_sequence_number_for_group()
+    other = dist.new_group([0, 1, 2])
+    numbers = torch.zeros(3, dtype=torch.int64)
+    own = torch.tensor([group.get_sequence_number_for_group()])
+    dist.all_gather_into_tensor(numbers, own, group=other)  # does not count in the group
+    assert numbers.tolist() == [own.item()] * 3
+    # Ranks 0 and 2 lag behind until they call what rank 1 has called.
+    if dist.get_rank() == 1:
+        work = dist.all_reduce(begun, async_op=True)
+    own = torch.tensor([group.get_sequence_number_for_group()])
+    dist.all_gather_into_tensor(numbers, own, group=other)
+    assert numbers.tolist() == [started + 13, started + 14, started + 13]
+    if dist.get_rank() != 1:
+        work = dist.all_reduce(begun, async_op=True)
+    work.wait()
+    assert group.get_sequence_number_for_group() == started + 14
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequence_numbers_count_what_was_called(kind: str) -> None:
+    run(kind, 3, count)
+
+
+def coalesce(async_ops: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensors = [torch.full((3,), rank + float(index)) for index in range(4)]
+    gathered = torch.zeros(size)
+    with dist.coalescing_manager(async_ops=async_ops) as manager:
+        for tensor in tensors:
+            assert dist.all_reduce(tensor) is None
+        work = dist.all_gather_into_tensor(gathered, torch.tensor([float(rank)]), async_op=True)
+        assert tensors[0][0] == rank  # nothing has been run
+        assert not work.is_completed()
+        with pytest.raises(DistError, match="is run at the end of the `with` block"):
+            work.wait()
+    manager.wait()
+    work.wait()
+    assert work.result()[0] is gathered
+    assert gathered.tolist() == list(range(size))
+    for index, tensor in enumerate(tensors):
+        assert tensor.tolist() == [size * (size - 1) / 2 + size * index] * 3
+    assert len(manager.works) == async_ops
+    if async_ops:
+        assert [id(tensor) for tensor in manager.works[0].result()] == [id(t) for t in (*tensors, gathered)]
+    dist.all_reduce(tensors[0])  # what follows is run as always
+    assert tensors[0][0] == size * size * (size - 1) / 2
+
+
+@pytest.mark.parametrize("async_ops", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_of_collectives_is_run_as_one(kind: str, async_ops: bool) -> None:
+    run(kind, 3, coalesce, async_ops)
+
+
+def leave_block() -> None:
+    tensor = torch.ones(1)
+    works = []
+
+    def divide_by_zero() -> None:
+        with dist.coalescing_manager():
+            dist.all_reduce(tensor)
+            works.append(dist.all_reduce(tensor, async_op=True))
+            raise ZeroDivisionError
+
+    def use_another_device() -> None:
+        with dist.coalescing_manager():
+            dist.all_reduce(tensor)
+            dist.all_reduce(torch.ones(1, device="meta"))
+
+    with pytest.raises(ZeroDivisionError):
+        divide_by_zero()
+    with pytest.raises(DistError, match=r"all_reduce\(SUM\) was not run: its block ended with ZeroDivision"):
+        works[0].wait()
+    dist.all_reduce(tensor)
+    assert tensor.item() == dist.get_world_size()
+    with pytest.raises(InvalidArgumentError, match="unsupported device"):
+        use_another_device()
+    assert tensor.item() == dist.get_world_size()
+    with dist.coalescing_manager() as manager:
+        pass
+    manager.wait()
+    dist.barrier()
+
+
+def test_a_block_that_raises_runs_nothing_and_leaves_the_group_as_it_was() -> None:
+    run("threads", 2, leave_block)
+
+
+def nest_blocks() -> None:
+    size = dist.get_world_size()
+    outer, inner, other = torch.ones(1), [torch.ones(1), torch.ones(2)], torch.ones(1)
+
+    def beside() -> None:
+        dist.group.WORLD.allreduce(other).wait()
+
+    with dist.coalescing_manager():
+        dist.all_reduce(outer)
+        dist.all_reduce_coalesced(inner)
+        dist.group.WORLD.allreduce([outer, outer])
+        # What another thread calls is not of the block, and comes before it.
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        assert other.item() == size
+        assert outer.item() == 1
+    assert [tensor[0].item() for tensor in inner] == [size, size]
+    assert outer.item() == 2 * size * size
+
+
+def test_blocks_hold_lists_of_tensors_and_only_what_their_thread_calls() -> None:
+    run("threads", 2, nest_blocks)
+
+
+def fail_halfway() -> None:
+    tensors = [torch.ones(1) for _ in range(3)]
+    works = []
+
+    def call_different_things() -> None:
+        with dist.coalescing_manager():
+            works.append(dist.all_reduce(tensors[0], async_op=True))
+            works.append(dist.all_reduce(torch.ones(1 + dist.get_rank()), async_op=True))
+            works.append(dist.all_reduce(tensors[2], async_op=True))
+
+    with pytest.raises(CollectiveMismatchError):
+        call_different_things()
+    works[0].wait()
+    for work in works[1:]:
+        assert isinstance(work.exception(), CollectiveMismatchError)
+    assert [tensor.item() for tensor in tensors] == [2, 1, 1]
+    dist.all_reduce(tensors[2])
+    assert tensors[2].item() == 2
+
+
+def test_after_a_failed_operation_of_a_block_those_behind_it_are_not_run() -> None:
+    run("threads", 2, fail_halfway)
+
+
+def from_outside() -> None:
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.warns(UserWarning, match="no member"), dist.coalescing_manager(group) as manager:
+            pass
+        manager.wait()
+
+
+def test_a_block_on_a_rank_outside_of_the_group_warns() -> None:
+    run("processes", 2, from_outside)
