@@ -75,11 +75,16 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 
 @pytest.fixture
 def start(script: Callable[[str], str]) -> Iterator[Callable[..., Running]]:
-    """Start ranks that run the text given: ``start(text, nproc, *arguments, **popen_options)``."""
+    """Start ranks that run the text given: ``start(text, nproc, *arguments, **popen_options)``.
+
+    ``before`` holds more arguments of the launcher's own.
+    """
     jobs: list[Running] = []
 
-    def begin(text: str, nproc: int, *arguments: str, **options: object) -> Running:
-        jobs.append(Running(["--nproc", str(nproc), script(text), *arguments], **options))
+    def begin(
+        text: str, nproc: int, *arguments: str, before: tuple[str, ...] = (), **options: object
+    ) -> Running:
+        jobs.append(Running(["--nproc", str(nproc), *before, script(text), *arguments], **options))
         return jobs[-1]
 
     yield begin

@@ -76,9 +76,16 @@ def users_part(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def cause_of(faults: Iterable[Fault]) -> Fault | None:
-    """The fault, of those given, that the others followed from; None if none are given."""
-    return min(faults, key=lambda fault: (fault.consequence, fault.exit_code >= 0, fault.time), default=None)
+def cause_of(faults: Iterable[Fault], survived: int = 0) -> Fault | None:
+    """The fault, of those given, that the others followed from; None if none are given.
+
+    Args:
+        faults: of different ranks.
+        survived: so many are survived, those that come first when they are told from their consequences; the
+            next is the cause.
+    """
+    told = sorted(faults, key=lambda fault: (fault.consequence, fault.exit_code >= 0, fault.time))
+    return told[survived] if len(told) > survived else None
 
 
 def describe_exit(exit_code: int) -> str:

@@ -14,7 +14,12 @@ from torchestra.errors import DistError
 from torchestra.launcher.cores import usable_cores
 from torchestra.launcher.job import Job, StopPlan
 from torchestra.launcher.output import colours_wanted, open_devices
-from torchestra.launcher.report import failure_report, tracebacks_report
+from torchestra.launcher.report import (
+    failure_report,
+    survived_report,
+    survivors_report,
+    tracebacks_report,
+)
 from torchestra.launcher.spec import JobSpec, Script
 from torchestra.launcher.stdin import StandardInput
 from torchestra.launcher.surroundings import MeetingPoint
@@ -34,7 +39,11 @@ LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHESTRA_STORE, and OMP_NUM_THREAD
 cores) unless that is set already. Lines of output are prefixed by rank; with one rank output passes
 through untouched. Rank 0 reads the launcher's standard input, the others read nothing.
 
-The first rank to fail ends the job, and its exit code is the job's (128 + the number for a signal).
+The first rank to fail ends the job, and its exit code is the job's (128 + the number for a signal). With
+--max-failures N, up to N ranks may fail (be killed, raise, exit with a code other than 0) while the others go
+on; if these end well the exit code is 0. For programs that go on without the ranks they lose, by
+group.shrink(): see docs/guides/surviving-failures.md.
+
 Ctrl-C interrupts all ranks; SIGTERM and SIGHUP are passed on; a second one kills them at once.
 """
 
@@ -45,6 +54,13 @@ def ranks_argument(text: str) -> int:
         return usable_cores()
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive number or 'auto', got {text!r}")
+    return int(text)
+
+
+def failures_argument(text: str) -> int:
+    """A number of failures from the command line: an integer, not negative."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number, 0 or more, got {text!r}")
     return int(text)
 
 
@@ -59,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="N",
         help="how many ranks to start; 'auto', the default, is one per usable core",
+    )
+    parser.add_argument(
+        "--max-failures",
+        type=failures_argument,
+        default=0,
+        metavar="N",
+        help="how many ranks may fail without ending the job; default 0",
     )
     parser.add_argument(
         "-m", "--module", action="store_true", help="the script is a module's name, as for python -m"
@@ -85,7 +108,9 @@ def main(options: argparse.Namespace) -> int:
         directory=os.getcwd(),
     )
     stdin = StandardInput()
-    job = Job(server, spec, meeting, open_devices(sys.stdout, sys.stderr), stdin.for_rank)
+    devices = open_devices(sys.stdout, sys.stderr)
+    job = Job(server, spec, meeting, devices, stdin.for_rank, options.max_failures)
+    job.when_survived = lambda fault: devices[1].say(survived_report(job, fault))
     stdin.relay(job)
     received: list[int] = []
     try:
@@ -113,6 +138,8 @@ def _conclude(job: Job, received: list[int]) -> int:
     if job.cause is not None:
         sys.stderr.write(failure_report(job, colours_wanted(sys.stderr.isatty())))
         return job.cause.shell_code
+    if job.survived:
+        sys.stderr.write(survivors_report(job))
     return 0
 
 

@@ -3,8 +3,9 @@
 Everything happens in one thread around one ``select``: words of the server and of the ranks, output,
 deadlines. A job ends when every rank has ended, by itself or because :meth:`Job.stop` saw to it.
 
-The first failure stops the job, after a moment in which failures may still come in: of ranks that
-fail nearly together, the one to blame is often not the first to be heard of (see :mod:`.blame`).
+The first failure stops the job (or the first that is one too many, where some are to be survived), after a
+moment in which failures may still come in: of ranks that fail nearly together, the one to blame is often not
+the first to be heard of (see :mod:`.blame`).
 """
 
 from __future__ import annotations
@@ -91,10 +92,15 @@ class RankState:
 class Job:
     """The ranks of one job.
 
+    Args:
+        max_failures: how many ranks may fail without ending the job; one at least must end well.
+
     Attributes:
         ranks: what is known of each; empty until they are asked for.
         pids: the process id of each; empty until they exist.
         cause: the failure for which the job was stopped, or with which it ended.
+        survived: the failures that the job has outlived, in the order in which these ranks ended.
+        when_survived: called with each of them.
     """
 
     def __init__(
@@ -104,10 +110,14 @@ class Job:
         meeting: MeetingPoint,
         devices: tuple[Device, Device],
         stdin: int | None = None,
+        max_failures: int = 0,
     ) -> None:
         self.ranks: list[RankState] = []
         self.pids: tuple[int, ...] = ()
         self.cause: Fault | None = None
+        self.survived: list[Fault] = []
+        self.when_survived: Callable[[Fault], None] = lambda _: None
+        self._max_failures = min(max_failures, spec.nproc - 1)
         self._server = server
         self._spec = spec
         self._meeting = meeting
@@ -235,6 +245,7 @@ class Job:
             state.ended = content
             self._alive -= 1
             self._note_fault(state)
+            self._note_survived(state)
         else:
             self._lose_server()
 
@@ -257,11 +268,18 @@ class Job:
     def _note_fault(self, state: RankState) -> None:
         self._fault_seen = self._fault_seen or state.fault(self._must_return) is not None
 
+    def _note_survived(self, state: RankState) -> None:
+        """A rank has ended: if it has failed and the others go on, say so."""
+        fault = state.fault(self._must_return)
+        if fault is not None and not self.stopping and self._cause_so_far() is None:
+            self.survived.append(fault)
+            self.when_survived(fault)
+
     def _cause_so_far(self) -> Fault | None:
         """The fault the others followed from, of the ranks that did not fail for being stopped."""
         until = self._stop_time or math.inf
         faults = [fault for state in self.ranks if (fault := state.fault(self._must_return)) is not None]
-        return cause_of([fault for fault in faults if fault.time <= until])
+        return cause_of([fault for fault in faults if fault.time <= until], self._max_failures)
 
     # Time
 
@@ -270,7 +288,8 @@ class Job:
         if not self._fault_seen or self.stopping:
             return None
         cause = self._cause_so_far()
-        assert cause is not None
+        if cause is None:
+            return None
         return cause.time + (_SETTLE_CONSEQUENCE_S if cause.consequence else _SETTLE_S)
 
     def _time_to_next(self, until: float) -> float | None:

@@ -58,6 +58,11 @@ class Device:
         self._out.write(data)
         self._out.flush()
 
+    def say(self, text: str) -> None:
+        """Write lines of the launcher's own."""
+        self.end_line()
+        self.write(text.encode(errors="replace"))
+
     def end_line(self) -> None:
         """Begin a new line if somebody left one unfinished."""
         if self.open_line is not None:

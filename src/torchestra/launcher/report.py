@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from torchestra.launcher.blame import describe_exit
+from torchestra.launcher.blame import Fault, describe_exit
 from torchestra.launcher.job import Job, RankState
 
-__all__ = ["failure_report", "ranks_phrase", "tracebacks_report"]
+__all__ = ["failure_report", "ranks_phrase", "survived_report", "survivors_report", "tracebacks_report"]
 
 
 def failure_report(job: Job, coloured: bool = False) -> str:
     """The end of a failed job, for the screen: other ranks' tracebacks, the cause's, and the summary."""
     cause = job.cause
     assert cause is not None
-    others = tracebacks_report(job, skip=cause.rank)
+    told = {cause.rank, *(fault.rank for fault in job.survived)}
+    others = tracebacks_report(job, skip=told)
     trace = cause.failure.traceback if cause.failure is not None else ""
-    pid = f" (pid {job.pids[cause.rank]})" if job.pids else ""
-    stopped = [state.rank for state in job.ranks if state is not job.ranks[cause.rank] and _failed(state)]
+    stopped = [state.rank for state in job.ranks if state.rank not in told and _failed(state)]
     rest = f"; {ranks_phrase(stopped)} ended with it" if stopped else ""
-    summary = f"torchestra: rank {cause.rank}{pid} failed: {describe_exit(cause.exit_code)}{rest}"
+    summary = f"torchestra: {_failure(job, cause)}{rest}"
     if coloured:
         summary = f"\x1b[1;31m{summary}\x1b[0m"
     return f"{others}{trace}{summary}\n"
 
 
-def tracebacks_report(job: Job, skip: int | None = None) -> str:
-    """The tracebacks of the ranks that sent one, ranks with the same text together."""
+def survived_report(job: Job, fault: Fault) -> str:
+    """What to say at once of a rank that has failed while the others go on."""
+    trace = fault.failure.traceback if fault.failure is not None else ""
+    left = ranks_phrase(job.unfinished)
+    verb = "goes" if len(job.unfinished) == 1 else "go"
+    rest = f"; {left} {verb} on" if job.unfinished else ""
+    return f"{trace}torchestra: {_failure(job, fault)}{rest}\n"
+
+
+def survivors_report(job: Job) -> str:
+    """The last word of a job that ended well though ranks had failed."""
+    lost = [fault.rank for fault in job.survived]
+    well = [state.rank for state in job.ranks if state.rank not in lost]
+    return f"torchestra: {ranks_phrase(well)} ended well, without {ranks_phrase(sorted(lost))}\n"
+
+
+def _failure(job: Job, fault: Fault) -> str:
+    pid = f" (pid {job.pids[fault.rank]})" if job.pids else ""
+    return f"rank {fault.rank}{pid} failed: {describe_exit(fault.exit_code)}"
+
+
+def tracebacks_report(job: Job, skip: Container[int] = ()) -> str:
+    """The tracebacks of the ranks that sent one, but for some; ranks with the same text together."""
     ranks_by_text: dict[str, list[int]] = {}
     for state in job.ranks:
-        if state.failure is not None and state.failure.traceback and state.rank != skip:
+        if state.failure is not None and state.failure.traceback and state.rank not in skip:
             ranks_by_text.setdefault(state.failure.traceback, []).append(state.rank)
     single = len(job.ranks) == 1
     lines = [

@@ -409,6 +409,17 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Have no part in backward any more, so that another wrapper can have it."""
         self.reducer.remove_autograd_hooks()
 
+    def rebuild(self, process_group: AnyGroup | None = None) -> None:
+        """Average over another group from now on, in place of one that has failed. By all of its ranks.
+
+        A step that failed is forgotten. Nothing is sent: as some ranks may have ended the step and others
+        not, broadcast the state of one of them (parameters, buffers, optimizer) before you go on.
+
+        Args:
+            process_group: the group; default: the default group, such as :meth:`ProcessGroup.shrink` made it.
+        """
+        self._update_process_group(default_group() if process_group is None else process_group)
+
     def _update_process_group(self, new_process_group: AnyGroup) -> None:
         """Average over another group from now on; also after a group has failed.
 

@@ -131,7 +131,7 @@ class Reducer:
         self._unused_before: Sequence[int] | None = None
         self._agreed_order: list[int] | None = None
         self._next = 0
-        self._failure: BaseException | None = None
+        self._failure = ""
         self._futures: list[torch.futures.Future[Any]] = []
 
         self._gradient_hooks = [self.expected.hook_for(index) for index in range(count)]
@@ -225,7 +225,8 @@ class Reducer:
         former, self._averager = self._averager, self._make_averager()
         self._averager.take_over(former)
         self._close()
-        self._failure = self._agreed_order = self.rebuilt = None
+        self._failure = ""
+        self._agreed_order = self.rebuilt = None
         self._lay_out([bucket.indices for bucket in self.buckets], [each.limit for each in self.buckets])
 
     @property
@@ -250,11 +251,11 @@ class Reducer:
     def check_finished(self) -> None:
         """Raise a GradientReductionError if a round has begun and not ended, or a reduction has failed."""
         rank = self._group.rank()
-        if self._failure is not None:
+        if self._failure:
             raise GradientReductionError(
-                f"the reduction of gradients failed on rank {rank} ({type(self._failure).__name__}:"
-                f" {str(self._failure).partition(chr(10))[0]}); make a new group and wrap the module again"
-            ) from self._failure
+                f"the reduction of gradients failed on rank {rank} ({self._failure}); make a new group"
+                " and wrap the module again, or shrink the group and rebuild() the wrapper"
+            )
         if self._has_begun():
             raise GradientReductionError(
                 messages.unfinished(
@@ -265,6 +266,10 @@ class Reducer:
                     static=self.expected.static,
                 )
             )
+
+    def _note_failure(self, error: BaseException) -> None:
+        # In words: the error's traceback would hold this reducer, whose hooks then would outlive it.
+        self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def _has_begun(self) -> bool:
         return self._next > 0 or self.expected.has_begun
@@ -370,7 +375,7 @@ class Reducer:
             for future in self._futures:
                 future.wait()
         except BaseException as error:
-            self._failure = error
+            self._note_failure(error)
             raise
         ended = _now()
         counters.steps += 1
@@ -437,7 +442,7 @@ class Reducer:
                 self._averager.finish(bucket, ())
             self._agree_on_order()
         except BaseException as error:
-            self._failure = error
+            self._note_failure(error)
             raise
 
 
