@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from torchestra import unwaited
-from torchestra.errors import NotInitializedError
+from torchestra.errors import InvalidArgumentError, NotInitializedError
 from torchestra.process_group import ProcessGroup
 from torchestra.store import Store
 from torchestra.thread_ranks import ThreadRank, being_thread_rank, current_thread_rank
@@ -44,12 +45,28 @@ class World:
     made_locally: dict[str, int] = field(default_factory=dict)
     thread: threading.Thread | None = None
     _tags: dict[str, str] = field(default_factory=dict)
+    _acquaintances: weakref.WeakValueDictionary[str, ProcessGroup] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
 
     def add(self, group: ProcessGroup, tag: str = "") -> None:
         """Enter a new group, under a tag if it has one."""
         self.groups[group.group_name] = group
         if tag:
             self._tags[group.group_name] = tag
+
+    def acknowledge(self, group: ProcessGroup) -> None:
+        """Have :meth:`group` find a group that was made directly, as long as there is it.
+
+        Raises:
+            InvalidArgumentError: there is another of the same name.
+        """
+        name = group.group_name
+        known = self.groups.get(name) or self._acquaintances.setdefault(name, group)
+        if known is not group:
+            raise InvalidArgumentError(
+                f"there is another group named {name!r} already: give each group that is made directly a name"
+            )
 
     def remove(self, group: ProcessGroup) -> None:
         """Forget a group. Warns of results of it that were never waited for."""
@@ -76,7 +93,7 @@ class World:
         Raises:
             NotInitializedError: this rank has none of that name.
         """
-        found = self.groups.get(name)
+        found = self.groups.get(name) or self._acquaintances.get(name)
         if found is None:
             raise NotInitializedError(
                 f"Could not resolve the process group registered under the name {name!r}: this rank has"

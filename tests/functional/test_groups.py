@@ -72,6 +72,18 @@ def bad_groups() -> None:
         funcol.all_reduce(torch.ones(1), "sum", "nobody")
 
 
+def direct_groups() -> None:
+    rank, store = dist.get_rank(), dist.group.WORLD.store  # type: ignore[union-attr]
+    direct = dist.ProcessGroup(dist.PrefixStore("direct", store), rank, 4)
+    assert funcol.all_reduce(torch.ones(1), "sum", direct).tolist() == [4.0]
+    namesake = dist.ProcessGroup(dist.PrefixStore("another", store), rank, 4, name=direct.group_name)
+    with pytest.raises(ValueError, match="there is another group named"):
+        funcol.all_reduce(torch.ones(1), "sum", namesake)
+    for group in (namesake, direct):
+        dist.barrier(group)
+        group.destroy()
+
+
 def finding_and_making() -> None:
     made = find_or_make_group("blu", [0, 1, 2, 3], 2)
     assert made is [make_group([0, 1], tag="blu"), make_group([2, 3], tag="blu")][dist.get_rank() // 2]
@@ -88,7 +100,9 @@ def finding_and_making() -> None:
     assert total.tolist() == [2.0]
 
 
-@pytest.mark.parametrize("body", [lists_of_ranks, groups, meshes, bad_groups, finding_and_making])
+@pytest.mark.parametrize(
+    "body", [lists_of_ranks, groups, meshes, bad_groups, direct_groups, finding_and_making]
+)
 def test_groups_in_threads(body) -> None:  # type: ignore[no-untyped-def]
     run("threads", 4, body)
 

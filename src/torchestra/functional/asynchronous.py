@@ -70,10 +70,6 @@ class AsyncCollectiveTensor(torch.Tensor):
         """Where the elements lie, once they are there."""
         return self.trigger_wait().data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """The memory that the elements lie in, once they are there."""
-        return self.trigger_wait().untyped_storage()
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AsyncCollectiveTensor({self.trigger_wait()!r})"
 
@@ -131,7 +127,7 @@ def awaited_later(tensor: torch.Tensor) -> torch.Tensor:
     While a program is traced, and where a mode looks on at operators, that is the result of ``wait_tensor``,
     so that the wait is seen; a compiler moves it to where it is due. The same where the output is not plain.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return ops.wait_tensor(tensor)  # type: ignore[no-any-return]
     if type(tensor) is not torch.Tensor or tensor.is_meta or _get_current_dispatch_mode() is not None:
         return ops.wait_tensor(tensor)  # type: ignore[no-any-return]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Union, cast
 
+import torch
+
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, InvalidShapeError
 from torchestra.mesh import DeviceMesh
 from torchestra.process_group import NonMember, ProcessGroup
@@ -119,12 +121,17 @@ def _size_by_name(name: str) -> int:
 
 
 def group_name(group: Group, tag: str = "") -> str:
-    """The name of a group, however it is given. With lists of ranks, ``tag`` tells groups apart."""
+    """The name of a group, however it is given. With lists of ranks, ``tag`` tells groups apart.
+
+    A group that was made directly is found by its name once this was asked, but for in a compiled program.
+    """
     if isinstance(group, str):
         return group
     if isinstance(group, list):
         return cast(str, _name_by_ranks(group, tag))
     if isinstance(group, ProcessGroup):
+        if not torch.compiler.is_dynamo_compiling():
+            current_world().acknowledge(group)
         return group.group_name
     mesh, dimension = _mesh_and_dimension(group)
     return mesh.group_name(dimension)

@@ -159,22 +159,39 @@ def _unfuse_additions(graph: fx.Graph) -> int:
 
 
 def _hoist_collectives(graph: fx.Graph) -> int:
-    moved = 0
-    positions = {node: index for index, node in enumerate(graph.nodes)}
-    behind: fx.Node | None = None  # what the next collective must come after, whatever its arguments
-    for node in list(graph.nodes):
-        if node.op == "placeholder" or _is_fence(node):
-            behind = node
-        elif _is(node, COLLECTIVES):
-            before = [*node.all_input_nodes, *([] if behind is None else [behind])]
-            last = max(before, key=positions.__getitem__)
-            if positions[node] - positions[last] > 1:
-                last.append(node)
-                moved += 1
-                # Right behind `last`: between it and whatever came next.
-                positions = {each: index for index, each in enumerate(graph.nodes)}
-            behind = node
+    """Of what stands between two collectives, compute first what the second needs, and begin it then.
+
+    What it does not need is not put off any further, because it may keep memory from being freed.
+    """
+    nodes = list(graph.nodes)
+    order: list[fx.Node] = []
+    since: list[fx.Node] = []  # the last collective, or fence
+    for node in nodes:
+        if _is(node, COLLECTIVES):
+            needed = _ancestors_among(since, node)
+            order += [*(each for each in since if each in needed), node]
+            order += [each for each in since if each not in needed]
+            since = []
+        elif node.op == "placeholder" or _is_fence(node):
+            order += [*since, node]
+            since = []
+        else:
+            since.append(node)
+    moved = sum(before is not after for before, after in zip(nodes, order, strict=True))
+    if moved:
+        for node in order[:-1]:
+            order[-1].prepend(node)
     return moved
+
+
+def _ancestors_among(candidates: list[fx.Node], node: fx.Node) -> set[fx.Node]:
+    among, found, left = set(candidates), set[fx.Node](), [node]
+    while left:
+        for each in left.pop().all_input_nodes:
+            if each in among and each not in found:
+                found.add(each)
+                left.append(each)
+    return found
 
 
 def _sink_waits(graph: fx.Graph) -> int:

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from torchestra import unwaited
+from torchestra import several, unwaited
 from torchestra.errors import InvalidArgumentError, InvalidShapeError
 from torchestra.functional.inductor import lower_collectives
 from torchestra.process_group import ProcessGroup
@@ -140,7 +140,10 @@ def _all_reduce_(tensor: torch.Tensor, reduce_op: str, group_name: str) -> None:
 def _all_reduce_coalesced(
     tensors: Sequence[torch.Tensor], reduce_op: str, group_name: str
 ) -> list[torch.Tensor]:
-    return [_all_reduce(tensor, reduce_op, group_name) for tensor in tensors]
+    group, op = _group(group_name), reduction(reduce_op)
+    outputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    work = several.all_reduce_coalesced(group.communicator, outputs, op, async_op=True)
+    return [_expect(output, work, group, "all_reduce_coalesced") for output in outputs]
 
 
 def _broadcast(tensor: torch.Tensor, src: int, group_name: str) -> torch.Tensor:
@@ -169,7 +172,10 @@ def _all_gather_into_tensor(tensor: torch.Tensor, group_size: int, group_name: s
 def _all_gather_into_tensor_coalesced(
     tensors: Sequence[torch.Tensor], group_size: int, group_name: str
 ) -> list[torch.Tensor]:
-    return [_all_gather_into_tensor(tensor, group_size, group_name) for tensor in tensors]
+    group = _group(group_name, group_size)
+    outputs = [_gathered(tensor, group_size) for tensor in tensors]
+    work = several.all_gather_into_tensor_coalesced(group.communicator, outputs, tensors, async_op=True)
+    return [_expect(output, work, group, "all_gather_into_tensor_coalesced") for output in outputs]
 
 
 def _reduce_scatter_tensor(
@@ -184,7 +190,10 @@ def _reduce_scatter_tensor(
 def _reduce_scatter_tensor_coalesced(
     tensors: Sequence[torch.Tensor], reduce_op: str, group_size: int, group_name: str
 ) -> list[torch.Tensor]:
-    return [_reduce_scatter_tensor(tensor, reduce_op, group_size, group_name) for tensor in tensors]
+    group, op = _group(group_name, group_size), reduction(reduce_op)
+    outputs = [_scattered(tensor, reduce_op, group_size) for tensor in tensors]
+    work = several.reduce_scatter_tensor_coalesced(group.communicator, outputs, tensors, op, async_op=True)
+    return [_expect(output, work, group, "reduce_scatter_tensor_coalesced") for output in outputs]
 
 
 def _all_to_all_single(
