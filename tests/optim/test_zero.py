@@ -12,6 +12,7 @@ from torch import nn
 
 import torchestra as dist
 from torchestra.algorithms.join import Join, Joinable, JoinHook
+from torchestra.nn.parallel import DistributedDataParallel
 from torchestra.optim import ZeroRedundancyOptimizer
 from worlds import KINDS, run
 
@@ -462,3 +463,62 @@ def test_one_collective_per_step_with_bucket_views() -> None:
     assert run("threads", 2, body, True) == [["all_gather"]] * 2
     # The one large parameter goes by itself, the others together.
     assert run("threads", 2, body, False) == [["all_gather", "broadcast"]] * 2
+
+
+# -- with a DistributedDataParallel
+
+
+def uneven_training(as_views: bool, ddp_options: dict[str, Any]) -> tuple[list[torch.Tensor], list[float]]:
+    """Ranks have 2, 4 and 6 samples, of which each makes a step."""
+    model = DistributedDataParallel(
+        Branches(), bucket_cap_mb=0.0005, find_unused_parameters=True, **ddp_options
+    )
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=as_views, lr=0.05, weight_decay=0.3
+    )
+    losses = []
+    with Join([model, zero], divide_by_initial_world_size=False):
+        for step in range(2 + 2 * dist.get_rank()):
+            zero.zero_grad()
+            loss = model(inputs(dist.get_rank(), step)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            zero.step()
+    return [parameter.detach() for parameter in model.parameters()], losses
+
+
+class Branches(nn.Module):
+    """One branch is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+            self.never = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def inputs(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_model_and_optimizer_join_together(kind: str, options: dict[str, bool]) -> None:
+    """A rank without inputs updates its share by the others' gradients, as one optimizer would."""
+    alone = Branches()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.05, weight_decay=0.3)
+    for step in range(6):
+        optimizer.zero_grad()
+        left = [rank for rank in range(3) if step < 2 + 2 * rank]
+        for rank in left:
+            (alone(inputs(rank, step)).square().mean() / len(left)).backward()
+        optimizer.step()
+    told = run(kind, 3, uneven_training, kind == "threads", options)
+    for found, _ in told:
+        close(found, list(alone.parameters()))
+        assert same_bits(found, told[0][0])
+    assert [len(losses) for _, losses in told] == [2, 4, 6]

@@ -133,6 +133,7 @@ class Join:
         **kwargs: handed to every joinable's :meth:`Joinable.join_hook`.
 
     Attributes:
+        joinables: what communicates.
         active: in a step, the ranks that make it; in the numbering of the joinables' group.
         note: what they have noted of it (see :meth:`notify_join_context`).
 
@@ -153,11 +154,11 @@ class Join:
     ) -> None:
         if len(joinables) == 0:
             raise InvalidArgumentError("The join context manager requires at least one joinable")
-        self._joinables = list(joinables)
-        self._group = _the_group(self._joinables)
+        self.joinables = tuple(joinables)
+        self._group = _the_group(self.joinables)
         self._rank = self._group.rank()
-        self._device = self._joinables[0].join_device
-        self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
+        self._device = self.joinables[0].join_device
+        self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self.joinables]
         self._enable = enable
         self._throw = throw_on_early_termination
         self._shadowing = False
@@ -168,7 +169,7 @@ class Join:
 
     def __enter__(self) -> None:
         self._over = self._shadowing = False
-        for index, joinable in enumerate(self._joinables):
+        for index, joinable in enumerate(self.joinables):
             joinable._join_config = JoinConfig(self._enable, self._throw, index == 0, self)
 
     def __exit__(
@@ -192,7 +193,7 @@ class Join:
             for hook in self._join_hooks:
                 hook.post_hook(is_last_joiner)
         finally:
-            for joinable in self._joinables:
+            for joinable in self.joinables:
                 joinable._join_config = DISABLED
 
     @staticmethod

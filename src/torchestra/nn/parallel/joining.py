@@ -67,7 +67,8 @@ class DDPJoinHook(JoinHook):
         ddp._sync_buffers(averages, context.active[0])
         if averages:
             _choose_divisor(ddp, context)
-            ddp.reducer.shadow_round()
+            # Another joinable, such as an optimizer, may go on with the averages on this rank too.
+            ddp.reducer.shadow_round(hand_out=len(context.joinables) > 1)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the state of the last rank that had inputs."""

@@ -45,6 +45,7 @@ from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, CommHook, bui
 from torchestra.nn.parallel.expectations import Expectations
 from torchestra.nn.parallel.outputs import tensors_in, unused_parameters
 from torchestra.nn.parallel.sink import GradAttribute, GradientSink
+from torchestra.nn.parallel.sparse import empty_like_sparse
 from torchestra.nn.parallel.statistics import Counters
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp
@@ -425,9 +426,14 @@ class Reducer:
         if [set(indices) for indices in plan] != [set(bucket.indices) for bucket in self.buckets]:
             self._lay_out(plan, limits)
 
-    def shadow_round(self) -> None:
-        """Take part in a round of the other ranks, with nothing to contribute and nothing to change here."""
+    def shadow_round(self, hand_out: bool = False) -> None:
+        """Take part in a round of the other ranks, with nothing to contribute.
+
+        Args:
+            hand_out: let the averages be this rank's gradients too; if not, they stay as they are.
+        """
         self.prepare_for_forward()
+        before = self._sink.take(self.parameters)
         last_unused = set(self.last_unused)
         reduced = [
             bucket
@@ -436,14 +442,28 @@ class Reducer:
         ]
         try:
             for bucket in reduced:
-                self._averager.start_shadow(bucket, bucket is self.buckets[-1])
+                if hand_out:
+                    self._put_zeros(bucket)
+                    self._averager.start(bucket, (), bucket is self.buckets[-1])
+                else:
+                    self._averager.start_shadow(bucket, bucket is self.buckets[-1])
             self._tell_what_was_used(torch.zeros_like(self._used_by))
             for bucket in reduced:
                 self._averager.finish(bucket, ())
+            if hand_out and (self._looks_each_time or self.expected.static):
+                for index, ranks in enumerate(self._used_by.tolist()):
+                    if not ranks:
+                        self._sink.put(self.parameters[index], before[index])
             self._agree_on_order()
         except BaseException as error:
             self._note_failure(error)
             raise
+
+    def _put_zeros(self, bucket: Bucket) -> None:
+        for parameter in bucket.parameters:
+            self._sink.put(
+                parameter, empty_like_sparse(parameter) if bucket.sparse else torch.zeros_like(parameter)
+            )
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:

@@ -18,8 +18,8 @@ class GradientSink(Protocol):
     def take(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The gradient of each parameter, None where there is none."""
 
-    def put(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Make this tensor the parameter's gradient."""
+    def put(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Make this tensor the parameter's gradient; with None, it has none."""
 
 
 class GradAttribute:
@@ -29,6 +29,6 @@ class GradAttribute:
         """See :class:`GradientSink`."""
         return [parameter.grad for parameter in parameters]
 
-    def put(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def put(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """See :class:`GradientSink`."""
         parameter.grad = gradient
