@@ -51,12 +51,13 @@ def is_own(family: int, where: Any) -> bool:
     """
     if is_loopback(where) or is_unspecified(where):
         return True
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((where[0], _ANY_PORT, *where[2:]))
-        except OSError:
-            return False
-        return bool(probe.getsockname()[0] == where[0])
+            return bool(probe.getsockname()[0] == where[0])
+    except OSError:
+        # There is no way there, or (IPv6 may be switched off) none to any such address.
+        return False
 
 
 def loopback_of(family: int, where: Any) -> Any:

@@ -1,0 +1,53 @@
+"""The secret that ``torchestra run`` gives to each job."""
+
+from __future__ import annotations
+
+import pytest
+
+RANK = """
+    import os
+    from torchestra import TCPStore
+    from torchestra.errors import DistNetworkError
+
+    secret = os.environ["TORCHESTRA_SECRET"]
+    seen = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline") as file:
+                seen.append(file.read())
+        except OSError:
+            pass
+    host, port = os.environ["TORCHESTRA_STORE"].split(":")
+    try:
+        TCPStore(host, int(port), timeout=20, secret="another job's")
+        entered = True
+    except DistNetworkError as error:
+        entered = "different secrets" not in str(error)
+    TCPStore(host, int(port), timeout=20).set("mine", "1")
+    print(secret, len(seen) > 1 and not any(secret in line for line in seen), entered)
+"""
+
+
+def words(start, **options: object) -> list[list[str]]:  # type: ignore[no-untyped-def]
+    code, out, err = start(RANK, 2, **options).finish()
+    assert code == 0, err
+    return [line.partition("] ")[2].split() for line in out.splitlines()]
+
+
+def test_each_job_has_a_secret_of_its_own_that_no_command_line_shows(
+    start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHESTRA_SECRET", raising=False)
+    jobs = [words(start) for _ in range(2)]
+    for ranks in jobs:
+        assert len(ranks) == 2
+        assert ranks[0] == ranks[1]
+        secret, hidden, entered = ranks[0]
+        assert len(bytes.fromhex(secret)) >= 16
+        assert (hidden, entered) == ("True", "False")
+    assert jobs[0] != jobs[1]
+
+
+def test_a_secret_that_is_set_is_kept(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHESTRA_SECRET", "the-users-own")
+    assert words(start) == [["the-users-own", "True", "False"]] * 2
