@@ -57,6 +57,7 @@ from .errors import (
     UnevenInputsError,
     UnknownDimensionError,
 )
+from .flight import FlightEntry, FlightRecord, RankRecord, flight_record
 from .launcher import launch
 from .mesh import DeviceMesh, init_device_mesh
 from .nn.parallel import BuiltinCommHookType, GradBucket
@@ -123,6 +124,8 @@ __all__ = [
     "DistStoreError",
     "FakeStore",
     "FileStore",
+    "FlightEntry",
+    "FlightRecord",
     "GatherOptions",
     "GradBucket",
     "GradientReductionError",
@@ -147,6 +150,7 @@ __all__ = [
     "RankError",
     "RankExcludedError",
     "RankFailedError",
+    "RankRecord",
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
@@ -173,6 +177,7 @@ __all__ = [
     "coalescing_manager",
     "destroy_process_group",
     "empty",
+    "flight_record",
     "full",
     "functional",
     "gather",

@@ -6,6 +6,7 @@ read-only, by ``torchestra top`` and ``torchestra report``.
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -17,7 +18,15 @@ from torchestra.engine import layout as at
 from torchestra.engine import operations, recording
 from torchestra.engine.clock import COUNTER, NANOSECONDS, Moment, TickScale
 
-__all__ = ["Entry", "FlightRecord", "RankRecord", "Readable", "read_flight_record", "read_rank"]
+__all__ = [
+    "FlightEntry",
+    "FlightRecord",
+    "RankRecord",
+    "Readable",
+    "read_flight_record",
+    "read_rank",
+    "tick_scale",
+]
 
 State = Literal["running", "done", "failed"]
 Presence = Literal["absent", "present", "left"]
@@ -41,7 +50,7 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True)
-class Entry:
+class FlightEntry:
     """One collective, or one message, of one rank. Ranks are in the group's numbering.
 
     Attributes:
@@ -61,7 +70,7 @@ class Entry:
         state: ``"running"``, ``"done"`` or ``"failed"``.
         waited: seconds. Of a collective, what was spent waiting for other ranks (waits that end within some
             microseconds are not counted); of a receive, until its message came.
-        waited_for: the rank that a collective waited for last, or None.
+        waited_for: the rank that a collective waited for longest, or None.
     """
 
     number: int
@@ -108,8 +117,9 @@ class RankRecord:
         messages: its last sends and receives, at most 256.
         operations_begun, messages_begun: how many there were in all.
         operation_bytes, message_bytes: of all that have ended.
-        operations_waited, messages_waited: seconds, of all that have ended; of messages, blocking receives.
-        waited_for: by rank, seconds of both that were waited for it in the end.
+        operations_waited, messages_waited: seconds, in collectives and in blocking receives.
+        waited_for: by rank, seconds of both. Of ranks waited for to get to the same point, the one that came
+            last has it all.
         waiting_for: the rank that it waits for in a collective at this moment, or None.
         waiting_since: when that wait began, by ``time.monotonic()``, or None.
     """
@@ -117,8 +127,8 @@ class RankRecord:
     rank: int
     pid: int
     presence: Presence
-    operations: tuple[Entry, ...]
-    messages: tuple[Entry, ...]
+    operations: tuple[FlightEntry, ...]
+    messages: tuple[FlightEntry, ...]
     operations_begun: int
     messages_begun: int
     operation_bytes: int
@@ -130,12 +140,12 @@ class RankRecord:
     waiting_since: float | None
 
     @property
-    def last_operation(self) -> Entry | None:
+    def last_operation(self) -> FlightEntry | None:
         """The collective that it is in, or was in last."""
         return self.operations[-1] if self.operations else None
 
     @property
-    def running_message(self) -> Entry | None:
+    def running_message(self) -> FlightEntry | None:
         """The last send or receive that it blocks in, or None."""
         running = [entry for entry in self.messages if entry.state == "running" and entry.blocking]
         return running[-1] if running else None
@@ -162,18 +172,35 @@ class FlightRecord:
     ranks: tuple[RankRecord, ...]
 
 
-def read_flight_record(arena: Readable, aborted: str | None = None, last: int = at.ENTRIES) -> FlightRecord:
+def read_flight_record(arena: Readable, last: int = at.ENTRIES) -> FlightRecord:
     """The record of all ranks, as it is now; of each at most the ``last`` entries of either kind."""
     scale = tick_scale(arena)
-    length = arena.word(at.HEADER_NAME_LENGTH)
     return FlightRecord(
-        group=arena.text(at.HEADER_NAME, min(max(0, length), at.HEADER_NAME_BYTES)),
+        group=_group_name(arena),
         size=arena.layout.size,
         taken=scale.now,
         taken_at=time.time(),
-        aborted=aborted,
+        aborted=_why_aborted(arena),
         ranks=tuple(read_rank(arena, rank, scale, last) for rank in range(arena.layout.size)),
     )
+
+
+def _group_name(arena: Readable) -> str:
+    """The name of the group that meets in the arena."""
+    length = arena.word(at.HEADER_NAME_LENGTH)
+    return arena.text(at.HEADER_NAME, min(max(0, length), at.HEADER_NAME_BYTES))
+
+
+def _why_aborted(arena: Readable) -> str | None:
+    """What the rank that made the group unusable has said, or None."""
+    if arena.word(at.HEADER_ABORT) == 0:
+        return None
+    length = min(max(0, arena.word(at.HEADER_ABORT_LENGTH)), at.HEADER_ABORT_TEXT_BYTES)
+    try:
+        told = json.loads(arena.text(at.HEADER_ABORT_TEXT, length))
+        return f"{told['why']}{told['standing']}"
+    except (ValueError, TypeError, KeyError):
+        return "it was not said why"
 
 
 def tick_scale(arena: Readable) -> TickScale:
@@ -222,9 +249,9 @@ def _rank(number: int, size: int) -> int | None:
     return number if 0 <= number < size else None
 
 
-def _operation(row: list[int], scale: TickScale, size: int) -> Entry:
+def _operation(row: list[int], scale: TickScale, size: int) -> FlightEntry:
     what, amount = row[at.WHAT // 8], row[at.AMOUNT // 8]
-    return Entry(
+    return FlightEntry(
         number=row[at.STAMP // 8],
         kind=operations.kind_name(what),
         op=operations.op_name(what),
@@ -239,9 +266,9 @@ def _operation(row: list[int], scale: TickScale, size: int) -> Entry:
     )
 
 
-def _message(row: list[int], scale: TickScale, size: int) -> Entry:
+def _message(row: list[int], scale: TickScale, size: int) -> FlightEntry:
     what = row[at.WHAT // 8]
-    return Entry(
+    return FlightEntry(
         number=row[at.STAMP // 8],
         kind=operations.kind_name(what),
         op=None,

@@ -71,9 +71,13 @@ LEFT = 2
 
 # A record: totals, the last operations, the last messages, and a word for every peer. See recording.py.
 TOTAL_BYTES = 0  # of all operations that have ended
-TOTAL_WAITED = 8  # ticks
+TOTAL_WAITED = 8  # ticks, in all operations
 WAITING_SINCE = 16  # when the present wait began, or 0
 WAITING_FOR = 24
+PHASE = 32  # what was waited for last: a value of PROGRESS,
+PHASE_PEER = 40  # of this rank,
+PHASE_WAITED = 48  # so many ticks, those for other ranks to get there included
+LONGEST = 56  # the most of these in the current operation
 MESSAGES_OPENED = 64
 MESSAGES_BYTES = 72  # sent and received, of all that have ended
 MESSAGES_WAITED = 80  # ticks that blocking receives waited for their message
@@ -91,7 +95,7 @@ WHAT = 24  # the fingerprint (operations.py)
 AMOUNT = 32  # the count that belongs to it
 MOVED_BYTES = 40
 WAITED = 48  # ticks
-AWAITED = 56  # 1 + the rank that was waited for last, or 0
+AWAITED = 56  # 1 + the rank that was waited for longest, or 0
 
 # In the entry of a message, WHAT is SENT or RECEIVED, BACKGROUND or 0, and the dtype's code << 16.
 SENT = 9

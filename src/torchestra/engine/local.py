@@ -22,6 +22,7 @@ from torchestra.engine.algorithms import Choices
 from torchestra.engine.channels import Mailbox, Transfer
 from torchestra.engine.compilation import Kernel, entry_point
 from torchestra.engine.dtypes import DTYPE_CODE
+from torchestra.engine.flight import FlightRecord, read_flight_record
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.member import Member, MessageWaiter
 from torchestra.engine.operations import DTYPE_NAMES, UNEVEN, Kind, pack
@@ -284,6 +285,10 @@ class LocalEngine:
     def moves(dtype: torch.dtype) -> bool:
         """Whether tensors of the dtype can be sent."""
         return dtype in DTYPE_CODE
+
+    def flight_record(self) -> FlightRecord:
+        """What all ranks did last. Concerns this rank only, and goes on when others have died."""
+        return read_flight_record(self.member.arena)
 
     def close(self) -> None:
         """Leave the group. Peers that wait for this rank get an error."""

@@ -30,6 +30,7 @@ from torchestra.engine.algorithms import usable_cores
 from torchestra.engine.arena import Arena
 from torchestra.engine.callsites import call_site
 from torchestra.engine.heap import Heap
+from torchestra.engine.keeping import keep_record
 from torchestra.engine.kernels import control
 from torchestra.engine.liveness import PeerProcesses, Peers, PeerThreads, process_start
 from torchestra.engine.placement import LOOK_EVERY
@@ -297,6 +298,7 @@ class Member:
             self._aborted = self._error_for(why, failed)
         control.tell(header + at.HEADER_ABORT, 1)
         control.wake_everybody(self.context)
+        keep_record(self.arena)
 
     def _error_for(self, why: str, failed: tuple[int, ...]) -> GroupAbortedError:
         message = f"rank {self.rank}: group {self.name!r} can no longer be used: {why}"
@@ -365,6 +367,9 @@ class Member:
         if os.getpid() != self._owner:
             return  # a forked child is not the rank
         control.tell(self.arena.address + self._control + at.STATE, at.LEFT)
+        dead = self._dead()
+        if not self.is_aborted and all(rank in dead or self.has_left(rank) for rank in range(self.size)):
+            keep_record(self.arena)  # the last to leave
         control.ask(self.arena.address + self._control + at.ASKED)  # ends the watcher
         control.wake_everybody(self.context)
         if self.peers is not None:

@@ -13,7 +13,7 @@ was written with*. The writer takes the stamp away (0), and everything that it w
 that (fence); the new stamp comes after everything (release). So whoever reads any word of the new operation
 between two looks at the stamp sees another stamp, or none, at the second look (every word is read with
 acquire, so that the second look is not done early). Within the life of an entry three words change: WAITED
-and AWAITED grow old together, and ENDED is written last (release).
+and AWAITED, and ENDED, which is written last (release).
 
 What it costs. A collective writes one cache line and reads the clock twice, some 25 ns (clock.py). Waiting is
 accounted for only when a wait has come to the end of its spinning, where time is no longer short. A message
@@ -41,6 +41,7 @@ TOTAL_BYTES, TOTAL_WAITED = at.TOTAL_BYTES, at.TOTAL_WAITED
 MESSAGES_AT, MESSAGES_OPENED, MESSAGES_BYTES = at.MESSAGES_AT, at.MESSAGES_OPENED, at.MESSAGES_BYTES
 MESSAGES_WAITED, BACKGROUND, OTHER, SIZE = at.MESSAGES_WAITED, at.BACKGROUND, at.OTHER, at.SIZE
 WAITING_SINCE, WAITING_FOR, SEQUENCE = at.WAITING_SINCE, at.WAITING_FOR, at.SEQUENCE
+PHASE, PHASE_PEER, PHASE_WAITED, LONGEST = at.PHASE, at.PHASE_PEER, at.PHASE_WAITED, at.LONGEST
 
 _LOOKS = 8
 
@@ -76,12 +77,6 @@ def close_entry(context, sequence):
     """A collective has come to its end."""
     record = load(context + RECORD)
     entry = _entry(context, sequence)
-    waited = load(entry + WAITED)
-    if waited > 0:
-        # All of it is put down to whoever came last.
-        blamed = record + BLAMED_AT + (load(entry + AWAITED) - 1) * 8
-        store(blamed, load(blamed) + waited)
-        store(record + TOTAL_WAITED, load(record + TOTAL_WAITED) + waited)
     store(record + TOTAL_BYTES, load(record + TOTAL_BYTES) + load(entry + MOVED_BYTES))
     store_release(entry + ENDED, now(context))
 
@@ -106,12 +101,33 @@ def begin_wait(context, peer):
 
 
 @njit(**KERNEL_OPTIONS)
-def end_wait(context, peer, since):
-    """The wait that began at ``since`` is over, or interrupted."""
-    store_release(load(context + RECORD) + WAITING_SINCE, 0)
+def end_wait(context, peer, target, since):
+    """The wait that began at ``since``, for ``peer`` to get to ``target``, is over or interrupted.
+
+    Peers are waited for one after the other. Who is waited for after another, to get to the same point, was
+    the later of the two, so the time that the other was waited for is put down to it as well.
+    """
+    record = load(context + RECORD)
+    store_release(record + WAITING_SINCE, 0)
+    waited = now(context) - since
     entry = _entry(context, load(context + SEQUENCE))
-    store(entry + WAITED, load(entry + WAITED) + now(context) - since)
-    store(entry + AWAITED, peer + 1)
+    if load(entry + WAITED) == 0:
+        store(record + LONGEST, 0)
+    store(entry + WAITED, load(entry + WAITED) + waited)
+    store(record + TOTAL_WAITED, load(record + TOTAL_WAITED) + waited)
+    if load(record + PHASE) == target:
+        before = load(record + PHASE_WAITED)
+        blamed = record + BLAMED_AT + load(record + PHASE_PEER) * 8
+        store(blamed, load(blamed) - before)
+        waited += before
+    blamed = record + BLAMED_AT + peer * 8
+    store(blamed, load(blamed) + waited)
+    store(record + PHASE, target)
+    store(record + PHASE_PEER, peer)
+    store(record + PHASE_WAITED, waited)
+    if waited >= load(record + LONGEST):
+        store(record + LONGEST, waited)
+        store(entry + AWAITED, peer + 1)
 
 
 @njit(**KERNEL_OPTIONS)

@@ -88,7 +88,7 @@ def wait_until(context, peer, target):
             return DONE
     since = begin_wait(context, peer)
     code = _wait_patiently(context, peer, word, target)
-    end_wait(context, peer, since)
+    end_wait(context, peer, target, since)
     return code
 
 

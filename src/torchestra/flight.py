@@ -1,0 +1,43 @@
+"""The flight record of a group: what its ranks did last."""
+
+from __future__ import annotations
+
+from torchestra.deferred import DeferredCommunicator
+from torchestra.engine.flight import FlightEntry, FlightRecord, RankRecord
+from torchestra.engine.local import LocalEngine
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.process_group import ProcessGroup
+from torchestra.world import AnyGroup, default_group
+
+__all__ = ["FlightEntry", "FlightRecord", "RankRecord", "flight_record"]
+
+
+def flight_record(group: AnyGroup | None = None) -> FlightRecord:
+    """The last 256 collectives and 256 messages of every rank of a group, with times and sizes.
+
+    Called by any one rank; the others know nothing of it. What ranks did that have died since is told too,
+    and everything stays readable when the group was aborted or destroyed. Ranks record always, so there is
+    nothing to switch on.
+
+    Args:
+        group: default: the default group.
+
+    Raises:
+        NotInitializedError: there is no default group.
+        InvalidArgumentError: this rank is not in the group, or there is nothing to record: the group is a
+            fake one, or its ranks have not met because it was never used.
+        InvalidArgumentTypeError: ``group`` is not a group.
+    """
+    chosen = default_group() if group is None else group
+    if isinstance(chosen, ProcessGroup):
+        communicator = chosen.communicator
+        if isinstance(communicator, DeferredCommunicator):
+            raise InvalidArgumentError(
+                f"flight_record: {chosen!r} was not used yet, so its ranks have not met"
+            )
+        if isinstance(communicator.engine, LocalEngine):
+            return communicator.engine.flight_record()
+        raise InvalidArgumentError(f"flight_record: {chosen!r} does nothing that could be recorded")
+    if hasattr(chosen, "group_name"):
+        raise InvalidArgumentError(f"flight_record: this rank is {chosen!r}")
+    raise InvalidArgumentTypeError(f"flight_record: `group` must be a ProcessGroup, got {chosen!r}")

@@ -1,0 +1,1 @@
+"""Looking at jobs of this host from outside: ``torchestra top`` and ``torchestra report``."""

@@ -1,0 +1,27 @@
+"""A page that shows a trace by itself: one file, nothing loaded from anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+__all__ = ["write_page"]
+
+_PLACE = "/*TRACE*/null"
+
+
+def write_page(path: str | Path, trace: dict[str, Any]) -> None:
+    """Write the page with the trace in it, all of it or nothing."""
+    template = resources.files("torchestra.watching").joinpath("viewer.html").read_text(encoding="utf-8")
+    # Inside a script element, no text may end it.
+    data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
+    new = Path(f"{path}.{os.getpid()}.new")
+    try:
+        new.write_text(template.replace(_PLACE, data), encoding="utf-8")
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,310 @@
+"""``torchestra top`` and ``torchestra report`` beside jobs that run, hang, have died, or do not exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchestra as dist
+from torchestra.cli import main
+from torchestra.watching import jobs
+from torchestra.watching.jobs import find_jobs
+from worlds import ProcessWorld, await_note, leave_note, processes
+from worlds import run as run_world
+
+SOON = 30.0
+
+
+def work_on() -> None:
+    """Collectives without end, until the test says so; rank 1 is always late. Then all wait for rank 2."""
+    rank, sub = dist.get_rank(), dist.new_group([2, 0])
+    tensor, note = torch.ones(1000), os.path.join(os.environ["WORLD_DIRECTORY"], "stop")
+    if rank != 1:
+        dist.all_reduce(torch.ones(3), group=sub)
+    if rank == 0:
+        dist.isend(tensor, 1, tag=4).wait()
+    elif rank == 1:
+        dist.recv(tensor, 0, tag=4)
+    stop = torch.zeros(1)
+    while not stop.item():
+        if rank == 1:
+            time.sleep(0.01)  # the subject, not a way to wait for somebody
+            stop.fill_(float(os.path.exists(note)))
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        dist.broadcast(stop, 1)
+        leave_note(f"works {rank}")
+    if rank == 2:
+        leave_note("hangs")
+        await_note("end")
+    dist.barrier()
+
+
+@pytest.fixture
+def job() -> Iterator[ProcessWorld]:
+    with processes(3, work_on) as world:
+        for rank in range(3):
+            world.await_file(f"works {rank}")
+        yield world
+
+
+def hang(job: ProcessWorld) -> None:
+    Path(job.path("stop")).touch()
+    job.await_file("hangs")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def look(capsys: pytest.CaptureFixture[str], job: ProcessWorld, interval: str = "0.5") -> dict[str, Any]:
+    code, text = run(capsys, "top", "--json", "--once", "--interval", interval, "--job", str(job.pids[0]))
+    assert code == 0
+    told: dict[str, Any] = json.loads(text)
+    return told
+
+
+def test_top_tells_who_keeps_the_others_waiting(
+    job: ProcessWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = look(capsys, job, "1.0")
+    assert told["job"] == job.pids[0]
+    default, sub = told["groups"]
+    assert (default["group"], default["aborted"]) == ("default", None)
+    assert [(rank["rank"], rank["pid"], rank["alive"]) for rank in default["ranks"]] == [
+        (rank, pid, True) for rank, pid in enumerate(job.pids)
+    ]
+    for rank in default["ranks"]:
+        assert rank["operation"]["kind"] in ("all_reduce", "broadcast")
+        assert rank["operations"] > 0
+        assert rank["bytes"] > 0
+    for rank in (0, 2):
+        waited = default["ranks"][rank]["waited_for"]
+        assert waited[1] == max(waited) > 0.1
+    assert [rank["pid"] for rank in sub["ranks"]] == [job.pids[2], job.pids[0]]
+    assert [rank["operations"] for rank in sub["ranks"]] == [0, 0]
+
+
+def test_top_draws_a_table(job: ProcessWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    hang(job)
+    code, text = run(capsys, "top", "--once", "--interval", "0.2", "--job", str(job.pids[1]))
+    assert code == 0
+    lines = text.splitlines()
+    assert lines[0].startswith(f"job {job.pids[0]} ")
+    assert lines[2].strip() == "group 'default'"
+    assert lines[3].split()[:4] == ["rank", "pid", "no.", "operation"]
+    for rank, line in enumerate(lines[4:7]):
+        cells = line.split()
+        assert cells[:2] == [str(rank), str(job.pids[rank])]
+        if rank == 2:
+            assert "broadcast(float32, 1 element, root 1) done" in line
+        else:
+            assert re.search(r" barrier\(\) +\d+(\.\d)? m?s +0 +0 B +\d+% +rank 2$", line.rstrip())
+    assert re.fullmatch(r"the others wait for rank 2: \d+% of their time *", lines[7])
+    assert any("all_reduce(SUM, float32, 3 elements) done" in line for line in lines[8:])
+
+
+def test_top_shows_who_has_died(job: ProcessWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    hang(job)
+    for rank in (0, 1):
+        job.signal(rank, signal.SIGSTOP)  # so that they do not end too
+    job.signal(2, signal.SIGKILL)
+    deadline = time.monotonic() + SOON
+    while os.path.exists(f"/proc/{job.pids[2]}/fd/0") and time.monotonic() < deadline:
+        pass
+    assert [rank["alive"] for rank in look(capsys, job, "0.1")["groups"][0]["ranks"]] == [True, True, False]
+    _, text = run(capsys, "top", "--once", "--interval", "0.1", "--job", str(job.pids[0]))
+    assert "broadcast(float32, 1 element, root 1) done when it died" in text
+
+
+def test_top_draws_until_the_job_ends(job: ProcessWorld) -> None:
+    hang(job)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "torchestra", "top", "--interval", "0.1", "--job", str(job.pids[0])]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    drawn = b""
+    with process:
+        while b"the others wait for rank 2" not in drawn:
+            drawn += os.read(ours, 1 << 16)
+        Path(job.path("end")).touch()
+        try:
+            while piece := os.read(ours, 1 << 16):
+                drawn += piece
+        except OSError:
+            pass  # the other end is closed
+    os.close(ours)
+    assert process.returncode == 0
+    assert f"job {job.pids[0]} has ended".encode() in drawn
+    assert b"\x1b[?1049h" in drawn  # on the alternate screen,
+    assert b"\x1b[?1049l" in drawn  # and back
+
+
+def test_report_writes_a_trace_of_a_running_job(
+    job: ProcessWorld, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    hang(job)
+    path = tmp_path / "trace.json"
+    code, text = run(capsys, "report", "--out", str(path), "--job", str(job.pids[0]))
+    assert code == 0
+    assert re.search(r"trace\.json: \d+ operations of 5 ranks in 2 groups", text)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names[1, 2] == f"rank 2 (pid {job.pids[2]})"
+    assert names[2, 0] == f"rank 0 (pid {job.pids[2]})"
+    slices = [event for event in events if event["ph"] == "X"]
+    for track in names:
+        ends = 0.0
+        for event in sorted((e for e in slices if (e["pid"], e["tid"]) == track), key=lambda e: e["ts"]):
+            assert event["ts"] >= ends - 1e-3, "slices of one track must not overlap"
+            ends = event["ts"] + event["dur"]
+    running = [(event["name"], event["tid"]) for event in slices if event["args"]["state"] == "running"]
+    assert sorted(running) == [("barrier (running)", 0), ("barrier (running)", 1)]
+    arrows = {phase: [event for event in events if event["ph"] == phase] for phase in "sf"}
+    assert len(arrows["s"]) == len(arrows["f"]) > 0
+    for start, end in zip(arrows["s"], arrows["f"], strict=True):
+        assert start["id"] == end["id"]
+        assert start["tid"] != end["tid"]
+        # An arrow binds to the slice that it lies in.
+        for event in (start, end):
+            assert any(
+                (e["pid"], e["tid"]) == (event["pid"], event["tid"])
+                and e["ts"] <= event["ts"] <= e["ts"] + e["dur"]
+                for e in slices
+            )
+    begun = [event for event in events if event["ph"] == "b"]
+    assert [(event["name"], event["args"]["tag"]) for event in begun] == [("send in the background", 4)]
+
+
+def test_report_writes_a_page_and_puts_traces_together(
+    job: ProcessWorld, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("one.json", "two.json"):
+        assert main(["report", "--out", str(tmp_path / name), "--job", str(job.pids[0])]) == 0
+    page = tmp_path / "both.html"
+    code, text = run(capsys, "report", "--out", str(page), "--from", str(tmp_path))
+    assert code == 0
+    assert "of 10 ranks in 4 groups" in text
+    content = page.read_text()
+    assert "http://" not in content.replace("http://www.w3.org", "")
+    assert "https://" not in content
+    data = re.search(r"^const trace = (.*);$", content, re.MULTILINE)
+    assert data is not None
+    assert {event["pid"] for event in json.loads(data[1])["traceEvents"]} == {1, 2, 3, 4}
+
+
+def test_nothing_is_left_of_a_job_that_was_killed(job: ProcessWorld) -> None:
+    for rank in range(3):
+        job.signal(rank, signal.SIGKILL)
+    job.finish()
+    found, _ = find_jobs()
+    assert not any(set(job.pids) & each.pids for each in found)
+
+
+@pytest.mark.parametrize("command", [("top", "--once"), ("report", "--out", "never.json")])
+def test_a_process_without_a_job_is_said_to_be_one(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(capsys, *command, "--job", str(os.getppid()))
+    assert code == 1
+    assert f"process {os.getppid()} is of no job of this user that runs on this host" in text
+    assert not os.path.exists("never.json")
+
+
+@pytest.mark.parametrize("command", [("top", "--once"), ("report", "--out", "never.json")])
+def test_no_job_at_all(
+    command: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "_PROC", tmp_path)
+    code, text = run(capsys, *command)
+    assert (code, text) == (1, f"torchestra {command[0]}: no job of this user runs on this host\n")
+
+
+def test_several_jobs_are_listed(job: ProcessWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here one of processes, and one of two threads of this process."""
+
+    def body() -> tuple[int, str]:
+        dist.barrier()
+        told = run(capsys, "top", "--once") if dist.get_rank() == 0 else (0, "")
+        dist.barrier()
+        return told
+
+    (code, text), _ = run_world("threads", 2, body)
+    assert code == 1
+    assert "jobs run on this host: choose one with --job" in text
+    assert re.search(rf"^  --job {job.pids[0]}: .*, 3 ranks$", text, re.MULTILINE)
+    assert re.search(rf"^  --job {os.getpid()}: .*, 2 ranks$", text, re.MULTILINE)
+
+
+def test_a_foreign_file_is_named_and_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    descriptor = os.memfd_create("torchestra:not one")
+    try:
+        os.write(descriptor, b"something else")
+        code, text = run(capsys, "top", "--once", "--job", str(os.getppid()))
+    finally:
+        os.close(descriptor)
+    assert code == 1
+    assert f"process {os.getpid()}: this is no arena of torchestra: it is not a sealed memory file" in text
+
+
+def test_threads_are_found_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> str:
+        dist.barrier()
+        told = ""
+        if dist.get_rank() == 0:
+            told = run(capsys, "top", "--once", "--interval", "0.05", "--job", str(os.getpid()))[1]
+        dist.barrier()
+        return told
+
+    zero, _ = run_world("threads", 2, body)
+    assert zero.count(f" {os.getpid()} ") >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["report", "--out", "trace.txt"], "must end in .json or .html, got 'trace.txt'"),
+        (["top", "--interval", "0"], "must be between 0.05 and 3600 seconds, got 0"),
+        (["report"], "the following arguments are required: --out"),
+        (["report", "--out", "x.json", "--job", "1", "--from", "y"], "not allowed with argument"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"traceEvents": [3]}', '{"traceEvents": [{"ph": "X"}]}']
+)
+def test_what_is_no_trace_is_refused(
+    content: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    code, text = run(capsys, "report", "--out", str(tmp_path / "x.html"), "--from", str(path))
+    assert code == 1
+    assert f"{path} is not a trace that torchestra has written" in text
+    code, text = run(capsys, "report", "--out", "x.html", "--from", str(tmp_path / "none"))
+    assert code == 1
+    (tmp_path / "empty").mkdir()
+    code, text = run(capsys, "report", "--out", "x.html", "--from", str(tmp_path / "empty"))
+    assert (code, text.count("there are no traces")) == (1, 1)
