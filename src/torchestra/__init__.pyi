@@ -22,6 +22,7 @@ from .collectives import (
     gather,
     irecv,
     isend,
+    monitored_barrier,
     ones,
     recv,
     reduce,
@@ -58,6 +59,21 @@ from .errors import (
     UnknownDimensionError,
 )
 from .flight import FlightEntry, FlightRecord, RankRecord, flight_record
+from .inquiries import (
+    abort_process_group,
+    get_backend_config,
+    get_default_backend_for_device,
+    get_pg_count,
+    is_backend_available,
+    is_gloo_available,
+    is_mpi_available,
+    is_nccl_available,
+    is_torchelastic_launched,
+    is_ucc_available,
+    is_xccl_available,
+    set_pg_timeout,
+    supports_complex,
+)
 from .launcher import launch
 from .mesh import DeviceMesh, init_device_mesh
 from .nn.parallel import BuiltinCommHookType, GradBucket
@@ -85,6 +101,7 @@ from .options import (
 from .process_group import NonMember, ProcessGroup
 from .shrinking import SHRINK_ABORT, SHRINK_DEFAULT, shrink_group
 from .store import FakeStore, FileStore, HashStore, PrefixStore, Store, TCPStore
+from .subgroups import new_subgroups, new_subgroups_by_enumeration, split_group
 from .types import ReduceOp
 from .work import Work
 from .world import (
@@ -161,6 +178,7 @@ __all__ = [
     "UnevenInputsError",
     "UnknownDimensionError",
     "Work",
+    "abort_process_group",
     "algorithms",
     "all_gather",
     "all_gather_coalesced",
@@ -183,9 +201,12 @@ __all__ = [
     "gather",
     "gather_object",
     "get_backend",
+    "get_backend_config",
+    "get_default_backend_for_device",
     "get_global_rank",
     "get_group_rank",
     "get_node_local_rank",
+    "get_pg_count",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
@@ -194,10 +215,20 @@ __all__ = [
     "init_process_group",
     "irecv",
     "is_available",
+    "is_backend_available",
+    "is_gloo_available",
     "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
     "isend",
     "launch",
+    "monitored_barrier",
     "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
     "nn",
     "ones",
     "optim",
@@ -210,7 +241,10 @@ __all__ = [
     "scatter_object_list",
     "send",
     "send_object_list",
+    "set_pg_timeout",
     "shrink_group",
+    "split_group",
+    "supports_complex",
     "zeros",
 ]
 

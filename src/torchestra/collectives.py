@@ -23,7 +23,7 @@ from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.types import ReduceOp, Timeout, timeout_seconds
 from torchestra.work import Work
-from torchestra.world import AnyGroup, default_group
+from torchestra.world import AnyGroup, default_group, get_rank, is_initialized
 
 __all__ = [
     "all_gather",
@@ -38,6 +38,7 @@ __all__ = [
     "gather",
     "irecv",
     "isend",
+    "monitored_barrier",
     "ones",
     "recv",
     "reduce",
@@ -49,12 +50,22 @@ __all__ = [
 ]
 
 
+def warn_not_in_group(group: NonMember, name: str) -> None:
+    """Warn, in torch's words, that a function does nothing on this rank; named is the line that called it."""
+    rank = get_rank() if is_initialized() else -1
+    warnings.warn(
+        f"Running {name} on global rank {rank} which does not belong to the given group: this rank is"
+        f" {group!r}. Nothing is done.",
+        stacklevel=4,
+    )
+
+
 def _member(group: AnyGroup, name: str) -> ProcessGroup | None:
     """The group, or None with a warning if this rank is not in it."""
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, NonMember):
-        warnings.warn(f"{name}: running on a rank that is {group!r}; nothing is done", stacklevel=3)
+        warn_not_in_group(group, name)
         return None
     raise InvalidArgumentTypeError(f"{name}: `group` must be a ProcessGroup, got {group!r}")
 
@@ -257,6 +268,27 @@ def barrier(
         return None
     seconds = None if timeout is None else timeout_seconds(timeout)
     return member.communicator.barrier(async_op, seconds)
+
+
+def monitored_barrier(
+    group: AnyGroup | None = None, timeout: Timeout | None = None, wait_all_ranks: bool = False
+) -> None:
+    """A barrier that says on rank 0 of the group which ranks did not come in time.
+
+    Rank 0 waits for the others, and they wait for its word. It counts the time: ``timeout``, by default the
+    group's. Whatever else the group has under way does not hold it up.
+
+    Args:
+        wait_all_ranks: name all ranks that did not come, and not just the first.
+
+    Raises:
+        CollectiveTimeoutError: on rank 0: ranks did not come in time; ``missing`` says which.
+        RankFailedError: a rank has died.
+        GroupAbortedError: on another rank: rank 0 has given up. The group can no longer be used then.
+    """
+    member = default_group() if group is None else _member(group, "monitored_barrier")
+    if member is not None:
+        member.monitored_barrier(timeout, wait_all_ranks)
 
 
 def send(

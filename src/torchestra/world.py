@@ -14,7 +14,7 @@ from typing import Any, Union, cast
 
 from torchestra.communicator import Communicator
 from torchestra.deferred import DeferredCommunicator
-from torchestra.errors import InvalidArgumentError, NotInitializedError
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
 from torchestra.process_group.starting import choose_backend, start
 from torchestra.registry import World, compact, current_world, label
@@ -207,16 +207,19 @@ def new_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
     device_id: Any = None,
+    sort_ranks: bool = True,
 ) -> AnyGroup:
     """Make a group of some ranks. Must be called by every rank of the world, in the same order.
 
     Args:
-        ranks: global ranks; default: all. They are numbered in this order.
+        ranks: global ranks; default: all. The same on all ranks.
         timeout: for operations of the group; default: that of the default group.
         backend: None or the default group's.
         pg_options, device_id: as for :func:`init_process_group`.
-        use_local_synchronization: if true, only the members need to call.
+        use_local_synchronization: if true, only the members need to call, and groups that have members in
+            common must be made in the same order by them.
         group_desc: a description.
+        sort_ranks: number the members in the order of their global ranks; if false, as they are given.
 
     Returns:
         The group; on a rank that is not in it, a :class:`NonMember`.
@@ -226,6 +229,8 @@ def new_group(
         NotInitializedError: there is no default group.
         CollectiveTimeoutError: not all members came in time.
     """
+    if ranks is not None and sort_ranks:
+        ranks = sorted(_checked_ranks(ranks, default_group().size()))
     return make_group(ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id)
 
 
@@ -240,14 +245,17 @@ def make_group(
     *,
     tag: str = "",
     deferred: bool = False,
+    name: str = "",
 ) -> AnyGroup:
-    """:func:`new_group` with more choices.
+    """:func:`new_group` with more choices, and with the ranks in the order in which they are given.
 
     Args:
         tag: tells groups of the same ranks apart: if there is a group of these ranks and this tag already, it
             is returned. Without a tag a new group is made each time.
         deferred: return at once; the members meet in their first operation. Whoever is a member must call,
             as with ``use_local_synchronization``.
+        name: of the group, the same on all members and never used before; default: made from how many groups
+            there have been.
     """
     world = current_world()
     parent = default_group()
@@ -259,7 +267,9 @@ def make_group(
         )
     chosen = _checked_ranks(range(parent.size()) if ranks is None else ranks, parent.size())
     seconds = parent.communicator.seconds if timeout is None else timeout_seconds(timeout)
-    if use_local_synchronization or deferred:
+    if name:
+        pass
+    elif use_local_synchronization or deferred:
         named = label(chosen)
         number = world.made_locally[named] = world.made_locally.get(named, 0) + 1
         name = f"of-{named}-{number}"
@@ -295,12 +305,24 @@ def _checked_ranks(ranks: Sequence[int], size: int) -> Sequence[int]:
         return ranks
     chosen = tuple(ranks)
     for rank in chosen:
-        if not isinstance(rank, int) or not 0 <= rank < size:
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise InvalidArgumentTypeError(f"new_group: ranks must be ints, got {rank!r}")
+    if not chosen:
+        raise InvalidArgumentError("new_group: ranks must not be empty")
+    if len(set(chosen)) != len(chosen):
+        raise InvalidArgumentError(
+            f"new_group: ranks list must not contain duplicate entries, got {list(chosen)}"
+        )
+    if len(chosen) > size:
+        raise InvalidArgumentError(
+            "new_group: the new group's world size should be less or equal to the world size set by"
+            f" init_process_group, which is {size}; got {len(chosen)} ranks"
+        )
+    for rank in chosen:
+        if not 0 <= rank < size:
             raise InvalidArgumentError(
-                f"new_group: rank {rank!r} does not exist; the world has ranks 0 to {size - 1}"
+                f"new_group: Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})"
             )
-    if not chosen or len(set(chosen)) != len(chosen):
-        raise InvalidArgumentError(f"new_group: ranks must be some and differ, got {list(chosen)}")
     return chosen if len(chosen) <= _FEW else compact(chosen)
 
 
@@ -342,19 +364,27 @@ def get_process_group_ranks(group: AnyGroup | None = None) -> list[int]:
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     """The number in ``group`` of a global rank; InvalidArgumentError if it is not in it."""
-    return group.to_group_rank(global_rank)
+    return _registered(group).to_group_rank(global_rank)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     """The global number of a rank of ``group``; InvalidArgumentError if there is none."""
-    return group.to_global_rank(group_rank)
+    return _registered(group).to_global_rank(group_rank)
+
+
+def _registered(group: object) -> ProcessGroup:
+    if not isinstance(group, ProcessGroup):
+        raise InvalidArgumentError(
+            f"Group {group!r} is not registered on this rank, please create group with new_group()"
+        )
+    return group
 
 
 def get_backend(group: AnyGroup | None = None) -> str:
     """The backend's name: ``"native"``, ``"threads"`` or ``"fake"``."""
     chosen = default_group() if group is None else group
     if isinstance(chosen, NonMember):
-        raise InvalidArgumentError(f"get_backend: this rank is {chosen!r}")
+        raise InvalidArgumentError(f"get_backend: Invalid process group specified: this rank is {chosen!r}")
     return chosen.backend
 
 

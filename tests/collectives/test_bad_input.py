@@ -281,17 +281,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "groups of unknown ranks": (
         lambda: dist.new_group([0, 2]),
         InvalidArgumentError,
-        "new_group: rank 2 does not exist; the world has ranks 0 to 1",
+        r"new_group: Rank 2 is out of range. Valid ranks are 0 to 1 \(world_size=2\)",
     ),
     "groups of repeated ranks": (
         lambda: dist.new_group([1, 1]),
         InvalidArgumentError,
-        r"new_group: ranks must be some and differ, got \[1, 1\]",
+        r"new_group: ranks list must not contain duplicate entries, got \[1, 1\]",
     ),
     "groups of nobody": (
         lambda: dist.new_group([]),
         InvalidArgumentError,
-        r"new_group: ranks must be some and differ, got \[\]",
+        "new_group: ranks must not be empty",
     ),
     "groups of another backend": (
         lambda: dist.new_group(backend="native"),

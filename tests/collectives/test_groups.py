@@ -50,7 +50,7 @@ def test_any_ranks_can_be_a_group(kind: str) -> None:
 def in_another_order() -> None:
     """Ranks of a group are numbered as they were given; roots are still global ranks."""
     rank = dist.get_rank()
-    group = dist.new_group([2, 0])
+    group = dist.new_group([2, 0], sort_ranks=False)
     if rank == 1:
         return
     assert group.rank() == (0 if rank == 2 else 1)
@@ -95,7 +95,8 @@ def call_without_being_a_member() -> list[str]:
         ("barrier", lambda: dist.barrier(group)),
     ):
         with pytest.warns(
-            UserWarning, match=rf"^{name}: .*no member of group '1'.*global ranks \[0\]"
+            UserWarning,
+            match=rf"^Running {name} on global rank 1 which does not belong to .*group '1'.*\[0\]",
         ) as caught:
             assert call() is None
         told.append(caught[0].filename)

@@ -6,8 +6,10 @@ import torch
 
 from torchestra.communicator import Communicator
 from torchestra.errors import InvalidArgumentError
+from torchestra.monitored import monitored_barrier
 from torchestra.process_group import tensor_lists as lists
 from torchestra.process_group.forms import Tensors
+from torchestra.types import Timeout, timeout_seconds
 from torchestra.work import Work
 
 
@@ -35,6 +37,11 @@ class MessageMethods:
         tensor = _single(tensors, "recv_anysource")
         _check_tag(tag, "recv_anysource")
         return self.communicator.irecv(tensor, None, tag)
+
+    def monitored_barrier(self, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
+        """:func:`torchestra.monitored_barrier` of this group; to be called by all ranks."""
+        seconds = None if timeout is None else timeout_seconds(timeout)
+        monitored_barrier(self.communicator, seconds, wait_all_ranks)
 
 
 def _single(tensors: Tensors, name: str) -> torch.Tensor:

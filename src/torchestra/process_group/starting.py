@@ -14,7 +14,7 @@ from torchestra.quick import QuickCommunicator
 from torchestra.store import PrefixStore, Store
 from torchestra.thread_ranks import current_thread_rank
 
-_BACKENDS = ("native", "threads", "fake")
+BACKENDS = ("native", "threads", "fake")
 
 
 def choose_backend(backend: str | None) -> str:
@@ -28,9 +28,9 @@ def choose_backend(backend: str | None) -> str:
     if not isinstance(backend, str):
         raise InvalidArgumentTypeError(f"backend must be a str, got {backend!r}")
     chosen = backend.lower().removeprefix("cpu:")
-    if chosen not in _BACKENDS:
+    if chosen not in BACKENDS:
         raise InvalidArgumentError(
-            f"unknown backend {backend!r}; there are {', '.join(_BACKENDS)}, and None to pick"
+            f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}, and None to pick"
         )
     return chosen
 

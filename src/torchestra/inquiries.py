@@ -1,0 +1,145 @@
+"""What there is here: backends, how this rank was launched, groups; and aborting what hangs."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from torchestra.deferred import DeferredCommunicator
+from torchestra.engine.local import LocalEngine
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.process_group import NonMember, ProcessGroup
+from torchestra.process_group.starting import BACKENDS, choose_backend
+from torchestra.registry import current_world
+from torchestra.types import ReduceOp, Timeout
+from torchestra.world import AnyGroup, default_group, destroy_process_group, get_backend
+
+__all__ = [
+    "abort_process_group",
+    "get_backend_config",
+    "get_default_backend_for_device",
+    "get_pg_count",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
+    "set_pg_timeout",
+    "supports_complex",
+]
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether :func:`torchestra.init_process_group` takes a backend of this name, ``"cpu:..."`` included.
+
+    Torch's backends are not among them: torchestra's own does what Gloo does.
+    """
+    if not isinstance(backend, str):
+        raise InvalidArgumentTypeError(f"is_backend_available: `backend` must be a str, got {backend!r}")
+    return backend.lower().removeprefix("cpu:") in BACKENDS
+
+
+def is_gloo_available() -> bool:
+    """:func:`is_backend_available` of torch's Gloo."""
+    return is_backend_available("gloo")
+
+
+def is_nccl_available() -> bool:
+    """:func:`is_backend_available` of torch's NCCL."""
+    return is_backend_available("nccl")
+
+
+def is_mpi_available() -> bool:
+    """:func:`is_backend_available` of torch's MPI."""
+    return is_backend_available("mpi")
+
+
+def is_ucc_available() -> bool:
+    """:func:`is_backend_available` of torch's UCC."""
+    return is_backend_available("ucc")
+
+
+def is_xccl_available() -> bool:
+    """:func:`is_backend_available` of torch's XCCL."""
+    return is_backend_available("xccl")
+
+
+def get_default_backend_for_device(device: str | torch.device) -> str:
+    """The backend that is used for tensors on a device where none is named: the calling rank's, for the CPU.
+
+    Raises:
+        InvalidArgumentError: there is none for this kind of device.
+    """
+    kind = device.type if isinstance(device, torch.device) else torch.device(device).type
+    if kind != "cpu":
+        raise InvalidArgumentError(f"Default backend not registered for device : {device}")
+    return choose_backend(None)
+
+
+def get_backend_config(group: AnyGroup | None = None) -> str:
+    """Which backend the group (default: the default group) has for which device: ``"cpu:native"``.
+
+    Raises:
+        InvalidArgumentError: this rank is not in the group.
+    """
+    return f"cpu:{get_backend(group)}"
+
+
+def supports_complex(reduceOp: ReduceOp) -> bool:
+    """Whether a reduce operation is defined for complex tensors."""
+    return LocalEngine.reduces(torch.complex64, reduceOp)
+
+
+def is_torchelastic_launched() -> bool:
+    """Whether this process was started by torchrun (torch's elastic agent)."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def get_pg_count() -> int:
+    """How many groups this rank has made or seen made, the default group and destroyed ones included.
+
+    Not counted are those that only their members make.
+    """
+    world = current_world()
+    return 0 if world.default is None else 1 + world.made
+
+
+def set_pg_timeout(timeout: Timeout, group: AnyGroup | None = None) -> None:
+    """Change how long later operations of a group (default: the default group) may wait.
+
+    Concerns the calling rank only, so it is to be called by all. (torch's ``_set_pg_timeout``.)
+
+    Raises:
+        InvalidArgumentError: this rank is not in the group, or the time-out is none.
+    """
+    _member(group).set_timeout(timeout)
+
+
+def abort_process_group(group: AnyGroup | None = None) -> None:
+    """End a group by force, or with None (or the default group) all of them; may be called by any one rank.
+
+    Whatever is under way in the group, here or on another rank, fails with GroupAbortedError, and so does
+    what is called later; this rank leaves the group without waiting. (torch's ``_abort_process_group``.)
+
+    Raises:
+        NotInitializedError: there is no such group.
+        InvalidArgumentError: this rank is not in the group.
+    """
+    chosen = _member(group)
+    world = current_world()
+    for each in world.groups.values() if chosen is world.default else (chosen,):
+        communicator = each.communicator
+        if each.backend != "fake" and not isinstance(communicator, DeferredCommunicator):
+            member = communicator.engine.member
+            member.abort(f"rank {communicator.rank} has called abort_process_group()")
+    destroy_process_group(chosen)
+
+
+def _member(group: AnyGroup | None) -> ProcessGroup:
+    chosen = default_group() if group is None else group
+    if isinstance(chosen, NonMember) or not isinstance(chosen, ProcessGroup):
+        raise InvalidArgumentError(f"Invalid process group specified: {chosen!r}")
+    return chosen

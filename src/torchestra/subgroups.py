@@ -1,0 +1,179 @@
+"""Several groups at once: the world, or a group, cut into parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.process_group import NonMember, ProcessGroup
+from torchestra.registry import current_world
+from torchestra.types import Timeout
+from torchestra.world import AnyGroup, default_group, make_group, new_group
+
+__all__ = ["new_subgroups", "new_subgroups_by_enumeration", "split_group"]
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: ProcessGroup | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[AnyGroup, list[AnyGroup]]:
+    """Cut a group into subgroups of equal size, of consecutive ranks. Must be called by all its ranks.
+
+    Args:
+        group_size: ranks per subgroup, a divisor of the group's size; default: the number of CUDA devices.
+        group: the group to cut; default: the default group.
+        timeout, backend, pg_options, group_desc: as for :func:`torchestra.new_group`, of each subgroup.
+
+    Returns:
+        The subgroup that this rank is in, and all subgroups (a :class:`NonMember` for each of the others).
+
+    Raises:
+        InvalidArgumentError: the group's size is not a multiple of ``group_size``, or this rank is not in it.
+    """
+    if group_size is None:
+        if not torch.cuda.is_available():
+            raise InvalidArgumentError(
+                "new_subgroups: Default group size only takes effect when CUDA is available. If your subgroup"
+                " using a backend that does not depend on CUDA, please pass in 'group_size' correctly."
+            )
+        group_size = torch.cuda.device_count()
+    if not isinstance(group_size, int) or group_size <= 0:
+        raise InvalidArgumentError(f"The arg 'group_size' ({group_size}) must be positive")
+    parent = _parent(group, "new_subgroups")
+    size = parent.size()
+    if size < group_size:
+        raise InvalidArgumentError(
+            f"The arg 'group_size' ({group_size}) must not exceed the world size ({size})"
+        )
+    if size % group_size:
+        raise InvalidArgumentError(f"The world size ({size}) must be divisible by '{group_size=}'")
+    parts = [list(parent.ranks[start : start + group_size]) for start in range(0, size, group_size)]
+    # Other groups may be cut at the same time, by other ranks, so that only the members can agree on a name.
+    alone = parent is not current_world().default
+    subgroups = [new_group(part, timeout, backend, pg_options, alone, group_desc) for part in parts]
+    return subgroups[parent.rank() // group_size], subgroups
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[AnyGroup | None, list[AnyGroup]]:
+    """Make a group of each of several lists of global ranks. Must be called by every rank of the world.
+
+    No rank may be in two of the lists; a rank may be in none.
+
+    Returns:
+        The subgroup that this rank is in, or None, and all subgroups (a :class:`NonMember` for each of the
+        others).
+
+    Raises:
+        InvalidArgumentError: there are no lists, or one of them is not what :func:`torchestra.new_group`
+            takes, or a rank is in two of them.
+    """
+    if not ranks_per_subgroup_list:
+        raise InvalidArgumentError("The arg 'ranks_per_subgroup_list' cannot be empty")
+    size = default_group().size()
+    seen: dict[int, Sequence[int]] = {}
+    for ranks in ranks_per_subgroup_list:
+        for rank in ranks:
+            if rank in seen:
+                raise InvalidArgumentError(
+                    f"Rank {rank} has appeared in both subgroup {seen[rank]} and {ranks}"
+                )
+            if not isinstance(rank, int) or not 0 <= rank < size:
+                raise InvalidArgumentError(
+                    f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})"
+                )
+            seen[rank] = ranks
+    subgroups = [
+        new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
+        for ranks in ranks_per_subgroup_list
+    ]
+    own = next((group for group in subgroups if not isinstance(group, NonMember)), None)
+    return own, subgroups
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Timeout | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> AnyGroup:
+    """Split a group. Must be called by all ranks of the group, with the same lists.
+
+    (torch's function does this for NCCL only.)
+
+    Args:
+        parent_pg: the group to split; default: the default group.
+        split_ranks: for each part its ranks, *numbers in the group*. No rank may be in two parts; it may be
+            in none. A part's ranks are numbered in their order in the group.
+        timeout: for operations of the parts; default: that of the default group.
+        pg_options, backend: as for :func:`torchestra.new_group`.
+        group_desc: a description; default: the group's, ``:split:`` and how often it has been split before.
+
+    Returns:
+        The part that this rank is in; a :class:`NonMember` if it is in none.
+
+    Raises:
+        InvalidArgumentError: the lists are empty, overlap or name ranks that the group does not have, or this
+            rank is not in the group.
+    """
+    if not split_ranks:
+        raise InvalidArgumentError("split_group: split_ranks cannot be None or empty")
+    parent = _parent(parent_pg, "split_group")
+    own: tuple[int, Sequence[int]] | None = None
+    seen: set[int] = set()
+    for index, part in enumerate(split_ranks):
+        if len(part) == 0:
+            raise InvalidArgumentError("split_group: the split group cannot be empty")
+        if len(part) > parent.size():
+            raise InvalidArgumentError(
+                "split_group: the split group's size should be less or equal to the world_size set by"
+                f" init_process_group: {list(part)} of a group of {parent.size()} ranks"
+            )
+        if len(set(part)) != len(part):
+            raise InvalidArgumentError(f"split_group: the split group cannot have duplicate ranks: {part}")
+        for rank in part:
+            parent.to_global_rank(rank)
+        if seen & set(part):
+            raise InvalidArgumentError(
+                f"split_group: ranks {sorted(seen & set(part))} of {list(part)} are in another split as well"
+            )
+        seen |= set(part)
+        if parent.rank() in part:
+            own = index, sorted(part)
+    world = current_world()
+    label = f"split {parent.group_name}"
+    number = world.made_locally[label] = world.made_locally.get(label, 0) + 1
+    if own is None:
+        return NonMember([parent.to_global_rank(rank) for rank in seen], f"{parent.group_name}.{number}")
+    index, members = own
+    return make_group(
+        [parent.to_global_rank(rank) for rank in members],
+        timeout,
+        backend,
+        pg_options,
+        group_desc=group_desc or f"{parent.group_desc}:split:{number - 1}",
+        name=f"{parent.group_name}.{number}.{index}",
+    )
+
+
+def _parent(group: object, name: str) -> ProcessGroup:
+    chosen = default_group() if group is None else group
+    if isinstance(chosen, NonMember):
+        raise InvalidArgumentError(f"{name}: this rank is {chosen!r}; only members can cut a group")
+    if not isinstance(chosen, ProcessGroup):
+        raise InvalidArgumentError(f"{name}: Group {chosen!r} is not registered")
+    return chosen
