@@ -23,6 +23,7 @@ from torchestra.bench.options import BenchOptions, size_label
 from torchestra.bench.peers import Column, Peer, find_peers
 from torchestra.bench.report import BenchReport, Cell, ColumnInfo, SideTable
 from torchestra.bench.startup import measure_startup
+from torchestra.bench.training import measure_training
 
 __all__ = ["run_benchmark"]
 
@@ -49,6 +50,8 @@ def run_benchmark(options: BenchOptions, watch: Watch | None = None) -> BenchRep
         run.collectives()
     if "startup" in options.sections:
         run.startup()
+    if "training" in options.sections:
+        run.training()
     return run.report(time.monotonic() - start)
 
 
@@ -78,6 +81,12 @@ class _Run:
     def startup(self) -> None:
         self._tell("start-up")
         table, notes = measure_startup(self._options)
+        self._tables.append(table)
+        self._notes += notes
+
+    def training(self) -> None:
+        self._tell("training")
+        table, notes = measure_training(self._options)
         self._tables.append(table)
         self._notes += notes
 

@@ -21,7 +21,7 @@ from torchestra.bench.ranks.session import SOCKET_VARIABLE
 from torchestra.bench.report import SideRow, SideTable
 from torchestra.bench.summary import percentile
 
-__all__ = ["launch_time", "measure_startup"]
+__all__ = ["end_launcher", "launch_time", "measure_startup"]
 
 _REPEATS = 3
 _LIMIT_SECONDS = 90.0
@@ -92,7 +92,7 @@ def launch_time(command: Sequence[str], world: int, environment: Mapping[str, st
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"did not end within {_LIMIT_SECONDS:.0f} s") from None
         finally:
-            _end(process)
+            end_launcher(process)
         done = []
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -102,7 +102,7 @@ def launch_time(command: Sequence[str], world: int, environment: Mapping[str, st
         return max(done) - start
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_launcher(process: subprocess.Popen[bytes]) -> None:
     """End a launcher that still runs: asked first, so that it ends its ranks."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:

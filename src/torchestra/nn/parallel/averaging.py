@@ -207,15 +207,14 @@ class Averager:
             ]
             views, gradients = [view for view, _ in pairs], [gradient for _, gradient in pairs]
         if views:
-            with torch.no_grad():
-                try:
-                    # Where a gradient is its view already, this does nothing.
-                    torch._foreach_copy_(views, gradients)
-                except (RuntimeError, TypeError):
-                    for index in range(place.start, place.stop):
-                        if index not in flight.unused:
-                            self._check(bucket, index, flight)
-                    raise
+            try:
+                # Where a gradient is its view already, this does nothing.
+                torch._foreach_copy_(views, gradients)
+            except (RuntimeError, TypeError):
+                for index in range(place.start, place.stop):
+                    if index not in flight.unused:
+                        self._check(bucket, index, flight)
+                raise
         if self._as_views:
             # Now, not when the average is there: the memory that this frees serves the next gradients.
             for index, view in enumerate(piece.views, place.start):

@@ -1,0 +1,118 @@
+"""A rank of the training benchmark: steps of a model alone, in torchestra's DDP, and in torch's on Gloo.
+
+All three run in the same processes, by turns, so that whatever disturbs the machine disturbs them alike. A
+step is a forward and a backward, from gradients that are None. Its time is that of the slowest rank, and of
+many steps the median. Rank 0 writes them as JSON, in microseconds by model and way, into the directory that
+TORCHESTRA_BENCH_DIRECTORY names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed
+from torch import nn
+
+import torchestra as dist
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A module, and the shape of the samples of one step."""
+
+    make: Callable[[], nn.Module]
+    samples: tuple[int, ...]
+
+
+def _mlp(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(128, 4, dim_feedforward=512, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+MODELS = {
+    "MLP 64-128-10, batch 32": Model(lambda: _mlp(64, 128, 10), (32, 64)),
+    "MLP 1024-2048-2048-1024, batch 16": Model(lambda: _mlp(1024, 2048, 2048, 1024), (16, 1024)),
+    "transformer, 2 layers, width 128, sequence 64, batch 8": Model(_transformer, (8, 64, 128)),
+}
+
+
+def _step(module: nn.Module, samples: torch.Tensor) -> Step:
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        module(samples).square().mean().backward()
+
+    return step
+
+
+def _turn(step: Step, count: int) -> list[float]:
+    """The seconds of some steps, of the slowest rank each."""
+    dist.barrier()
+    taken = []
+    for _ in range(count):
+        start = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - start)
+    slowest = torch.tensor(taken, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    found: list[float] = slowest.tolist()
+    return found
+
+
+def _measure(model: Model, seconds: float, turns: int) -> dict[str, float]:
+    samples = torch.randn(model.samples)
+    ways = {
+        "alone": _step(model.make(), samples),
+        "torchestra": _step(dist.nn.parallel.DistributedDataParallel(model.make()), samples),
+        "gloo": _step(nn.parallel.DistributedDataParallel(model.make()), samples),
+    }
+    counts = {}
+    for way, step in ways.items():
+        _turn(step, 3)
+        slowest = sorted(_turn(step, 5))[2]
+        counts[way] = max(2, int(seconds / slowest))
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(turns):
+        for way, step in ways.items():
+            # The first step after another way's turn finds the caches as that has left them.
+            taken[way] += _turn(step, counts[way] + 1)[1:]
+    return {way: sorted(times)[len(times) // 2] * 1e6 for way, times in taken.items()}
+
+
+def main(seconds: float, turns: int) -> None:
+    """Measure every model, each way in so many turns of so many seconds."""
+    directory = Path(os.environ["TORCHESTRA_BENCH_DIRECTORY"])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group()
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{directory / 'meeting'}",
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
+    found = {name: _measure(model, seconds, turns) for name, model in MODELS.items()}
+    if dist.get_rank() == 0:
+        (directory / "found.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

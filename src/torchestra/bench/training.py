@@ -1,0 +1,77 @@
+"""What data parallel training adds to a step of a model: torchestra's, and torch's on Gloo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from torchestra.bench.fleet import last_line
+from torchestra.bench.options import BenchOptions
+from torchestra.bench.peers import torchestra_environment
+from torchestra.bench.report import SideRow, SideTable
+from torchestra.bench.startup import end_launcher
+
+__all__ = ["measure_training", "training_steps"]
+
+_LIMIT_SECONDS = 300.0
+_SCRIPT = Path(__file__).resolve().parent / "ranks" / "training_step.py"
+_COLUMNS = (("torchestra", "torchestra DDP adds"), ("gloo", "torch's DDP on Gloo adds"))
+# Where a model's own steps vary more than DDP adds, the difference may not be positive.
+_LEAST_US = 0.1
+
+
+def measure_training(options: BenchOptions) -> tuple[SideTable, list[str]]:
+    """For each model and world size: microseconds that are added to a step, and what failed."""
+    notes: list[str] = []
+    rows = []
+    for world in options.nproc:
+        try:
+            found = training_steps(world, options.seconds, options.rounds)
+        except (OSError, RuntimeError) as error:
+            notes.append(f"training with {world} ranks: {error}")
+            continue
+        for model, times in found.items():
+            alone = times["alone"]
+            added = {key: max(_LEAST_US, times[key] - alone) for key, _ in _COLUMNS}
+            rows.append(SideRow(f"{world} ranks, {model}: alone {alone / 1000:.2f} ms", added))
+    title = "Training: what data parallelism adds to a forward and a backward"
+    return SideTable("training", title, "µs", _COLUMNS, tuple(rows)), notes
+
+
+def training_steps(world: int, seconds: float, turns: int) -> dict[str, dict[str, float]]:
+    """The microseconds of a step, by model and by way: ``alone``, ``torchestra``, ``gloo``.
+
+    Args:
+        world: how many ranks.
+        seconds: how long one turn of a way lasts, roughly.
+        turns: how often the ways take turns.
+
+    Raises:
+        RuntimeError: a rank failed, or they took more than five minutes.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="torchestra-bench-") as directory,
+        tempfile.TemporaryFile() as output,
+    ):
+        command = [sys.executable, "-m", "torchestra", "run", f"--nproc={world}", str(_SCRIPT)]
+        process = subprocess.Popen(
+            [*command, str(seconds), str(turns)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=torchestra_environment({"TORCHESTRA_BENCH_DIRECTORY": directory}),
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(_LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"did not end within {_LIMIT_SECONDS:.0f} s") from None
+        finally:
+            end_launcher(process)
+        if code != 0:
+            raise RuntimeError(f"exit code {code}: {last_line(output)}")
+        found: dict[str, dict[str, float]] = json.loads((Path(directory) / "found.json").read_text())
+        return found

@@ -1,0 +1,19 @@
+"""The part of the benchmark that trains: every model, every way, in a few steps."""
+
+from __future__ import annotations
+
+from torchestra.bench.options import BenchOptions
+from torchestra.bench.training import measure_training
+
+
+def test_training_is_measured_for_every_model_and_both_libraries() -> None:
+    table, notes = measure_training(BenchOptions(nproc=(2,), seconds=0.001, rounds=1))
+    assert notes == []
+    assert [row.label.split(":")[0] for row in table.rows] == [
+        "2 ranks, MLP 64-128-10, batch 32",
+        "2 ranks, MLP 1024-2048-2048-1024, batch 16",
+        "2 ranks, transformer, 2 layers, width 128, sequence 64, batch 8",
+    ]
+    for row in table.rows:
+        assert set(row.values) == {"torchestra", "gloo"}
+        assert all(value > 0 for value in row.values.values())
