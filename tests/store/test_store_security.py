@@ -148,10 +148,9 @@ def first_words(host: str, port: int, data: bytes) -> bytes:
 @needs_root
 def test_without_a_secret_another_users_process_is_turned_away(caplog: pytest.LogCaptureFixture) -> None:
     hello = Hello(0, bytes(protocol.NONCE_SIZE)).encode(from_client=True)
-    set_k = b"".join(bytes(part) for part in protocol.encode(protocol.Request.SET, [b"k", b"1"]))
     with TCPStoreServer() as server:
         assert len(first_words(server.host, server.port, hello)) == HELLO_SIZE
-        answer = Child(as_nobody(lambda: first_words(server.host, server.port, hello + set_k))).result()
+        answer = Child(as_nobody(lambda: first_words(server.host, server.port, hello))).result()
         assert Hello.decode(answer, from_client=False).method == protocol.AuthMethod.OTHER_USER
 
         def join() -> str:
