@@ -27,9 +27,10 @@ from torchestra.store import HashStore, Store, TCPStore
 from torchestra.store.base import DEFAULT_STORE_TIMEOUT
 from torchestra.store.tcp.locality import peer_user
 
-__all__ = ["Estate", "Offer", "Request", "make_offer", "make_request"]
+__all__ = ["Estate", "Offer", "Request", "leave_store", "make_offer", "make_request"]
 
 _CONNECT_SECONDS = 1.0
+_FAREWELL_SECONDS = 3.0
 _BACKLOG = 1024
 _YES = b"y"
 
@@ -97,6 +98,13 @@ def make_request(key: bytes, size: int, *, threads: bool) -> Request:
     return _ThreadRequest(key) if threads else _ProcessRequest(key, size)
 
 
+def leave_store(store: Store) -> None:
+    """Close the store of a group that this rank leaves; let the others do first what they still have to."""
+    if isinstance(store, _ServedStore):
+        store.see_off()
+    store.close()
+
+
 def _new_key() -> bytes:
     return secrets.token_bytes(at.PROPOSAL_KEY_BYTES)
 
@@ -124,9 +132,7 @@ class _ProcessOffer:
             self._listener.bind(f"\0torchestra-{name}")
             self._listener.listen(_BACKLOG)
             self._listener.setblocking(False)
-            store: Store = (
-                HashStore() if size == 1 else TCPStore(_store_of(name), 0, is_master=True, secret=self._proof)
-            )
+            store: Store = HashStore() if size == 1 else _ServedStore(name, self._proof)
             self.estate = Estate(arena, store)
             undo.pop_all()
 
@@ -154,6 +160,18 @@ class _ProcessOffer:
             self._descriptor = -1
         for each in (self._listener, *self._asking):
             each.close()
+
+
+class _ServedStore(TCPStore):
+    """The proposer's end of the store, and its server."""
+
+    def __init__(self, name: str, proof: bytes) -> None:
+        super().__init__(_store_of(name), 0, is_master=True, secret=proof)
+
+    def see_off(self) -> None:
+        """Wait a little until the others have closed theirs."""
+        if self._server is not None:
+            self._server.linger(_FAREWELL_SECONDS)
 
 
 class _ProcessRequest:

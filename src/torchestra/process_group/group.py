@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import ClassVar
 
 from torchestra.communicator import Communicator
+from torchestra.engine.handover import leave_store
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.options import GroupOptions
 from torchestra.process_group.message_methods import MessageMethods
@@ -234,7 +235,9 @@ class ProcessGroup(TorchNames, MessageMethods):
             new._leave_at_last()
         else:
             self.when_shrunk(self, new)
-        self.destroy()
+        self.communicator.close()
+        if self.generation:
+            self.store.close()
         return new
 
     def _leave_at_last(self) -> None:
@@ -243,8 +246,14 @@ class ProcessGroup(TorchNames, MessageMethods):
         weakref.finalize(self, _leave, self.communicator, os.getpid()).atexit = False
 
     def destroy(self) -> None:
-        """Leave the group. Peers that wait for this rank, now or later, get an error."""
+        """Leave the group. Peers that wait for this rank, now or later, get an error.
+
+        The rank that serves the store of a group made by :meth:`shrink` waits up to 3 s for the others to
+        leave theirs.
+        """
         self.communicator.close()
+        if self.generation:
+            leave_store(self.store)
 
     def __repr__(self) -> str:
         place = f"rank {self.rank()} of {self.size()}"
