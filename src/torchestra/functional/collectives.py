@@ -31,6 +31,9 @@ from torchestra.registry import current_world
 
 __all__ = [
     "all_gather_into_tensor_coalesced",
+    "all_gather_single",
+    "all_gather_single_autograd",
+    "all_gather_single_coalesced",
     "all_gather_tensor",
     "all_gather_tensor_autograd",
     "all_reduce",
@@ -40,6 +43,9 @@ __all__ = [
     "all_to_all_single_autograd",
     "broadcast",
     "permute_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter_single_autograd",
+    "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_autograd",
     "reduce_scatter_tensor_coalesced",
@@ -257,3 +263,12 @@ def _pieces_first(tensor: torch.Tensor, dim: int, size: int, which: str) -> torc
         return tensor
     pieces: torch.Tensor = tensor.unflatten(dim, (size, length // size))
     return pieces.movedim(dim, 0).flatten(0, 1)
+
+
+# The names in newer versions of torch.
+all_gather_single = all_gather_tensor
+all_gather_single_autograd = all_gather_tensor_autograd
+all_gather_single_coalesced = all_gather_into_tensor_coalesced
+reduce_scatter_single = reduce_scatter_tensor
+reduce_scatter_single_autograd = reduce_scatter_tensor_autograd
+reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
