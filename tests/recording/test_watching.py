@@ -29,7 +29,7 @@ SOON = 30.0
 
 def work_on() -> None:
     """Collectives without end, until the test says so; rank 1 is always late. Then all wait for rank 2."""
-    rank, sub = dist.get_rank(), dist.new_group([2, 0])
+    rank, sub = dist.get_rank(), dist.new_group([0, 2])
     tensor, note = torch.ones(1000), os.path.join(os.environ["WORLD_DIRECTORY"], "stop")
     if rank != 1:
         dist.all_reduce(torch.ones(3), group=sub)
@@ -94,7 +94,7 @@ def test_top_tells_who_keeps_the_others_waiting(
     for rank in (0, 2):
         waited = default["ranks"][rank]["waited_for"]
         assert waited[1] == max(waited) > 0.1
-    assert [rank["pid"] for rank in sub["ranks"]] == [job.pids[2], job.pids[0]]
+    assert [rank["pid"] for rank in sub["ranks"]] == [job.pids[0], job.pids[2]]
     assert [rank["operations"] for rank in sub["ranks"]] == [0, 0]
 
 
@@ -164,7 +164,7 @@ def test_report_writes_a_trace_of_a_running_job(
     events = json.loads(path.read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names[1, 2] == f"rank 2 (pid {job.pids[2]})"
-    assert names[2, 0] == f"rank 0 (pid {job.pids[2]})"
+    assert names[2, 1] == f"rank 1 (pid {job.pids[2]})"
     slices = [event for event in events if event["ph"] == "X"]
     for track in names:
         ends = 0.0
@@ -308,3 +308,33 @@ def test_what_is_no_trace_is_refused(
     (tmp_path / "empty").mkdir()
     code, text = run(capsys, "report", "--out", "x.html", "--from", str(tmp_path / "empty"))
     assert (code, text.count("there are no traces")) == (1, 1)
+
+
+FAILING = """
+import torch, torchestra as dist
+dist.init_process_group()
+group = dist.new_group([1, 0], group_desc="pair")
+dist.all_reduce(torch.ones(21))
+dist.all_reduce(torch.ones(22), group=group)
+if dist.get_rank() == 1:
+    raise ValueError("this rank fails")
+dist.all_reduce(torch.ones(23))
+"""
+
+
+def test_the_launcher_keeps_the_record_of_a_job_that_fails(tmp_path: Path) -> None:
+    """Of all its groups, though the ranks that are left are ended at once."""
+    script, kept = tmp_path / "fails.py", tmp_path / "kept"
+    script.write_text(FAILING)
+    command = ["run", "-n", "2", "--record", str(kept), str(script)]
+    command = [sys.executable, "-m", "torchestra", *command]
+    ended = subprocess.run(command, check=False, capture_output=True, timeout=100)
+    assert ended.returncode == 1
+    assert b"this rank fails" in ended.stderr
+    out = tmp_path / "trace.json"
+    assert main(["report", "--out", str(out), "--from", str(kept)]) == 0
+    events = json.loads(out.read_text())["traceEvents"]
+    counts = {e["args"]["count"]: e["args"]["state"] for e in events if e["name"].startswith("all_reduce")}
+    assert counts.keys() == {21, 22, 23}
+    assert counts[21] == counts[22] == "done"
+    assert counts[23] in ("running", "failed")

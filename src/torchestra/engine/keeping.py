@@ -8,19 +8,21 @@ from pathlib import Path
 from urllib.parse import quote
 
 from torchestra.engine import layout as at
-from torchestra.engine.arena import Arena
-from torchestra.engine.flight import read_flight_record
+from torchestra.engine.flight import Readable, read_flight_record
 from torchestra.engine.trace import trace_of, write_trace
 
-__all__ = ["VARIABLE", "keep_record"]
+__all__ = ["keep_record"]
 
-VARIABLE = "TORCHESTRA_RECORD"
 _NAME_LETTERS = 100
 
 
-def keep_record(arena: Arena) -> None:
-    """Write the record of all ranks, if the environment names a directory for it; never raises."""
-    directory = os.environ.get(VARIABLE)
+def keep_record(arena: Readable, directory: str | None = None) -> None:
+    """Write the record of all ranks into a file of the directory; never raises.
+
+    Args:
+        directory: default: what the environment names, if anything.
+    """
+    directory = directory or os.environ.get(at.RECORD_VARIABLE)
     if not directory:
         return
     try:
@@ -30,4 +32,4 @@ def keep_record(arena: Arena) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
         write_trace(Path(directory, name), trace_of([record]))
     except OSError as error:
-        print(f"torchestra: {VARIABLE}: the flight record cannot be written ({error})", file=sys.stderr)
+        print(f"torchestra: the flight record cannot be kept in {directory} ({error})", file=sys.stderr)

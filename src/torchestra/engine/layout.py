@@ -25,6 +25,7 @@ from dataclasses import dataclass
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
 VERSION = 2
 MEMORY_FILE = "torchestra"  # what the names of all arenas' memory files begin with
+RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for what is left of arenas (keeping.py)
 PAGE = 4096
 LINE = 64
 

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+from torchestra.engine.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
 from torchestra.launcher.cores import usable_cores
 from torchestra.launcher.job import Job, StopPlan
 from torchestra.launcher.output import colours_wanted, open_devices
+from torchestra.launcher.recorder import Recorder
 from torchestra.launcher.report import (
     failure_report,
     survived_report,
@@ -84,6 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many ranks may fail without ending the job; default 0",
     )
     parser.add_argument(
+        "--record",
+        metavar="DIR",
+        help="keep in DIR what the ranks did last, for 'torchestra report --from DIR'",
+    )
+    parser.add_argument(
         "-m", "--module", action="store_true", help="the script is a module's name, as for python -m"
     )
     parser.add_argument("script", help="the Python file that every rank runs")
@@ -100,6 +107,8 @@ def main(options: argparse.Namespace) -> int:
     environment = meeting.environment(os.environ, options.nproc)
     # Before torch is imported, so that every library it brings reads the same number.
     os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
+    if options.record is not None:
+        environment[RECORD_VARIABLE] = os.path.abspath(options.record)
     server = WarmServer.forked()
     spec = JobSpec(
         nproc=options.nproc,
@@ -111,6 +120,8 @@ def main(options: argparse.Namespace) -> int:
     devices = open_devices(sys.stdout, sys.stderr)
     job = Job(server, spec, meeting, devices, stdin.for_rank, options.max_failures)
     job.when_survived = lambda fault: devices[1].say(survived_report(job, fault))
+    recorder = Recorder(environment.get(RECORD_VARIABLE))
+    job.when_stopped = lambda: recorder.hold(job.pids)
     stdin.relay(job)
     received: list[int] = []
     try:
@@ -127,6 +138,7 @@ def main(options: argparse.Namespace) -> int:
     finally:
         server.close()
         job.close()
+        recorder.write()
     return _conclude(job, received)
 
 

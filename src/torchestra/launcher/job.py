@@ -101,6 +101,7 @@ class Job:
         cause: the failure for which the job was stopped, or with which it ended.
         survived: the failures that the job has outlived, in the order in which these ranks ended.
         when_survived: called with each of them.
+        when_stopped: called before the ranks are ended.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Job:
         self.pids: tuple[int, ...] = ()
         self.cause: Fault | None = None
         self.survived: list[Fault] = []
+        self.when_stopped: Callable[[], None] = lambda: None
         self.when_survived: Callable[[Fault], None] = lambda _: None
         self._max_failures = min(max_failures, spec.nproc - 1)
         self._server = server
@@ -182,6 +184,8 @@ class Job:
         """
         if self.stopping and plan:
             return
+        if not self.stopping:
+            self.when_stopped()
         when = time.monotonic()
         self._stop_time = self._stop_time or when
         if not self.ranks:

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchestra.engine.foreign import ForeignArena
-from torchestra.engine.layout import MEMORY_FILE
 from torchestra.engine.liveness import process_start
 from torchestra.errors import DistBackendError, InvalidArgumentError
+from torchestra.watching.finding import PROC, open_arenas
 
 __all__ = ["Group", "Job", "choose_job", "find_jobs"]
 
-_PROC = Path("/proc")
-_LINK = f"/memfd:{MEMORY_FILE}:"
+_PROC = PROC
 
 
 @dataclass
@@ -85,7 +82,7 @@ def find_jobs() -> tuple[list[Job], list[str]]:
     """
     groups: dict[tuple[int, int], Group] = {}
     refused: dict[tuple[int, int], str] = {}
-    for pid, path, key in _open_arenas():
+    for pid, path, key in open_arenas(proc=_PROC):
         if key not in groups and key not in refused:
             try:
                 groups[key] = Group(_opened(path))
@@ -135,26 +132,6 @@ def _listed(jobs: list[Job]) -> str:
 def _ranks_of(job: Job) -> str:
     size = job.groups[0].arena.layout.size
     return f"{size} rank{'' if size == 1 else 's'}"
-
-
-def _open_arenas() -> Iterator[tuple[int, Path, tuple[int, int]]]:
-    """Of every process of this user: each arena it has open, as a path and by what identifies the file."""
-    user = os.geteuid()
-    for folder in _PROC.iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            if folder.stat().st_uid != user:
-                continue
-            descriptors = list((folder / "fd").iterdir())
-        except OSError:
-            continue  # it has ended, or may not be looked into
-        for path in descriptors:
-            with contextlib.suppress(OSError):
-                # Ranks can write to it; whoever only looks on, as this process, is none.
-                if os.readlink(path).startswith(_LINK) and path.lstat().st_mode & stat.S_IWUSR:
-                    status = path.stat()
-                    yield int(folder.name), path, (status.st_dev, status.st_ino)
 
 
 def _opened(path: Path) -> ForeignArena:

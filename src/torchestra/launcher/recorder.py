@@ -1,0 +1,44 @@
+"""What is left of a job's flight record when its ranks are ended: the launcher keeps their arenas open.
+
+A rank that leaves a group, or finds it broken, writes the record itself. But when a job fails its ranks are
+ended at once, so the launcher opens their arenas before it signals them, and writes the records afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+
+from torchestra.watching.finding import open_arenas
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Keeps records in a directory, or nothing where that is None."""
+
+    def __init__(self, directory: str | None) -> None:
+        self._directory = directory
+        self._held: dict[tuple[int, int], int] = {}
+
+    def hold(self, pids: Iterable[int]) -> None:
+        """Keep the arenas of these processes, which are about to be ended."""
+        for arena in open_arenas(pids) if self._directory is not None else ():
+            if arena.key not in self._held:
+                with contextlib.suppress(OSError):
+                    self._held[arena.key] = os.open(arena.path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def write(self) -> None:
+        """Write the records of what was kept, and let it go."""
+        if not self._held:
+            return
+        from torchestra.engine.foreign import ForeignArena
+        from torchestra.engine.keeping import keep_record
+        from torchestra.errors import DistBackendError
+
+        for descriptor in self._held.values():
+            with contextlib.suppress(DistBackendError):
+                keep_record(ForeignArena(descriptor), self._directory)
+            os.close(descriptor)
+        self._held.clear()
