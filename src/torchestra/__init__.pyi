@@ -98,7 +98,7 @@ from .options import (
     ReduceScatterOptions,
     ScatterOptions,
 )
-from .process_group import NonMember, ProcessGroup
+from .process_group import NonMember, ProcessGroup, RoundRobinGroup
 from .shrinking import SHRINK_ABORT, SHRINK_DEFAULT, shrink_group
 from .store import FakeStore, FileStore, HashStore, PrefixStore, Store, TCPStore
 from .subgroups import new_subgroups, new_subgroups_by_enumeration, split_group
@@ -171,6 +171,7 @@ __all__ = [
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
+    "RoundRobinGroup",
     "ScatterOptions",
     "Store",
     "StoreTimeoutError",

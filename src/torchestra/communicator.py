@@ -1,14 +1,15 @@
 """The operations of a group on tensors: argument checks, time-outs, layouts, synchronous and not.
 
-Ranks are the group's own. Tensors that are not contiguous are copied before and back after. order.py says
-when an operation runs, several.py has operations on more than one tensor per rank.
+Ranks are the group's own. Tensors that are not contiguous are copied before and back after; staging.py does
+that for those of GPUs. order.py says when an operation runs, several.py has operations on more than one
+tensor per rank.
 
 quick.py has shorter ways through the commonest cases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from torchestra.engine.local import LocalEngine, Plan
 from torchestra.engine.operations import Kind
 from torchestra.errors import InvalidArgumentError
 from torchestra.order import Order
+from torchestra.staging import fetched, landing, on_cpu, staged
 from torchestra.types import ReduceOp
 from torchestra.work import Work
 
@@ -37,6 +39,7 @@ class Communicator(Order):
         self.size = engine.size
         self.seconds = seconds
 
+    @staged
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
@@ -63,15 +66,19 @@ class Communicator(Order):
     ) -> Work | None:
         """Replace each of some sparse COO tensors by the sum of all of them on all ranks (only SUM)."""
         name = "all_reduce"
-        checked = sparse.check(tensors, checks.check_op(op, name), name)
+        checked = sparse.check(on_cpu(tensors), checks.check_op(op, name), name)
         self._refuse_if_closed(name)
 
         def operation(site: str | None) -> list[torch.Tensor]:
             sparse.all_reduce(self.engine, checked, self.limit(seconds), site)
-            return checked
+            for tensor, twin in zip(tensors, checked, strict=True):
+                if tensor is not twin:
+                    tensor.detach().copy_(twin)
+            return list(tensors)
 
         return self.run(operation, f"{name}({op.name}, sparse)", async_op)
 
+    @staged
     def reduce(
         self,
         tensor: torch.Tensor,
@@ -92,6 +99,7 @@ class Communicator(Order):
 
         return self.run(operation, f"{name}({op.name})", async_op)
 
+    @staged
     def broadcast(
         self, tensor: torch.Tensor, root: int, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
@@ -106,6 +114,7 @@ class Communicator(Order):
 
         return self.run(operation, "broadcast", async_op)
 
+    @staged
     def all_gather(
         self,
         outputs: Sequence[torch.Tensor],
@@ -131,6 +140,7 @@ class Communicator(Order):
 
         return self.run(operation, name, async_op)
 
+    @staged
     def all_gather_into_tensor(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
@@ -156,6 +166,7 @@ class Communicator(Order):
 
         return self.run(operation, name, async_op)
 
+    @staged
     def gather(
         self,
         outputs: Sequence[torch.Tensor] | None,
@@ -184,6 +195,7 @@ class Communicator(Order):
 
         return self.run(operation, name, async_op)
 
+    @staged
     def scatter(
         self,
         output: torch.Tensor,
@@ -214,6 +226,7 @@ class Communicator(Order):
 
         return self.run(operation, name, async_op)
 
+    @staged
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -238,6 +251,7 @@ class Communicator(Order):
 
         return self.run(operation, f"{name}({op.name})", async_op)
 
+    @staged
     def reduce_scatter_tensor(
         self,
         output: torch.Tensor,
@@ -266,6 +280,7 @@ class Communicator(Order):
 
         return self.run(operation, f"{name}({op.name})", async_op)
 
+    @staged
     def all_to_all(
         self,
         outputs: Sequence[torch.Tensor],
@@ -296,6 +311,7 @@ class Communicator(Order):
 
         return self.run(operation, name, async_op)
 
+    @staged
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -336,27 +352,28 @@ class Communicator(Order):
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
         """Send a message to a rank; returns when the tensor may be changed."""
-        checks.check_tensor(tensor, "tensor", "send")
+        tensor = checks.check_tensor(fetched(tensor), "tensor", "send")
         self._refuse_if_closed("send")
         self.engine.send(made_plain(tensor), rank, tag, self.limit(seconds))
 
     def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
         """Receive a message from a rank, or from any (None), into the tensor; the rank that sent it."""
+        tensor, land = landing(tensor)
         checks.check_tensor(tensor, "tensor", "recv", written=True)
         self._refuse_if_closed("recv")
         buffer = made_plain(tensor)
         source = self.engine.receive(buffer, rank, tag, self.limit(seconds))
         self._write_back([tensor], [buffer])
+        land()
         return source
 
     def isend(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> Work:
         """Begin to send a message to a rank."""
-        checks.check_tensor(tensor, "tensor", "isend")
+        buffer = made_plain(checks.check_tensor(fetched(tensor), "tensor", "isend"))
         self._refuse_if_closed("isend")
-        buffer = made_plain(tensor)
         work = Work(f"isend to rank {rank} of group {self.name!r}")
         self.engine.begin_send(
-            buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, tensor, buffer, False)
+            buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, tensor, buffer, None)
         )
         return work
 
@@ -364,24 +381,36 @@ class Communicator(Order):
         self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None
     ) -> Work:
         """Begin to receive a message from a rank, or from any (None), into the tensor."""
+        given = tensor
+        tensor, land = landing(tensor)
         checks.check_tensor(tensor, "tensor", "irecv", written=True)
         self._refuse_if_closed("irecv")
         buffer = made_plain(tensor)
         source = "any rank" if rank is None else f"rank {rank}"
         work = Work(f"irecv from {source} of group {self.name!r}")
+
+        def put() -> None:
+            self._write_back([tensor], [buffer])
+            land()
+
         self.engine.begin_receive(
-            buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, tensor, buffer, True)
+            buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, given, buffer, put)
         )
         return work
 
+    @staticmethod
     def _end_message(
-        self, work: Work, tensor: torch.Tensor, buffer: torch.Tensor, received: bool, transfer: Transfer
+        work: Work,
+        tensor: torch.Tensor,
+        buffer: torch.Tensor,
+        put: Callable[[], None] | None,
+        transfer: Transfer,
     ) -> None:
         if transfer.error is not None:
             work.fail(transfer.error)
             return
-        if received:
-            self._write_back([tensor], [buffer])
+        if put is not None:
+            put()
         work.finish([tensor], transfer.source)
 
     def settle(self, seconds: float) -> None:

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 import torch
 
 from torchestra.communicator import Communicator, made_plain
+from torchestra.staging import staged
 from torchestra.types import ReduceOp
 from torchestra.work import Work
 
 Tensors = Sequence[torch.Tensor]
 
 
+@staged
 def all_reduce_together(
     communicator: Communicator,
     tensors: Tensors,
@@ -51,6 +53,7 @@ def all_reduce_together(
     return communicator.run(operation, steps[0].description, async_op)
 
 
+@staged
 def broadcast_together(
     communicator: Communicator,
     tensors: Tensors,
@@ -78,6 +81,7 @@ def broadcast_together(
     return communicator.run(operation, steps[0].description, async_op)
 
 
+@staged
 def all_gather_together(
     communicator: Communicator,
     outputs: Sequence[Tensors],

@@ -78,7 +78,7 @@ def init_process_group(
             (torchestra run, torchrun, Slurm, mpiexec) has put into the environment.
         store: a store that all ranks share, instead of ``init_method``; needs ``rank`` and ``world_size``.
         group_name: a description of the group.
-        pg_options: none are known.
+        pg_options: :class:`GroupOptions`, of which the time-out is used if ``timeout`` is not given.
         device_id: refused; only CPU tensors are moved.
         secret: what the ranks prove to each other to know, the same text on all of them; default: the
             environment variable TORCHESTRA_SECRET, which ``torchestra run`` sets. Without one, ranks of the
@@ -94,11 +94,9 @@ def init_process_group(
         raise InvalidArgumentError(
             "trying to initialize the default process group twice! Call destroy_process_group() first"
         )
-    if pg_options is not None:
-        raise InvalidArgumentError(f"pg_options: this backend has no options, got {pg_options!r}")
     if device_id is not None:
         raise InvalidArgumentError(f"device_id: only CPU tensors are moved, got {device_id!r}")
-    seconds = timeout_seconds(DEFAULT_TIMEOUT if timeout is None else timeout)
+    seconds = _time_limit(timeout, pg_options, DEFAULT_TIMEOUT)
     here = current_thread_rank()
     chosen = choose_backend(backend)
     if store is not None and init_method is not None:
@@ -167,6 +165,15 @@ def _alone(store: Store | None, rank: int, world_size: int) -> tuple[Store, int,
             f" rank {rank} and world_size {world_size}"
         )
     return FakeStore() if store is None else store, rank, world_size
+
+
+def _time_limit(timeout: Timeout | None, options: Any, otherwise: Timeout) -> float:
+    """The time-out of a group in seconds: as given, or in its options, or else another one."""
+    if options is not None and not isinstance(options, GroupOptions):
+        raise InvalidArgumentError(f"pg_options must be a torchestra.GroupOptions, got {options!r}")
+    if timeout is None:
+        timeout = otherwise if options is None else options.timeout
+    return timeout_seconds(timeout)
 
 
 def _make_group(
@@ -259,14 +266,14 @@ def make_group(
     """
     world = current_world()
     parent = default_group()
-    if pg_options is not None or device_id is not None:
-        raise InvalidArgumentError("new_group: pg_options and device_id are not known to this backend")
+    if device_id is not None:
+        raise InvalidArgumentError("new_group: device_id is not known to this backend")
     if backend is not None and choose_backend(backend) != parent.backend:
         raise InvalidArgumentError(
             f"new_group: backend {backend!r} differs from the default group's {parent.backend!r}"
         )
     chosen = _checked_ranks(range(parent.size()) if ranks is None else ranks, parent.size())
-    seconds = parent.communicator.seconds if timeout is None else timeout_seconds(timeout)
+    seconds = _time_limit(timeout, pg_options, parent.timeout)
     if name:
         pass
     elif use_local_synchronization or deferred:

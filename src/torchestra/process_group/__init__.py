@@ -3,5 +3,6 @@
 from torchestra.options import GroupOptions
 from torchestra.process_group.group import ProcessGroup
 from torchestra.process_group.non_member import NonMember
+from torchestra.process_group.round_robin import RoundRobinGroup
 
-__all__ = ["GroupOptions", "NonMember", "ProcessGroup"]
+__all__ = ["GroupOptions", "NonMember", "ProcessGroup", "RoundRobinGroup"]

@@ -143,6 +143,15 @@ class ProcessGroup(TorchNames, MessageMethods):
         """
         return self.communicator.sequence_number()
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self.get_sequence_number_for_group()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to do: the ranks' sequence numbers agree since the group was made."""
+
+    def _set_default_timeout(self, timeout: Timeout) -> None:
+        self.set_timeout(timeout)
+
     def to_group_rank(self, global_rank: int, parameter: str = "global_rank") -> int:
         """The number in this group of a global rank.
 

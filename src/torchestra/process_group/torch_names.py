@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torchestra.process_group.moving_methods import MovingMethods
 from torchestra.process_group.reducing_methods import ReducingMethods
-from torchestra.types import Timeout, timeout_seconds
 
 
 class TorchNames(ReducingMethods, MovingMethods):
@@ -17,12 +16,3 @@ class TorchNames(ReducingMethods, MovingMethods):
     _reduce_scatter_base = ReducingMethods.reduce_scatter_tensor
     reduce_scatter_single = ReducingMethods.reduce_scatter_tensor
     reduce_scatter_single_coalesced = ReducingMethods.reduce_scatter_tensor_coalesced
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.communicator.sequence_number()
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Nothing to do: the ranks' sequence numbers agree since the group was made."""
-
-    def _set_default_timeout(self, timeout: Timeout) -> None:
-        self.communicator.seconds = timeout_seconds(timeout)

@@ -1,0 +1,96 @@
+"""Several groups of the same ranks as one, which take turns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.options import BarrierOptions
+from torchestra.process_group.group import ProcessGroup
+from torchestra.process_group.moving_methods import MovingMethods
+from torchestra.process_group.reducing_methods import ReducingMethods
+from torchestra.process_group.torch_names import TorchNames
+from torchestra.types import Timeout
+from torchestra.work import Work
+
+
+def _in_turn(method: Callable[..., Work]) -> Callable[..., Work]:
+    """The method of the group whose turn it is; if that refuses the arguments, it is still its turn."""
+
+    @functools.wraps(method)
+    def call(self: RoundRobinGroup, *args: Any, **kwargs: Any) -> Work:
+        work = method(self.groups[self.turn], *args, **kwargs)
+        self.turn = (self.turn + 1) % len(self.groups)
+        return work
+
+    return call
+
+
+class RoundRobinGroup(TorchNames):
+    """Runs every operation on the next of its groups.
+
+    So many operations can be under way at once, each group having its own memory and its own thread. It has
+    the collectives in torch's C++ form, but no messages: ranks that send each other different numbers of them
+    would look for each other in different groups. Every rank must use it alike.
+
+    Args:
+        groups: at least one, in the same order on all ranks; the calling rank has the same number in each.
+            They stay usable by themselves, and are to be destroyed by whoever made them.
+
+    Attributes:
+        groups: as given.
+        turn: the place in them of the one that the next operation runs on.
+
+    Raises:
+        InvalidArgumentError: there are no groups, or this rank's place in them differs.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup]) -> None:
+        if not groups or not all(isinstance(group, ProcessGroup) for group in groups):
+            raise InvalidArgumentError(f"RoundRobinGroup: at least one group is needed, got {groups!r}")
+        places = [(group.rank(), group.size()) for group in groups]
+        if len(set(places)) > 1:
+            raise InvalidArgumentError(
+                "RoundRobinGroup: this rank must have the same place in all groups, got (rank, size)"
+                f" {', '.join(map(str, places))}"
+            )
+        self.groups = tuple(groups)
+        self.turn = 0
+
+    def rank(self) -> int:
+        """This rank's number in the groups."""
+        return self.groups[0].rank()
+
+    def size(self) -> int:
+        """How many ranks the groups have."""
+        return self.groups[0].size()
+
+    def barrier(
+        self, opts: BarrierOptions | Timeout | None = None, *, timeout: Timeout | None = None
+    ) -> Work:
+        """Be done when every rank has called this, and what was called before on all the groups is done."""
+        works = [group.barrier(opts, timeout=timeout) for group in self.groups]
+        done = Work(f"barrier of {self!r}")
+
+        def tell(_: object) -> None:
+            error = next((work.exception() for work in works if work.exception() is not None), None)
+            if error is None:
+                done.finish([])
+            else:
+                done.fail(error)
+
+        torch.futures.collect_all([work.get_future() for work in works]).add_done_callback(tell)
+        return done
+
+    def __repr__(self) -> str:
+        return f"<RoundRobinGroup of {list(self.groups)}>"
+
+
+for _methods in (ReducingMethods, MovingMethods, TorchNames):
+    for _name, _method in vars(_methods).items():
+        if callable(_method) and not _name.startswith("__") and _name != "barrier":
+            setattr(RoundRobinGroup, _name, _in_turn(_method))
