@@ -12,6 +12,7 @@ import torch
 
 import torchestra as dist
 from torchestra.engine import layout as at
+from torchestra.world import make_group
 from worlds import KINDS, Outcome, await_note, leave_note, outcomes, processes, run
 
 SOON = 20.0
@@ -310,6 +311,46 @@ def test_a_subgroup_shrinks_by_itself_and_keeps_the_global_numbers(kind: str) ->
     assert found == [([], 4), ([3, 1], 4), ([3, 1], 4)]
 
 
+def forget_groups_that_have_not_met() -> None:
+    before = make_group([0, 1], tag="pair", deferred=True)
+    meet()
+    if dist.get_rank() == 2:
+        leave()
+    until_it_fails()
+    world().shrink()
+    with pytest.raises(dist.GroupDestroyedError):
+        dist.all_reduce(torch.ones(1), group=before)
+    after = make_group([0, 1], tag="pair", deferred=True)
+    assert isinstance(after, dist.ProcessGroup)
+    check_group(after)
+
+
+def test_groups_whose_members_had_not_met_are_made_anew() -> None:
+    results(outcomes("processes", 3, forget_groups_that_have_not_met))
+
+
+def shrink_without_a_world(store: dist.Store, rank: int, size: int) -> tuple[int, ...]:
+    group = dist.ProcessGroup(store, rank, size, timeout=SOON)
+    if rank == 1:
+        group.destroy()
+        return ()
+    with pytest.raises(dist.GroupAbortedError):
+        group.allreduce(torch.ones(1)).wait()
+    new = group.shrink()
+    assert not dist.is_initialized()
+    tensor = torch.ones(1)
+    new.allreduce(tensor).wait()
+    assert tensor.item() == 2
+    members = tuple(new.previous_ranks)
+    new.destroy()
+    return members
+
+
+def test_a_group_made_directly_shrinks_without_a_world() -> None:
+    ended = outcomes("processes", 3, shrink_without_a_world, init=False)
+    assert [outcome.result() for outcome in ended] == [(0, 2), (), (0, 2)]
+
+
 # -- ranks that live and do not come
 
 
@@ -454,6 +495,15 @@ def refuse_arguments() -> None:
 
 def test_wrong_arguments_are_refused_and_the_group_stays_usable() -> None:
     run("threads", 3, refuse_arguments)
+
+
+def test_a_fake_world_has_nobody_to_lose() -> None:
+    def alone() -> None:
+        dist.init_process_group("fake", rank=0, world_size=4)
+        with pytest.raises(TypeError, match="does not support shrinking operations"):
+            world().shrink()
+
+    run("threads", 1, alone, init=False)
 
 
 def shrink_as_torch_does(flags: int) -> Any:
