@@ -10,6 +10,7 @@ import torch
 import torchestra as dist
 from torchestra.errors import InvalidArgumentError
 from torchestra.options import GroupOptions
+from torchestra.store import PrefixStore
 from worlds import KINDS, run
 
 NUMBER = 2
@@ -84,7 +85,8 @@ def test_a_barrier_tells_which_of_the_groups_failed() -> None:
 
 
 def refuse() -> None:
-    pair, turned = dist.new_group([0, 1]), dist.new_group([1, 0])
+    pair = dist.new_group()
+    turned = dist.ProcessGroup(PrefixStore("turned", pair.store), 1 - pair.rank(), 2)
     with pytest.raises(InvalidArgumentError, match="at least one group"):
         dist.RoundRobinGroup([])
     with pytest.raises(InvalidArgumentError, match=r"same place in all groups, got \(rank, size\)"):
