@@ -1,6 +1,6 @@
 """What torchestra offers, and where each name is defined: the one list of them."""
 
-from . import algorithms, functional, nn, optim
+from . import algorithms, functional, nn, optim, sharded
 from .coalescing import (
     CoalescingManager,
     P2POp,
@@ -243,6 +243,7 @@ __all__ = [
     "send",
     "send_object_list",
     "set_pg_timeout",
+    "sharded",
     "shrink_group",
     "split_group",
     "supports_complex",

@@ -7,43 +7,26 @@ rank's optimizer counts its own only, so numbers are translated.
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from torchestra import checks
-from torchestra.collectives import all_gather_into_tensor, recv, send
 from torchestra.errors import InvalidArgumentError
+from torchestra.objects import gather_object
 from torchestra.process_group import ProcessGroup
 
 __all__ = ["collect_states", "global_state", "local_state"]
-
-# Not a number that a program's own messages are likely to have.
-_TAG = 0x5A45524F
 
 
 def collect_states(state: dict[str, Any], to: int, group: ProcessGroup) -> list[dict[str, Any]]:
     """The states of all ranks, on rank ``to``; an empty list elsewhere. Must be called by all ranks."""
     checks.check_rank(to, group.size(), "to", "consolidate_state_dict")
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    mine = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
-    lengths = torch.empty(group.size(), dtype=torch.int64)
-    all_gather_into_tensor(lengths, torch.tensor([mine.numel()]), group)
-    if group.rank() != to:
-        send(mine, group=group, tag=_TAG, group_dst=to)
-        return []
-    found = []
-    for rank, length in enumerate(lengths.tolist()):
-        message = mine
-        if rank != to:
-            message = torch.empty(length, dtype=torch.uint8)
-            recv(message, group=group, tag=_TAG, group_src=rank)
-        # From a member of the group; and an optimizer may keep any objects in its state.
-        found.append(torch.load(io.BytesIO(message.numpy().tobytes()), weights_only=False))
-    return found
+    found: list[Any] = [None] * group.size()
+    is_there = group.rank() == to
+    gather_object(state, found if is_there else None, group=group, group_dst=to)
+    return found if is_there else []
 
 
 def _numbers(groups: Sequence[dict[str, Any]]) -> dict[torch.Tensor, int]:

@@ -9,6 +9,7 @@ import torch
 
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import ProcessGroup
+from torchestra.sharded import ShardedTensor
 from torchestra.types import ReduceOp
 from torchestra.world import AnyGroup, default_group
 
@@ -85,6 +86,13 @@ def check_is_module(module: object) -> None:
         raise InvalidArgumentTypeError(
             f"{NAME}: `module` must be a torch.nn.Module, got {type(module).__name__}"
         )
+
+
+def ignored_names(module: torch.nn.Module) -> set[str]:
+    """The parameters and buffers that are none of ours: those said to be, and sharded tensors."""
+    named: list[tuple[str, torch.Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    said: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return {*said, *(name for name, tensor in named if isinstance(tensor, ShardedTensor))}
 
 
 def check_module(module: torch.nn.Module, ignored: Collection[str], group: ProcessGroup) -> None:

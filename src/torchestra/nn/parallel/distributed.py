@@ -20,6 +20,7 @@ from torchestra.nn.parallel.arguments import (
     check_is_module,
     check_module,
     choose_group,
+    ignored_names,
 )
 from torchestra.nn.parallel.buckets import (
     BUCKET_CAP_MB,
@@ -128,7 +129,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         Joinable.__init__(self)
         check_is_module(module)
         group = choose_group(process_group, device_mesh)
-        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = ignored_names(module)
         check_devices(device_ids, output_device, dim, list(module.parameters()))
         check_module(module, self.parameters_to_ignore, group)
         if check_reduction:
