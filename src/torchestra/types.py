@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, ClassVar, Union
 
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 
 __all__ = ["DEFAULT_TIMEOUT", "ReduceOp", "Timeout", "timeout_seconds"]
 
@@ -20,15 +20,17 @@ def timeout_seconds(timeout: Timeout) -> float:
     """The duration in seconds.
 
     Raises:
-        InvalidArgumentError: it is neither a timedelta nor a number, or it is negative or NaN.
+        InvalidArgumentTypeError: it is neither a timedelta nor a number.
+        InvalidArgumentError: it is negative or NaN.
     """
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
     elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
         seconds = float(timeout)
     else:
-        raise InvalidArgumentError(
-            f"timeout must be a datetime.timedelta or a number of seconds, got {timeout!r}"
+        raise InvalidArgumentTypeError(
+            "Expected timeout argument to be of type datetime.timedelta, or a number of seconds, got"
+            f" {timeout!r}"
         )
     if not seconds >= 0:
         raise InvalidArgumentError(f"timeout must not be negative, got {timeout!r}")

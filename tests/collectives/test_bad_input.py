@@ -256,7 +256,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "time-out of the wrong type": (
         lambda: dist.barrier(timeout="1s"),
         InvalidArgumentError,
-        "timeout must be a datetime.timedelta or a number of seconds, got '1s'",
+        "Expected timeout argument to be of type datetime.timedelta, or a number of seconds, got '1s'",
     ),
     "negative length": (
         lambda: dist.empty(-1),
@@ -411,7 +411,7 @@ def test_nothing_can_be_done_before_the_beginning() -> None:
         ({"backend": "smoke"}, InvalidArgumentError, "unknown backend 'smoke'; there are native, threads"),
         ({"backend": 3}, TypeError, "backend must be a str, got 3"),
         ({"timeout": -1}, InvalidArgumentError, "timeout must not be negative"),
-        ({"timeout": "soon"}, InvalidArgumentError, "timeout must be a datetime.timedelta or a number"),
+        ({"timeout": "soon"}, InvalidArgumentTypeError, "Expected timeout argument to be of type"),
         ({"pg_options": {}}, InvalidArgumentError, "pg_options"),
         ({"device_id": torch.device("cpu")}, InvalidArgumentError, "device_id: only CPU tensors are moved"),
         ({"store": dist.HashStore(), "init_method": "env://"}, InvalidArgumentError, "or `store`, not"),

@@ -33,6 +33,7 @@ from torchestra.engine.heap import Heap
 from torchestra.engine.keeping import keep_record
 from torchestra.engine.kernels import control
 from torchestra.engine.liveness import PeerProcesses, Peers, PeerThreads, process_start
+from torchestra.engine.patience import Patience
 from torchestra.engine.placement import LOOK_EVERY
 from torchestra.engine.standing import describe_standing
 from torchestra.engine.succession import Succession
@@ -133,14 +134,15 @@ class Member:
         Args:
             code: what the kernel returned.
             kernel, arguments: to call it again with; a plan and a count come first.
-            seconds: how long the operation may wait for other ranks, counted from now.
+            seconds: how long the operation may wait for other ranks, counted from now (see patience.py).
             site: the line of the program that called, where it is not on this thread's stack.
         """
-        started = time.monotonic()
+        patience = Patience(seconds)
         spins, yields = self.word(at.SPINS), self.word(at.YIELDS)
         suspect: int | None = None
         try:
             while code == at.PENDING:
+                started = patience.started()
                 if time.monotonic() - started > _RESTLESS_SECONDS:
                     # Whoever waits so long will not mind a slower wake-up, and may as well cost nothing.
                     self.set_word(at.SPINS, 0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from torchestra.engine.patience import Patience
 
 __all__ = ["Record", "Transfer", "Waiter"]
 
@@ -58,6 +59,7 @@ class Transfer:
 
     __slots__ = (
         "_latch",
+        "_patience",
         "address",
         "done",
         "error",
@@ -68,7 +70,6 @@ class Transfer:
         "record",
         "sending",
         "source",
-        "started",
         "suspect",
         "tag",
         "waiter",
@@ -95,7 +96,7 @@ class Transfer:
         self.tag = tag
         self.waiter = waiter
         self.done = done
-        self.started = time.monotonic()
+        self._patience = Patience()
         self.suspect: int | None = None  # the waiter's
         self.record: Record | None = None
         self.watched = False  # somebody waits for it, and lets the waiter check
@@ -116,7 +117,7 @@ class Transfer:
     def check(self) -> None:
         """Let the waiter decide whether to wait on."""
         blocked = None if self.peer < 0 else self.peer
-        self.suspect = self.waiter.check(self.describe(), blocked, self.started, self.suspect)
+        self.suspect = self.waiter.check(self.describe(), blocked, self._patience.started(), self.suspect)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Wake whoever waits for it. Once is enough, twice does no harm."""
