@@ -314,7 +314,7 @@ def join_with(secrets: list[str], store: FileStore, rank: int, size: int) -> lis
     dist.init_process_group(
         store=store, rank=rank, world_size=size, timeout=1.0 if rank == 0 else LONG, secret=secrets[rank]
     )
-    dist.new_group([1, 0])
+    dist.new_group([1, 0], sort_ranks=False)
     return [rank]
 
 

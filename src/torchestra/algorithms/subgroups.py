@@ -45,6 +45,6 @@ def same_host(group: ProcessGroup) -> ProcessGroup:
 
 
 def _made(ranks: list[int]) -> ProcessGroup:
-    group = new_group(ranks, use_local_synchronization=True)
+    group = new_group(ranks, use_local_synchronization=True, sort_ranks=False)
     assert isinstance(group, ProcessGroup), "this rank is among them"
     return group
