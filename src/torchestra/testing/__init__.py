@@ -7,47 +7,6 @@ enough). For unittest there are :class:`MultiThreadedTestCase`, :class:`MultiPro
 thread ranks in an order that a seed decides.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from torchestra.store.fake import FakeStore
-from torchestra.testing import faults
-from torchestra.testing.comparing import TestCase
-from torchestra.testing.outcomes import RankFailure
-from torchestra.testing.processes import MultiProcessTestCase
-from torchestra.testing.shuffling import shuffle
-from torchestra.testing.skips import (
-    TEST_SKIPS,
-    TestSkip,
-    requires_gloo,
-    requires_mpi,
-    requires_nccl,
-    requires_ucc,
-    requires_world_size,
-    skip_if_lt_x_gpu,
-    skip_if_no_gpu,
-    skip_if_odd_worldsize,
-    skip_if_small_worldsize,
-)
-from torchestra.testing.threads import MultiThreadedTestCase, spawn_threads_and_init_comms
-
-__all__ = [
-    "TEST_SKIPS",
-    "FakeStore",
-    "MultiProcessTestCase",
-    "MultiThreadedTestCase",
-    "RankFailure",
-    "TestCase",
-    "TestSkip",
-    "faults",
-    "requires_gloo",
-    "requires_mpi",
-    "requires_nccl",
-    "requires_ucc",
-    "requires_world_size",
-    "shuffle",
-    "skip_if_lt_x_gpu",
-    "skip_if_no_gpu",
-    "skip_if_odd_worldsize",
-    "skip_if_small_worldsize",
-    "spawn_threads_and_init_comms",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

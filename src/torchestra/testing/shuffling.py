@@ -45,6 +45,7 @@ class Schedule:
         self._dice = random.Random(seed)
         self._inside: set[int] = set()
         self._left = 0
+        self._given_up = ""
         self._changed = threading.Condition()
         self._turn: int | None = None
 
@@ -72,6 +73,13 @@ class Schedule:
                 self._hand_on(None)
             return self._left == self._size
 
+    def give_up(self, why: str) -> None:
+        """Let every rank that waits for its turn, now or later, and the calling one raise."""
+        with self._changed:
+            self._given_up = why
+            self._changed.notify_all()
+        raise InvalidArgumentError(f"shuffle: {why}")
+
     def _hand_on(self, but: int | None) -> None:
         candidates = sorted(self._inside - {but}) or sorted(self._inside)
         self._turn = self._dice.choice(candidates) if candidates else None
@@ -82,7 +90,9 @@ class Schedule:
     def _await_turn(self, rank: int) -> None:
         before = -1
         deadline = 0.0
-        while self._turn != rank:
+        while self._turn != rank or self._given_up:
+            if self._given_up:
+                raise InvalidArgumentError(f"shuffle: {self._given_up}")
             if before != len(self.turns):
                 before, deadline = len(self.turns), time.monotonic() + _STUCK_SECONDS
             if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() > deadline:
@@ -128,9 +138,9 @@ def shuffle(seed: int, group: ProcessGroup | None = None) -> Iterator[Schedule]:
             schedule = Schedule(seed, chosen.size())
             open_ones.append(schedule)
         _entered(schedule).add(rank)
-    if schedule.seed != seed:
-        raise InvalidArgumentError(f"shuffle: rank {rank} has seed {seed}, another rank {schedule.seed}")
     try:
+        if schedule.seed != seed:
+            schedule.give_up(f"rank {rank} has seed {seed}, another rank {schedule.seed}")
         with _impatient(chosen, schedule, rank):
             schedule.enter(rank)
             yield schedule

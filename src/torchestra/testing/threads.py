@@ -8,12 +8,13 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, TypeVar, cast, overload
 
 from torchestra.registry import thread_rank
 from torchestra.store import HashStore
 from torchestra.testing.comparing import TestCase
+from torchestra.testing.faults import RankKilled
 from torchestra.testing.outcomes import Outcome, raise_for
 from torchestra.world import destroy_process_group, init_process_group, is_initialized
 
@@ -37,12 +38,19 @@ class ThreadRanks:
         body: what each calls, with its rank. Its result is dropped.
         timeout: how long operations of the default group may wait, in seconds.
         init: whether to make the default group before ``body`` is called.
+        may_die: ranks whose being killed (faults.kill) is no failure.
     """
 
     def __init__(
-        self, size: int, body: Callable[[int], object], timeout: float = DEFAULT_TIMEOUT, init: bool = True
+        self,
+        size: int,
+        body: Callable[[int], object],
+        timeout: float = DEFAULT_TIMEOUT,
+        init: bool = True,
+        may_die: Container[int] = (),
     ) -> None:
         self.size = size
+        self._may_die = may_die
         self._body = body
         self._timeout = timeout
         self._init = init
@@ -73,6 +81,8 @@ class ThreadRanks:
         except BaseException as error:
             outcome = Outcome.of(rank, error)
         finally:
+            if rank in self._may_die and isinstance(outcome.error, RankKilled):
+                outcome = Outcome(rank)
             with self._changed:
                 self._outcomes[rank] = outcome
                 self._changed.notify_all()
@@ -80,17 +90,20 @@ class ThreadRanks:
     def join(self, seconds: float = DEFAULT_TIMEOUT) -> list[Outcome]:
         """Wait until all ranks have ended, or one has failed and the others were given a moment to notice.
 
+        Args:
+            seconds: how long to wait.
+
         Returns:
             The outcomes by rank; those that have not ended are ``late``, with their stacks.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: len(self._outcomes) == self.size or any(o.error for o in self._outcomes.values()),
-                seconds,
-            )
-            if self._outcomes:
+            self._changed.wait_for(lambda: len(self._outcomes) == self.size or self._any_error(), seconds)
+            if self._any_error():
                 self._changed.wait_for(lambda: len(self._outcomes) == self.size, _GRACE)
             return [self._outcomes.get(rank) or self._late(rank) for rank in range(self.size)]
+
+    def _any_error(self) -> bool:
+        return any(outcome.error is not None for outcome in self._outcomes.values())
 
     def _late(self, rank: int) -> Outcome:
         frame = sys._current_frames().get(self.threads[rank].ident or 0)

@@ -1,0 +1,125 @@
+"""A pytest test on ranks that are processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from typing import Any
+
+import pytest
+
+from torchestra.errors import GroupAbortedError, InvalidArgumentError
+from torchestra.testing.fixtures import is_shared_by_the_world
+from torchestra.testing.outcomes import Outcome, RankFailure
+from torchestra.testing.plugin import RanksSpec, show_as
+from torchestra.testing.pool import RankEnding, RankPool, RankWorld, Request, rank_directory
+from torchestra.testing.rank_outcomes import conclude
+
+__all__ = ["run_on_processes"]
+
+_GRACE = 2.0  # for ranks that have been released by another's failure
+_LOOK = 0.5
+
+
+class _Released(GroupAbortedError):
+    """A rank that failed because another one was gone."""
+
+
+def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
+    """Run the test on every rank; raise what its outcome is."""
+    with rank_directory() as directory:
+        request = Request(
+            item.nodeid,
+            spec.size,
+            spec.timeout,
+            spec.init,
+            spec.may_die,
+            directory,
+            _shared_values(item),
+            dict(os.environ),
+            bool(item.config.getoption("usepdb")),
+            item.config.getoption("--pdb-rank"),
+        )
+        world = pool.start(request)
+        try:
+            late = _await(item, world, spec.timeout)
+        finally:
+            world.kill()
+        outcomes = [_outcome(world, rank, rank in late, rank in spec.may_die) for rank in range(spec.size)]
+        for rank in range(spec.size):
+            text = _without_our_frames(world.output(rank))
+            if text:
+                item.add_report_section("call", f"output of rank {rank}", text)
+    conclude(item, outcomes, "processes", spec.timeout)
+
+
+def _shared_values(item: pytest.Function) -> dict[str, bytes]:
+    """The values of the fixtures with ``scope="world"``, pickled, by name."""
+    values = {}
+    for name, definitions in item._fixtureinfo.name2fixturedefs.items():
+        if definitions and is_shared_by_the_world(definitions[-1].func) and name in item.funcargs:
+            try:
+                values[name] = pickle.dumps(item.funcargs[name])
+            except Exception as error:
+                raise InvalidArgumentError(
+                    f'fixture {name!r} has scope="world", and ranks that are processes get copies of it,'
+                    f" but it cannot be pickled: {error!r}"
+                ) from error
+    return values
+
+
+def _await(item: pytest.Function, world: RankWorld, seconds: float) -> set[int]:
+    """Wait until all ranks have ended; the ranks that had not when their time was over."""
+    capture: Any = item.config.pluginmanager.getplugin("capturemanager")
+    deadline = time.monotonic() + seconds
+    suspended = False
+    while world.running:
+        limit = deadline
+        if world.first_failed is not None:
+            limit = min(limit, world.first_failed + _GRACE)
+        if not world.debugging and time.monotonic() >= limit:
+            late = set(world.running) if world.first_failed is None else set()
+            if late:
+                world.dump()
+            return late
+        world.wait(_LOOK if world.debugging else min(_LOOK, limit - time.monotonic()))
+        if world.debugging and not suspended and capture is not None:
+            capture.suspend_global_capture(in_=True)
+            suspended = True
+    if suspended:
+        capture.resume_global_capture()
+    return set()
+
+
+def _outcome(world: RankWorld, rank: int, late: bool, may_die: bool) -> Outcome:
+    ending: RankEnding = world.endings[rank]
+    if late:
+        return Outcome(rank, text="Where it was then stands at the end of its output, below.", late=True)
+    told = ending.told
+    if told is None and may_die:
+        return Outcome(rank, time=ending.time)
+    if told is None:
+        code = ending.exit_code or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        gone = world.first_failed is not None and ending.time > world.first_failed
+        message = f"the process of rank {rank} ended with {how}, before the test did"
+        error = _Released(message) if gone else RankFailure(message)
+        show_as(error, message)
+        return Outcome(rank, error, str(error), ending.time)
+    if told.error is None:
+        return Outcome(rank, time=ending.time)
+    exception = told.raised()
+    show_as(exception, told.text)
+    return Outcome(rank, exception, told.text, ending.time)
+
+
+def _without_our_frames(output: str) -> str:
+    """What a rank has written, stacks cut off where they leave the test and its fixtures for pytest."""
+    lines, cutting = [], False
+    for line in output.splitlines(keepends=True):
+        frame = line.startswith('  File "')
+        cutting = frame and (cutting or "/_pytest/" in line or "/pluggy/" in line)
+        if not cutting:
+            lines.append(line)
+    return "".join(lines)

@@ -1,0 +1,101 @@
+"""A pytest test on ranks that are threads of the pytest process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import pytest
+
+from torchestra.testing.plugin import RanksSpec
+from torchestra.testing.rank_fixtures import RankFixtures
+from torchestra.testing.rank_outcomes import conclude
+from torchestra.testing.threads import ThreadRanks
+from torchestra.thread_ranks import current_thread_rank
+
+__all__ = ["run_on_threads"]
+
+_OPERATIONS_SHARE = 0.8  # of the time: the engine's report of a hang should come before the end of it
+_OUTPUT_FIXTURES = {"capsys", "capsysbinary", "capfd", "capfdbinary", "capteesys"}
+
+
+def run_on_threads(item: pytest.Function, spec: RanksSpec) -> None:
+    """Call the test function on every rank; raise what its outcome is."""
+    kind = type(item.instance) if item.cls is not None else None
+
+    def body(rank: int) -> None:
+        instance: Any = None if kind is None else kind()
+        function = item.function if instance is None else item.function.__get__(instance)
+        with RankFixtures(item, rank, instance) as fixtures:
+            function(**fixtures.arguments())
+
+    with _outputs_apart(item, spec.size):
+        ranks = ThreadRanks(spec.size, body, spec.timeout * _OPERATIONS_SHARE, spec.init, spec.may_die)
+        outcomes = ranks.join(spec.timeout)
+    conclude(item, outcomes, "threads", spec.timeout)
+
+
+@contextlib.contextmanager
+def _outputs_apart(item: pytest.Function, size: int) -> Iterator[None]:
+    """Keep what each rank prints, for the report; with ``-s``, prefix its lines instead."""
+    if _OUTPUT_FIXTURES & set(item.fixturenames):
+        yield
+        return
+    passing = item.config.getoption("capture") == "no"
+    streams = {name: _RankStream(getattr(sys, name), passing) for name in ("stdout", "stderr")}
+    for name, stream in streams.items():
+        setattr(sys, name, stream)
+    try:
+        yield
+    finally:
+        for name, stream in streams.items():
+            setattr(sys, name, stream.original)
+            for rank in range(size):
+                text = stream.text_of(rank)
+                if text and passing:
+                    stream.original.write(f"[rank {rank}] {text}\n")
+                elif text:
+                    item.add_report_section("call", f"{name} of rank {rank}", text)
+
+
+class _RankStream(io.TextIOBase):
+    """Writes what threads of a rank write apart, and all else to the stream it stands for."""
+
+    def __init__(self, original: TextIO, passing: bool) -> None:
+        self.original = original
+        self._passing = passing
+        self._texts: dict[int, list[str]] = {}
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        here = current_thread_rank()
+        if here is None:
+            return self.original.write(text)
+        with self._lock:
+            if not self._passing:
+                self._texts.setdefault(here.rank, []).append(text)
+                return len(text)
+            *lines, rest = ("".join(self._texts.get(here.rank, [])) + text).split("\n")
+            self._texts[here.rank] = [rest]
+            self.original.writelines(f"[rank {here.rank}] {line}\n" for line in lines)
+        return len(text)
+
+    def flush(self) -> None:
+        self.original.flush()
+
+    def text_of(self, rank: int) -> str:
+        return "".join(self._texts.get(rank, []))
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self.original.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.original.encoding

@@ -1,0 +1,371 @@
+"""The pytest plugin, as its users see it: test files of theirs, run by a pytest of their own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import torchestra
+
+pytest_plugins = ("pytester",)
+
+INSTALLED = any(point.value == "torchestra.testing.plugin" for point in entry_points(group="pytest11"))
+PLUGIN = () if INSTALLED else ("-p", "torchestra.testing.plugin")
+SOURCE = str(Path(torchestra.__file__).parents[1])
+HEAD = "import pytest, torch\nimport torchestra as dist\nfrom torchestra.testing import fixture\n"
+
+
+@pytest.fixture(autouse=True)
+def _apart_the_same_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", SOURCE)
+
+
+def run(pytester: pytest.Pytester, source: str, *arguments: str) -> pytest.RunResult:
+    """Run a test file in this process: enough for ranks that are threads."""
+    pytester.makepyfile(HEAD + source)
+    return pytester.runpytest_inprocess(*PLUGIN, "-p", "no:cacheprovider", *arguments)
+
+
+def run_apart(pytester: pytest.Pytester, source: str, *arguments: str) -> pytest.RunResult:
+    """Run a test file in a process of its own, which no other test has left threads in."""
+    pytester.makepyfile(HEAD + source)
+    return pytester.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider", *arguments)
+
+
+def test_a_marked_test_runs_on_every_rank_once_per_size(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+seen = []
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("x", [1.0, 2.0])
+def test_sum(x):
+    tensor = torch.full((2,), x)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [x * dist.get_world_size()] * 2
+    seen.append(dist.get_rank())
+
+@pytest.mark.ranks(4)
+def test_plain():
+    assert dist.get_world_size() == 4
+
+def test_unmarked():
+    assert not dist.is_initialized()
+    assert sorted(seen) == [0] * 4 + [1] * 4 + [2] * 2
+
+@pytest.mark.ranks(2, init=False)
+def test_without_a_group():
+    assert not dist.is_initialized()
+    dist.init_process_group()
+    assert dist.get_world_size() == 2
+""",
+        "-v",
+    )
+    result.assert_outcomes(passed=7)
+    result.stdout.fnmatch_lines(["*test_sum?2-threads-1.0?*", "*test_plain PASSED*"])
+
+
+def test_the_first_failure_is_shown_with_its_assertion_and_output(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+@pytest.mark.ranks(3)
+def test_it():
+    rank = dist.get_rank()
+    print("hello from", rank)
+    dist.barrier()
+    if rank == 1:
+        values = [1, 2]
+        assert values == [1, 3]
+    dist.barrier()
+""",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*assert [[]1, 2[]] == [[]1, 3[]]*",
+            "*on rank 1 of 3 threads*",
+            "*stdout of rank 0*",
+            "hello from 0",
+            "*rank 0 of 3*",
+            "was released: *rank 1*",
+        ]
+    )
+
+
+def test_fixtures_are_made_on_every_rank_or_once_for_the_world(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+import pytest
+
+@pytest.fixture
+def overridden():
+    return "outer"
+"""
+    )
+    result = run(
+        pytester,
+        """
+made, taken_down = [], []
+
+@pytest.fixture
+def own(request):
+    rank = dist.get_rank()
+    made.append(rank)
+    request.addfinalizer(lambda: taken_down.append(("finalizer", rank)))
+    yield [rank]
+    taken_down.append(("generator", rank))
+
+@pytest.fixture(params=["a", "b"])
+def letter(request):
+    return request.param
+
+@pytest.fixture
+def overridden(overridden):
+    return overridden + f" inner {dist.get_rank()}"
+
+@fixture(scope="world")
+def shared():
+    assert not dist.is_initialized()
+    return []
+
+@pytest.fixture(scope="module")
+def of_the_module():
+    return object()
+
+@pytest.mark.ranks(2)
+def test_it(own, letter, overridden, shared, of_the_module, tmp_path, monkeypatch):
+    rank = dist.get_rank()
+    assert own == [rank] and letter in "ab" and overridden == f"outer inner {rank}"
+    shared.append((rank, id(of_the_module), id(monkeypatch)))
+    dist.barrier()
+    assert sorted(each[0] for each in shared) == [0, 1]
+    assert len({each[1] for each in shared}) == 1
+    assert len({each[2] for each in shared}) == 2
+    assert tmp_path.name == f"rank{rank}" and tmp_path.is_dir()
+
+class TestClass:
+    @pytest.fixture(autouse=True)
+    def of_the_class(self):
+        self.rank = dist.get_rank()
+
+    def setup_method(self):
+        self.set_up = dist.get_rank()
+
+    @pytest.mark.ranks(2)
+    def test_every_rank_has_an_instance(self):
+        dist.barrier()
+        assert self.rank == self.set_up == dist.get_rank()
+
+def test_afterwards():
+    assert sorted(made) == [0, 0, 1, 1]
+    assert sorted(taken_down) == [(how, r) for how in ("finalizer", "generator") for r in (0, 0, 1, 1)]
+""",
+    )
+    result.assert_outcomes(passed=4)
+
+
+def test_outcomes_other_than_failing_pass_through(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+import unittest
+
+@pytest.mark.ranks(2)
+def test_skip():
+    pytest.skip("not today")
+
+@pytest.mark.ranks(2)
+def test_one_rank_skips():
+    if dist.get_rank() == 1:
+        pytest.skip("only there")
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_unittest_skip():
+    raise unittest.SkipTest("so")
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(True, reason="marked")
+def test_skipif():
+    raise AssertionError
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
+def test_xfail():
+    dist.barrier()
+    if dist.get_rank() == 0:
+        1 / 0
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_xfail_by_calling():
+    pytest.xfail("expected")
+""",
+    )
+    result.assert_outcomes(skipped=4, xfailed=2)
+
+
+def test_a_hang_is_reported_by_the_engine_with_who_waits_for_whom(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+import threading
+release = threading.Event()
+
+@pytest.mark.ranks(2, timeout=1.5)
+def test_hang():
+    if dist.get_rank() == 1:
+        release.wait(10)
+    else:
+        dist.barrier()
+
+def test_release():
+    release.set()
+""",
+    )
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["*CollectiveTimeoutError*rank 1*"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("", "say how many"),
+        ("0", "say how many"),
+        ("2, kind='fibers'", "kind must be"),
+        ("2, colour='red'", "unknown arguments colour"),
+    ],
+)
+def test_a_marker_that_makes_no_sense_is_refused(
+    pytester: pytest.Pytester, arguments: str, complaint: str
+) -> None:
+    result = run(pytester, f"@pytest.mark.ranks({arguments})\ndef test_it():\n    pass\n")
+    assert result.ret != 0
+    assert complaint in result.stdout.str() + result.stderr.str()
+
+
+def test_with_s_lines_are_prefixed(pytester: pytest.Pytester) -> None:
+    source = "@pytest.mark.ranks(2)\ndef test_it():\n    print('here', dist.get_rank())\n"
+    result = run(pytester, source, "-s")
+    result.stdout.fnmatch_lines_random(["*[[]rank 0[]] here 0", "*[[]rank 1[]] here 1"])
+
+
+PROCESSES = """
+import os, signal, sys
+
+pytestmark = pytest.mark.ranks(2, kind="processes", timeout=20)
+
+@pytest.fixture
+def own():
+    yield [dist.get_rank(), os.getpid()]
+    print("taken down")
+
+@fixture(scope="world")
+def shared():
+    return {"made in": os.getpid()}
+
+def test_passes(own, shared, tmp_path):
+    assert own == [dist.get_rank(), os.getpid()]
+    assert shared["made in"] != os.getpid()
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0, 2.0]
+    (tmp_path / "file").write_text("mine")
+    assert os.environ["RANK"] == str(dist.get_rank())
+
+@pytest.mark.parametrize("x", [1, 2])
+@pytest.mark.ranks(1, 3, kind=("threads", "processes"))
+def test_both(x):
+    assert dist.get_world_size() in (1, 3)
+
+def test_fails(own):
+    print("about to fail", dist.get_rank())
+    dist.barrier()
+    if dist.get_rank() == 1:
+        numbers = [1, 2]
+        assert numbers == [1, 3]
+    dist.barrier()
+
+def test_dies():
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+@pytest.mark.ranks(3, kind=("threads", "processes"), may_die=[1])
+def test_survives():
+    from torchestra.testing import faults
+    with faults.kill(rank=1, at="barrier"), pytest.raises(dist.GroupAbortedError, match="rank 1"):
+        dist.barrier()
+
+def test_skips():
+    pytest.skip("not today")
+
+@pytest.mark.xfail(raises=KeyError, strict=True)
+def test_xfails():
+    raise KeyError("gone")
+
+@pytest.mark.ranks(2, kind="processes", timeout=1.5, init=False)
+def test_hangs():
+    import time
+    if os.environ["RANK"] == "1":
+        time.sleep(60)
+
+def test_leaves():
+    sys.exit(0)
+"""
+
+
+def test_ranks_as_processes(pytester: pytest.Pytester) -> None:
+    result = run_apart(pytester, PROCESSES, "-v", "-rf")
+    result.assert_outcomes(passed=12, failed=3, skipped=1, xfailed=1)
+    text = result.stdout.str()
+    assert "assert [1, 2] == [1, 3]" in text
+    assert "about to fail 1" in text
+    assert "taken down" in text
+    assert "the process of rank 0 ended with signal 9" in text
+    assert "rank 1 of 2 processes had not ended after 1.5 s" in text
+    assert "in test_hangs" in text
+
+
+def test_stopping_at_the_first_failure_and_choosing_tests(pytester: pytest.Pytester) -> None:
+    source = "".join(
+        f"@pytest.mark.ranks(2)\ndef test_{name}():\n    assert {value}\n"
+        for name, value in (("good", True), ("bad", False), ("never", True))
+    )
+    run(pytester, source, "-x").assert_outcomes(passed=1, failed=1)
+    run(pytester, source, "-k", "never").assert_outcomes(passed=1, deselected=2)
+
+
+def test_a_debugger_looks_at_the_rank_that_failed(pytester: pytest.Pytester) -> None:
+    source = """
+@pytest.mark.ranks(3)
+def test_it():
+    rank = dist.get_rank()
+    dist.barrier()
+    secret = 41 + rank
+    assert rank == 0
+"""
+    pytester.makepyfile(HEAD + source)
+    command = (sys.executable, "-m", "pytest", *PLUGIN, "-p", "no:cacheprovider", "--pdb", "--pdb-rank", "2")
+    result = pytester.run(*command, stdin=b"p 'secret is', secret\nq\n")
+    assert "('secret is', 43)" in result.stdout.str()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc"), reason="looks at processes")
+def test_works_beside_xdist(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("xdist")
+    result = run_apart(pytester, PROCESSES, "-n", "2", "-k", "passes or both or skips")
+    result.assert_outcomes(passed=9, skipped=1)
+
+
+def test_the_plugin_costs_a_run_without_ranks_no_import_of_torch(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import sys\n\ndef test_it():\n    assert 'torch' not in sys.modules\n")
+    result = pytester.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
