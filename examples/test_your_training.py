@@ -1,4 +1,4 @@
-"""Tests of a small distributed training, as a user would write them: ``pytest examples/test_your_training.py``.
+"""Tests of a small distributed training, as users write them: ``pytest examples/test_your_training.py``.
 
 No cluster and no launcher: ranks are threads of the test process, or processes forked from it.
 """
