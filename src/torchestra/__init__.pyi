@@ -1,6 +1,6 @@
 """What torchestra offers, and where each name is defined: the one list of them."""
 
-from . import algorithms, functional, nn, optim, sharded
+from . import algorithms, device_mesh, functional, nn, optim, sharded
 from .coalescing import (
     CoalescingManager,
     P2POp,
@@ -195,6 +195,7 @@ __all__ = [
     "broadcast_object_list",
     "coalescing_manager",
     "destroy_process_group",
+    "device_mesh",
     "empty",
     "flight_record",
     "full",

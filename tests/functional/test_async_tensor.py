@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import threading
@@ -95,6 +97,8 @@ def uses() -> None:
     assert again.tolist() == [2.0, 2.0]
     assert result.__coerce_same_metadata_as_tangent__(None, torch.Tensor) is not None
     assert result.__coerce_same_metadata_as_tangent__(None, AsyncCollectiveTensor) is None
+    for copied in (copy.deepcopy(fresh()), pickle.loads(pickle.dumps(fresh()))):
+        assert copied.tolist() == [2.0, 2.0]
     plain = torch.ones(3)
     assert funcol.wait_tensor(plain) is plain
 

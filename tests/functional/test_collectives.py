@@ -34,6 +34,7 @@ def every_collective(device: str) -> None:
 
     same(funcol.all_reduce(ones, "sum", mesh), torch.full((4,), 4.0))
     same(funcol.all_reduce(ones, "SUM", (table, 1)), torch.full((4,), 2.0))
+    same(funcol.all_reduce(ones * rank, dist.ReduceOp.MAX, mesh), torch.full((4,), 3.0))
     first, second = funcol.all_reduce_coalesced([ones * rank, torch.ones(6, device=device) + 2], "sum", mesh)
     same(first, torch.full((4,), 6.0))
     same(second, torch.full((6,), 12.0))

@@ -91,6 +91,20 @@ def test_generated_code() -> None:
         assert "all_reduce.default" not in code, "what only the collective reads is reduced in place"
 
 
+def test_the_cpp_wrapper_is_refused() -> None:
+    """Its kernels for waits know nothing of our collectives, and would return at once."""
+    torch.compiler.reset()
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        function = torch.compile(
+            lambda t: funcol.all_reduce(t, "sum", "default") + 1, options={"cpp_wrapper": True}
+        )
+        with pytest.raises(Exception, match="compile with cpp_wrapper=False"):
+            function(torch.ones(3))
+    finally:
+        dist.destroy_process_group()
+
+
 # -- the pass, on graphs
 
 

@@ -269,6 +269,29 @@ def test_a_program_compiled_for_another_world_says_so() -> None:
     run("threads", 3, another_world, "compiled for a group of 2 ranks, and group 'default' has 3 now")
 
 
+def of_any_shape() -> None:
+    group = world()
+    size = group.size()
+
+    def f(t: torch.Tensor, splits: list[int]) -> list[torch.Tensor]:
+        return [
+            funcol.all_gather_tensor(t, 1, group),
+            funcol.reduce_scatter_tensor(t, "sum", 0, group),
+            funcol.all_to_all_single(t, splits, splits, group),
+        ]
+
+    function = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (2, 4, 6):
+        t = torch.arange(rows * 3.0).view(rows, 3)
+        splits = [rows // size] * size
+        for result, expected in zip(function(t, splits), f(t, splits), strict=True):
+            same(result, expected + 0)
+
+
+def test_shapes_may_change() -> None:
+    run("threads", 2, of_any_shape)
+
+
 # -- exported
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -69,6 +70,12 @@ class AsyncCollectiveTensor(torch.Tensor):
     def data_ptr(self) -> int:
         """Where the elements lie, once they are there."""
         return self.trigger_wait().data_ptr()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.trigger_wait(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.trigger_wait().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AsyncCollectiveTensor({self.trigger_wait()!r})"

@@ -1,8 +1,8 @@
 """The functional collectives: they change nothing, and return tensors that are waited for when used.
 
 Each is to be called by every rank of the group, in the same order. ``group`` is a :data:`Group`; a rank's
-number within it counts, not the global one. Reduce operations are given by name: ``"sum"``, ``"avg"``,
-``"product"``, ``"min"``, ``"max"``, ``"band"``, ``"bor"``, ``"bxor"``.
+number within it counts, not the global one. Reduce operations are given by name, ``"sum"``, ``"avg"``,
+``"product"``, ``"min"``, ``"max"``, ``"band"``, ``"bor"``, ``"bxor"``, or as a :class:`ReduceOp`.
 
 The collective runs while the program goes on; until the result was used (or :func:`wait_tensor` called) the
 input must not be changed. In compiled programs the compiler sees to that.
@@ -28,6 +28,7 @@ from torchestra.functional.operators import check_differentiable, ops, reduction
 from torchestra.mesh import DeviceMesh
 from torchestra.process_group import ProcessGroup
 from torchestra.registry import current_world
+from torchestra.types import ReduceOp
 
 __all__ = [
     "all_gather_into_tensor_coalesced",
@@ -67,19 +68,21 @@ def broadcast(self: torch.Tensor, src: int, group: Group, tag: str = "") -> torc
     return awaited_later(ops.broadcast(_cut(self), src, group_name(group, tag)))
 
 
-def all_reduce(self: torch.Tensor, reduceOp: str, group: Group, tag: str = "") -> torch.Tensor:
+def all_reduce(self: torch.Tensor, reduceOp: str | ReduceOp, group: Group, tag: str = "") -> torch.Tensor:
     """The reduction of all ranks' tensors, bit for bit the same on every rank."""
     return all_reduce_autograd(_cut(self), reduceOp, group, tag)
 
 
-def all_reduce_autograd(self: torch.Tensor, reduceOp: str, group: Group, tag: str = "") -> torch.Tensor:
+def all_reduce_autograd(
+    self: torch.Tensor, reduceOp: str | ReduceOp, group: Group, tag: str = ""
+) -> torch.Tensor:
     """:func:`all_reduce` with a derivative, for ``"sum"`` and ``"avg"``."""
     op = _reduction_name(reduceOp, self)
     return awaited_later(ops.all_reduce(self, op, group_name(group, tag)))
 
 
 def all_reduce_coalesced(
-    self: Sequence[torch.Tensor], reduceOp: str, group: Group, tag: str = ""
+    self: Sequence[torch.Tensor], reduceOp: str | ReduceOp, group: Group, tag: str = ""
 ) -> list[torch.Tensor]:
     """:func:`all_reduce` of several tensors."""
     op = _reduction_name(reduceOp)
@@ -118,7 +121,7 @@ def all_gather_into_tensor_coalesced(
 
 
 def reduce_scatter_tensor(
-    self: torch.Tensor, reduceOp: str, scatter_dim: int, group: Group, tag: str = ""
+    self: torch.Tensor, reduceOp: str | ReduceOp, scatter_dim: int, group: Group, tag: str = ""
 ) -> torch.Tensor:
     """This rank's piece of the reduction of all ranks' tensors, which is cut in dimension ``scatter_dim``.
 
@@ -129,7 +132,7 @@ def reduce_scatter_tensor(
 
 
 def reduce_scatter_tensor_autograd(
-    self: torch.Tensor, reduceOp: str, scatter_dim: int, group: Group, tag: str = ""
+    self: torch.Tensor, reduceOp: str | ReduceOp, scatter_dim: int, group: Group, tag: str = ""
 ) -> torch.Tensor:
     """:func:`reduce_scatter_tensor` with a derivative, for ``"sum"`` and ``"avg"``."""
     op = _reduction_name(reduceOp, self)
@@ -140,7 +143,11 @@ def reduce_scatter_tensor_autograd(
 
 
 def reduce_scatter_tensor_coalesced(
-    inputs: Sequence[torch.Tensor], reduceOp: str, scatter_dim: Sequence[int], group: Group, tag: str = ""
+    inputs: Sequence[torch.Tensor],
+    reduceOp: str | ReduceOp,
+    scatter_dim: Sequence[int],
+    group: Group,
+    tag: str = "",
 ) -> list[torch.Tensor]:
     """:func:`reduce_scatter_tensor` of several tensors, each with a dimension of its own."""
     if len(scatter_dim) != len(inputs):
@@ -235,8 +242,8 @@ def _rank_in(group: Group, name: str) -> int:
     return _rank_by_name(name)  # type: ignore[no-any-return]
 
 
-def _reduction_name(name: str, differentiated: torch.Tensor | None = None) -> str:
-    lower = name.lower()
+def _reduction_name(op: str | ReduceOp, differentiated: torch.Tensor | None = None) -> str:
+    lower = (op.name if isinstance(op, ReduceOp) else op).lower()
     reduction(lower)
     if differentiated is not None and differentiated.requires_grad:
         check_differentiable(lower)

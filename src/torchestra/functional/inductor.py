@@ -12,12 +12,16 @@ after its collective. :class:`Overlap` moves the two apart, so that what lies be
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import fx
+
+from torchestra.errors import DistError
 
 COLLECTIVES = (
     "all_reduce",
@@ -31,6 +35,7 @@ COLLECTIVES = (
 )
 
 _lowered = False
+_lock = threading.Lock()
 
 
 def lower_collectives() -> None:
@@ -40,9 +45,12 @@ def lower_collectives() -> None:
     and before it is lowered. So Inductor, which takes seconds to import, is not loaded for this.
     """
     global _lowered
-    if not _lowered and hasattr(sys.modules.get("torch._inductor.lowering"), "register_lowering"):
-        _lowered = True
-        _register()
+    if _lowered or not hasattr(sys.modules.get("torch._inductor.lowering"), "register_lowering"):
+        return
+    with _lock:
+        if not _lowered:
+            _register()
+            _lowered = True
 
 
 def _register() -> None:
@@ -54,6 +62,18 @@ def _register() -> None:
 
     ops = torch.ops.torchestra
     require_contiguous: Callable[[Any], Any] = ir.ExternKernel.require_contiguous
+
+    def called_from_python(lower: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(lower)
+        def checked(*arguments: Any) -> Any:
+            if V.graph.cpp_wrapper:
+                raise DistError(
+                    "Inductor's C++ wrapper would wait for torch.distributed's collectives, not for these:"
+                    " compile with cpp_wrapper=False"
+                )
+            return lower(*arguments)
+
+        return checked
 
     def out_of_place(operator: Any) -> Callable[..., Any]:
         def lower(*arguments: Any) -> Any:
@@ -107,7 +127,7 @@ def _register() -> None:
         (ops.wait_tensor, wait),
     ):
         add_layout_constraint(operator, constrain_to_fx_strides)
-        lowering_of(operator)(lower)
+        lowering_of(operator)(called_from_python(lower))
     post_grad.pass_patterns.append(cast(Any, Overlap()))
 
 
