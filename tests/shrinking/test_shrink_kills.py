@@ -16,7 +16,7 @@ from test_shrink import check_group, meet, until_it_fails, world
 
 import torchestra as dist
 from torchestra.engine.succession import Succession
-from worlds import RankDied, descriptors, leave_note, mappings, processes
+from worlds import RankDied, await_note, descriptors, leave_note, mappings, processes
 
 SOON = 20.0
 
@@ -113,6 +113,48 @@ def test_all_but_one_may_die() -> None:
         *others, last = ranks.finish()
     assert all(isinstance(outcome.error, RankDied) for outcome in others)
     assert last.result() == ((3,), [])
+
+
+# -- standing still
+
+
+def stand_still_with_the_proposal() -> Any:
+    """Rank 0 has proposed, and is stopped before it hands anything out."""
+    meet()
+    rank = dist.get_rank()
+    if rank == 3:
+        die()
+    until_it_fails()
+    if rank == 0:
+        propose = Succession.propose
+
+        def propose_and_stop(self: Succession, *arguments: Any) -> bool:
+            proposed = propose(self, *arguments)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return proposed
+
+        setattr(Succession, "propose", propose_and_stop)  # noqa: B010
+        with pytest.raises(dist.RankExcludedError) as caught:
+            world().shrink()
+        return caught.value.survivors
+    with pytest.raises(dist.CollectiveTimeoutError, match="rank 0 lives, but does not go on with it") as late:
+        world().shrink(timeout=0.5)
+    assert late.value.missing == (0,)
+    leave_note(f"rank {rank} knows")
+    await_note(f"rank {3 - rank} knows")
+    previous = world().shrink(exclude=[0]).previous_ranks
+    check_group(world())
+    leave_note(f"rank {rank} has gone on")
+    return previous
+
+
+def test_a_proposer_that_stands_still_is_named_and_can_be_left_behind() -> None:
+    with processes(4, stand_still_with_the_proposal) as ranks:
+        for rank in (1, 2):
+            ranks.await_file(f"rank {rank} has gone on", SOON)
+        ranks.signal(0, signal.SIGCONT)
+        ended = ranks.finish()
+    assert [ended[rank].result() for rank in range(3)] == [(1, 2)] * 3
 
 
 # -- with the store

@@ -129,11 +129,10 @@ class _Attempt:
         """Do what can be done in a round that is not final; whether something was."""
         gone = self._gone()
         excluded = self._succession.excluded()
-        if (
-            self._rank in excluded
-            and (exclusion := self._succession.exclusion(self._member.name)) is not None
-        ):
-            raise exclusion
+        if self._rank in excluded:
+            if (exclusion := self._succession.exclusion(self._member.name)) is not None:
+                raise exclusion
+            return True  # it has been committed meanwhile, and with this rank
         if now.state is State.OPEN:
             coming = self._succession.coming() - gone - excluded.keys()
             missing = set(range(self._member.size)) - gone - excluded.keys() - coming
@@ -148,6 +147,8 @@ class _Attempt:
             late = self._succession.unready(now)
             if not late:
                 return self._succession.commit(now)
+            if self._rank in late:
+                late = {now.proposer}  # who does not hand the arena out
         if time.monotonic() > self._deadline:
             return self._end_late(now, sorted(late))
         return False
@@ -213,7 +214,8 @@ class _Attempt:
         if now.state is State.PROPOSED and self._rank in now.survivors and not self._succession.void(now):
             return True
         whom = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
-        what = "has not called shrink()" if now.state is State.OPEN else "has not entered the new one"
+        came = self._succession.coming().issuperset(late)
+        what = "does not go on with it" if came else "has not called shrink()"
         raise CollectiveTimeoutError(
             f"rank {self._rank}: group {self._member.name!r} was not shrunk within {self._seconds:g} s:"
             f" {whom} {'lives' if len(late) == 1 else 'live'}, but {what}. Call shrink() again to go on"
