@@ -69,6 +69,11 @@ class Order:
                 operation(None)
             return None
         work = self._work(description)
+        if async_op and self._progress.is_current():
+            # Nor can it wait for what would be queued: on a rank where it is called earlier, before anything
+            # else was queued, the operation comes first too.
+            self._run_at_once(operation, work)
+            return work
         site = call_site()
 
         def task(let_go: Callable[[], None]) -> None:
@@ -86,6 +91,15 @@ class Order:
             return work
         work.wait()
         return None
+
+    def _run_at_once(self, operation: Operation, work: Work) -> None:
+        try:
+            with self._lock:
+                result = operation(None)
+        except BaseException as error:
+            work.fail(error)
+        else:
+            work.finish(result)
 
     def is_collecting(self) -> bool:
         """Whether the calling thread is inside :meth:`collecting`."""

@@ -240,6 +240,45 @@ def test_a_callback_knows_its_rank_and_may_call_operations() -> None:
     run("threads", 3, go_on_in_a_callback, threading.Barrier(3))
 
 
+def wait_in_a_callback(rank_that_is_late: int) -> list[float]:
+    """One rank adds the callback when the operation is done already, so that it runs on this thread there."""
+    found = []
+    for number in range(5):
+        first, second, third = torch.ones(50_000), torch.full((3,), float(number)), torch.ones(2)
+        work = dist.all_reduce(first, async_op=True)
+        if dist.get_rank() == rank_that_is_late:
+            work.wait()
+        chained = work.get_future().then(
+            lambda _, second=second: dist.all_reduce(second, async_op=True).get_future().wait()[0]
+        )
+        last = dist.all_reduce(third, async_op=True)
+        last.wait(SOON)
+        assert chained.done(), "the operation in the callback comes before what was queued after it"
+        found.append(chained.wait()[0].item())
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_callback_may_wait_for_an_asynchronous_operation_of_its_own(kind: str) -> None:
+    assert run(kind, 2, wait_in_a_callback, 1) == [[0, 2, 4, 6, 8]] * 2
+
+
+def fail_in_a_callback() -> str:
+    """An operation that the ranks call differently, in a callback, is an error of that operation's work."""
+    works: list[dist.Work] = []
+    tensor = torch.ones(2 + dist.get_rank())
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    future.then(lambda _: works.append(dist.all_reduce(tensor, async_op=True))).wait()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        works[0].wait()
+    return str(caught.value)
+
+
+def test_what_fails_in_a_callback_fails_there() -> None:
+    for text in run("threads", 2, fail_in_a_callback):
+        assert "all_reduce" in text
+
+
 def know_the_rank_in_a_callback_of_a_message(registered: threading.Event) -> None:
     rank = dist.get_rank()
     tensor = torch.full((3,), float(rank))
