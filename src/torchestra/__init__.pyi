@@ -12,6 +12,7 @@ from .coalescing import (
 from .collectives import (
     all_gather,
     all_gather_into_tensor,
+    all_gather_single,
     all_reduce,
     all_to_all,
     all_to_all_single,
@@ -27,6 +28,7 @@ from .collectives import (
     recv,
     reduce,
     reduce_scatter,
+    reduce_scatter_single,
     reduce_scatter_tensor,
     scatter,
     send,
@@ -61,6 +63,7 @@ from .errors import (
 from .flight import FlightEntry, FlightRecord, RankRecord, flight_record
 from .inquiries import (
     abort_process_group,
+    default_pg_timeout,
     get_backend_config,
     get_default_backend_for_device,
     get_pg_count,
@@ -185,6 +188,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
+    "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
@@ -194,6 +198,7 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "coalescing_manager",
+    "default_pg_timeout",
     "destroy_process_group",
     "device_mesh",
     "empty",
@@ -238,6 +243,7 @@ __all__ = [
     "recv_object_list",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
     "scatter_object_list",

@@ -28,6 +28,7 @@ from torchestra.world import AnyGroup, default_group, get_rank, is_initialized
 __all__ = [
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
@@ -43,6 +44,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
     "send",
@@ -163,6 +165,9 @@ def all_gather_into_tensor(
     return member.communicator.all_gather_into_tensor(output_tensor, input_tensor, async_op)
 
 
+all_gather_single = all_gather_into_tensor  # torch's newer name
+
+
 def gather(
     tensor: torch.Tensor,
     gather_list: list[torch.Tensor] | None = None,
@@ -221,6 +226,9 @@ def reduce_scatter_tensor(
     if member is None:
         return None
     return member.communicator.reduce_scatter_tensor(output, input, op, async_op)
+
+
+reduce_scatter_single = reduce_scatter_tensor  # torch's newer name
 
 
 def all_to_all(

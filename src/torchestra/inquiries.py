@@ -12,11 +12,12 @@ from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.process_group.starting import BACKENDS, choose_backend
 from torchestra.registry import current_world
-from torchestra.types import ReduceOp, Timeout
+from torchestra.types import DEFAULT_TIMEOUT, ReduceOp, Timeout
 from torchestra.world import AnyGroup, default_group, destroy_process_group, get_backend
 
 __all__ = [
     "abort_process_group",
+    "default_pg_timeout",
     "get_backend_config",
     "get_default_backend_for_device",
     "get_pg_count",
@@ -30,6 +31,10 @@ __all__ = [
     "set_pg_timeout",
     "supports_complex",
 ]
+
+
+default_pg_timeout = DEFAULT_TIMEOUT
+"""The time-out of a default group that is given none."""
 
 
 def is_backend_available(backend: str) -> bool:

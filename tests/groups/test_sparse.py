@@ -283,6 +283,36 @@ def test_what_is_refused_before_anything_is_sent() -> None:
     run("threads", 2, wrong_calls)
 
 
+def wrong_calls_of_the_method() -> None:
+    """The same in torch's C++ form."""
+    group = dist.group.WORLD
+    dense = torch.zeros(1)
+    two, four = (coo(torch.tensor([[0]]), torch.ones(1), (length,)) for length in (2, 4))
+    for tensors, phrase in (
+        ([], "requires non-empty tensor list"),
+        ([dense, two], "invalid tensor layout"),
+        ([two, dense], "invalid tensor layout"),
+        ([two, four], "invalid tensor size"),
+    ):
+        with pytest.raises(RuntimeError, match=phrase):
+            group.allreduce(tensors, dist.AllreduceOptions())
+    for op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        with pytest.raises(RuntimeError, match="unsupported reduction operation"):
+            group.allreduce([four], options)
+    with pytest.raises(RuntimeError, match="only supports dense tensors"):
+        group.reduce([two], dist.ReduceOptions())
+    with pytest.raises(RuntimeError, match="only supports dense tensors"):
+        group.broadcast([two], dist.BroadcastOptions())
+    work = group.allreduce([two, two.clone()])
+    assert [result.values().tolist() for result in work.get_future().wait()] == [[4.0], [4.0]]
+
+
+def test_what_the_method_refuses() -> None:
+    run("threads", 2, wrong_calls_of_the_method)
+
+
 def summed(tensor: torch.Tensor, async_op: bool) -> None:
     work = dist.all_reduce(tensor, async_op=async_op)
     if work is not None:

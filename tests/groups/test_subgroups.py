@@ -344,6 +344,12 @@ def test_whether_torchrun_started_this(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dist.is_torchelastic_launched()
 
 
+def test_other_names_of_torch() -> None:
+    assert dist.all_gather_single is dist.all_gather_into_tensor
+    assert dist.reduce_scatter_single is dist.reduce_scatter_tensor
+    assert dist.default_pg_timeout == timedelta(minutes=30)
+
+
 def test_without_a_world_there_are_no_groups() -> None:
     assert dist.get_pg_count() == 0
     for call in (
