@@ -15,6 +15,7 @@ import torch
 import torchestra as dist
 from torchestra.engine import clock
 from torchestra.engine import layout as at
+from torchestra.engine.operations import DTYPE_BYTES
 from torchestra.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -271,6 +272,14 @@ def reduce_and_read() -> bool:
                     assert entry.nbytes == 4 * entry.count
                     assert entry.ended is None or entry.ended >= entry.started
     return True
+
+
+def test_the_bytes_of_every_dtype() -> None:
+    """They are written down so that a record can be read without torch."""
+    here = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    known = {getattr(torch, name): length for name, length in DTYPE_BYTES.items() if hasattr(torch, name)}
+    assert known == {dtype: dtype.itemsize for dtype in here & known.keys()}
+    assert len(known) > 20
 
 
 @pytest.mark.parametrize("chosen", [clock.COUNTER, clock.NANOSECONDS])

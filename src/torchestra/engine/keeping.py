@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,17 +17,21 @@ __all__ = ["keep_record"]
 _NAME_LETTERS = 100
 
 
-def keep_record(arena: Readable, directory: str | None = None) -> None:
+def keep_record(arena: Readable, directory: str | None = None, ended: float | None = None) -> None:
     """Write the record of all ranks into a file of the directory; never raises.
 
     Args:
         directory: default: what the environment names, if anything.
+        ended: by ``time.monotonic()``, when the ranks were stopped, if that was not just now. What they
+            were in then went on no longer.
     """
     directory = directory or os.environ.get(at.RECORD_VARIABLE)
     if not directory:
         return
     try:
         record = read_flight_record(arena)
+        if ended is not None:
+            record = replace(record, taken=ended)
         # Groups of one name, one after the other or of several jobs, were made at different times.
         name = f"{quote(record.group, safe='')[:_NAME_LETTERS]}-{arena.word(at.HEADER_NANOSECONDS):x}.json"
         Path(directory).mkdir(parents=True, exist_ok=True)

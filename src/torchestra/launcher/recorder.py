@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable
 
 from torchestra.watching.finding import open_arenas
@@ -21,9 +22,11 @@ class Recorder:
     def __init__(self, directory: str | None) -> None:
         self._directory = directory
         self._held: dict[tuple[int, int], int] = {}
+        self._ended = 0.0
 
     def hold(self, pids: Iterable[int]) -> None:
         """Keep the arenas of these processes, which are about to be ended."""
+        self._ended = time.monotonic()
         for arena in open_arenas(pids) if self._directory is not None else ():
             if arena.key not in self._held:
                 with contextlib.suppress(OSError):
@@ -39,6 +42,6 @@ class Recorder:
 
         for descriptor in self._held.values():
             with contextlib.suppress(DistBackendError):
-                keep_record(ForeignArena(descriptor), self._directory)
+                keep_record(ForeignArena(descriptor), self._directory, self._ended)
             os.close(descriptor)
         self._held.clear()

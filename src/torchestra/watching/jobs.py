@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,15 +75,15 @@ class Job:
         return any(pid in _ancestry(rank) for rank in self.pids)
 
 
-def find_jobs() -> tuple[list[Job], list[str]]:
+def find_jobs(pids: Iterable[int] | None = None) -> tuple[list[Job], list[str]]:
     """The jobs of this user that run on this host now, those that began first come first.
 
-    And what looks like an arena but cannot be read, because it is damaged or of another version of
-    torchestra: a line for each that says why.
+    Of all processes, or only of those given. And what looks like an arena but cannot be read, because it is
+    damaged or of another version of torchestra: a line for each that says why.
     """
     groups: dict[tuple[int, int], Group] = {}
     refused: dict[tuple[int, int], str] = {}
-    for pid, path, key in open_arenas(proc=_PROC):
+    for pid, path, key in open_arenas(pids, _PROC):
         if key not in groups and key not in refused:
             try:
                 groups[key] = Group(_opened(path))

@@ -108,8 +108,8 @@ def _seconds(text: str) -> float:
 
 def _still_there(job: Job) -> Job | None:
     """The same job as it is now: groups come and go, ranks die."""
-    found, _ = find_jobs()
-    return next((each for each in found if each.pids & job.pids), None)
+    found, _ = find_jobs(job.pids)  # quicker than to look at all processes
+    return next(iter(found), None)
 
 
 def _show(job: Job, options: argparse.Namespace) -> None:
