@@ -199,9 +199,12 @@ def check_rooted_list(
 def check_splits(splits: object, parameter: str, tensor: torch.Tensor, size: int, name: str) -> list[int]:
     """Refuse split sizes that are not one non-negative int per rank, or do not add up to the rows.
 
-    None, or an empty list, stands for equal splits; then the number of rows must be a multiple of ``size``.
+    None, or an empty list, stands for equal splits; then the number of rows must be a multiple of ``size``. A
+    tensor of ints may stand for a list of them.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
+    if isinstance(splits, torch.Tensor) and splits.dim() == 1 and not splits.is_floating_point():
+        splits = splits.tolist()
     if splits is None or (isinstance(splits, (list, tuple)) and not splits):
         if rows % size:
             raise InvalidArgumentError(

@@ -220,6 +220,11 @@ class TestComparison(TestCase):
         self.assertEqual([torch.ones(2), torch.zeros(1)], (torch.ones(2), torch.zeros(1)))
         self.assertEqual({"a": torch.ones(2)}, {"a": torch.ones(2)})
         self.assertEqual(torch.ones(2), 1.0)
+        self.assertEqual([[0, 0], [1, 1]], list(zip(range(2), range(2), strict=True)))
+        self.assertEqual({"a": [0.1 + 0.2]}, {"a": [0.3]})
+        self.assertNotEqual([1, 2], [1, 2, 3])
+        self.assertNotEqual({"a": 1}, {"b": 1})
+        self.assertNotEqual(0.1, 0.2)
         self.assertEqual("same", "same")
         self.assertNotEqual(torch.ones(2), torch.zeros(2))
         with self.assertRaisesRegex(AssertionError, "dtype"):

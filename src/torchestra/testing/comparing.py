@@ -10,12 +10,15 @@ import torch
 
 __all__ = ["TestCase"]
 
+_NUMBERS = (bool, int, float, complex)
+
 
 class TestCase(unittest.TestCase):
-    """unittest's TestCase; tensors, and lists, tuples and dicts of them, are compared element by element.
+    """unittest's TestCase; tensors and numbers, also in lists, tuples and dicts, are compared as torch does.
 
-    Floating-point elements are equal within ``torch.testing.assert_close``'s tolerances for their dtype, or
-    ``atol`` and ``rtol``. A tensor and a number are equal if all its elements are that number.
+    That is, floating-point ones are equal within ``torch.testing.assert_close``'s tolerances for their dtype,
+    or ``atol`` and ``rtol``. A tensor and a number are equal if all its elements are that number, and a list
+    equals a tuple with the same elements.
     """
 
     # Neither of pytest's nor of unittest's own: it holds no tests.
@@ -43,20 +46,42 @@ class TestCase(unittest.TestCase):
         Raises:
             AssertionError: they differ; says where and by how much.
         """
-        if not (_has_tensor(first) or _has_tensor(second)):
+        tolerances = {"atol": atol, "rtol": rtol}
+        settings = {"equal_nan": equal_nan, "exact_dtype": exact_dtype, "exact_device": exact_device}
+        if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+            self._assert_close(first, second, msg, tolerances, equal_nan, exact_dtype, exact_device)
+        elif isinstance(first, (float, complex)) and isinstance(second, _NUMBERS):
+            self._assert_close(first, second, msg, tolerances, equal_nan, False, False)
+        elif _is_sequence(first) and _is_sequence(second):
+            super().assertEqual(len(first), len(second), msg)
+            for one, other in zip(first, second, strict=True):
+                self.assertEqual(one, other, msg, **tolerances, **settings)  # type: ignore[arg-type]
+        elif isinstance(first, Mapping) and isinstance(second, Mapping):
+            super().assertEqual(first.keys(), second.keys(), msg)
+            for key in first:
+                self.assertEqual(first[key], second[key], msg, **tolerances, **settings)  # type: ignore[arg-type]
+        else:
             super().assertEqual(first, second, msg)
-            return
-        if isinstance(first, (int, float, complex, bool)):
+
+    @staticmethod
+    def _assert_close(
+        first: Any,
+        second: Any,
+        msg: Any,
+        tolerances: dict[str, float | None],
+        equal_nan: bool,
+        exact_dtype: bool,
+        exact_device: bool,
+    ) -> None:
+        if isinstance(first, _NUMBERS) and isinstance(second, torch.Tensor):
             first = torch.full_like(second, first)
-        elif isinstance(second, (int, float, complex, bool)):
+        elif isinstance(second, _NUMBERS) and isinstance(first, torch.Tensor):
             second = torch.full_like(first, second)
-        if _is_sequence(first) and _is_sequence(second):
-            first, second = list(first), list(second)
         torch.testing.assert_close(
             first,
             second,
-            rtol=rtol,
-            atol=atol,
+            atol=tolerances["atol"],
+            rtol=tolerances["rtol"],
             equal_nan=equal_nan,
             check_dtype=exact_dtype,
             check_device=exact_device,
@@ -75,11 +100,3 @@ class TestCase(unittest.TestCase):
 
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, Mapping):
-        return any(map(_has_tensor, value.values()))
-    return _is_sequence(value) and any(map(_has_tensor, value))
