@@ -114,3 +114,9 @@ for name in dir(torchestra):
 assert state() == before, (before, state())
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    """pytest imports them by their last name."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(name for name in names if names.count(name) > 1) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from direct import run_direct
-from test_reductions import LAYOUTS
+from test_group_reductions import LAYOUTS
 
 import torchestra as dist
 from torchestra.options import (
