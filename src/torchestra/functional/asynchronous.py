@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils._pytree import tree_map_only
 
 from torchestra.functional.operators import ops
 
@@ -98,15 +99,26 @@ class AsyncCollectiveTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _is_view(func):
-            args, kwargs = tree_map_only(
-                AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, (args, kwargs or {})
-            )
-            return func(*args, **kwargs)
-        args, kwargs = tree_map_only(AsyncCollectiveTensor, lambda view: view.elem, (args, kwargs or {}))
-        return tree_map_only(torch.Tensor, AsyncCollectiveTensor, func(*args, **kwargs))
+        use = AsyncCollectiveTensor._inner if _is_view(func) else AsyncCollectiveTensor.trigger_wait
+        plain = [_mapped(use, AsyncCollectiveTensor, each) for each in args]
+        named = {name: _mapped(use, AsyncCollectiveTensor, each) for name, each in (kwargs or {}).items()}
+        result = func(*plain, **named)
+        return _mapped(AsyncCollectiveTensor, torch.Tensor, result) if _is_view(func) else result
+
+    def _inner(self) -> torch.Tensor:
+        return self.elem
 
 
+def _mapped(function: Callable[[Any], Any], kind: type, value: Any) -> Any:
+    """An operator's argument or result, in which tensors stand alone or in a list."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(function, kind, each) for each in value)
+    return value
+
+
+@functools.cache
 def _is_view(func: Any) -> bool:
     """Whether an operator returns views of its first argument, and reads no element."""
     if func is ops.wait_tensor.default:

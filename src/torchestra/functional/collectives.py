@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from torchestra.errors import InvalidArgumentError, InvalidShapeError
-from torchestra.functional.asynchronous import awaited_later
+from torchestra.functional.asynchronous import AsyncCollectiveTensor, awaited_later
 from torchestra.functional.groups import Group, constant_while_traced, group_name, group_size
 from torchestra.functional.operators import check_differentiable, ops, reduction
 from torchestra.mesh import DeviceMesh
@@ -56,6 +56,8 @@ __all__ = [
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Wait until a collective's result is there, and return it. Any other tensor is returned as it is."""
+    if type(tensor) is AsyncCollectiveTensor and not tensor.requires_grad:
+        return tensor.trigger_wait()
     return ops.wait_tensor(tensor)  # type: ignore[no-any-return]
 
 
