@@ -190,7 +190,7 @@ class Expectations:
         """The first backward of a static graph has ended: now it is known what comes, and how often."""
         times = self._times
         self._static_unused = [index for index, count in enumerate(times) if not count]
-        self._static_template = array.array("i", times)
+        self._static_template = array.array("i", [max(EXPECTED, count) for count in times])
         self._state[:] = self._templates[READY]
         self.missing[:] = [0] * len(self.missing)
         for index in self._static_unused:
