@@ -95,11 +95,29 @@ def ignored_names(module: torch.nn.Module) -> set[str]:
     return {*said, *(name for name, tensor in named if isinstance(tensor, ShardedTensor))}
 
 
-def check_module(module: torch.nn.Module, ignored: Collection[str], group: ProcessGroup) -> None:
+def check_delayed(
+    named: Sequence[tuple[str, torch.nn.Parameter]] | None, trigger: torch.nn.Parameter | None
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters that are to be averaged together later, by name.
+
+    Raises:
+        InvalidArgumentError: only one of the two arguments is given.
+    """
+    if (named is None) != (trigger is None):
+        raise InvalidArgumentError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
+    return dict(named or ())
+
+
+def check_module(
+    module: torch.nn.Module, ignored: Collection[str], group: ProcessGroup, *, may_be_empty: bool = False
+) -> None:
     """Refuse modules whose state cannot be sent, or whose gradients cannot be averaged.
 
     Args:
         ignored: the names of parameters and buffers that are none of ours.
+        may_be_empty: whether no parameter needs to require a gradient.
 
     Raises:
         InvalidArgumentError: says which parameter or buffer is wrong, and how.
@@ -127,7 +145,7 @@ def check_module(module: torch.nn.Module, ignored: Collection[str], group: Proce
                 raise InvalidArgumentError(
                     f"{NAME}: `{name}` has dtype {tensor.dtype}, whose gradients cannot be averaged"
                 )
-    if not trained:
+    if not trained and not may_be_empty:
         raise InvalidArgumentError(
             f"{NAME} is not needed when a module doesn't have any parameter that requires a gradient."
         )

@@ -131,18 +131,11 @@ def run_comm_hook(hook: CommHook, state: Any, bucket: GradBucket) -> torch.futur
     return future
 
 
-def wait_for_hook(
-    future: torch.futures.Future[torch.Tensor], expected: torch.Tensor, seconds: float
-) -> torch.Tensor:
-    """What a hook's future holds, when it is there; what it failed with is raised.
-
-    Args:
-        expected: a tensor of the layout and number of elements that it must have.
-        seconds: how long to wait.
+def await_future(future: torch.futures.Future[Any], seconds: float) -> Any:
+    """What a future holds, when it is there; what it failed with is raised.
 
     Raises:
-        CollectiveTimeoutError: it is not there in time.
-        GradientReductionError: it is no such tensor.
+        CollectiveTimeoutError: it is not there after so many seconds.
     """
     # Future.wait() would not let an interrupt through, nor know a deadline.
     if not future.done():
@@ -154,7 +147,23 @@ def wait_for_hook(
                 raise CollectiveTimeoutError(
                     f"the future of a communication hook is not done after {seconds:.1f} s"
                 )
-    result: object = future.wait()
+    return future.wait()
+
+
+def wait_for_hook(
+    future: torch.futures.Future[torch.Tensor], expected: torch.Tensor, seconds: float
+) -> torch.Tensor:
+    """What a hook's future holds, when it is there.
+
+    Args:
+        expected: a tensor of the layout and number of elements that it must have.
+        seconds: how long to wait.
+
+    Raises:
+        CollectiveTimeoutError: it is not there in time.
+        GradientReductionError: it is no such tensor.
+    """
+    result: object = await_future(future, seconds)
     if not isinstance(result, torch.Tensor):
         raise GradientReductionError(
             f"the future of a communication hook must hold a tensor, got {type(result).__name__}; after"

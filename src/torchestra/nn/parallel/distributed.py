@@ -6,16 +6,20 @@ import contextlib
 import copy
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from torchestra.algorithms.join import DISABLED, Join, Joinable, JoinHook
-from torchestra.errors import DistError, GradientReductionError, InvalidArgumentError
+from torchestra.errors import (
+    DistError,
+    InvalidArgumentError,
+)
 from torchestra.nn.parallel.agreement import check_agreement, describe
 from torchestra.nn.parallel.arguments import (
     bucket_limits,
+    check_delayed,
     check_devices,
     check_is_module,
     check_module,
@@ -27,19 +31,32 @@ from torchestra.nn.parallel.buckets import (
     FIRST_BUCKET_BYTES,
     compute_bucket_assignment_by_size,
 )
+from torchestra.nn.parallel.buffer_hooks import BufferCommHook, BufferCommHookLocation
 from torchestra.nn.parallel.coalesced import BufferBroadcast, broadcast_coalesced
-from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, CommHook, check_comm_hook
+from torchestra.nn.parallel.controls import Controls
+from torchestra.nn.parallel.delayed import DelayedReduction
 from torchestra.nn.parallel.joining import DDPJoinHook, begin_step
-from torchestra.nn.parallel.logging_data import Logger, LoggingValue
+from torchestra.nn.parallel.logging_data import Logger
+from torchestra.nn.parallel.mixed_precision import LowPrecision, MixedPrecision, reduce_in
 from torchestra.nn.parallel.reducer import Reducer
-from torchestra.nn.parallel.statistics import Counters, DDPStatistics
+from torchestra.nn.parallel.statistics import Counters
 from torchestra.process_group import ProcessGroup
 from torchestra.world import AnyGroup, default_group, is_initialized
 
 __all__ = ["DistributedDataParallel"]
 
+_NOT_COPIED = (
+    "process_group",
+    "device_mesh",
+    "reducer",
+    "logger",
+    "_counters",
+    "_buffer_broadcast",
+    "_precision",
+)
 
-class DistributedDataParallel(torch.nn.Module, Joinable):
+
+class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
     """A module whose copies on all ranks train together, each on samples of its own.
 
     Wrap the same module on every rank of a group; then train as on one rank::
@@ -86,6 +103,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         static_graph: every step is like the first: the same parameters are used, equally often. Then unused
             parameters are found once, and a parameter may get its gradient in several parts (reentrant
             checkpointing of shared weights). The first step reduces after backward.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: some parameters by name, of one dtype, whose
+            gradients are averaged all at once, when that of ``param_to_hook_all_reduce`` has been computed;
+            theirs must be there by then. No other argument concerns them.
+        mixed_precision: dtypes to compute and average in; parameters, gradients and ``state_dict`` keep
+            theirs outside of forward and backward. Excludes communication hooks.
         skip_all_reduce_unused_params: do not reduce buckets of which no parameter was used. All ranks must
             leave the same parameters unused.
         device_mesh: a mesh of one dimension, whose group is taken; instead of ``process_group``.
@@ -118,7 +140,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        *,
+        delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: MixedPrecision | None = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
@@ -130,8 +154,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         check_is_module(module)
         group = choose_group(process_group, device_mesh)
         self.parameters_to_ignore = ignored_names(module)
+        delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.parameters_to_ignore |= delayed.keys()
         check_devices(device_ids, output_device, dim, list(module.parameters()))
-        check_module(module, self.parameters_to_ignore, group)
+        check_module(module, self.parameters_to_ignore, group, may_be_empty=bool(delayed))
         if check_reduction:
             warnings.warn(
                 "`check_reduction` has no effect: reductions always end, whatever is unused",
@@ -153,6 +179,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = False
         self.bucket_bytes_cap = max(limits)
+        self.buffer_hook: BufferCommHook | None = None
         self.require_backward_grad_sync = True
         self._divide_by_initial_world_size = True
         self._bucket_limits = limits
@@ -167,6 +194,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             check_agreement(describe(module, options, self.parameters_to_ignore), group)
             with_buffers = self.forward_sync_buffers or forward_sync_buffers is not None
             broadcast_coalesced(self._state(with_buffers=with_buffers), group)
+        self._delayed: DelayedReduction | None = None
+        if delayed and param_to_hook_all_reduce is not None:
+            self._delayed = DelayedReduction(list(delayed.values()), param_to_hook_all_reduce, group)
+        self.mixed_precision = mixed_precision
+        self._precision: LowPrecision | None = None
+        if mixed_precision is not None:
+            self._precision = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
+        self._all_delayed = not any(each.requires_grad for each in self._state(with_buffers=False))
+        if self._all_delayed:
+            return
         self._make_reducer()
         if static_graph:
             self._set_static_graph()
@@ -221,11 +258,27 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             has_sync_bn=any(type(each).__name__ == "SyncBatchNorm" for each in self.module.modules()),
         )
 
+        self._is_set_up = False
+        dtypes = self.mixed_precision
+        if dtypes is not None and (dtype := dtypes.reduce_dtype or dtypes.param_dtype) is not None:
+            self.register_comm_hook(None, reduce_in(dtype, self.process_group))
+
     # -- training
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and have the gradients of what it returns averaged, unless in :meth:`no_sync`."""
         reducing = self.require_backward_grad_sync and torch.is_grad_enabled()
+        if self._all_delayed:
+            output = self.module(*inputs, **kwargs)
+        else:
+            output = self._forward(reducing, inputs, kwargs)
+        if self._delayed is not None:
+            self._delayed.arm(averages=reducing)
+        return output
+
+    def _forward(self, reducing: bool, inputs: Any, kwargs: Any) -> Any:
+        if not self._is_set_up:
+            self._set_up()
         root = 0
         if self._join_config.enable:
             root = begin_step(self, reducing)
@@ -239,7 +292,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 self.logger.set_error(str(error))
                 raise
         self._sync_buffers(reducing, root)
+        if self._precision is not None:
+            inputs, kwargs = self._precision.lower((inputs, kwargs))
         output = self.module(*inputs, **kwargs)
+        if self.buffer_hook is not None:
+            self._run_buffer_hook(BufferCommHookLocation.POST_FORWARD, reducing)
+        if self._precision is not None:
+            self._precision.after(output)
         if reducing:
             counters = self._counters
             counters.forward_ns += time.perf_counter_ns() - counters.forward_started
@@ -271,7 +330,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _sync_buffers(self, reducing: bool, root: int) -> None:
         """Before a forward pass: take the buffers of a rank, where they may differ."""
-        if self.forward_sync_buffers and (reducing or self._buffers_may_differ) and self._buffer_broadcast:
+        if self.buffer_hook is not None:
+            self._run_buffer_hook(BufferCommHookLocation.PRE_FORWARD, reducing or self._buffers_may_differ)
+        elif self.forward_sync_buffers and (reducing or self._buffers_may_differ) and self._buffer_broadcast:
             began = time.perf_counter_ns()
             self._buffer_broadcast.run(root)
             took = time.perf_counter_ns() - began
@@ -322,94 +383,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _take_state_of(self, rank: int) -> None:
         broadcast_coalesced(self._state(with_buffers=self.forward_sync_buffers), self.process_group, rank)
 
-    # -- how gradients are averaged
-
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Average gradients in a way of your own. All ranks must do so, once, before the first backward.
-
-        Args:
-            state: handed to the hook, and nothing else done with it.
-            hook: ``hook(state, bucket)`` is called when all gradients of a bucket are there, with a
-                :class:`torchestra.GradBucket`. It returns a ``torch.futures.Future`` of a tensor with the
-                averages, laid out as ``bucket.buffer()``; the buffer itself if you like. It has to divide by
-                the number of ranks itself. ``work.get_future()`` holds a list: chain
-                ``.then(lambda future: future.value()[0])``.
-
-        Raises:
-            InvalidArgumentError: the hook cannot be called, or is annotated as something else.
-            GradientReductionError: there is a hook already, or gradients are being reduced.
-        """
-        try:
-            check_comm_hook(hook)
-            self.reducer.register_comm_hook(state, hook)
-        except (InvalidArgumentError, GradientReductionError) as error:
-            self._log_and_raise(error)
-        self.logger.set("comm_hook", getattr(hook, "__qualname__", repr(hook)))
-
-    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        """Average gradients by a hook that comes with the package; see :meth:`register_comm_hook`."""
-        try:
-            self.reducer.register_builtin_comm_hook(comm_hook_type)
-        except (InvalidArgumentError, GradientReductionError) as error:
-            self._log_and_raise(error)
-        self.logger.set("comm_hook", str(comm_hook_type))
-
-    def _set_static_graph(self) -> None:
-        """Do what the argument ``static_graph`` does, before training begins."""
-        if self.static_graph:
-            warnings.warn("static_graph is set already", stacklevel=2)
-            return
-        try:
-            self.reducer.set_static_graph()
-        except GradientReductionError as error:
-            self._log_and_raise(error)
-        self.static_graph = True
-        self.logger.set("static_graph", 1)
-
-    def _log_and_raise(self, error: DistError) -> NoReturn:
-        self.logger.set_error(f"{type(error).__name__}: {error}")
-        raise error
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: torch.nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Let a wrapper of ``module`` have nothing to do with these parameters and buffers.
-
-        They are neither compared nor synchronised, and their gradients are not averaged.
-        """
-        ignored = set(params_and_buffers_to_ignore)
-        module._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if name in ignored:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
-    # -- what it has done
-
-    def statistics(self) -> DDPStatistics:
-        """How much was reduced so far and where the time went, on this rank."""
-        return self._counters.snapshot()
-
-    def _get_ddp_logging_data(self) -> dict[str, LoggingValue]:
-        """What this wrapper is and has done, in torch's fields."""
-        return self.logger.data()
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """After the first ten steps, take logging data of every so-manieth; 100 unless set."""
-        if sample_rate < 1:
-            self._log_and_raise(
-                InvalidArgumentError("DDP runtime logging sample rate should be equal or greater than 1")
-            )
-        self.logger.sample_rate = sample_rate
-
-    def _check_reducer_finalized(self) -> None:
-        """Raise a GradientReductionError if the last backward has left gradients out."""
-        self.reducer.check_finished()
-
-    def _remove_autograd_hooks(self) -> None:
-        """Have no part in backward any more, so that another wrapper can have it."""
-        self.reducer.remove_autograd_hooks()
-
     def rebuild(self, process_group: AnyGroup | None = None) -> None:
         """Average over another group from now on, in place of one that has failed. By all of its ranks.
 
@@ -436,8 +409,18 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
+        if self._delayed is not None:
+            raise InvalidArgumentError("DDP with delay_all_reduce_named_params cannot be pickled or copied")
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "device_mesh", "reducer", "logger", "_counters", "_buffer_broadcast"):
+        for name in (
+            "process_group",
+            "device_mesh",
+            "reducer",
+            "logger",
+            "_counters",
+            "_buffer_broadcast",
+            "_precision",
+        ):
             del state[name]
         state["_join_config"] = DISABLED
         return state
@@ -446,6 +429,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.process_group = choose_group(None, None)
         self.device_mesh = None
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._precision = None
+        if self.mixed_precision is not None:
+            self._precision = LowPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
         self._make_reducer()
         if self.static_graph:
             self.static_graph = False

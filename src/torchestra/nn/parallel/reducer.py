@@ -41,7 +41,7 @@ from torchestra.nn.parallel.buckets import (
     compute_bucket_assignment_by_size,
     make_bucket,
 )
-from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, CommHook, builtin_hook
+from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, CommHook, await_future, builtin_hook
 from torchestra.nn.parallel.expectations import Expectations
 from torchestra.nn.parallel.outputs import tensors_in, unused_parameters
 from torchestra.nn.parallel.sink import GradAttribute, GradientSink
@@ -134,6 +134,7 @@ class Reducer:
         self._next = 0
         self._failure = ""
         self._futures: list[torch.futures.Future[Any]] = []
+        self._forgotten: Sequence[torch.Tensor] = ()
 
         self._gradient_hooks = [self.expected.hook_for(index) for index in range(count)]
         handles = [
@@ -214,6 +215,10 @@ class Reducer:
     def remove_autograd_hooks(self) -> None:
         """Have no part in backward any more."""
         self._remove_hooks()
+
+    def forget_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let these have no gradients after a round: an optimizer has used them already."""
+        self._forgotten = list(parameters)
 
     def install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         """Wait for these at the end of the next round."""
@@ -350,11 +355,11 @@ class Reducer:
             return
         if expected.is_counting:
             expected.count_is_over()
-            self._start_complete_buckets()
         elif self._looks_each_time:
             # What has not come by now is not part of the loss.
             expected.expect_no_more(expected.outstanding())
-            self._start_complete_buckets()
+        # Where no gradient came, nothing has started the buckets of unused parameters.
+        self._start_complete_buckets()
         if self._next == len(self.buckets):
             self._finish()
         elif counters.backward_started:
@@ -374,7 +379,7 @@ class Reducer:
                     counters.reduced += 1
             self._agree_on_order()
             for future in self._futures:
-                future.wait()
+                await_future(future, self._group.communicator.seconds)
         except BaseException as error:
             self._note_failure(error)
             raise
@@ -390,6 +395,8 @@ class Reducer:
 
     def _close(self) -> None:
         self._futures.clear()
+        for parameter in self._forgotten:
+            self._sink.put(parameter, None)
         self._next = 0
         self.last_unused = self.expected.unused
         self.expected.end()

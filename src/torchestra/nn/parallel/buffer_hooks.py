@@ -1,0 +1,31 @@
+"""A program's own way to synchronise a module's buffers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Union
+
+import torch
+
+__all__ = ["BufferCommHook", "BufferCommHookLocation"]
+
+_Futures = Union[Sequence["torch.futures.Future[Any]"], None]
+
+
+class BufferCommHookLocation(enum.Enum):
+    """Whether a buffer hook runs before the module's forward, or after it."""
+
+    PRE_FORWARD = 1
+    POST_FORWARD = 2
+
+
+class BufferCommHook(NamedTuple):
+    """A buffer hook: ``hook(state, named_buffers)`` synchronises them.
+
+    It may return futures, which are waited for at the end of backward.
+    """
+
+    buffer_comm_hook: Callable[[Any, Mapping[str, torch.Tensor]], _Futures]
+    buffer_comm_hook_state: Any
+    buffer_comm_hook_location: BufferCommHookLocation

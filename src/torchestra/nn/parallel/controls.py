@@ -1,0 +1,235 @@
+"""What a program may tell and ask a DistributedDataParallel, besides to train."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from torchestra.errors import (
+    DistError,
+    GradientReductionError,
+    InvalidArgumentError,
+    InvalidArgumentTypeError,
+)
+from torchestra.nn.parallel.buffer_hooks import BufferCommHook, BufferCommHookLocation
+from torchestra.nn.parallel.coalesced import broadcast_coalesced
+from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, CommHook, check_comm_hook
+from torchestra.nn.parallel.logging_data import Logger, LoggingValue
+from torchestra.nn.parallel.reducer import Reducer
+from torchestra.nn.parallel.statistics import Counters, DDPStatistics
+from torchestra.process_group import ProcessGroup
+
+
+class Controls:
+    """The methods of a DistributedDataParallel that change how it averages, and tell what it has done."""
+
+    module: torch.nn.Module
+    process_group: ProcessGroup
+    reducer: Reducer
+    logger: Logger
+    parameters_to_ignore: set[str]
+    forward_sync_buffers: bool
+    static_graph: bool
+    buffer_hook: BufferCommHook | None
+    _counters: Counters
+    _is_set_up: bool
+
+    # -- how gradients are averaged
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Average gradients in a way of your own. All ranks must do so, once, before the first backward.
+
+        Args:
+            state: handed to the hook, and nothing else done with it.
+            hook: ``hook(state, bucket)`` is called when all gradients of a bucket are there, with a
+                :class:`torchestra.GradBucket`. It returns a ``torch.futures.Future`` of a tensor with the
+                averages, laid out as ``bucket.buffer()``; the buffer itself if you like. It has to divide by
+                the number of ranks itself. ``work.get_future()`` holds a list: chain
+                ``.then(lambda future: future.value()[0])``.
+
+        Raises:
+            InvalidArgumentError: the hook cannot be called, or is annotated as something else.
+            GradientReductionError: there is a hook already, or gradients are being reduced.
+        """
+        try:
+            check_comm_hook(hook)
+            self.reducer.register_comm_hook(state, hook)
+        except (InvalidArgumentError, GradientReductionError) as error:
+            self._log_and_raise(error)
+        self.logger.set("comm_hook", getattr(hook, "__qualname__", repr(hook)))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """Average gradients by a hook that comes with the package; see :meth:`register_comm_hook`."""
+        try:
+            self.reducer.register_builtin_comm_hook(comm_hook_type)
+        except (InvalidArgumentError, GradientReductionError) as error:
+            self._log_and_raise(error)
+        self.logger.set("comm_hook", str(comm_hook_type))
+
+    def _register_fused_optim(
+        self,
+        optim: type[torch.optim.Optimizer],
+        *args: Any,
+        optim_params: Iterable[torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Let an optimizer update parameters as soon as their gradients are averaged, in backward.
+
+        It must not be stepped otherwise; excludes communication hooks and :meth:`no_sync`.
+
+        Args:
+            optim: its class; made of the parameters, ``args`` and ``kwargs``.
+            optim_params: which parameters to update; default: all.
+
+        Raises:
+            InvalidArgumentError: the optimizer's steps need a closure.
+            GradientReductionError: there is a hook already.
+        """
+        from torchestra.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+        from torchestra.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+            OptimizerHookState,
+            hook_then_optimizer,
+        )
+
+        parameters = list(self.reducer.parameters if optim_params is None else optim_params)
+        try:
+            state = OptimizerHookState(optim(parameters, *args, **kwargs), parameters)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{optim} does not support overlapped DDP: {error}") from error
+        self.register_comm_hook(self.process_group, hook_then_optimizer(allreduce_hook, state))
+
+    def _set_up(self) -> None:
+        """Before the first forward: step the optimizers that parameters were given to step in backward."""
+        from torchestra.optim.in_backward import in_backward_optimizers, leave_to_others
+
+        self._is_set_up = True
+        stepped = [each for each in self.reducer.parameters if in_backward_optimizers(each)]
+        if stepped:
+            from torchestra.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+                apply_optim_in_backward_hook,
+            )
+
+            for parameter in stepped:
+                leave_to_others(parameter)
+            self.register_comm_hook(self.process_group, apply_optim_in_backward_hook())
+            self.reducer.forget_gradients(stepped)
+
+    def _set_static_graph(self) -> None:
+        """Do what the argument ``static_graph`` does, before training begins."""
+        if self.static_graph:
+            warnings.warn("static_graph is set already", stacklevel=2)
+            return
+        try:
+            self.reducer.set_static_graph()
+        except GradientReductionError as error:
+            self._log_and_raise(error)
+        self.static_graph = True
+        self.logger.set("static_graph", 1)
+
+    def _log_and_raise(self, error: DistError) -> NoReturn:
+        self.logger.set_error(f"{type(error).__name__}: {error}")
+        raise error
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: torch.nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Let a wrapper of ``module`` have nothing to do with these parameters and buffers.
+
+        They are neither compared nor synchronised, and their gradients are not averaged.
+        """
+        ignored = set(params_and_buffers_to_ignore)
+        module._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in ignored:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    # -- how buffers are synchronised
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, Mapping[str, torch.Tensor]], Any],
+        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Synchronise buffers in a way of your own, in the place of rank 0's broadcast. All ranks must do so.
+
+        Args:
+            state: handed to the hook.
+            hook: ``hook(state, named_buffers)``; may return a list of futures, which the next backward waits
+                for at its end.
+            comm_hook_location: whether it runs before or after the module's forward.
+        """
+        if not callable(hook):
+            raise InvalidArgumentTypeError(f"a buffer communication hook must be callable, got {hook!r}")
+        self.buffer_hook = BufferCommHook(hook, state, comm_hook_location)
+
+    def _run_buffer_hook(self, location: BufferCommHookLocation, wanted: bool) -> None:
+        hook = self.buffer_hook
+        if hook is None or hook.buffer_comm_hook_location is not location:
+            return
+        named = {
+            name: buffer
+            for name, buffer in self.module.named_buffers()
+            if name not in self.parameters_to_ignore
+        }
+        if wanted and self.forward_sync_buffers and named:
+            futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, named)
+            if futures is not None:
+                self.reducer.install_post_backward_futures(futures)
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[torch.Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """For buffer hooks: broadcast these, or all buffers, from a rank. Must be called by all ranks."""
+        buffers = list(self.module.buffers()) if bufs is None else bufs
+        if bucket_size is None:
+            broadcast_coalesced(buffers, self.process_group, authoritative_rank)
+        else:
+            broadcast_coalesced(buffers, self.process_group, authoritative_rank, bucket_size)
+
+    # -- what it has done
+
+    def statistics(self) -> DDPStatistics:
+        """How much was reduced so far and where the time went, on this rank."""
+        return self._counters.snapshot()
+
+    def _get_ddp_logging_data(self) -> dict[str, LoggingValue]:
+        """What this wrapper is and has done, in torch's fields."""
+        return self.logger.data()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """After the first ten steps, take logging data of every so-manieth; 100 unless set."""
+        if sample_rate < 1:
+            self._log_and_raise(
+                InvalidArgumentError("DDP runtime logging sample rate should be equal or greater than 1")
+            )
+        self.logger.sample_rate = sample_rate
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise a GradientReductionError if the last backward has left gradients out."""
+        self.reducer.check_finished()
+
+    def _remove_autograd_hooks(self) -> None:
+        """Have no part in backward any more, so that another wrapper can have it."""
+        self.reducer.remove_autograd_hooks()
+
+    # -- torch's, for modules on several devices
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> tuple[Any, Any]:
+        """What each of this rank's devices gets: there is one, so all of it."""
+        return (inputs,), (kwargs,)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> tuple[Any, Any]:
+        """The inputs on a device: on the CPU, where they are."""
+        return (inputs,), (kwargs,)
+
+    def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
+        """The outputs of this rank's devices: those of the only one."""
+        return outputs[0]

@@ -1,0 +1,70 @@
+"""Parameters whose gradients are averaged together, when that of one chosen parameter is there.
+
+Their gradients lie in one tensor, made so before each backward, and are reduced by one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.nn.parallel.buckets import like, shared_memory
+from torchestra.nn.parallel.coalesced import broadcast_coalesced
+from torchestra.process_group import ProcessGroup
+from torchestra.types import ReduceOp
+
+
+class DelayedReduction:
+    """Averages the gradients of some parameters at a moment of one's choice. Must be made by all ranks.
+
+    Args:
+        parameters: which; of one dtype. All ranks take rank 0's.
+        trigger: when its gradient is computed, those of ``parameters`` must be there; they are reduced then.
+        group: the ranks.
+
+    Raises:
+        InvalidArgumentError: the parameters have several dtypes, or there is none.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], trigger: torch.Tensor, group: ProcessGroup
+    ) -> None:
+        dtypes = {parameter.dtype for parameter in parameters}
+        if len(dtypes) != 1:
+            raise InvalidArgumentError(
+                "delay_all_reduce_named_params must be some parameters of one dtype, got"
+                f" {sorted(map(str, dtypes))}"
+            )
+        self._parameters = list(parameters)
+        self._group = group
+        sizes = [parameter.numel() for parameter in parameters]
+        self._flat = shared_memory(sum(sizes), dtypes.pop(), group).zero_()
+        self._views = [
+            like(part, parameter) for part, parameter in zip(self._flat.split(sizes), parameters, strict=True)
+        ]
+        broadcast_coalesced([parameter.detach() for parameter in parameters], group)
+        trigger.register_hook(self._reduce)
+        self._armed = False
+
+    def arm(self, *, averages: bool) -> None:
+        """At the end of a forward: gradients are to come into the one tensor, and to be averaged or not."""
+        self._armed = averages
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
+
+    def _reduce(self, _: torch.Tensor) -> None:
+        if not self._armed:
+            return
+        self._armed = False
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is not view:
+                # Autograd, or the program, has put a tensor of its own there.
+                if parameter.grad is None:
+                    view.zero_()
+                else:
+                    view.copy_(parameter.grad)
+                parameter.grad = view
+        self._group.communicator.all_reduce(self._flat, ReduceOp.AVG)
