@@ -69,13 +69,15 @@ class World:
             )
 
     def remove(self, group: ProcessGroup) -> None:
-        """Forget a group. Warns of results of it that were never waited for."""
-        unwaited.report(group)
+        """Forget a group."""
         del self.groups[group.group_name]
         self._tags.pop(group.group_name, None)
 
     def close(self) -> None:
-        """Destroy all groups, the last first, and forget them. Warns as :meth:`remove` does."""
+        """Destroy all groups, the last first, and forget them.
+
+        Warns of results of functional collectives that were never waited for.
+        """
         groups = list(reversed(self.groups.values()))
         for each in groups:
             each.destroy()

@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Union, cast
 
+from torchestra import unwaited
 from torchestra.communicator import Communicator
 from torchestra.deferred import DeferredCommunicator
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError
@@ -336,7 +337,8 @@ def _checked_ranks(ranks: Sequence[int], size: int) -> Sequence[int]:
 def destroy_process_group(group: AnyGroup | None = None) -> None:
     """Leave a group, or with None (or the default group) all of them.
 
-    Operations that are queued are run first. Whoever waits for this rank in the group gets an error.
+    Operations that are queued are run first. Whoever waits for this rank in the group gets an error. Results
+    of functional collectives that were never waited for are told in a RuntimeWarning.
 
     Raises:
         NotInitializedError: there is no such group.
@@ -352,6 +354,7 @@ def destroy_process_group(group: AnyGroup | None = None) -> None:
         raise NotInitializedError(f"{group!r} is not a group of this rank, or was destroyed already")
     world.remove(group)
     group.destroy()
+    unwaited.report(group)
 
 
 def get_rank(group: AnyGroup | None = None) -> int:
