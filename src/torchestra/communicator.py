@@ -71,9 +71,10 @@ class Communicator(Order):
 
         def operation(site: str | None) -> list[torch.Tensor]:
             sparse.all_reduce(self.engine, checked, self.limit(seconds), site)
-            for tensor, twin in zip(tensors, checked, strict=True):
-                if tensor is not twin:
-                    tensor.detach().copy_(twin)
+            with torch.no_grad():
+                for tensor, twin in zip(tensors, checked, strict=True):
+                    if tensor is not twin:
+                        tensor.copy_(twin)  # not its detach(), which would get entries of its own
             return list(tensors)
 
         return self.run(operation, f"{name}({op.name}, sparse)", async_op)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchestra as dist
+from torchestra import communicator
 from torchestra.errors import CollectiveMismatchError, InvalidArgumentError
 from worlds import KINDS, run
 
@@ -65,8 +66,9 @@ def the_basics() -> None:
                 with_a_diagonal(rank * inputs + number, whole, sparse, dense) for number in range(inputs)
             ]
             expected = sum(with_a_diagonal(peer, whole, sparse, dense).to_dense() for peer in range(whole))
-            communicator = dist.group.WORLD.communicator
-            future = communicator.all_reduce_sparse(tensors, dist.ReduceOp.SUM, async_op=True).get_future()
+            future = dist.group.WORLD.communicator.all_reduce_sparse(
+                tensors, dist.ReduceOp.SUM, async_op=True
+            ).get_future()
             results = future.wait()
             assert len(results) == inputs
             for tensor, result in zip(tensors, results, strict=True):
@@ -209,6 +211,39 @@ def test_gradients_of_an_embedding() -> None:
     run("threads", 2, gradients)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_sums_of_tensors_on_a_gpu() -> None:
+    run("threads", 2, on_a_gpu)
+
+
+def on_a_gpu() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for sparse, dense in ((1, 0), (2, 1)):
+        for leaf in (False, True):
+            tensor = with_a_diagonal(rank, size, sparse, dense).cuda().requires_grad_(leaf)
+            work = dist.all_reduce(tensor, async_op=True)
+            work.wait()
+            assert tensor.is_cuda
+            expected = sum(with_a_diagonal(peer, size, sparse, dense).to_dense() for peer in range(size))
+            assert torch.equal(tensor.detach().to_dense().cpu(), expected)
+            assert work.result()[0] is tensor
+
+
+def twins_elsewhere() -> None:
+    """As on a GPU: what is summed are copies, and the tensors themselves get the result."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for leaf in (False, True):
+        tensor = with_a_diagonal(rank, size, 1, 0).requires_grad_(leaf)
+        dist.all_reduce(tensor)
+        expected = sum(with_a_diagonal(peer, size, 1, 0).to_dense() for peer in range(size))
+        assert torch.equal(tensor.detach().to_dense(), expected)
+
+
+def test_results_of_copies_reach_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "on_cpu", lambda tensors: [each.detach().clone() for each in tensors])
+    run("threads", 2, twins_elsewhere)
+
+
 def in_order(gate: threading.Event) -> None:
     """Sparse and dense ones take their turns, also those nobody waits for."""
     tensor = coo(torch.tensor([[0, 2]]), torch.tensor([1.0, 1.0]), (4,))
@@ -245,7 +280,6 @@ def wrong_calls() -> None:
     quarter = coo(torch.tensor([[0]]), torch.ones(1).to(torch.float8_e5m2), (2,))
     flat = coo(torch.tensor([[0], [0]]), torch.ones(1), (2, 2))
     hybrid = coo(torch.tensor([[0]]), torch.ones(1, 2), (2, 2))
-    communicator = dist.group.WORLD.communicator
     for tensors, phrase in (
         ([], "requires non-empty tensor list"),
         ([dense, two], "invalid tensor layout at index 0"),
@@ -258,7 +292,7 @@ def wrong_calls() -> None:
         ([coo(torch.zeros((17, 1)).long(), torch.ones(1), (1,) * 17)], "may have 16 dimensions"),
     ):
         with pytest.raises(InvalidArgumentError, match=phrase):
-            communicator.all_reduce_sparse(tensors, dist.ReduceOp.SUM)
+            dist.group.WORLD.communicator.all_reduce_sparse(tensors, dist.ReduceOp.SUM)
     for op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.AVG):
         with pytest.raises(RuntimeError, match=r"unsupported reduction operation .* only works with"):
             dist.all_reduce(two, op)
