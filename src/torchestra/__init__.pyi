@@ -34,6 +34,7 @@ from .collectives import (
     send,
     zeros,
 )
+from .comm_tensor import CommTensor
 from .errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -137,6 +138,7 @@ __all__ = [
     "CoalescingManager",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "CommTensor",
     "DeviceMesh",
     "DistBackendError",
     "DistError",

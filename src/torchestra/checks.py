@@ -9,6 +9,7 @@ import torch
 
 from torchestra.engine.local import LocalEngine
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.overriding import look_for_override
 from torchestra.types import ReduceOp
 
 DEVICES = ("cpu",)
@@ -31,6 +32,8 @@ def check_is_tensor(value: object, parameter: str, name: str) -> torch.Tensor:
             f"{name}: Invalid function argument. Expected parameter `{parameter}` of type torch.Tensor but"
             f" got {type(value).__name__} instead."
         )
+    if value.__class__ is not torch.Tensor:
+        look_for_override(value, name)
     return value
 
 

@@ -20,6 +20,7 @@ from torchestra.engine.local import LocalEngine, Plan
 from torchestra.engine.operations import Kind
 from torchestra.errors import InvalidArgumentError
 from torchestra.order import Order
+from torchestra.overriding import overridable
 from torchestra.staging import fetched, landing, on_cpu, staged
 from torchestra.types import ReduceOp
 from torchestra.work import Work
@@ -39,6 +40,7 @@ class Communicator(Order):
         self.size = engine.size
         self.seconds = seconds
 
+    @overridable
     @staged
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, seconds: float | None = None
@@ -79,6 +81,7 @@ class Communicator(Order):
 
         return self.run(operation, f"{name}({op.name}, sparse)", async_op)
 
+    @overridable
     @staged
     def reduce(
         self,
@@ -100,6 +103,7 @@ class Communicator(Order):
 
         return self.run(operation, f"{name}({op.name})", async_op)
 
+    @overridable
     @staged
     def broadcast(
         self, tensor: torch.Tensor, root: int, async_op: bool = False, seconds: float | None = None
@@ -115,6 +119,7 @@ class Communicator(Order):
 
         return self.run(operation, "broadcast", async_op)
 
+    @overridable
     @staged
     def all_gather(
         self,
@@ -141,6 +146,7 @@ class Communicator(Order):
 
         return self.run(operation, name, async_op)
 
+    @overridable
     @staged
     def all_gather_into_tensor(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False, seconds: float | None = None
@@ -167,6 +173,7 @@ class Communicator(Order):
 
         return self.run(operation, name, async_op)
 
+    @overridable
     @staged
     def gather(
         self,
@@ -196,6 +203,7 @@ class Communicator(Order):
 
         return self.run(operation, name, async_op)
 
+    @overridable
     @staged
     def scatter(
         self,
@@ -227,6 +235,7 @@ class Communicator(Order):
 
         return self.run(operation, name, async_op)
 
+    @overridable
     @staged
     def reduce_scatter(
         self,
@@ -252,6 +261,7 @@ class Communicator(Order):
 
         return self.run(operation, f"{name}({op.name})", async_op)
 
+    @overridable
     @staged
     def reduce_scatter_tensor(
         self,
@@ -281,6 +291,7 @@ class Communicator(Order):
 
         return self.run(operation, f"{name}({op.name})", async_op)
 
+    @overridable
     @staged
     def all_to_all(
         self,
@@ -312,6 +323,7 @@ class Communicator(Order):
 
         return self.run(operation, name, async_op)
 
+    @overridable
     @staged
     def all_to_all_single(
         self,

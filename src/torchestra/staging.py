@@ -180,8 +180,8 @@ def run_staged(
     stage_of: Callable[[Sequence[torch.Tensor]], Stage],
 ) -> Work | None:
     """Call a collective with twins in the places of those tensors of which ``is_staged`` holds."""
-    communicator: Order = bound.args[0]
-    values = dict(bound.arguments)
+    (_, communicator), *rest = bound.arguments.items()
+    values = dict(rest)
     tensors = [tensor for tensor in _tensors_in(list(values.values())) if is_staged(tensor)]
     read = [
         tensor
@@ -193,7 +193,7 @@ def run_staged(
     stage = stage_of(tensors)
     async_op = bool(values.pop("async_op", False))
     with communicator.collecting() as steps:
-        method(**{parameter: stage.in_twins(value) for parameter, value in values.items()})
+        method(communicator, **{name: stage.in_twins(value) for name, value in values.items()})
 
     def operation(site: str | None) -> list[Any]:
         stage.fetch(read)

@@ -1,0 +1,52 @@
+"""Kinds of tensors that take a collective into their own hands.
+
+A class of tensors that defines ``__torchestra_collective__(communicator, method, args, kwargs)`` has it
+called, as a class method, in place of a communicator's method that is given one of its tensors. That is found
+out where arguments are checked, so other tensors pay nothing for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from torchestra.errors import InvalidArgumentTypeError
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_HOOK = "__torchestra_collective__"
+
+
+class OverriddenError(InvalidArgumentTypeError):
+    """An operation was given a tensor of such a class. Users see it where the class cannot do the operation.
+
+    Attributes:
+        handler: the class method.
+    """
+
+    def __init__(self, message: str, handler: Callable[..., Any]) -> None:
+        super().__init__(message)
+        self.handler = handler
+
+
+def look_for_override(tensor: torch.Tensor, name: str) -> None:
+    """Raise OverriddenError if the tensor's class has the method."""
+    handler = getattr(type(tensor), _HOOK, None)
+    if handler is not None:
+        raise OverriddenError(f"{name}: tensors of type {type(tensor).__name__} are not taken", handler)
+
+
+def overridable(method: _Method) -> _Method:
+    """A communicator's method, which hands over to the class of the tensors that it is given."""
+
+    @functools.wraps(method)
+    def call(communicator: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(communicator, *args, **kwargs)
+        except OverriddenError as overridden:
+            handler = overridden.handler
+        return handler(communicator, method, args, kwargs)
+
+    return cast(_Method, call)
