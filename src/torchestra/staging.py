@@ -180,8 +180,8 @@ def run_staged(
     stage_of: Callable[[Sequence[torch.Tensor]], Stage],
 ) -> Work | None:
     """Call a collective with twins in the places of those tensors of which ``is_staged`` holds."""
-    (_, communicator), *rest = bound.arguments.items()
-    values = dict(rest)
+    communicator: Order = bound.args[0]
+    values = dict(list(bound.arguments.items())[1:])
     tensors = [tensor for tensor in _tensors_in(list(values.values())) if is_staged(tensor)]
     read = [
         tensor
