@@ -4,7 +4,8 @@ In every step each rank of the group tells the others in one small all_reduce ho
 (:meth:`Join.notify_join_context`, called by the first joinable before the collectives of its step), or it has
 none left (at the end of the ``with`` block, again and again). Both sides run the same all_reduce, so that
 both know who has joined, and the joined ones run their main hooks against the collectives that the others
-are about to call. When all have joined, everybody runs the post hooks.
+are about to call. When all have joined, everybody runs the post hooks. (It is of int16, which no training
+program reduces, so that it is not taken for somebody's data.)
 
 The all_reduce adds up a vector with one place per rank, into which each rank puts its own state; so errors
 can name ranks. A rank whose block ends by an exception puts a third state there, and does not wait for the
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -40,8 +42,6 @@ __all__ = ["Join", "JoinHook", "Joinable"]
 
 # An active rank's state is odd; what it is above 1 is twice the note that it adds.
 _JOINED, _ACTIVE, _FAILED = range(3)
-# No training program reduces int16, so that an announcement is not taken for somebody's data.
-_DTYPE = torch.int16
 
 SKEW_THRESHOLD = 1000
 """After so many steps that a rank has only shadowed, it warns."""
@@ -161,6 +161,11 @@ class Join:
         self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self.joinables]
         self._enable = enable
         self._throw = throw_on_early_termination
+        # The memory of the tensor that is reduced: a list of so few numbers is quicker to write and read so.
+        self._states = array("h", bytes(2 * self._group.size()))
+        self._none_yet = array("h", self._states)
+        self._tensor = torch.frombuffer(self._states, dtype=torch.int16)
+        self._works: dict[int, Work] = {}
         self._shadowing = False
         # Whether every rank knows that the context is over, so that none needs to be told.
         self._over = False
@@ -230,8 +235,10 @@ class Join:
                 "Detected at least one rank that exhausted inputs. Throwing across all ranks."
                 f" ({_named(joined)} of group {self._group.group_name!r}; this is rank {self._rank})"
             )
-        work = Work(f"notify_join_context of group {self._group.group_name!r}")
-        work.finish([torch.tensor([active], device=self._device)])
+        work = self._works.get(active)
+        if work is None:
+            work = self._works[active] = Work(f"notify_join_context of group {self._group.group_name!r}")
+            work.finish([torch.tensor([active], device=self._device)])
         return work
 
     def _shadow(self) -> bool:
@@ -259,9 +266,10 @@ class Join:
 
     def _exchange(self, mine: int) -> list[int]:
         """Tell this rank's state to all others; the states by rank."""
-        states = self._states(mine)
-        all_reduce(states, group=self._group)
-        told: list[int] = states.tolist()
+        self._states[:] = self._none_yet
+        self._states[self._rank] = mine
+        all_reduce(self._tensor, group=self._group)
+        told = self._states.tolist()
         if _FAILED in told:
             self._over = True
             failed = [rank for rank, state in enumerate(told) if state == _FAILED]
@@ -273,11 +281,6 @@ class Join:
         self.note = max(told) // 2
         return told
 
-    def _states(self, mine: int) -> torch.Tensor:
-        states = torch.zeros(self._group.size(), dtype=_DTYPE, device=self._device)
-        states[self._rank] = mine
-        return states
-
     def _say_goodbye(self, error: BaseException) -> None:
         """Tell the others that they need not wait for this rank, without waiting for them.
 
@@ -287,8 +290,10 @@ class Join:
         if self._over or not isinstance(error, Exception) or _is_known_to_all(error):
             return
         self._over = True
+        last = torch.zeros(self._group.size(), dtype=self._tensor.dtype)
+        last[self._rank] = _FAILED
         with contextlib.suppress(DistError):
-            all_reduce(self._states(_FAILED), group=self._group, async_op=True)
+            all_reduce(last, group=self._group, async_op=True)
 
 
 def _config_of(joinable: Joinable) -> JoinConfig:
