@@ -71,6 +71,8 @@ def test_a_damaged_header_is_refused(changes: dict[int, int]) -> None:
         else:
             with pytest.raises(DistBackendError, match=r"no arena|layout of version|header is damaged"):
                 ForeignArena(descriptor)
+            with pytest.raises(DistBackendError, match=r"in word \d+ of its header, expected"):
+                Arena.attach(descriptor, layout_for(RANKS))
     finally:
         os.close(descriptor)
 

@@ -218,9 +218,9 @@ def test_nothing_is_left_of_a_job_that_was_killed(job: ProcessWorld) -> None:
 def test_a_process_without_a_job_is_said_to_be_one(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, text = run(capsys, *command, "--job", str(os.getppid()))
+    code, text = run(capsys, *command, "--job", str(os.getpid()))
     assert code == 1
-    assert f"process {os.getppid()} is of no job of this user that runs on this host" in text
+    assert f"process {os.getpid()} is of no job of this user that runs on this host" in text
     assert not os.path.exists("never.json")
 
 
@@ -252,11 +252,35 @@ def test_several_jobs_are_listed(job: ProcessWorld, capsys: pytest.CaptureFixtur
     assert re.search(rf"^  --job {os.getpid()}: .*, 2 ranks$", text, re.MULTILINE)
 
 
+def test_a_process_that_started_several_jobs_names_none_of_them(
+    job: ProcessWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This process is a rank of one job, which is then meant; that of its parent may be either."""
+
+    def body() -> tuple[tuple[int, str], tuple[int, str]]:
+        dist.barrier()
+        told = (0, ""), (0, "")
+        if dist.get_rank() == 0:
+            told = (
+                run(capsys, "top", "--once", "--job", str(os.getppid())),
+                run(capsys, "top", "--once", "--interval", "0.05", "--job", str(os.getpid())),
+            )
+        dist.barrier()
+        return told
+
+    ((code, text), (own_code, own_text)), _ = run_world("threads", 2, body)
+    assert code == 1
+    assert f"process {os.getppid()} has started " in text
+    assert f"\n  --job {job.pids[0]}: " in text
+    assert own_code == 0
+    assert own_text.startswith(f"job {os.getpid()} ")
+
+
 def test_a_foreign_file_is_named_and_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     descriptor = os.memfd_create("torchestra:not one")
     try:
         os.write(descriptor, b"something else")
-        code, text = run(capsys, "top", "--once", "--job", str(os.getppid()))
+        code, text = run(capsys, "top", "--once", "--job", str(os.getpid()))
     finally:
         os.close(descriptor)
     assert code == 1

@@ -70,8 +70,8 @@ class Job:
             return " ".join(word.decode(errors="replace") for word in words)
         return "?"
 
-    def has(self, pid: int) -> bool:
-        """Whether a process is one of its ranks, or started them (the launcher)."""
+    def was_started_by(self, pid: int) -> bool:
+        """Whether a process started a rank, directly or not: the launcher did, and the shell it runs in."""
         return any(pid in _ancestry(rank) for rank in self.pids)
 
 
@@ -113,9 +113,13 @@ def choose_job(pid: int | None) -> Job:
     jobs, unreadable = find_jobs()
     refused = "".join(f"\n  {text}" for text in unreadable)
     if pid is not None:
-        for job in jobs:
-            if job.has(pid):
-                return job
+        meant = [job for job in jobs if pid in job.pids] or [job for job in jobs if job.was_started_by(pid)]
+        if len(meant) == 1:
+            return meant[0]
+        if meant:
+            raise InvalidArgumentError(
+                f"process {pid} has started {len(meant)} jobs: choose one with --job{_listed(meant)}"
+            )
         raise InvalidArgumentError(
             f"process {pid} is of no job of this user that runs on this host{_listed(jobs)}{refused}"
         )
