@@ -201,7 +201,7 @@ def shrink_all_the_time() -> tuple[dict[str, tuple[int, ...]], list[str]]:
     while True:
         try:
             over = torch.tensor([float(os.path.exists(stop))])
-            dist.all_reduce(over, dist.ReduceOp.MAX)
+            dist.all_reduce(over)
             if over.item():
                 break
         except dist.GroupAbortedError:
