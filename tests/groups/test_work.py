@@ -7,13 +7,14 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 
 import torchestra as dist
-from torchestra.engine.progress import ProgressThread
+from torchestra.engine.progress import ProgressThread, let_tasks_end
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
 from torchestra.work import Work
 from worlds import KINDS, run
@@ -166,6 +167,31 @@ def test_a_task_is_pending_while_callbacks_of_its_work_run() -> None:
     assert seen[0] >= 1
     assert seen[1] == 1
     assert thread.pending == 0
+
+
+def test_at_exit_tasks_may_end_but_not_hang() -> None:
+    hanging, quick = ProgressThread("hanging"), ProgressThread("quick")
+    gate, ended = threading.Event(), []
+
+    def hang(let_go: Callable[[], None]) -> None:
+        gate.wait(SOON)
+        let_go()
+
+    def end(let_go: Callable[[], None]) -> None:
+        ended.append(True)
+        let_go()
+
+    hanging.submit(hang)
+    for _ in range(100):
+        quick.submit(end)
+    let_tasks_end(0.05)
+    assert hanging.pending
+    gate.set()
+    let_tasks_end(SOON)
+    assert (hanging.pending, quick.pending, len(ended)) == (0, 0, 100)
+    hanging.close(SOON)
+    quick.close(SOON)
+    hanging.drain(SOON)  # nobody is there to wait for
 
 
 # -- what a failed operation keeps alive

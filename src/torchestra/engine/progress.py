@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 Task = Callable[[Callable[[], None]], None]
 """A task is handed a function, and calls it once, when it is over but for telling whoever waits for it."""
+
+
+_EXIT_SECONDS = 0.5
+_started: weakref.WeakSet[ProgressThread] = weakref.WeakSet()
+
+
+def let_tasks_end(seconds: float = _EXIT_SECONDS) -> None:
+    """At exit: wait for tasks that are about to end, at most so long for each group.
+
+    A daemon that is inside torch's C++ code while the interpreter ends may take the process down with
+    "terminate called without an active exception".
+    """
+    for each in tuple(_started):
+        if each.pending:
+            each.drain(seconds)
+
+
+atexit.register(let_tasks_end)
 
 
 class ProgressThread:
@@ -32,6 +52,7 @@ class ProgressThread:
                 run = contextvars.copy_context().run
                 self._thread = threading.Thread(target=run, args=(self._run,), name=self._name, daemon=True)
                 self._thread.start()
+                _started.add(self)
         self._tasks.put(task)
 
     def hold(self) -> None:
@@ -50,7 +71,7 @@ class ProgressThread:
 
     def drain(self, seconds: float) -> None:
         """Wait until what was submitted so far has ended and been told, at most ``seconds``."""
-        if self._thread is None or self.is_current():
+        if self._thread is None or not self._thread.is_alive() or self.is_current():
             return
         ended = threading.Event()
 
