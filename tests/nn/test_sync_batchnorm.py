@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # what an optimizer imports when it is first made; here, so that ranks need not
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import torchestra as dist
 from torchestra.nn import SyncBatchNorm
+from torchestra.nn.parallel import DistributedDataParallel
 from worlds import KINDS, run
 
 KIND_OF = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -254,6 +256,45 @@ def test_two_collectives_per_step() -> None:
 
     assert run("threads", 2, body, True) == [["all_gather_into_tensor", "all_reduce"]] * 2
     assert run("threads", 2, body, False) == [["all_gather_into_tensor"]] * 2
+
+
+def trained(samples: list[torch.Tensor], model: nn.Module, optimizer_of: Any) -> list[torch.Tensor]:
+    optimizer = optimizer_of(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        output = model(torch.cat([batch + step for batch in samples]))
+        output.square().mean(dim=(1, 2)).sum().backward()
+        optimizer.step()
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+def network() -> nn.Module:
+    layers = (nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.Tanh(), nn.Conv1d(3, 2, 1), nn.BatchNorm1d(2))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(*layers).double()
+
+
+NETWORK = network()
+
+
+def wrapped(everything: list[torch.Tensor], lr: float) -> list[torch.Tensor]:
+    model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(NETWORK)))
+    return trained(
+        [everything[dist.get_rank()]], model, lambda each: torch.optim.SGD(each.parameters(), lr=lr)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("counts", [[2, 2, 2], [3, 0, 2]], ids=["even", "one empty"])
+def test_a_wrapped_model_trains_as_on_one_process(kind: str, counts: list[int]) -> None:
+    """The loss is a sum, so the averaged gradient is the whole one divided by the number of ranks."""
+    everything = batches(counts, (2, 5))
+    expected = trained(
+        everything, copy.deepcopy(NETWORK), lambda each: torch.optim.SGD(each.parameters(), lr=0.02 / 3)
+    )
+    for found in run(kind, 3, wrapped, everything, 0.02):
+        torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-7)
 
 
 # -- conversion

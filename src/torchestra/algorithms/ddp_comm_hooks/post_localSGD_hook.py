@@ -11,7 +11,7 @@ import logging
 
 import torch
 
-from torchestra.algorithms.subgroups import same_host
+from torchestra.algorithms.hosts import same_host
 from torchestra.nn.parallel.comm_hooks import GradBucket
 from torchestra.world import AnyGroup
 

@@ -14,9 +14,9 @@ from torchestra.algorithms.model_averaging.parameters import (
     Parameters,
     average_parameters_or_parameter_groups,
 )
-from torchestra.algorithms.subgroups import equal_part
 from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import ProcessGroup
+from torchestra.subgroups import new_subgroups
 from torchestra.world import AnyGroup
 
 __all__ = ["HierarchicalModelAverager"]
@@ -79,9 +79,11 @@ class HierarchicalModelAverager(ModelAverager):
         self.period_process_group_dict: dict[int, ProcessGroup] = {}
         for period, size in zip(periods, sizes, strict=True):
             _log.info("Each group of %s ranks averages parameters every %s steps", size, period)
-            self.period_process_group_dict[period] = (
-                group if size == group.size() else equal_part(group, size)
-            )
+            part: AnyGroup = group
+            if size != group.size():
+                part, _ = new_subgroups(size, group)
+            assert isinstance(part, ProcessGroup), "this rank is in one of the parts"
+            self.period_process_group_dict[period] = part
 
     def average_parameters(self, params: Parameters) -> None:
         if self.step >= self.warmup_steps and (group := self._find_process_group()) is not None:
