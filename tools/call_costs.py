@@ -1,0 +1,130 @@
+"""What of a small operation is the kernel, and what the Python around it.
+
+    python tools/call_costs.py [ranks] [size …]     (default: 2 ranks, 4 B, 64 KB, 1 MB)
+
+Each operation is timed twice on the same tensors: through the public call, and as the bare kernel that it
+comes down to. The medians of several turns, in µs; the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import torchestra as dist
+from torchestra.engine.operations import Kind
+from torchestra.types import ReduceOp
+from torchestra.world import default_group
+
+SIZES = [4, 64 << 10, 1 << 20]
+TURNS = 9
+
+
+def timed(call: Callable[[], object], repetitions: int) -> float:
+    """µs per call: the median of some turns, on the slowest rank."""
+    for _ in range(min(repetitions, 50)):
+        call()
+    turns = []
+    for _ in range(TURNS):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(repetitions):
+            call()
+        turns.append((time.perf_counter() - began) / repetitions * 1e6)
+    slowest = torch.tensor([statistics.median(turns)])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def calls_of(size: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """By operation: the public call, and the kernel that it comes down to."""
+    group = default_group()
+    engine, ranks = group.communicator.engine, group.size()
+    count = max(1, size // 4)
+    given, gathered = torch.ones(count), torch.ones(count * ranks)
+    part = torch.ones(max(1, count // ranks) * ranks)
+    exchanged = torch.ones_like(part)
+    plan = {
+        "reduce": engine.plan(Kind.all_reduce, torch.float32, ReduceOp.SUM),
+        "gather": engine.plan(Kind.all_gather, torch.float32),
+        "exchange": engine.plan(Kind.all_to_all, torch.float32),
+    }
+    reduction = (plan["reduce"].address, count, given.data_ptr())
+    gathering = (plan["gather"].address, count, given.data_ptr(), gathered.data_ptr())
+    bytes_each = part.nbytes // ranks
+    exchange = (plan["exchange"].address, bytes_each, part.data_ptr(), exchanged.data_ptr())
+
+    def bare(kernel: Callable[..., int], arguments: tuple[int, ...]) -> Callable[[], object]:
+        def call() -> None:
+            while kernel(*arguments):
+                pass
+
+        return call
+
+    return {
+        "all_reduce": (lambda: dist.all_reduce(given), bare(engine._all_reduce, reduction)),
+        "all_gather": (
+            lambda: dist.all_gather_into_tensor(gathered, given),
+            bare(engine._all_gather, gathering),
+        ),
+        "all_to_all": (
+            lambda: dist.all_to_all_single(exchanged, part),
+            bare(engine._all_to_all_even, exchange),
+        ),
+    }
+
+
+def there_and_back(size: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """send and recv, half of there and back, between ranks 0 and 1, 2 and 3, …"""
+    rank, tensor = dist.get_rank(), torch.ones(max(1, size // 4))
+    other = rank ^ 1
+    mailbox = default_group().communicator.engine.mailbox
+    record = mailbox._spare_record()
+    arguments = (tensor.data_ptr(), tensor.nbytes, 0, other, 0)
+
+    def public() -> None:
+        if rank < other:
+            dist.send(tensor, other)
+            dist.recv(tensor, other)
+        else:
+            dist.recv(tensor, other)
+            dist.send(tensor, other)
+
+    def bare() -> None:
+        for sending in (1, 0) if rank < other else (0, 1):
+            assert mailbox._transfer(mailbox._state, record.address, sending, *arguments) == 0
+
+    return {"send + recv": (public, bare)}
+
+
+def measure(sizes: list[int]) -> list[tuple[int, str, float, float]]:
+    """On every rank: (size, operation, µs of the public call, µs of the kernel)."""
+    torch.set_num_threads(1)
+    dist.init_process_group()
+    rows = []
+    for size in sizes:
+        repetitions = max(5, min(3000, 50_000_000 // max(size, 20_000)))
+        for name, (public, bare) in calls_of(size).items():
+            rows.append((size, name, timed(public, repetitions), timed(bare, repetitions)))
+        if dist.get_world_size() % 2 == 0:
+            for name, (public, bare) in there_and_back(size).items():
+                rows.append((size, name, timed(public, repetitions) / 2, timed(bare, repetitions) / 2))
+    dist.destroy_process_group()
+    return rows
+
+
+def main() -> None:
+    """Measure, and print a line for each size and operation."""
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    sizes = [int(text) for text in sys.argv[2:]] or SIZES
+    print(f"{ranks} ranks, µs\n{'size':>9} {'operation':<14} {'call':>8} {'kernel':>8} {'Python':>8}")
+    for size, name, call, kernel in dist.launch(measure, ranks, sizes)[0]:
+        print(f"{size:>9} {name:<14} {call:>8.2f} {kernel:>8.2f} {call - kernel:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()
