@@ -15,6 +15,7 @@ __all__ = ["describe_standing"]
 
 _ANSWER_SECONDS = 0.5
 _LOOK_SECONDS = 0.002
+_ENTRIES = 16  # of a rank, its last: enough to find the message that it hangs in
 
 
 def describe_standing(
@@ -42,7 +43,7 @@ def describe_standing(
     scale = tick_scale(arena)
     lines = []
     for rank in ranks:
-        record = read_rank(arena, rank, scale)
+        record = read_rank(arena, rank, scale, _ENTRIES)
         if rank in dead:
             how = "its process is gone" if peers is None else peers.how(rank)
             place = f"has died ({how})"
