@@ -167,13 +167,39 @@ def reduce_coalesced(group: dist.ProcessGroup) -> None:
             assert torch.equal(tensor, torch.full(shape, factor * best * (index + 1.0)))
 
 
+def reduce_coalesced_in_few_operations(group: dist.ProcessGroup) -> None:
+    """Small tensors travel together, a large one by itself, whatever lies between them in memory."""
+    size, rank = group.size(), group.rank()
+    large = torch.full((40_000,), rank + 1.0)
+    rows = torch.full((4, 6), rank + 1.0)
+    tensors = [torch.full((3,), rank + 1.0), large, rows[:, ::2], torch.full((), rank + 1.0), large]
+    before = group.get_sequence_number_for_group()
+    group.allreduce_coalesced(tensors).wait()
+    assert group.get_sequence_number_for_group() == before + 2
+    assert all(bool((tensor == size * (size + 1) / 2).all()) for tensor in tensors)
+    assert bool((rows[:, 1::2] == rank + 1.0).all())
+    with pytest.raises(InvalidArgumentError, match="expanded tensor"):
+        group.allreduce_coalesced([torch.zeros(3), torch.zeros(1).expand(3)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_allreduce_coalesced_takes_few_operations(kind: str) -> None:
+    run_direct(kind, 3, reduce_coalesced_in_few_operations)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_allreduce_coalesced_reduces_each_tensor_on_its_own(kind: str) -> None:
     run_direct(kind, 3, reduce_coalesced)
 
 
 def reduce_many_coalesced(group: dist.ProcessGroup) -> None:
-    inputs = [[torch.tensor([index + group.rank()]) for _ in range(2)] for index in range(MANY)]
+    # Every other list has one tensor twice, which is reduced once.
+    inputs = [
+        2 * [torch.tensor([index + group.rank()])]
+        if index % 2
+        else [torch.tensor([index + group.rank()]) for _ in range(2)]
+        for index in range(MANY)
+    ]
     futures = [group.allreduce_coalesced(tensors).get_future() for tensors in inputs]
     size = group.size()
     for index, future in enumerate(futures):

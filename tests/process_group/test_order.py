@@ -49,6 +49,8 @@ def count() -> None:
     group.barrier().wait()
     assert group.get_sequence_number_for_group() == started + 11
     group.allreduce_coalesced([torch.zeros(1), torch.zeros(2)]).wait()
+    assert group.get_sequence_number_for_group() == started + 12
+    group.allgather_into_tensor_coalesced([torch.zeros(3)] * 1, [torch.zeros(1)]).wait()
     assert group.get_sequence_number_for_group() == started + 13
     dist.isend(torch.zeros(1), (dist.get_rank() + 1) % 3)
     dist.recv(torch.zeros(1))
