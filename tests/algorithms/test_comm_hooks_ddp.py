@@ -289,6 +289,33 @@ def test_around_a_hook_that_compresses(name: str) -> None:
         close(found, expected, 5e-3)
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_joined_rank_goes_on_to_update_its_share(name: str) -> None:
+    """Ranks have 4 and 6 inputs, of which the first two steps update nothing."""
+
+    def body() -> list[torch.Tensor]:
+        model = DistributedDataParallel(copy.deepcopy(NETWORK), **OPTIONS)
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.01)
+        model.register_comm_hook(None, MAKERS[name](allreduce_hook, model, zero))
+        with model.join():
+            for step in range(4 + 2 * dist.get_rank()):
+                model.zero_grad()
+                backward(model, dist.get_rank(), step)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    alone = copy.deepcopy(NETWORK)
+    optimizer = torch.optim.Adam(alone.parameters(), lr=0.01)
+    for step in range(2, 6):
+        optimizer.zero_grad()
+        for rank in range(2 if step < 4 else 1):
+            samples, targets = data(rank if step < 4 else 1, step)
+            (nn.functional.mse_loss(alone(samples), targets) / 2).backward()
+        optimizer.step()
+    told = run("threads", 2, body)
+    close(told[0], [parameter.detach() for parameter in alone.parameters()], 1e-4)
+    assert all(map(torch.equal, *told))
+
+
 def test_what_the_zero_hooks_refuse() -> None:
     def body() -> None:
         model = DistributedDataParallel(copy.deepcopy(NETWORK))
