@@ -288,6 +288,20 @@ def test_a_state_is_as_old_as_its_consolidation() -> None:
     assert run("threads", 2, body)[0] == 1.5
 
 
+def test_a_state_without_the_parameters_added_since_is_not_given_away() -> None:
+    def body() -> int:
+        parameters = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+        zero = ZeroRedundancyOptimizer(parameters[:2], SGD, lr=1.0)
+        zero.consolidate_state_dict()
+        zero.add_param_group({"params": parameters[2:]})
+        with pytest.raises(RuntimeError, match="has not been consolidated on this rank"):
+            zero.state_dict()
+        zero.consolidate_state_dict()
+        return len(zero.state_dict()["param_groups"]) if dist.get_rank() == 0 else 2
+
+    assert run("threads", 2, body) == [2, 2]
+
+
 def test_states_of_other_parameters_are_refused() -> None:
     def body() -> None:
         zero = ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(2))], SGD, lr=0.1)

@@ -173,6 +173,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # What was given away before stays where it was, and so does its state.
         self.optim.add_param_group(self._partition_parameters()[self.rank][-1])
         self._shards = None
+        self._collected = []  # of fewer parameters
 
     def follow_options(self) -> None:
         """Give this rank's optimizer the options of :attr:`param_groups`, which may have been changed."""

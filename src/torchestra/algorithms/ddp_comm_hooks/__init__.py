@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 
-Register = Callable[["DistributedDataParallel", Any], None]
-
 
 def _plain(hook: CommHook, model: DistributedDataParallel, state: Any) -> None:
     model.register_comm_hook(state, hook)
