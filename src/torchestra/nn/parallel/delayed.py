@@ -12,6 +12,7 @@ import torch
 from torchestra.errors import InvalidArgumentError
 from torchestra.nn.parallel.buckets import like, shared_memory
 from torchestra.nn.parallel.coalesced import broadcast_coalesced
+from torchestra.nn.parallel.tracing import untraced
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp
 
@@ -48,6 +49,7 @@ class DelayedReduction:
         trigger.register_hook(self._reduce)
         self._armed = False
 
+    @untraced
     def arm(self, *, averages: bool) -> None:
         """At the end of a forward: gradients are to come into the one tensor, and to be averaged or not."""
         self._armed = averages

@@ -40,6 +40,7 @@ from torchestra.nn.parallel.logging_data import Logger
 from torchestra.nn.parallel.mixed_precision import LowPrecision, MixedPrecision, reduce_in
 from torchestra.nn.parallel.reducer import Reducer
 from torchestra.nn.parallel.statistics import Counters
+from torchestra.nn.parallel.tracing import untraced
 from torchestra.process_group import ProcessGroup
 from torchestra.world import AnyGroup, default_group, is_initialized
 
@@ -271,12 +272,16 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         if self._all_delayed:
             output = self.module(*inputs, **kwargs)
         else:
-            output = self._forward(reducing, inputs, kwargs)
+            inputs, kwargs = self._before(reducing, inputs, kwargs)
+            output = self.module(*inputs, **kwargs)
+            self._after(reducing, output)
         if self._delayed is not None:
             self._delayed.arm(averages=reducing)
         return output
 
-    def _forward(self, reducing: bool, inputs: Any, kwargs: Any) -> Any:
+    @untraced
+    def _before(self, reducing: bool, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What comes before the module's forward; the inputs for it."""
         if not self._is_set_up:
             self._set_up()
         root = 0
@@ -294,7 +299,11 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         self._sync_buffers(reducing, root)
         if self._precision is not None:
             inputs, kwargs = self._precision.lower((inputs, kwargs))
-        output = self.module(*inputs, **kwargs)
+        return inputs, kwargs
+
+    @untraced
+    def _after(self, reducing: bool, output: Any) -> None:
+        """What comes after the module's forward."""
         if self.buffer_hook is not None:
             self._run_buffer_hook(BufferCommHookLocation.POST_FORWARD, reducing)
         if self._precision is not None:
@@ -303,7 +312,6 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
             counters = self._counters
             counters.forward_ns += time.perf_counter_ns() - counters.forward_started
             self.reducer.prepare_for_backward(output)
-        return output
 
     @property
     def broadcast_buffers(self) -> bool:

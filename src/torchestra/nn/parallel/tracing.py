@@ -1,0 +1,29 @@
+"""Keeping torch.compile out of what surrounds a module: the module itself is what it can make faster."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def untraced(function: _Function) -> _Function:
+    """The function, run as it is where torch.compile traces its caller, and all that it calls too.
+
+    What torch.compiler.disable does, but without importing the compiler, which takes seconds, in programs
+    that have not done so.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not disabled and "torch._dynamo" in sys.modules:
+            disabled.append(torch.compiler.disable(function))
+        return (disabled[0] if disabled else function)(*arguments, **options)
+
+    return cast(_Function, call)
