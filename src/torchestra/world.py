@@ -80,7 +80,7 @@ def init_process_group(
         store: a store that all ranks share, instead of ``init_method``; needs ``rank`` and ``world_size``.
         group_name: a description of the group.
         pg_options: :class:`GroupOptions`, of which the time-out is used if ``timeout`` is not given.
-        device_id: refused; only CPU tensors are moved.
+        device_id: refused; a group is not bound to a device.
         secret: what the ranks prove to each other to know, the same text on all of them; default: the
             environment variable TORCHESTRA_SECRET, which ``torchestra run`` sets. Without one, ranks of the
             same user on one host meet, and ranks on several hosts cannot.
@@ -96,7 +96,9 @@ def init_process_group(
             "trying to initialize the default process group twice! Call destroy_process_group() first"
         )
     if device_id is not None:
-        raise InvalidArgumentError(f"device_id: only CPU tensors are moved, got {device_id!r}")
+        raise InvalidArgumentError(
+            f"device_id: a group is not bound to a device here, so leave it out; got {device_id!r}"
+        )
     seconds = _time_limit(timeout, pg_options, DEFAULT_TIMEOUT)
     here = current_thread_rank()
     chosen = choose_backend(backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from datetime import timedelta
 
 import pytest
@@ -131,6 +132,22 @@ def test_the_time_out_can_be_changed_and_the_options_show_it() -> None:
 def test_bad_arguments_are_refused(rank, size, options, error, match) -> None:
     with pytest.raises(error, match=match):
         dist.ProcessGroup(HashStore(), rank, size, options)
+
+
+def test_threads_that_are_no_ranks_can_be_a_group() -> None:
+    store, totals = HashStore(), [0.0, 0.0]
+
+    def take_part(rank: int) -> None:
+        group = dist.ProcessGroup(store, rank, 2, GroupOptions(timeout=SECONDS, backend="threads"))
+        totals[rank] = total(group)
+        group.destroy()
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert totals == [3.0, 3.0]
 
 
 def come_alone() -> None:
