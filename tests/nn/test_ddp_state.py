@@ -16,7 +16,7 @@ from torch import nn
 
 import torchestra as dist
 from torchestra.nn.parallel import DDPStatistics, DistributedDataParallel
-from torchestra.nn.parallel.coalesced import batches
+from torchestra.nn.parallel.coalesced import batches, broadcast_coalesced
 from worlds import run
 
 
@@ -232,3 +232,21 @@ def test_tensors_travel_by_dtype_and_not_too_many_at_once() -> None:
     sizes = [[each.nbytes for each in batch] for batch in batches(tensors, 7)]
     assert sizes == [[3, 4], [9], [1, 1], [8]]
     assert list(batches([], 7)) == []
+
+
+@pytest.mark.parametrize("most_bytes", [256, 32 << 20])
+@pytest.mark.parametrize("root", range(3))
+def test_many_tensors_of_several_dtypes_are_broadcast_from_any_rank(root: int, most_bytes: int) -> None:
+    """Parts of larger tensors, not contiguous ones and empty ones too."""
+
+    def body() -> None:
+        dtypes = (torch.float16, torch.float32, torch.float64, torch.float16, torch.int64)
+        expected = [part for dtype in dtypes for part in torch.arange(60, dtype=dtype).chunk(5)]
+        expected += [torch.arange(12.0).view(3, 4).t(), torch.empty(0, 2), torch.tensor(True)]
+        here = dist.get_rank() == root
+        tensors = [each.clone() if here else torch.zeros_like(each) for each in expected]
+        broadcast_coalesced(tensors, dist.group.WORLD, root, most_bytes)
+        for found, reference in zip(tensors, expected, strict=True):
+            assert torch.equal(found, reference)
+
+    run("threads", 3, body)
