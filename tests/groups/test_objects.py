@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import pickle
+import signal
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,13 @@ from hypothesis import strategies as st
 
 import torchestra as dist
 from torchestra.engine import layout as at
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, ObjectTransferError
-from worlds import KINDS, run
+from torchestra.errors import (
+    InvalidArgumentError,
+    InvalidArgumentTypeError,
+    ObjectTransferError,
+    RankFailedError,
+)
+from worlds import KINDS, await_note, leave_note, processes, run
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -465,6 +471,23 @@ def outside() -> None:
 @pytest.mark.filterwarnings("always")
 def test_who_is_not_in_the_group_is_warned() -> None:
     run("threads", 2, outside)
+
+
+def be_killed_with_objects_under_way() -> tuple[int, ...]:
+    if dist.get_rank() == 2:
+        leave_note("here")
+        await_note("never")
+    with pytest.raises(RankFailedError) as caught:
+        dist.all_gather_object([None] * 3, {"large": torch.ones(200_000)})
+    return caught.value.ranks
+
+
+def test_a_rank_that_is_killed_is_named_to_who_waits_for_its_object() -> None:
+    with processes(3, be_killed_with_objects_under_way) as world:
+        world.await_file("here")
+        world.signal(2, signal.SIGKILL)
+        zero, one, _ = world.finish()
+    assert zero.result() == one.result() == (2,)
 
 
 def test_in_a_fake_world() -> None:
