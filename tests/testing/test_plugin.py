@@ -330,7 +330,7 @@ def test_ranks_as_processes(pytester: pytest.Pytester) -> None:
     assert "about to fail 1" in text
     assert "taken down" in text
     assert "the process of rank 0 ended with signal 9" in text
-    assert "rank 1 of 2 processes had not ended after 1.5 s" in text
+    assert "rank 1 of 2 processes had not ended after 2.875 s" in text
     assert "in test_hangs" in text
 
 

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +20,10 @@ from torchestra.errors import GroupAbortedError
 from torchestra.store import FileStore
 from torchestra.testing.outcomes import RankFailure
 from torchestra.testing.plugin import mark_as_rank
+from torchestra.testing.request import Request
 from torchestra.world import destroy_process_group, init_process_group, is_initialized
 
-if TYPE_CHECKING:
-    from torchestra.testing.pool import Request
-
 __all__ = ["Told", "run_item"]
-
-_OPERATIONS_SHARE = 0.8
 
 
 # These cannot be pickled.
@@ -73,6 +69,7 @@ def run_item(item: pytest.Function, rank: int, request: Request, debugging: Call
         debugging: told True when a debugger takes over the terminal, and False when it gives it back.
     """
     mark_as_rank(item.config)
+    os.environ.clear()
     os.environ.update(request.environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request.size))
     os.environ["LOCAL_WORLD_SIZE"] = str(request.size)
     torch.set_num_threads(1)
@@ -85,8 +82,7 @@ def run_item(item: pytest.Function, rank: int, request: Request, debugging: Call
         try:
             if request.init:
                 store = FileStore(os.path.join(request.directory, "store"), request.size)
-                limit = request.timeout * _OPERATIONS_SHARE
-                init_process_group(store=store, rank=rank, world_size=request.size, timeout=limit)
+                init_process_group(store=store, rank=rank, world_size=request.size, timeout=request.timeout)
             state.setup(item)
             item.runtest()
             item.stash[tmppath_result_key]["call"] = True

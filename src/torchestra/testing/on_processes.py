@@ -13,8 +13,9 @@ from torchestra.errors import GroupAbortedError, InvalidArgumentError
 from torchestra.testing.fixtures import is_shared_by_the_world
 from torchestra.testing.outcomes import Outcome, RankFailure
 from torchestra.testing.plugin import RanksSpec, show_as
-from torchestra.testing.pool import RankEnding, RankPool, RankWorld, Request, rank_directory
+from torchestra.testing.pool import RankEnding, RankPool, RankWorld, rank_directory
 from torchestra.testing.rank_outcomes import conclude
+from torchestra.testing.request import Request
 
 __all__ = ["run_on_processes"]
 
@@ -43,7 +44,7 @@ def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> 
         )
         world = pool.start(request)
         try:
-            late = _await(item, world, spec.timeout)
+            late = _await(item, world, spec.limit)
         finally:
             world.kill()
         outcomes = [_outcome(world, rank, rank in late, rank in spec.may_die) for rank in range(spec.size)]
@@ -51,7 +52,7 @@ def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> 
             text = _without_our_frames(world.output(rank))
             if text:
                 item.add_report_section("call", f"output of rank {rank}", text)
-    conclude(item, outcomes, "processes", spec.timeout)
+    conclude(item, outcomes, "processes", spec.limit)
 
 
 def _shared_values(item: pytest.Function) -> dict[str, bytes]:

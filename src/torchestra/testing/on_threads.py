@@ -19,7 +19,6 @@ from torchestra.thread_ranks import current_thread_rank
 
 __all__ = ["run_on_threads"]
 
-_OPERATIONS_SHARE = 0.8  # of the time: the engine's report of a hang should come before the end of it
 _OUTPUT_FIXTURES = {"capsys", "capsysbinary", "capfd", "capfdbinary", "capteesys"}
 
 
@@ -34,9 +33,9 @@ def run_on_threads(item: pytest.Function, spec: RanksSpec) -> None:
             function(**fixtures.arguments())
 
     with _outputs_apart(item, spec.size):
-        ranks = ThreadRanks(spec.size, body, spec.timeout * _OPERATIONS_SHARE, spec.init, spec.may_die)
-        outcomes = ranks.join(spec.timeout)
-    conclude(item, outcomes, "threads", spec.timeout)
+        ranks = ThreadRanks(spec.size, body, spec.timeout, spec.init, spec.may_die)
+        outcomes = ranks.join(spec.limit)
+    conclude(item, outcomes, "threads", spec.limit)
 
 
 @contextlib.contextmanager

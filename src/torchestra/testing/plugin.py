@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 _MARKER = (
     "ranks(*sizes, kind='threads', timeout=30, init=True, may_die=()): run the test on so many ranks, as"
-    " 'threads', 'processes' or both in turn; timeout is in seconds, for the whole test; without init the"
-    " ranks join no group by themselves; it is no failure if ranks in may_die are killed"
+    " 'threads', 'processes' or both in turn; operations may wait for timeout seconds, and the whole test may"
+    " take a quarter more; without init the ranks join no group by themselves; it is no failure if ranks in"
+    " may_die are killed"
 )
 _ARGUMENT = "ranks_of_this_run"
 _KINDS = ("threads", "processes")
@@ -49,7 +50,7 @@ class RanksSpec:
     Attributes:
         size: how many ranks.
         kind: ``"threads"`` or ``"processes"``.
-        timeout: seconds for the whole test.
+        timeout: seconds that an operation may wait.
         init: whether the ranks are in a default group from the beginning.
         may_die: the ranks whose being killed is no failure of the test.
     """
@@ -59,6 +60,11 @@ class RanksSpec:
     timeout: float
     init: bool
     may_die: tuple[int, ...] = ()
+
+    @property
+    def limit(self) -> float:
+        """Seconds for the whole test: the engine's report of a hang comes before they are over."""
+        return 1.25 * self.timeout + 1.0
 
     @property
     def label(self) -> str:

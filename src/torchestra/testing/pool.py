@@ -1,63 +1,28 @@
-"""Process ranks for pytest: forked, test by test, from a server that is a copy of the collected session.
-
-The server is forked when collection is over, before any test has started a thread, and loads torch and the
-kernels once. A rank is a fork of it: it has all tests, fixtures and modules already, makes its own
-fixtures by pytest's own machinery, and ends with the test. When the pytest process ends, however it does,
-the server sees its connection close, kills what ranks there are, and ends.
-"""
+"""The pytest process's end of the process ranks: start the ranks of a test, hear how they end."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import gc
 import os
 import pickle
-import select
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
 
 import pytest
-import torch
 
-from torchestra.engine import warm_up
-from torchestra.testing.as_rank import Told, run_item
+from torchestra.testing.as_rank import Told
+from torchestra.testing.fork_server import serve
+from torchestra.testing.request import Request
 
-__all__ = ["RankEnding", "RankPool", "RankWorld", "Request"]
+__all__ = ["RankEnding", "RankPool", "RankWorld", "rank_directory"]
 
-OUTPUT = "rank-{}.out"
 _DUMP_SECONDS = 1.0
-
-
-@dataclass
-class Request:
-    """A test that the server shall run.
-
-    Attributes:
-        nodeid: which.
-        size, timeout, init, may_die: as in the marker.
-        directory: for the ranks' store and output.
-        values: the pickled values of the fixtures that the world shares, by name.
-        debug_rank: whose failure a debugger shall look at, or None.
-    """
-
-    nodeid: str
-    size: int
-    timeout: float
-    init: bool
-    may_die: tuple[int, ...]
-    directory: str
-    values: dict[str, bytes]
-    environment: dict[str, str]
-    debug: bool
-    debug_rank: int | None
 
 
 @dataclass
@@ -98,7 +63,7 @@ class RankPool:
             code = 1
             try:
                 ours.close()
-                _serve(theirs, items)
+                serve(theirs, items)
                 code = 0
             finally:
                 os._exit(code)
@@ -172,107 +137,18 @@ class RankWorld:
 
     def output(self, rank: int) -> str:
         """What a rank has written so far."""
-        path = os.path.join(self._request.directory, OUTPUT.format(rank))
         try:
-            with open(path, errors="replace") as file:
+            with open(self._request.output_of(rank), errors="replace") as file:
                 return file.read()
         except FileNotFoundError:
             return ""
 
 
 @contextlib.contextmanager
-def rank_directory() -> Any:
+def rank_directory() -> Iterator[str]:
     """A directory that is gone afterwards."""
     directory = tempfile.mkdtemp(prefix="torchestra-test-")
     try:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-# -- the server
-
-
-def _serve(connection: Connection, items: Mapping[str, pytest.Function]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    warm_up()
-    # Else every rank's first collection would touch, and so copy, all that it shares with the server.
-    gc.collect()
-    gc.freeze()
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            _fork_world(connection, items, connection.recv())
-
-
-def _fork_world(connection: Connection, items: Mapping[str, pytest.Function], request: Request) -> None:
-    pipes: dict[int, int] = {}  # descriptor to read from: rank
-    pids = []
-    for rank in range(request.size):
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                connection.close()
-                for descriptor in (read, *pipes):
-                    os.close(descriptor)
-                code = _be_rank(write, rank, items[request.nodeid], request)
-            finally:
-                os._exit(code)
-        os.close(write)
-        pipes[read] = rank
-        pids.append(pid)
-    connection.send(pids)
-    received: list[bytearray] = [bytearray() for _ in pids]
-    poll = select.poll()
-    poll.register(connection.fileno(), 0)  # only its end is looked for: the pytest process is gone
-    for descriptor in pipes:
-        poll.register(descriptor, select.POLLIN)
-    while pipes:
-        for descriptor, _ in poll.poll():
-            if descriptor not in pipes:
-                for rank in pipes.values():
-                    os.kill(pids[rank], signal.SIGKILL)
-                os._exit(1)
-            rank = pipes[descriptor]
-            piece = os.read(descriptor, 1 << 20)
-            if piece and not received[rank] and piece[:1] in (b"d", b"e"):
-                connection.send(("debugging", rank, piece[:1] == b"d"))
-                piece = piece[1:]
-                if not piece:
-                    continue
-            if piece:
-                received[rank] += piece
-                continue
-            poll.unregister(descriptor)
-            os.close(descriptor)
-            del pipes[descriptor]
-            # Taking a process down takes longer than a test. One that has told its end is not waited for now.
-            exit_code = None if received[rank] else os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
-            connection.send(("ended", rank, bytes(received[rank]), exit_code))
-    for rank, pid in enumerate(pids):
-        if received[rank]:
-            os.waitpid(pid, 0)
-
-
-def _be_rank(write: int, rank: int, item: pytest.Function, request: Request) -> int:
-    """The whole life of a rank; its exit code."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    _redirect_output(os.path.join(request.directory, OUTPUT.format(rank)))
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    told = run_item(item, rank, request, lambda begins: os.write(write, b"d" if begins else b"e"))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with contextlib.suppress(OSError), os.fdopen(write, "wb") as file:
-        file.write(pickle.dumps(told))
-    return 0
-
-
-def _redirect_output(path: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for standard in (1, 2):
-        os.dup2(descriptor, standard)
-    os.close(descriptor)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

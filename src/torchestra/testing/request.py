@@ -1,0 +1,36 @@
+"""What the server of process ranks is asked for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+__all__ = ["Request"]
+
+
+@dataclass
+class Request:
+    """A test that the server shall run.
+
+    Attributes:
+        nodeid: which.
+        size, timeout, init, may_die: as in the marker.
+        directory: for the ranks' store and output.
+        values: the pickled values of the fixtures that the world shares, by name.
+        debug_rank: whose failure a debugger shall look at, or None.
+    """
+
+    nodeid: str
+    size: int
+    timeout: float
+    init: bool
+    may_die: tuple[int, ...]
+    directory: str
+    values: dict[str, bytes]
+    environment: dict[str, str]
+    debug: bool
+    debug_rank: int | None
+
+    def output_of(self, rank: int) -> str:
+        """The file that a rank's output goes to."""
+        return os.path.join(self.directory, f"rank-{rank}.out")
