@@ -1,6 +1,6 @@
 """What torchestra offers, and where each name is defined: the one list of them."""
 
-from . import algorithms, device_mesh, functional, nn, optim, sharded
+from . import algorithms, device_mesh, functional, nn, optim, rpc, sharded
 from .coalescing import (
     CoalescingManager,
     P2POp,
@@ -57,9 +57,14 @@ from .errors import (
     RankError,
     RankExcludedError,
     RankFailedError,
+    RemoteError,
+    RemoteReferenceError,
+    RpcError,
+    RpcTimeoutError,
     StoreTimeoutError,
     UnevenInputsError,
     UnknownDimensionError,
+    WorkerFailedError,
 )
 from .flight import FlightEntry, FlightRecord, RankRecord, flight_record
 from .inquiries import (
@@ -176,7 +181,11 @@ __all__ = [
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
+    "RemoteError",
+    "RemoteReferenceError",
     "RoundRobinGroup",
+    "RpcError",
+    "RpcTimeoutError",
     "ScatterOptions",
     "Store",
     "StoreTimeoutError",
@@ -184,6 +193,7 @@ __all__ = [
     "UnevenInputsError",
     "UnknownDimensionError",
     "Work",
+    "WorkerFailedError",
     "abort_process_group",
     "algorithms",
     "all_gather",
@@ -247,6 +257,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "rpc",
     "scatter",
     "scatter_object_list",
     "send",

@@ -9,8 +9,10 @@ you                       :class:`InvalidArgumentError`, :class:`InvalidShapeErr
 a peer                    :class:`RankFailedError`, :class:`GroupAbortedError`,
                           :class:`RankExcludedError`, :class:`JoinInterruptedError`
 a rank you launched       :class:`RankError`
+a worker you called       :class:`RemoteError`, :class:`WorkerFailedError`,
+                          :class:`RemoteReferenceError`
 time                      :class:`CollectiveTimeoutError`, :class:`StoreTimeoutError`,
-                          :class:`LaunchTimeoutError`
+                          :class:`LaunchTimeoutError`, :class:`RpcTimeoutError`
 the machine, the network  :class:`DistNetworkError`, :class:`DistStoreError`
 ========================  =====================================================================
 
@@ -41,8 +43,13 @@ __all__ = [
     "RankError",
     "RankExcludedError",
     "RankFailedError",
+    "RemoteError",
+    "RemoteReferenceError",
+    "RpcError",
+    "RpcTimeoutError",
     "StoreTimeoutError",
     "UnevenInputsError",
+    "WorkerFailedError",
 ]
 
 
@@ -185,6 +192,41 @@ class StoreTimeoutError(DistStoreError, TimeoutError):
 
 class QueueEmptyError(DistStoreError):
     """``queue_pop(key, block=False)`` found nothing in the queue."""
+
+
+class RpcError(DistError):
+    """Base of what goes wrong in a remote call outside of the function that was called."""
+
+
+class RpcTimeoutError(RpcError, TimeoutError):
+    """A remote call, or the value of a remote reference, did not come within its time."""
+
+
+class WorkerFailedError(RpcError):
+    """The worker that was called is gone: it died, or it has shut down.
+
+    Attributes:
+        worker: its name.
+    """
+
+    def __init__(self, message: str, worker: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+
+    def __reduce__(self) -> tuple[type[WorkerFailedError], tuple[str, str]]:
+        return type(self), (str(self), self.worker)
+
+
+class RemoteError(RpcError):
+    """A function failed on another worker, with an exception that cannot be rebuilt here.
+
+    The message has its text and its traceback. Every other exception of a remote function is raised as what
+    it is, and has one of these as its ``__cause__``.
+    """
+
+
+class RemoteReferenceError(RpcError):
+    """A remote reference cannot be used like this, or its owner has nothing under it (any more)."""
 
 
 class RankError(DistError):

@@ -13,7 +13,7 @@ from numba import types
 from numba.core.dispatcher import Dispatcher
 
 from torchestra.engine import clock, recording, reductions
-from torchestra.engine.channels import warm_up_channels
+from torchestra.engine.channels import warm_up_channels, warm_up_posting
 from torchestra.engine.compilation import compiling, forget_what_is_stale
 from torchestra.engine.kernels import control, move, reduce
 from torchestra.types import ReduceOp
@@ -62,6 +62,7 @@ def _load() -> None:
             kernel.compile((types.int64,) * arguments)
             kernel.disable_compile()
         warm_up_channels()
+        warm_up_posting()
     for dtype in (torch.float32, torch.float64, torch.int64):
         reductions.reduction(dtype, ReduceOp.SUM)
     reductions.reduction(torch.float32, ReduceOp.AVG)

@@ -1,0 +1,453 @@
+"""A worker: makes calls, answers those of others, and knows who lives.
+
+A message is one of four kinds. A *call* has the function and its arguments; its envelope may have the number
+of a distributed autograd context and further metadata, and tells of the remote references within
+(references.py), which must be known in the order in which messages come. An *answer* or a *failure* has the
+number of the call. *Gathered* values are what the workers agree by when they shut down (closing.py).
+
+Every call goes through :meth:`Agent.call`, and every one that comes through :meth:`Agent.perform`: what has
+to be done around calls is done there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from torchestra.engine.channels import Message, PostOffice
+from torchestra.engine.member import Member
+from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
+from torchestra.rpc import failures
+from torchestra.rpc.calls import Call, Named, name_of
+from torchestra.rpc.crew import Crew, Job
+from torchestra.rpc.encoding import Outgoing, decode, encode, in_own_memory, open_envelope
+from torchestra.rpc.functions import is_async
+from torchestra.rpc.lending import Lender
+from torchestra.rpc.references import References
+
+CALL = 1
+ANSWER = 2
+FAILURE = 3
+GATHER = 4
+_MOST = 3600.0 * 24 * 365
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A worker.
+
+    Attributes:
+        name: as given to ``init_rpc``.
+        id: its rank.
+    """
+
+    name: str
+    id: int
+
+
+class Agent:
+    """One worker among those that met in ``init_rpc``.
+
+    Args:
+        member: its place in the arena of the workers.
+        names: of all workers, by rank.
+        timeout: of calls that are given none, in seconds; 0 is without end.
+        kept, limit: how many threads, see :class:`Crew`.
+    """
+
+    def __init__(self, member: Member, names: list[str], timeout: float, kept: int, limit: int) -> None:
+        self.member = member
+        self.rank = member.rank
+        self.workers = [WorkerInfo(name, rank) for rank, name in enumerate(names)]
+        self.info = self.workers[self.rank]
+        self.by_name = {info.name: info for info in self.workers}
+        self.timeout = timeout
+        self.closed = False
+        self.pending: dict[int, Call] = {}
+        self.waits: dict[int, Call] = {}
+        self.gathered: dict[int, dict[int, Any]] = {}
+        self.references = References(self)
+        self.lender = Lender(member)
+        self._numbers = itertools.count(1)
+        self._ending: set[int] = set()  # calls whose answer is here, and not yet told of
+        self.calls_made = 0
+        self._gone: dict[int, str] = {}
+        self.office = (
+            PostOffice(
+                member.context,
+                member.arena.address + member.arena.layout.channels,
+                member.rank,
+                member.size,
+                self._is_lost,
+            )
+            if member.size > 1
+            else None
+        )
+        self.crew = Crew(self.info.name, self.office, self._sort, self._look, kept, limit)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self.crew.start()
+
+    # -- who is who
+
+    def find(self, to: Any) -> WorkerInfo:
+        """The worker that a name, a rank or a WorkerInfo means.
+
+        Raises:
+            RpcError: there is none.
+        """
+        if isinstance(to, str):
+            found = self.by_name.get(to)
+        elif isinstance(to, WorkerInfo):
+            found = self.by_name.get(to.name)
+        elif isinstance(to, int) and not isinstance(to, bool):
+            found = self.workers[to] if 0 <= to < len(self.workers) else None
+        else:
+            raise ValueError(f"Cannot get WorkerInfo from name, rank or WorkerInfo: got {to!r}")
+        if found is None:
+            raise RpcError(
+                f"Unknown destination worker {to!r}: the workers are"
+                f" {', '.join(f'{info.name!r} (rank {info.id})' for info in self.workers)}"
+            )
+        return found
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a worker has died or shut down, and all that it had sent has been received."""
+        return rank in self._gone
+
+    def _is_lost(self, rank: int) -> bool:
+        """Whether a worker has died or shut down."""
+        return rank in self._gone or rank in self._lost()
+
+    def _lost(self) -> dict[int, str]:
+        """What has become of workers that are gone."""
+        dead = self.member.peers.dead() if self.member.peers is not None else ()
+        lost = {rank: f"died ({self.member.how(rank)})" for rank in dead if rank not in self._gone}
+        for rank in range(self.member.size):
+            if rank != self.rank and self.member.has_left(rank):
+                lost[rank] = "has shut down"
+        return lost
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no call that this worker has made is pending, and none waits for a thread."""
+        return not (self.pending or self._ending or self.crew.todo)
+
+    def how_gone(self, rank: int) -> str:
+        """What has become of a worker that is gone."""
+        return self._gone[rank]
+
+    # -- calling
+
+    def call(
+        self,
+        to: int,
+        function: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        timeout: float = -1.0,
+        creates: tuple[Any, Any] | None = None,
+        keep: object = None,
+        context: int | None = None,
+        metadata: object = None,
+        doing: Any = None,
+    ) -> Future[Any]:
+        """Have a worker call a function; a future of what it returns.
+
+        Args:
+            to: the rank of the worker.
+            timeout: in seconds; 0 without end, -1 the agent's.
+            creates: the reference that the result is to be kept under, instead of being sent back: the
+                numbers of the reference and of the caller's fork of it.
+            keep: what must live until the answer is there.
+            context: the number of the distributed autograd context that the call belongs to.
+            metadata: what the callee is to know besides, small and picklable.
+            doing: what to call it in messages; default: the function's name.
+
+        Raises:
+            RpcError: the worker has shut down, here.
+            Exception: what pickling raised. Nothing was sent.
+        """
+        if self.closed:
+            raise RpcError(f"worker {self.info.name!r} has shut down: no calls can be made any more")
+        seconds = self.timeout if timeout < 0 else timeout
+        outbound = self.references.outbound(to, creates, context, metadata)
+        try:
+            outgoing = encode(
+                (function, args, kwargs),
+                outbound.reducers,
+                outbound.envelope,
+                self.lender if to != self.rank else None,
+            )
+        except BaseException as error:
+            outbound.take_back()
+            if isinstance(error, (pickle.PicklingError, AttributeError)) and not getattr(error, "_told", 0):
+                raise type(error)(
+                    f"{error} (in a call of {name_of(function)} on worker {self.workers[to].name!r}:"
+                    " functions and classes are sent by name, so they must be at the top level of a module)"
+                ) from error
+            raise
+        now = time.monotonic()
+        number = self.calls_made = next(self._numbers)
+        deadline = now + seconds if seconds else None
+        what = function if doing is None else doing
+        call = Call(to, what, now, deadline, (outgoing, keep), self.crew.wait)
+        self.pending[number] = call
+        if to in self._gone:
+            self._fail(number, self._gone_error(to, call))
+        else:
+            self._post(to, CALL, number, outgoing)
+        return call.future  # type: ignore[no-any-return]
+
+    def await_future(self, future: Future[Any], timeout: float, doing: str) -> Any:
+        """Wait for a future that something on this worker will complete; its value.
+
+        Raises:
+            RpcTimeoutError: that took too long.
+        """
+        seconds = self.timeout if timeout < 0 else timeout
+        now = time.monotonic()
+        if not future.done():
+            what = Named(doing)
+            call = Call(self.rank, what, now, now + seconds if seconds else None, None, self.crew.wait)
+            number = next(self._numbers)
+            self.waits[number] = call
+            future.add_done_callback(lambda _: self._end_wait(number))
+            self.crew.wait(call)
+            if not future.done():
+                call.future.wait()  # raises
+        return future.wait()
+
+    def _end_wait(self, number: int) -> None:
+        call = self.waits.pop(number, None)
+        if call is not None:
+            self._end(call, None, None)
+
+    def _post(self, to: int, kind: int, number: int, outgoing: Outgoing) -> None:
+        if to == self.rank:
+            text, storages = in_own_memory(outgoing)
+            is_call, job = self._sort(Message(to, kind, number, text, storages))
+            if is_call:
+                self.crew.give(job)
+            else:
+                job()
+        else:
+            assert self.office is not None
+            self.office.send(to, kind, number, outgoing.parts, outgoing)
+
+    # -- what comes
+
+    def _sort(self, message: Message) -> tuple[bool, Job]:
+        if message.kind == GATHER:
+            values = self.gathered.setdefault(message.tag, {})
+            values[message.source] = pickle.loads(bytes(message.text))
+            return False, _nothing
+        inbound = self.references.inbound(message.source, open_envelope(message.text))
+        if message.kind == CALL:
+            return True, partial(self.perform, message, inbound)
+        return False, partial(self._finish, message, inbound)
+
+    def _finish(self, message: Message, inbound: Any) -> None:
+        self._ending.add(message.tag)
+        try:
+            call = self.pending.pop(message.tag, None)
+            if call is not None:  # it may have timed out
+                self._finish_call(call, message, inbound)
+        finally:
+            self._ending.discard(message.tag)
+
+    def _finish_call(self, call: Call, message: Message, inbound: Any) -> None:
+        try:
+            value = self._read(message, inbound)
+            error = failures.rebuild(*value) if message.kind == FAILURE else None
+        except Exception as unreadable:
+            value = None
+            error = RpcError(
+                f"the result of {name_of(call.doing)}, called on worker {self.workers[call.peer].name!r},"
+                f" cannot be unpickled on worker {self.info.name!r}: {type(unreadable).__name__}:"
+                f" {unreadable}"
+            )
+            error.__cause__ = unreadable
+        self._end(call, value, error)
+
+    def _read(self, message: Message, inbound: Any) -> Any:
+        borrow = partial(self.lender.borrow, message.source)
+        return decode(message.text, message.storages, inbound, borrow)
+
+    def _end(self, call: Call, value: Any, error: BaseException | None) -> None:
+        future = call.future
+        call.keep = None
+        call.done = True  # before callbacks of the future ask it
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+        self.crew.nudge(call)
+
+    def _fail(self, number: int, error: Exception) -> None:
+        call = self.pending.pop(number, None)
+        if call is not None:
+            self._end(call, None, error)
+
+    def perform(self, message: Message, inbound: Any) -> None:
+        """Answer a call, on a thread of the crew."""
+        source, number = message.source, message.tag
+        entry = inbound.entry if inbound is not None else None
+        try:
+            try:
+                function, args, kwargs = self._read(message, inbound)
+            except Exception as error:
+                raise _with_hint(error, self.workers[source].name, self.info.name) from error
+            result = function(*args, **kwargs) if kwargs else function(*args)
+            if is_async(function):
+                if not isinstance(result, torch._C.Future):
+                    raise TypeError(
+                        "Functions decorated with @rpc.functions.async_execution must return a"
+                        f" torch.futures.Future object, but got {type(result)}"
+                    )
+                result.then(partial(self._answer_later, source, number, entry))
+                return
+        except BaseException as error:
+            self._answer_failure(source, number, entry, error)
+            return
+        self._answer(source, number, entry, result)
+
+    def _answer_later(self, source: int, number: int, entry: Any, future: Future[Any]) -> None:
+        try:
+            value = future.value()
+        except BaseException as error:
+            self._answer_failure(source, number, entry, error)
+            return
+        self._answer(source, number, entry, value)
+
+    def _answer(self, source: int, number: int, entry: Any, result: Any) -> None:
+        if entry is not None:
+            entry.set(result)
+            result = None
+        outbound = self.references.outbound(source)
+        try:
+            outgoing = encode(
+                result,
+                outbound.reducers,
+                outbound.envelope,
+                self.lender if source != self.rank else None,
+            )
+        except BaseException as error:
+            outbound.take_back()
+            self._answer_failure(source, number, None, error)
+            return
+        self._post(source, ANSWER, number, outgoing)
+
+    def _answer_failure(self, source: int, number: int, entry: Any, error: BaseException) -> None:
+        described = failures.describe(error, f"worker {self.info.name!r} (rank {self.rank})")
+        if entry is not None:
+            entry.fail(error)
+        self._post(source, FAILURE, number, encode(described))
+
+    # -- what goes wrong
+
+    def _look(self) -> None:
+        """Fail calls whose time is over or whose worker is gone."""
+        if self.closed:
+            return
+        now = time.monotonic()
+        for number, call in tuple(self.pending.items()):
+            if call.deadline is not None and now > call.deadline:
+                self._fail(number, self._timeout_error(call, now))
+        for number, call in tuple(self.waits.items()):
+            if call.deadline is not None and now > call.deadline and number in self.waits:
+                self.waits.pop(number)
+                self._end(call, None, self._timeout_error(call, now))
+        self.references.clear_dropped()
+        self._see_who_is_gone()
+        for number, call in tuple(self.pending.items()):
+            if call.peer in self._gone:
+                self._fail(number, self._gone_error(call.peer, call))
+
+    def _see_who_is_gone(self) -> None:
+        """Note who is gone, when what it had sent, answers among it, has been received."""
+        lost = {rank: how for rank, how in self._lost().items() if rank not in self._gone}
+        if lost and self.crew.drain():
+            self._gone.update(lost)
+            for rank in lost:
+                self.crew.give(partial(self.references.lost, rank))
+
+    def _gone_error(self, rank: int, call: Call) -> WorkerFailedError:
+        name = self.workers[rank].name
+        return WorkerFailedError(
+            f"worker {name!r} (rank {rank}) {self._gone[rank]} before it answered the call of"
+            f" {name_of(call.doing)} from worker {self.info.name!r}",
+            name,
+        )
+
+    def _timeout_error(self, call: Call, now: float) -> RpcTimeoutError:
+        waiting = len(self.crew.todo)
+        at_limit = (
+            f" This worker itself has reached its limit of {self.crew.limit} threads, and {waiting} calls"
+            " wait for one."
+            if waiting
+            else ""
+        )
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout ({(call.deadline or now) - call.began:g} s) and will now be"
+            f" marked with an error: {name_of(call.doing)}, called on worker"
+            f" {self.workers[call.peer].name!r} by worker {self.info.name!r}, had not answered after"
+            f" {now - call.began:.3f} s.{at_limit}"
+        )
+
+    # -- the end
+
+    def tell(self, to: int, number: int, value: object) -> None:
+        """Let a worker have a value, for :attr:`gathered`."""
+        if to == self.rank:
+            self.gathered.setdefault(number, {})[to] = value
+        else:
+            assert self.office is not None
+            outgoing = _plain(value)
+            self.office.send(to, GATHER, number, outgoing.parts, outgoing)
+
+    def close(self) -> None:
+        """Stop answering, fail what is pending, and leave the others."""
+        if self.closed:
+            return
+        self.closed = True
+        self.member.leave()
+        self.crew.close()
+        ended = RpcError(f"worker {self.info.name!r} has shut down before the answer came")
+        for number in tuple(self.pending):
+            self._fail(number, ended)
+        for number in tuple(self.waits):
+            self._end(self.waits.pop(number), None, ended)
+        self.references.close()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _plain(value: object) -> Outgoing:
+    """A value as a message without envelope or storages."""
+    import numpy as np
+
+    text = pickle.dumps(value, 5)
+    address = np.frombuffer(text, dtype=np.uint8).__array_interface__["data"][0]
+    return Outgoing([(address, len(text))], text)
+
+
+def _with_hint(error: Exception, source: str, here: str) -> Exception:
+    """Why a call cannot be read."""
+    message = (
+        f"a call from worker {source!r} cannot be unpickled on worker {here!r}: {type(error).__name__}:"
+        f" {error}. Functions and classes are sent by name: they must be importable, by the same name, on"
+        " both workers"
+    )
+    return AttributeError(message) if isinstance(error, AttributeError) else RpcError(message)

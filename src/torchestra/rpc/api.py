@@ -1,0 +1,112 @@
+"""Calling functions on other workers: rpc_sync, rpc_async, remote, and who there is."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from torch.futures import Future
+
+from torchestra.errors import InvalidArgumentTypeError
+from torchestra.rpc.agent import Agent, WorkerInfo
+from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
+from torchestra.rpc.current import current_agent
+from torchestra.rpc.options import checked_timeout
+from torchestra.rpc.rref import RRef, remote_call
+
+
+def rpc_sync(
+    to: Any,
+    func: Any,
+    args: tuple[Any, ...] | list[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Call a function on a worker, and return what it returns.
+
+    Args:
+        to: the worker's name, rank or WorkerInfo; the own worker too.
+        func: anything callable that can be pickled: a function at the top level of a module, a builtin of
+            torch, a bound method, a module of torch.nn.
+        args, kwargs: for it. Tensors are copied.
+        timeout: in seconds, 0 for none; default: that of the worker.
+
+    Raises:
+        RpcTimeoutError: no answer came in time.
+        WorkerFailedError: the worker died or shut down.
+        RpcError: there is no such worker, RPC is not initialised, or a call or its result cannot be
+            unpickled.
+        Exception: what the function raised there, with the remote traceback; or what pickling raised here.
+    """
+    return rpc_async(to, func, args, kwargs, timeout).wait()
+
+
+def rpc_async(
+    to: Any,
+    func: Any,
+    args: tuple[Any, ...] | list[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """Call a function on a worker; a future of what it returns.
+
+    Tensors in the arguments must not be changed before the future is done. Arguments and errors as for
+    :func:`rpc_sync`; what goes wrong later is raised by the future's ``wait()``.
+    """
+    agent = current_agent()
+    _check(func)
+    return agent.call(agent.find(to).id, func, tuple(args or ()), kwargs, timeout=_seconds(timeout))
+
+
+def remote(
+    to: Any,
+    func: Any,
+    args: tuple[Any, ...] | list[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef:
+    """Call a function on a worker and leave the result there; a reference to it, at once.
+
+    Arguments as for :func:`rpc_sync`. What the function raises, and a time-out, are raised by ``to_here()``.
+    """
+    agent = current_agent()
+    _check(func)
+    return remote_call(agent, agent.find(to).id, func, tuple(args or ()), kwargs, _seconds(timeout))
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """The worker of a name, or this one.
+
+    Raises:
+        RpcError: there is none of that name.
+    """
+    agent = current_agent()
+    return agent.info if worker_name is None else agent.find(worker_name)
+
+
+def get_rpc_timeout() -> float:
+    """How long, in seconds, calls of this worker may take that are given no time-out; 0: without end."""
+    return current_agent().timeout
+
+
+def set_rpc_timeout(seconds: float | timedelta) -> None:
+    """Change :func:`get_rpc_timeout`, for calls made from now on."""
+    current_agent().timeout = checked_timeout(seconds)
+
+
+def debug_info() -> dict[str, str]:
+    """How many references, calls and threads this worker has, by the names of torch.distributed.rpc."""
+    agent: Agent = current_agent()
+    counts = agent.references.counts()
+    counts["agent.num_pending_requests"] = len(agent.pending)
+    counts["agent.thread_pool_size"] = agent.crew.threads
+    return {name: str(number) for name, number in counts.items()}
+
+
+def _check(func: Any) -> None:
+    if not callable(func):
+        raise InvalidArgumentTypeError(f"function should be callable, got {func!r}")
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    return -1.0 if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)

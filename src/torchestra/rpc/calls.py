@@ -1,0 +1,81 @@
+"""A call that waits for its answer, and the future that the caller has of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.futures import Future
+
+
+class RpcFuture(Future):  # type: ignore[type-arg]
+    """A ``torch.futures.Future`` whose waiting thread works for the worker meanwhile."""
+
+    call: Call | None = None
+
+    def wait(self) -> Any:
+        """The result of the call, when it is there; its exception is raised."""
+        call = self.call
+        if call is not None and not call.done:
+            call.await_end(call)
+        return super().wait()
+
+
+class Call:
+    """What a worker knows of a call that it has made.
+
+    Attributes:
+        future: what the caller has.
+        peer: the worker called.
+        doing: what is called, for messages.
+        began, deadline: ``time.monotonic()``; the deadline is None where there is no time-out.
+        keep: what must live until the answer is there.
+        done, leading, latch: see crew.py.
+    """
+
+    __slots__ = (
+        "await_end",
+        "began",
+        "deadline",
+        "doing",
+        "done",
+        "future",
+        "keep",
+        "latch",
+        "leading",
+        "peer",
+    )
+
+    def __init__(
+        self,
+        peer: int,
+        doing: Any,
+        began: float,
+        deadline: float | None,
+        keep: object,
+        await_end: Callable[[Call], None],
+    ) -> None:
+        self.future: Any = RpcFuture()
+        self.future.call = self
+        self.peer = peer
+        self.doing = doing
+        self.began = began
+        self.deadline = deadline
+        self.keep = keep
+        self.await_end = await_end
+        self.done = False
+        self.leading = False
+        self.latch: threading.Lock | None = None
+
+
+class Named:
+    """Something that is called, for messages."""
+
+    def __init__(self, name: str) -> None:
+        self.__qualname__ = name
+
+
+def name_of(fn: object) -> str:
+    """What to call a function in a message."""
+    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__

@@ -1,0 +1,255 @@
+"""What is said to another worker: pickles, with the memory of tensors beside them.
+
+A tensor is pickled as its shape and the number of its storage; storages travel as parts of the message
+(post_office.py), each once, however many views of it there are, and only the range of it that these reach.
+A view that uses less than half of the range it spans is copied first, and shares nothing.
+
+Received tensors are leaves: what autograd knew of them stays behind, but for ``requires_grad``.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import ctypes
+import io
+import pickle
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchestra.rpc.lending import LEND_FROM, Lender
+
+# Of each storage: where in the sender's the received bytes begin, how many there are, and where in the heap
+# of the sender they lie, or NOT_LENT.
+_RANGE = struct.Struct("=qqq")
+_NOT_LENT = -1
+_HEAD = struct.Struct("=ii")  # how long the envelope is, how many storages there are
+_ALIGNMENT = 16
+_reading = threading.local()
+
+
+class Outgoing:
+    """A message to be sent.
+
+    Attributes:
+        parts: addresses and lengths, for the post office.
+        text: the first part.
+        keep: what the other addresses point into.
+    """
+
+    __slots__ = ("keep", "parts", "text")
+
+    def __init__(self, parts: list[tuple[int, int]], text: bytes, keep: object = None) -> None:
+        self.parts = parts
+        self.text = text
+        self.keep = keep
+
+
+class _Storages:
+    """The storages that a message needs, and the range of each."""
+
+    __slots__ = ("kept", "ranges")
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self.ranges: list[list[int]] = []
+
+    def number(self, storage: torch.UntypedStorage, begin: int, end: int) -> int:
+        known = self.kept.get(storage._cdata)
+        if known is None:
+            number = len(self.ranges)
+            self.kept[storage._cdata] = (number, storage)
+            self.ranges.append([begin, end])
+            return number
+        number = known[0]
+        reach = self.ranges[number]
+        reach[0] = min(reach[0], begin)
+        reach[1] = max(reach[1], end)
+        return number
+
+    def reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.device.type not in ("cpu", "meta"):
+            raise TypeError(f"only CPU tensors can be sent, got one on {tensor.device}: call .cpu() first")
+        plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+        if not plain:
+            return tensor.detach().__reduce_ex__(5)
+        data = tensor.detach()
+        if data.is_conj() or data.is_neg():
+            data = data.resolve_conj().resolve_neg()
+        shape, strides, size = tuple(data.shape), data.stride(), data.element_size()
+        span = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
+        count = data.numel()
+        if count == 0:
+            return _empty, (data.dtype, shape, tensor.requires_grad)
+        if span > 2 * count:
+            data = data.contiguous()
+            strides, span = data.stride(), count
+        offset = int(data.storage_offset())
+        number = self.number(data.untyped_storage(), offset * size, (offset + span) * size)
+        return _tensor, (number, data.dtype, shape, strides, offset * size, tensor.requires_grad)
+
+    def reduce_parameter(self, parameter: torch.nn.Parameter) -> Any:
+        return _parameter, (parameter.data, parameter.requires_grad)
+
+    def reduce_untyped(self, storage: torch.UntypedStorage) -> Any:
+        if storage.device.type != "cpu":
+            raise TypeError(f"only CPU tensors can be sent, got a storage on {storage.device}")
+        return _storage, (self.number(storage, 0, storage.nbytes()),)
+
+    def reduce_typed(self, storage: torch.storage.TypedStorage) -> Any:
+        return _typed, (storage._untyped_storage, storage.dtype)
+
+
+def _received(number: int) -> tuple[torch.UntypedStorage, int]:
+    storages, begins, _ = _reading.message
+    return storages[number], begins[number]
+
+
+def _tensor(
+    number: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], place: int, grad: bool
+) -> torch.Tensor:
+    storage, begin = _received(number)
+    tensor = torch.empty(0, dtype=dtype)
+    tensor.set_(storage, (place - begin) // dtype.itemsize, shape, strides)
+    return tensor.requires_grad_() if grad else tensor
+
+
+def _empty(dtype: torch.dtype, shape: tuple[int, ...], grad: bool) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, requires_grad=grad)
+
+
+def _parameter(data: torch.Tensor, grad: bool) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data, grad)
+
+
+def _storage(number: int) -> torch.UntypedStorage:
+    return _received(number)[0]
+
+
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def encode(
+    message: object,
+    reducers: dict[type, Callable[[Any], Any]] | None = None,
+    envelope: Callable[[], object] | None = None,
+    lender: Lender | None = None,
+) -> Outgoing:
+    """Pickle an object and set the memory of its tensors aside.
+
+    Args:
+        reducers: how objects of further types are pickled.
+        envelope: asked after that for something small that is read before the object, or for None.
+        lender: where large memory is copied to.
+
+    Raises:
+        Exception: what pickling raised.
+    """
+    storages = _Storages()
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 5)
+    pickler.dispatch_table = _DispatchTable(storages, reducers)
+    pickler.dump(message)
+    outside = envelope() if envelope is not None else None
+    wrapper = b"" if outside is None else pickle.dumps(outside, 5)
+    ranges = storages.ranges
+    if not ranges:
+        text = _HEAD.pack(len(wrapper), 0) + wrapper + file.getvalue()
+        return Outgoing([(_address(text), len(text))], text)
+    table = []
+    parts = [(0, 0)]
+    for reach, (_, storage) in zip(ranges, storages.kept.values(), strict=True):
+        begin = reach[0] // _ALIGNMENT * _ALIGNMENT
+        address, length, lent = storage.data_ptr() + begin, reach[1] - begin, _NOT_LENT
+        if lender is not None and length >= LEND_FROM:
+            lent = lender.lend(address, length)
+        else:
+            parts.append((address, length))
+        table.append(_RANGE.pack(begin, length, lent))
+    text = b"".join((_HEAD.pack(len(wrapper), len(ranges)), wrapper, *table, file.getvalue()))
+    parts[0] = (_address(text), len(text))
+    return Outgoing(parts, text, storages.kept)
+
+
+def _address(text: bytes) -> int:
+    return np.frombuffer(text, dtype=np.uint8).__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
+class _DispatchTable(dict[type, Callable[[Any], Any]]):
+    """How a pickler treats types: ours first, then what copyreg has been told."""
+
+    def __init__(self, storages: _Storages, more: dict[type, Callable[[Any], Any]] | None) -> None:
+        super().__init__(more or ())
+        self[torch.Tensor] = storages.reduce_tensor
+        self[torch.nn.Parameter] = storages.reduce_parameter
+        self[torch.UntypedStorage] = storages.reduce_untyped
+        self[torch.storage.TypedStorage] = storages.reduce_typed
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        return _COPYREG[kind]
+
+
+_COPYREG: dict[type, Callable[[Any], Any]] = copyreg.dispatch_table
+
+
+def open_envelope(text: Any) -> Any:
+    """What :func:`encode` was given as envelope, or None."""
+    length, _ = _HEAD.unpack_from(text)
+    return pickle.loads(memoryview(text)[_HEAD.size : _HEAD.size + length]) if length else None
+
+
+def decode(
+    text: Any,
+    storages: Sequence[torch.UntypedStorage],
+    inside: object = None,
+    borrow: Callable[[int, int], torch.UntypedStorage] | None = None,
+) -> Any:
+    """The object that :func:`encode` was given.
+
+    Args:
+        borrow: gets memory that was lent.
+        inside: what :func:`being_read` tells the functions that rebuild parts of it.
+
+    Raises:
+        Exception: what unpickling raised.
+    """
+    length, count = _HEAD.unpack_from(text)
+    place = _HEAD.size + length
+    if not count and inside is None:
+        return pickle.loads(memoryview(text)[place:])
+    begins, found, parts = [], [], iter(storages)
+    for _ in range(count):
+        begin, length, lent = _RANGE.unpack_from(text, place)
+        begins.append(begin)
+        if lent == _NOT_LENT:
+            found.append(next(parts))
+        else:
+            assert borrow is not None
+            found.append(borrow(lent, length))
+        place += _RANGE.size
+    before = getattr(_reading, "message", None)
+    _reading.message = (found, begins, inside)
+    try:
+        return pickle.loads(memoryview(text)[place:])
+    finally:
+        _reading.message = before
+
+
+def being_read() -> Any:
+    """What :func:`decode` was given as ``inside``, for what it calls."""
+    return _reading.message[2]
+
+
+def in_own_memory(outgoing: Outgoing) -> tuple[bytes, list[torch.UntypedStorage]]:
+    """A copy of a message, as it would arrive elsewhere."""
+    copies = []
+    for address, length in outgoing.parts[1:]:
+        copy = torch.UntypedStorage(length)
+        ctypes.memmove(copy.data_ptr(), address, length)
+        copies.append(copy)
+    return outgoing.text, copies

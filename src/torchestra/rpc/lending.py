@@ -1,0 +1,95 @@
+"""Large memory for other workers: copied once, into the sender's heap in the arena, and used where it lies.
+
+A *loan* is a block of the lender's heap. The lender copies memory in and tells the borrower where it is; the
+borrower's storage lies in the block itself. The first word of the block is the lender's own again when the
+borrower has written 1 into it, which it does when that storage dies. The lender looks when it needs a block,
+and keeps some for the next time: memory that has been used before is much faster.
+
+What a worker has borrowed when it dies is never given back, and lost until the lender shuts down.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+
+import torch
+
+from torchestra.engine.heap import Heap
+from torchestra.engine.kernels import control
+from torchestra.engine.member import Member
+
+LEND_FROM = 1 << 17  # bytes; smaller memory goes through the channel
+_HEAD_BYTES = 128
+_KEPT_BYTES = 1 << 29
+_SMALLEST = 1 << 18
+
+
+class Lender:
+    """Lends blocks of one worker's heap, and borrows those of others."""
+
+    def __init__(self, member: Member) -> None:
+        self._arena = member.arena
+        self._rank = member.rank
+        self._heap: Heap = member.heap
+        self._lock = threading.Lock()
+        self._lent: list[torch.Tensor] = []
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._kept_bytes = 0
+
+    @property
+    def lent(self) -> int:
+        """How many blocks are with others."""
+        with self._lock:
+            self._collect()
+            return len(self._lent)
+
+    def lend(self, address: int, length: int) -> int:
+        """Copy memory into a block; where in this rank's heap that is."""
+        block = self._block(length)
+        start = block.data_ptr()
+        control.tell(start, 0)
+        ctypes.memmove(start + _HEAD_BYTES, address, length)
+        with self._lock:
+            self._lent.append(block)
+        return self._heap.offset_of(start)
+
+    def take_back(self, offset: int) -> None:
+        """What was lent will not be sent."""
+        control.tell(self._heap.first_address + offset, 1)
+
+    def borrow(self, rank: int, offset: int, length: int) -> torch.UntypedStorage:
+        """The storage of a loan by a rank; the loan ends with it."""
+        layout, arena = self._arena.layout, self._arena
+        start = layout.heaps + rank * layout.heap_bytes + offset
+        memory = arena.bytes[start + _HEAD_BYTES : start + _HEAD_BYTES + length]
+        weakref.finalize(memory, _give_back, arena.address + start, os.getpid()).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    def _block(self, length: int) -> torch.Tensor:
+        size = max(_SMALLEST, 1 << (length + _HEAD_BYTES - 1).bit_length())
+        with self._lock:
+            self._collect()
+            kept = self._kept.get(size)
+            if kept:
+                self._kept_bytes -= size
+                return kept.pop()
+        return self._heap.empty((size,), torch.uint8)
+
+    def _collect(self) -> None:
+        """Take back what has been given back."""
+        still = []
+        for block in self._lent:
+            if control.read(block.data_ptr()) != 1:
+                still.append(block)
+            elif self._kept_bytes + block.numel() <= _KEPT_BYTES:
+                self._kept_bytes += block.numel()
+                self._kept.setdefault(block.numel(), []).append(block)
+        self._lent = still
+
+
+def _give_back(address: int, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child only drops its copy of the storage
+        control.tell(address, 1)

@@ -1,0 +1,122 @@
+"""How a worker is set up: :class:`RpcBackendOptions`, and the one backend there is."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.rpc.constants import (
+    DEFAULT_INIT_METHOD,
+    DEFAULT_MAX_WORKER_THREADS,
+    DEFAULT_NUM_WORKER_THREADS,
+    DEFAULT_RPC_TIMEOUT_SEC,
+)
+
+
+class BackendType(enum.Enum):
+    """How messages travel. Both names mean the same: the memory that the workers of a host share."""
+
+    NATIVE = "native"
+    TENSORPIPE = NATIVE
+
+
+class RpcBackendOptions:
+    """What :func:`init_rpc` may be told.
+
+    Args:
+        rpc_timeout: how long a call may take that is given no time-out of its own; seconds, 0 without end.
+        init_method: where the workers meet, as for ``init_process_group``.
+        num_worker_threads: how many threads that have nothing to do are kept.
+        max_worker_threads: how many threads there may be at most: calls that come while so many are at work,
+            or wait for calls of their own, have to wait.
+        device_maps, devices: refused; only CPU tensors are sent.
+        store: meet over this store instead of at ``init_method``.
+        secret: as for ``init_process_group``.
+
+    Raises:
+        InvalidArgumentError: a number is out of range, or a device is named.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float | timedelta = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str | None = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Any] | None = None,
+        devices: Sequence[Any] | None = None,
+        max_worker_threads: int = DEFAULT_MAX_WORKER_THREADS,
+        store: Any = None,
+        secret: Any = None,
+    ) -> None:
+        self.rpc_timeout = rpc_timeout
+        self.init_method = init_method
+        if num_worker_threads < 1 or max_worker_threads < 3:
+            raise InvalidArgumentError(
+                "num_worker_threads must be at least 1 and max_worker_threads at least 3, got"
+                f" {num_worker_threads} and {max_worker_threads}"
+            )
+        self.num_worker_threads = num_worker_threads
+        self.max_worker_threads = max_worker_threads
+        self.device_maps: dict[str, Any] = {}
+        self.devices: list[Any] = []
+        for worker, mapping in (device_maps or {}).items():
+            self.set_device_map(worker, mapping)
+        self.set_devices(devices or ())
+        self.store = store
+        self.secret = secret
+
+    @property
+    def rpc_timeout(self) -> float:
+        """The default time-out of calls, in seconds; 0 is without end."""
+        return self._rpc_timeout
+
+    @rpc_timeout.setter
+    def rpc_timeout(self, seconds: float | timedelta) -> None:
+        self._rpc_timeout = checked_timeout(seconds)
+
+    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        """Refused, but for a map that names the CPU only.
+
+        Raises:
+            InvalidArgumentError: the map names another device.
+        """
+        for device in (*device_map.keys(), *device_map.values()):
+            _check_cpu(f"device_maps[{to!r}]", device)
+
+    def set_devices(self, devices: Sequence[Any]) -> None:
+        """Refused, but for the CPU.
+
+        Raises:
+            InvalidArgumentError: another device is named.
+        """
+        for device in devices:
+            _check_cpu("devices", device)
+
+
+TensorPipeRpcBackendOptions = RpcBackendOptions
+
+
+def checked_timeout(seconds: float | timedelta) -> float:
+    """A time-out in seconds, 0 for none.
+
+    Raises:
+        InvalidArgumentError: it is negative or no number.
+    """
+    number = seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
+        raise InvalidArgumentError(
+            f"an RPC time-out must be a number of seconds, 0 for none; got {seconds!r}"
+        )
+    return float(number)
+
+
+def _check_cpu(argument: str, device: Any) -> None:
+    if str(device) != "cpu":
+        raise InvalidArgumentError(
+            f"{argument} names device {device!r}, but only CPU tensors are sent: move tensors to the CPU in"
+            " the functions that are called, and back"
+        )

@@ -1,0 +1,521 @@
+"""Which values are referred to from other workers, and until when they must be kept.
+
+The *owner* of a reference has its value, in an :class:`Entry`. Every :class:`~torchestra.rpc.RRef` elsewhere
+is a *user* and has a *fork*: a number that no other has. An entry lists its forks, and by which worker each
+is held.
+
+The invariant: **a value is freed only when no user is left and none is on its way.** It rests on two rules.
+
+1. A user is *confirmed* when it knows that the owner lists its fork. It asks the owner to strike the fork out
+   only when it has been dropped and is confirmed. So the owner hears of every fork before it hears of its
+   end.
+2. Whoever passes a reference on keeps it until whoever gets it says that the owner lists the new fork
+   (*acceptance*). So, at any moment, the owner lists the fork of a user or of one it came from.
+
+How forks come to be::
+
+    remote(to, f)       the call brings the creator's fork; the owner lists it before anything else that the
+                        message says is done. Its answer confirms it.
+    the owner passes    it lists the fork before it sends it, so the fork is born confirmed.
+    a user passes to    the new user asks the owner to list its fork; the answer confirms it, and then the
+    a third worker      new user accepts. Until then the passing user is kept.
+    a user passes to    the owner has it back: a reference there counts as one of the entry's own, and the
+    owner the owner           accepts at once.
+
+All of these are calls, and none relies on any two of them arriving in order. A request that comes before the
+call that creates the entry finds an entry without a value, which that call will fill.
+
+*Lost workers.* When a worker is gone, its forks are struck out everywhere, what was kept for its acceptance
+is dropped, and values that it was to create, and others wait for, fail. If all that was left of a reference
+was a fork on its way from a worker that died, the value is freed; who still got the fork is told so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.futures import Future
+
+from torchestra.errors import RemoteReferenceError, RpcError, WorkerFailedError
+from torchestra.rpc.encoding import being_read
+from torchestra.rpc.functions import async_execution
+
+if TYPE_CHECKING:
+    from torchestra.rpc.agent import Agent
+    from torchestra.rpc.rref import RRef
+
+Number = tuple[int, int]
+"""Of a reference or a fork: the rank of the worker that made it up, and how many it had made up before."""
+
+
+class Entry:
+    """A value at its owner.
+
+    Attributes:
+        number: of the reference.
+        future: the value, when it is there.
+        forks: the ranks that hold them.
+        handles: how many references there are on this worker.
+        created: whether the call that makes the value has come.
+    """
+
+    __slots__ = ("created", "forks", "future", "handles", "number")
+
+    def __init__(self, number: Number) -> None:
+        self.number = number
+        self.future: Future[Any] = Future()
+        self.forks: dict[Number, int] = {}
+        self.handles = 0
+        self.created = False
+
+    def set(self, value: Any) -> None:
+        """The value is there."""
+        self.future.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no value."""
+        if not isinstance(error, Exception):
+            error = RpcError(f"{type(error).__name__}: {error}")
+        self.future.set_exception(error)
+
+
+class User:
+    """A reference to a value elsewhere.
+
+    Attributes:
+        reference, fork: their numbers.
+        owner: the rank that has the value.
+        confirmed: the owner lists the fork.
+        dropped: nobody here refers to it any more.
+        error: why there is no value, where the call that creates it failed.
+        created: at its creator, the answer of the call that makes the value.
+    """
+
+    __slots__ = ("confirmed", "created", "dropped", "error", "fork", "owner", "reference", "released")
+
+    def __init__(self, reference: Number, fork: Number, owner: int, confirmed: bool) -> None:
+        self.reference = reference
+        self.fork = fork
+        self.owner = owner
+        self.confirmed = confirmed
+        self.dropped = False
+        self.released = False
+        self.error: Exception | None = None
+        self.created: Future[Any] | None = None
+
+
+class Passed(NamedTuple):
+    """A reference in a message: its number, owner, the fork made for it, and whether the owner lists that."""
+
+    reference: Number
+    owner: int
+    fork: Number
+    listed: bool
+
+
+class Envelope(NamedTuple):
+    """What goes around the pickle of a call or an answer, where there is any of it.
+
+    Attributes:
+        creates: the numbers of the reference that the result is kept under, and of its creator's fork.
+        passed: the references within.
+        context: the number of a distributed autograd context.
+        metadata: whatever else.
+    """
+
+    creates: tuple[Number, Number | None] | None
+    passed: list[Passed]
+    context: int | None
+    metadata: object
+
+
+class Outbound:
+    """The references in a message that is being pickled."""
+
+    __slots__ = ("_context", "_creates", "_metadata", "_passed", "_references", "_to", "reducers")
+
+    def __init__(
+        self,
+        references: References,
+        to: int,
+        creates: tuple[Number, Number | None] | None,
+        context: int | None,
+        metadata: object,
+    ) -> None:
+        self._references = references
+        self._to = to
+        self._creates = creates
+        self._context = context
+        self._metadata = metadata
+        self._passed: list[Passed] = []
+        self.reducers: dict[type, Callable[[Any], Any]] = {references.rref_class: self._pass}
+
+    def envelope(self) -> tuple[Any, ...] | None:
+        """What to send around the pickle."""
+        if (
+            self._passed
+            or self._creates is not None
+            or self._context is not None
+            or self._metadata is not None
+        ):
+            return (self._creates, [tuple(each) for each in self._passed], self._context, self._metadata)
+        return None
+
+    def _pass(self, rref: RRef) -> Any:
+        self._passed.append(self._references.fork(rref, self._to))
+        return _passed_reference, (len(self._passed) - 1,)
+
+    def take_back(self) -> None:
+        """The message will not be sent."""
+        for each in self._passed:
+            self._references.take_back(each)
+        self._passed.clear()
+
+
+def _passed_reference(number: int) -> Any:
+    return being_read().rrefs[number]
+
+
+class Inbound:
+    """The references in a message that has come.
+
+    Attributes:
+        envelope: what it said.
+        entry: what the result of the call is to be kept in, if so.
+        rrefs: the references within.
+    """
+
+    __slots__ = ("entry", "envelope", "rrefs")
+
+    def __init__(self, envelope: Envelope, entry: Entry | None, rrefs: list[RRef]) -> None:
+        self.envelope = envelope
+        self.entry = entry
+        self.rrefs = rrefs
+
+
+class References:
+    """All references of one worker, owned and used."""
+
+    def __init__(self, agent: Agent) -> None:
+        from torchestra.rpc.rref import RRef
+
+        self.rref_class: type[RRef] = RRef
+        self._agent = agent
+        self._rank = agent.rank
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+        self._entries: dict[Number, Entry] = {}
+        self._users: dict[Number, User] = {}  # by fork, until it is struck out
+        self._kept: dict[Number, tuple[RRef, int]] = {}  # by the fork that is to be accepted, and by whom
+        self._freed_by_loss: set[Number] = set()
+        self._dropped: deque[User | Entry] = deque()
+        self._closed = False
+
+    def new_number(self) -> Number:
+        """A number that no reference or fork has."""
+        return (self._rank, next(self._numbers))
+
+    # -- references of this worker
+
+    def own(self, value: Any) -> Entry:
+        """A new value of this worker, with one handle."""
+        entry = Entry(self.new_number())
+        entry.created = True
+        entry.handles = 1
+        entry.set(value)
+        self._entries[entry.number] = entry
+        return entry
+
+    def entry_to_fill(self) -> Entry:
+        """An entry of this worker, with one handle, whose value will come."""
+        with self._lock:
+            entry = self._entry(self.new_number())
+            entry.handles = 1
+        return entry
+
+    def use(self, user: User) -> User:
+        """Enter a user."""
+        self._users[user.fork] = user
+        return user
+
+    def drop(self, held: User | Entry) -> None:
+        """A reference on this worker is gone. May be called at any moment, by the garbage collector."""
+        self._dropped.append(held)
+        self.clear_dropped()
+
+    def clear_dropped(self) -> None:
+        """Do what :meth:`drop` has left."""
+        while self._dropped and self._lock.acquire(False):
+            released: list[User] = []
+            try:
+                while self._dropped:
+                    held = self._dropped.popleft()
+                    if isinstance(held, Entry):
+                        held.handles -= 1
+                        self._free(held)
+                    else:
+                        held.dropped = True
+                        released.append(held)
+            finally:
+                self._lock.release()
+            for user in released:
+                self._release(user)
+
+    def _release(self, user: User) -> None:
+        """Have the fork of a dropped user struck out, if that may be done by now."""
+        with self._lock:
+            if not (user.dropped and user.confirmed) or user.released or self._closed:
+                return
+            user.released = True
+        self._users.pop(user.fork, None)
+        self._tell(user.owner, _strike_out, user.reference, user.fork)
+
+    def confirm(self, user: User) -> None:
+        """The owner lists its fork."""
+        user.confirmed = True
+        self._release(user)
+
+    def forget(self, user: User) -> None:
+        """It was never told of."""
+        self._users.pop(user.fork, None)
+        user.released = True
+
+    def disown(self, user: User, error: Exception) -> None:
+        """The owner will never list its fork."""
+        user.error = error
+        if isinstance(error, WorkerFailedError):
+            self._users.pop(user.fork, None)
+        else:
+            self.confirm(user)
+
+    def _free(self, entry: Entry) -> None:
+        if entry.created and not entry.forks and entry.handles <= 0:
+            self._entries.pop(entry.number, None)
+
+    def _entry(self, number: Number) -> Entry:
+        with self._lock:
+            entry = self._entries.get(number)
+            if entry is None:
+                entry = self._entries[number] = Entry(number)
+                if number in self._freed_by_loss:
+                    entry.fail(self._freed())
+                    entry.created = True
+            return entry
+
+    @staticmethod
+    def _freed() -> RemoteReferenceError:
+        return RemoteReferenceError(
+            "the owner has freed this reference: the worker that passed it on died before the owner knew"
+        )
+
+    def _tell(self, rank: int, function: Callable[..., Any], *args: Any) -> Future[Any] | None:
+        agent = self._agent
+        if self._closed or agent.closed:
+            return None
+        return agent.call(rank, function, args, timeout=0)
+
+    # -- messages
+
+    def outbound(
+        self,
+        to: int,
+        creates: tuple[Number, Number | None] | None = None,
+        context: int | None = None,
+        metadata: object = None,
+    ) -> Outbound:
+        """For the references in a message to a worker."""
+        return Outbound(self, to, creates, context, metadata)
+
+    def fork(self, rref: RRef, to: int) -> Passed:
+        """Make a fork for a worker that a reference is passed to."""
+        held = rref._held
+        if held is None:
+            raise RemoteReferenceError("an RRef that was deleted at shutdown cannot be passed on")
+        fork = self.new_number()
+        if isinstance(held, Entry):
+            with self._lock:
+                held.forks[fork] = to
+            return Passed(held.number, self._rank, fork, True)
+        if held.error is not None:
+            raise held.error
+        with self._lock:
+            self._kept[fork] = (rref, to)
+        return Passed(held.reference, held.owner, fork, False)
+
+    def take_back(self, passed: Passed) -> None:
+        """A fork was made for a message that is not sent."""
+        with self._lock:
+            if passed.listed:
+                self._strike_out(passed.reference, passed.fork)
+            self._kept.pop(passed.fork, None)
+
+    def inbound(self, source: int, envelope: tuple[Any, ...] | None) -> Inbound | None:
+        """Enter what a message tells of references. In the order of messages, with the lead: it sends
+        nothing."""
+        if envelope is None:
+            return None
+        creates, passed, context, metadata = envelope
+        entry = None
+        with self._lock:
+            if creates is not None:
+                entry = self._entry(creates[0])
+                entry.created = True
+                if creates[1] is not None:
+                    entry.forks[creates[1]] = source
+            rrefs = [self._receive(source, Passed(*each)) for each in passed]
+        return Inbound(Envelope(creates, passed, context, metadata), entry, rrefs)
+
+    def _receive(self, source: int, passed: Passed) -> RRef:
+        if passed.owner == self._rank:
+            entry = self._entry(passed.reference)
+            entry.handles += 1
+            if passed.listed:
+                entry.forks.pop(passed.fork, None)
+            else:
+                self._later(lambda: self._tell(source, _accept, passed.fork))
+            return self.rref_class._of(self._agent, entry)
+        user = self.use(User(passed.reference, passed.fork, passed.owner, passed.listed))
+        if not passed.listed:
+            self._later(lambda: self._ask_to_list(user, source))
+        return self.rref_class._of(self._agent, user)
+
+    def _later(self, job: Callable[[], Any]) -> None:
+        self._agent.crew.give(job)
+
+    def _ask_to_list(self, user: User, parent: int) -> None:
+        def answered(future: Future[Any]) -> None:
+            try:
+                future.value()
+            except Exception as error:
+                self.disown(user, error)
+            else:
+                self.confirm(user)
+            self._tell(parent, _accept, user.fork)
+
+        future = self._tell(user.owner, _list, user.reference, user.fork, self._rank)
+        if future is not None:
+            future.add_done_callback(answered)
+
+    # -- what other workers ask for
+
+    def enlist(self, reference: Number, fork: Number, holder: int) -> None:
+        """List a fork."""
+        with self._lock:
+            if reference in self._freed_by_loss:
+                raise self._freed()
+            self._entry(reference).forks[fork] = holder
+
+    def strike_out(self, reference: Number, fork: Number) -> None:
+        """Strike a fork out."""
+        with self._lock:
+            self._strike_out(reference, fork)
+
+    def _strike_out(self, reference: Number, fork: Number) -> None:
+        entry = self._entries.get(reference)
+        if entry is not None and entry.forks.pop(fork, None) is not None:
+            self._free(entry)
+
+    def accept(self, fork: Number) -> None:
+        """Keep no longer what was passed on with this fork."""
+        with self._lock:
+            self._kept.pop(fork, None)
+
+    def value(self, reference: Number) -> Future[Any]:
+        """The value of a reference that this worker owns."""
+        return self._entry(reference).future
+
+    # -- ends
+
+    def lost(self, rank: int) -> None:
+        """A worker is gone."""
+        with self._lock:
+            kept = [self._kept.pop(fork) for fork, (_, to) in tuple(self._kept.items()) if to == rank]
+            for entry in tuple(self._entries.values()):
+                struck = [fork for fork, holder in entry.forks.items() if holder == rank]
+                for fork in struck:
+                    del entry.forks[fork]
+                if not entry.created and entry.number[0] == rank:
+                    entry.created = True
+                    entry.fail(
+                        WorkerFailedError(
+                            f"worker {self._agent.workers[rank].name!r}, which was to create the value of"
+                            " this reference, is gone",
+                            self._agent.workers[rank].name,
+                        )
+                    )
+                self._free(entry)
+                if struck and entry.number not in self._entries:
+                    self._freed_by_loss.add(entry.number)
+            for user in tuple(self._users.values()):
+                if user.owner == rank:
+                    del self._users[user.fork]
+                    user.confirmed, user.released = True, True
+        del kept
+
+    def delete_users(self) -> list[str]:
+        """Drop all users of this worker, whether or not somebody refers to them; which those were."""
+        self.clear_dropped()
+        left = [user for user in tuple(self._users.values()) if not user.dropped]
+        for user in left:
+            user.dropped = True
+            self._release(user)
+        return [f"{user.reference} of worker {self._agent.workers[user.owner].name!r}" for user in left]
+
+    def close(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._closed = True
+            self._entries.clear()
+            self._users.clear()
+            self._kept.clear()
+            self._dropped.clear()
+
+    def counts(self) -> dict[str, int]:
+        """How many there are, by the names of torch.distributed.rpc."""
+        self.clear_dropped()
+        with self._lock:
+            return {
+                "num_owner_rrefs": len(self._entries),
+                "num_pending_futures": sum(not entry.future.done() for entry in self._entries.values()),
+                "num_pending_users": sum(not user.confirmed for user in self._users.values()),
+                "num_forks": sum(len(entry.forks) for entry in self._entries.values()),
+                "num_users": len(self._users),
+                "num_kept": len(self._kept),
+            }
+
+
+# What workers call on each other.
+
+
+def _references() -> References:
+    from torchestra.rpc.current import current_agent
+
+    return current_agent().references
+
+
+def _list(reference: Number, fork: Number, holder: int) -> None:
+    _references().enlist(reference, fork, holder)
+
+
+def _strike_out(reference: Number, fork: Number) -> None:
+    _references().strike_out(reference, fork)
+
+
+def _accept(fork: Number) -> None:
+    _references().accept(fork)
+
+
+@async_execution
+def fetch(reference: Number) -> Future[Any]:
+    """The value of a reference of the worker called."""
+    return _references().value(reference)
+
+
+@async_execution
+def fetch_type(reference: Number) -> Future[Any]:
+    """The type of the value."""
+    return _references().value(reference).then(lambda future: type(future.value()))

@@ -1,0 +1,276 @@
+"""Remote references: :class:`RRef`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.futures import Future
+
+from torchestra.errors import RemoteReferenceError
+from torchestra.rpc import references as protocol
+from torchestra.rpc.calls import Named
+from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
+from torchestra.rpc.current import current_agent
+from torchestra.rpc.functions import MARK, async_execution
+
+if TYPE_CHECKING:
+    from torchestra.rpc.agent import Agent, WorkerInfo
+
+
+class RRef:
+    """A reference to a value on some worker, its owner.
+
+    ``RRef(value)`` makes this worker the owner. ``remote()`` gives references to values elsewhere. A
+    reference can be passed to other workers in arguments and results; the value is kept while any of them is
+    left.
+
+    Args:
+        value: what to refer to.
+        type_hint: ignored; for torch.distributed's users.
+
+    Raises:
+        RpcError: ``init_rpc`` has not been called.
+    """
+
+    __slots__ = ("__weakref__", "_agent", "_held")
+
+    def __init__(self, value: Any, type_hint: type | None = None) -> None:
+        self._held: protocol.Entry | protocol.User | None = None
+        self._agent: Agent = current_agent()
+        self._held = self._agent.references.own(value)
+
+    @classmethod
+    def _of(cls, agent: Agent, held: protocol.Entry | protocol.User) -> RRef:
+        rref = cls.__new__(cls)
+        rref._agent = agent
+        rref._held = held
+        return rref
+
+    def __del__(self) -> None:
+        held = getattr(self, "_held", None)
+        if held is not None:
+            self._agent.references.drop(held)
+
+    def __reduce__(self) -> Any:
+        raise RemoteReferenceError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
+        )
+
+    def __repr__(self) -> str:
+        held = self._holding()
+        if isinstance(held, protocol.Entry):
+            return f"OwnerRRef({held.number})"
+        return f"UserRRef({held.reference} of worker {self.owner_name()!r}, fork {held.fork})"
+
+    def _holding(self) -> protocol.Entry | protocol.User:
+        assert self._held is not None
+        return self._held
+
+    def is_owner(self) -> bool:
+        """Whether the value is on this worker."""
+        return isinstance(self._held, protocol.Entry)
+
+    def owner(self) -> WorkerInfo:
+        """The worker that has the value."""
+        held = self._holding()
+        return self._agent.workers[self._agent.rank if isinstance(held, protocol.Entry) else held.owner]
+
+    def owner_name(self) -> str:
+        """The name of the worker that has the value."""
+        return self.owner().name
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows of this reference."""
+        held = self._holding()
+        return isinstance(held, protocol.Entry) or held.confirmed
+
+    def local_value(self) -> Any:
+        """The value itself, on its owner; waits until it is there.
+
+        Raises:
+            RemoteReferenceError: this is not the owner.
+            Exception: what the function raised whose result this is.
+        """
+        held = self._holding()
+        if not isinstance(held, protocol.Entry):
+            raise RemoteReferenceError(
+                f"Cannot call localValue() on a non-local reference: this is worker"
+                f" {self._agent.info.name!r}, the owner is {self.owner_name()!r}; use to_here()"
+            )
+        return self._agent.await_future(held.future, UNSET_RPC_TIMEOUT, "RRef.local_value")
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """The value itself on its owner, a copy elsewhere; waits until it is there.
+
+        Args:
+            timeout: in seconds, 0 for none; default: as for all calls.
+
+        Raises:
+            RpcTimeoutError: it did not come in time, or the call that makes it was not answered in time.
+            WorkerFailedError: the owner is gone.
+            Exception: what the function raised whose result this is.
+        """
+        held = self._holding()
+        if isinstance(held, protocol.Entry):
+            return self._agent.await_future(held.future, timeout, "RRef.to_here")
+        self._check(held)
+        return self._agent.call(
+            held.owner, protocol.fetch, (held.reference,), timeout=timeout, keep=self, doing=RRef.to_here
+        ).wait()
+
+    def _check(self, user: protocol.User) -> None:
+        if user.error is not None:
+            raise user.error
+        if user.dropped:
+            raise RemoteReferenceError(f"{self!r} was deleted when its worker shut down")
+
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """The type of the value, or a future of it."""
+        held = self._holding()
+        if isinstance(held, protocol.Entry):
+            future: Future[Any] = held.future.then(lambda done: type(done.value()))
+            return self._agent.await_future(future, timeout, "RRef type") if blocking else future
+        self._check(held)
+        future = self._agent.call(
+            held.owner, protocol.fetch_type, (held.reference,), timeout=timeout, keep=self
+        )
+        return future.wait() if blocking else future
+
+    def _get_future(self) -> Future[Any]:
+        """Done when the value has been made, with the error if there was one."""
+        held = self._holding()
+        if isinstance(held, protocol.Entry):
+            return held.future
+        if held.created is None:
+            raise RemoteReferenceError("only the RRef that remote() returned knows when its value is there")
+        return held.created
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """A proxy: ``rref.rpc_sync().method(...)`` calls the value's method on its owner and waits."""
+        return RRefProxy(self, "rpc_sync", timeout)
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """A proxy: ``rref.rpc_async().method(...)`` gives a future of the result."""
+        return RRefProxy(self, "rpc_async", timeout)
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """A proxy: ``rref.remote().method(...)`` gives a reference to the result."""
+        return RRefProxy(self, "remote", timeout)
+
+
+class RRefProxy:
+    """Calls methods of the value of a reference, on its owner."""
+
+    def __init__(self, rref: RRef, kind: str, timeout: float) -> None:
+        self._rref = rref
+        self._kind = kind
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._call, name)
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        rref, agent = self._rref, self._rref._agent
+        held = rref._holding()
+        if isinstance(held, protocol.Entry):
+            owner, number = agent.rank, held.number
+        else:
+            rref._check(held)
+            owner, number = held.owner, held.reference
+        to_call, doing = (number, name, args, kwargs), Named(f"method {name} of an RRef's value")
+        if self._kind == "remote":
+            return remote_call(
+                agent, owner, call_method, to_call, None, self._timeout, keep=rref, doing=doing
+            )
+        future = agent.call(owner, call_method, to_call, timeout=self._timeout, keep=rref, doing=doing)
+        return future if self._kind == "rpc_async" else future.wait()
+
+
+@async_execution
+def call_method(number: protocol.Number, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of the value of a reference that this worker owns."""
+    value = current_agent().references.value(number)
+    if not value.done():
+        return _flat(value.then(lambda done: _called(done.value(), name, args, kwargs)))
+    return _called(value.value(), name, args, kwargs)
+
+
+def _called(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+    method = getattr(value, name)
+    result = method(*args, **kwargs)
+    if hasattr(method, MARK):
+        return result  # type: ignore[no-any-return]
+    done: Future[Any] = Future()
+    done.set_result(result)
+    return done
+
+
+def _flat(nested: Future[Future[Any]]) -> Future[Any]:
+    """A future of what the future within a future has."""
+    flat: Future[Any] = Future()
+
+    def inner(future: Future[Any]) -> None:
+        try:
+            flat.set_result(future.value())
+        except Exception as error:
+            flat.set_exception(error)
+
+    def outer(future: Future[Future[Any]]) -> None:
+        try:
+            future.value().then(inner)
+        except Exception as error:
+            flat.set_exception(error)
+
+    nested.add_done_callback(outer)
+    return flat
+
+
+def remote_call(
+    agent: Agent,
+    to: int,
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    timeout: float,
+    keep: object = None,
+    doing: Any = None,
+) -> RRef:
+    """Call a function and leave the result where it is; a reference to it."""
+    known = agent.references
+    if to == agent.rank:
+        entry = known.entry_to_fill()
+        rref = RRef._of(agent, entry)
+        agent.call(
+            to, function, args, kwargs, timeout=timeout, creates=(entry.number, None), keep=keep, doing=doing
+        )
+        return rref
+    user = protocol.User(known.new_number(), known.new_number(), to, False)
+    rref = RRef._of(agent, user)
+    known.use(user)
+    try:
+        future = agent.call(
+            to,
+            function,
+            args,
+            kwargs,
+            timeout=timeout,
+            creates=(user.reference, user.fork),
+            keep=keep,
+            doing=doing,
+        )
+    except BaseException:
+        known.forget(user)
+        raise
+    user.created = future
+
+    def answered(future: Future[Any]) -> None:
+        try:
+            future.value()
+        except Exception as error:
+            known.disown(user, error)
+        else:
+            known.confirm(user)
+
+    future.add_done_callback(answered)
+    return rref

@@ -1,0 +1,163 @@
+"""init_rpc and shutdown."""
+
+from __future__ import annotations
+
+import atexit
+import re
+import threading
+import warnings
+import weakref
+from datetime import timedelta
+from typing import Any
+
+from torchestra.engine import warm_up
+from torchestra.engine.joining import join
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, RemoteReferenceError, RpcError
+from torchestra.process_group.starting import choose_backend
+from torchestra.rendezvous import rendezvous
+from torchestra.rpc import leaks
+from torchestra.rpc.agent import Agent
+from torchestra.rpc.closing import Closing
+from torchestra.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
+from torchestra.rpc.current import agent_or_none, current_agent, set_agent
+from torchestra.rpc.options import BackendType, RpcBackendOptions
+from torchestra.store import PrefixStore
+from torchestra.thread_ranks import current_thread_rank
+
+_NAME = re.compile(r"[\w:-]{1,127}", re.ASCII)
+_MEETING_SECONDS = 1800.0
+
+_open: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Meet the other workers, and begin to answer their calls. Must be called by every worker.
+
+    Needs no process group, and does not mind one.
+
+    Args:
+        name: of this worker, which no other has: letters, digits, underscore, colon and dash, below 128.
+        backend: there is one.
+        rank, world_size: which worker this is, and how many there are; default: as the launcher says.
+        rpc_backend_options: see :class:`RpcBackendOptions`.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, two workers have one name, or something is missing from
+            the environment.
+        RpcError: this rank is a worker already.
+        CollectiveTimeoutError, StoreTimeoutError: the others did not come in time.
+    """
+    if backend is not None and not isinstance(backend, BackendType):
+        raise InvalidArgumentTypeError("Argument backend must be a member of BackendType")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise InvalidArgumentTypeError(
+            "Argument rpc_backend_options must be an instance of RpcBackendOptions"
+        )
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidArgumentError(
+            "Worker name must match ^[A-Za-z0-9-_:]*$ and be shorter than 128 characters, and not empty; got"
+            f" {name!r}"
+        )
+    if agent_or_none() is not None:
+        raise RpcError("RPC is already initialized")
+    options = rpc_backend_options or RpcBackendOptions()
+    here = current_thread_rank()
+    store, method = options.store, options.init_method
+    size = -1 if world_size is None else world_size
+    if here is not None and store is None and method == "env://":
+        rank, size, store = here.rank, here.size, PrefixStore("rpc", here.store)
+    if store is not None:
+        method = None
+    seconds = options.rpc_timeout or _MEETING_SECONDS
+    met = rendezvous(
+        method,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
+        store=store,
+        secret=options.secret,
+    )
+    own = PrefixStore("torchestra/rpc", met.store)
+    names = _meet(own, name, met.rank, met.world_size, seconds)
+    warm_up()
+    threads = choose_backend(None) == "threads"
+    program = here.thread if here is not None else threading.current_thread()
+    member = join(own, met.rank, met.world_size, f"rpc of {name}", seconds, threads=threads, thread=program)
+    agent = Agent(member, names, options.rpc_timeout, options.num_worker_threads, options.max_worker_threads)
+    set_agent(agent)
+    _open.add(agent)
+    agent.start()
+
+
+def _meet(store: PrefixStore, name: str, rank: int, size: int, seconds: float) -> list[str]:
+    """Tell the others this worker's name; all names, by rank."""
+    store.set(f"name/{rank}", name)
+    keys = [f"name/{peer}" for peer in range(size)]
+    store.wait(keys, timedelta(seconds=seconds))
+    names = [store.get(key).decode() for key in keys]
+    for peer, other in enumerate(names):
+        if names.index(other) != peer:
+            raise InvalidArgumentError(
+                f"RPC worker name {other!r} is not unique: ranks {names.index(other)} and {peer} both have it"
+            )
+    return names
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Stop being a worker.
+
+    Args:
+        graceful: wait until every worker has called this, and until all calls are over, those that
+            are made meanwhile by functions that still run included; then drop all references to values on
+            other workers. Otherwise stop at once: whoever calls this worker from now on gets an error.
+        timeout: how long, in seconds, that may take; 0 is without end.
+
+    Raises:
+        RpcError: this rank is no worker.
+        RpcTimeoutError: the others did not come in time; this worker has stopped all the same.
+        WorkerFailedError: one of the others is gone; this worker has stopped all the same.
+        RemoteReferenceError: with leak checking on, references were left; this worker has stopped.
+    """
+    agent = current_agent()
+    left: list[str] = []
+    try:
+        if graceful:
+            closing = Closing(agent, timeout)
+            closing.await_quiet()
+            left = agent.references.delete_users()
+            closing.await_quiet()
+            _check_counts(agent)
+    finally:
+        set_agent(None)
+        agent.close()
+        _open.discard(agent)
+    if left and not leaks.ignored:
+        raise RemoteReferenceError(
+            f"Leaking RRefs: worker {agent.info.name!r} has shut down with {len(left)} references that are"
+            f" still in use: {', '.join(left)}"
+        )
+
+
+def _check_counts(agent: Agent) -> None:
+    """After a graceful end no fork may be left: that would be a bug of the protocol."""
+    counts: dict[str, Any] = agent.references.counts()
+    wrong = {name: counts[name] for name in ("num_forks", "num_users", "num_kept") if counts[name]}
+    if wrong:
+        warnings.warn(
+            f"worker {agent.info.name!r} has shut down with {wrong}; workers that died may have left them",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Threads must not run on in the engine while the interpreter takes memory away."""
+    for agent in tuple(_open):
+        agent.close()

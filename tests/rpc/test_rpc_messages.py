@@ -1,0 +1,136 @@
+"""What can be sent, and how tensors are."""
+
+from __future__ import annotations
+
+import pytest
+import rpc_workers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchestra import rpc
+from torchestra.rpc.encoding import decode, encode, in_own_memory
+
+
+def through(value):
+    return decode(*in_own_memory(encode(value)))
+
+
+def echo(value):
+    return value
+
+
+def change_first(values):
+    values[0].add_(1)
+    return values
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(0, 5), max_size=4),
+    step=st.integers(1, 3),
+    offset=st.integers(0, 9),
+    grad=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_tensor_arrives_as_it_is(dtype, shape, step, offset, grad) -> None:
+    base = torch.randint(0, 2, (2 + offset + step * 1000,)).to(dtype)
+    count = int(torch.tensor(shape).prod()) if shape else 1
+    tensor = (
+        base[offset : offset + step * count : step].reshape(shape).permute(tuple(range(len(shape)))[::-1])
+    )
+    tensor.requires_grad_(grad and dtype.is_floating_point)
+    found = through({"here": [tensor]})["here"][0]
+    assert (found.dtype, found.shape, found.requires_grad) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.requires_grad,
+    )
+    assert torch.equal(found, tensor)
+    assert found.is_leaf
+
+
+def test_views_share_their_storage_and_only_what_they_reach_is_sent() -> None:
+    base = torch.arange(1000.0)
+    first, second = base[100:200], base[150:250]
+    message = encode([first, second])
+    assert [length for _, length in message.parts[1:]] == [600]
+    found = decode(*in_own_memory(message))
+    found[0][50] = -1
+    assert found[1][0] == -1
+    assert base[150] == 150
+
+
+def test_a_sparse_view_of_a_large_tensor_is_sent_alone() -> None:
+    base = torch.arange(100_000.0)
+    message = encode(base[::1000])
+    assert [length for _, length in message.parts[1:]] == [400]
+    assert torch.equal(decode(*in_own_memory(message)), base[::1000])
+
+
+def test_memory_is_not_copied_into_the_pickle() -> None:
+    assert len(encode(torch.zeros(1 << 20)).text) < 500
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.eye(3).to_sparse(),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.nn.Parameter(torch.ones(2, 2), requires_grad=False),
+        torch.empty(3, device="meta"),
+    ],
+    ids=["coo", "conj", "parameter", "meta"],
+)
+def test_tensors_of_other_kinds(value: torch.Tensor) -> None:
+    found = through(value)
+    assert type(found) is type(value)
+    assert found.layout == value.layout
+    assert found.requires_grad == value.requires_grad
+    if value.device.type == "meta":
+        assert found.shape == value.shape
+    else:
+        assert torch.equal(found.to_dense(), value.to_dense())
+
+
+def test_a_storage_and_a_module() -> None:
+    storage = torch.arange(4.0).untyped_storage()
+    assert bytes(through(storage)) == bytes(storage)
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    found = through(module).state_dict()
+    for name, value in module.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+def large_messages() -> None:
+    large = torch.arange(1 << 22, dtype=torch.int32)
+    assert torch.equal(rpc.rpc_sync("worker1", echo, (large,)), large)
+    text = "x" * 3_000_000
+    assert rpc.rpc_sync("worker1", echo, (text,)) == text
+    futures = [rpc.rpc_async("worker1", echo, ((large[: 1 << 18] + number, number),)) for number in range(8)]
+    for number, future in enumerate(futures):
+        tensor, found = future.wait()
+        assert found == number
+        assert torch.equal(tensor, large[: 1 << 18] + number)
+    x = torch.zeros(3)
+    assert rpc.rpc_sync("worker1", change_first, ([x, x],))[1].tolist() == [1, 1, 1]
+    assert x.tolist() == [0, 0, 0]
+
+
+def test_large_messages_and_shared_tensors(kind: str) -> None:
+    rpc_workers.first(kind, 2, large_messages)
+
+
+def exchange(rank: int) -> None:
+    others = [peer for peer in range(3) if peer != rank]
+    mine = torch.full((1 << 17,), rank)
+    futures = [rpc.rpc_async(peer, echo, (mine,)) for _ in range(10) for peer in others]
+    for future in futures:
+        assert torch.equal(future.wait(), mine)
+
+
+def test_everybody_sends_to_everybody_more_than_the_channels_hold(kind: str) -> None:
+    rpc_workers.run(kind, 3, exchange)
