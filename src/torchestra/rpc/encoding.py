@@ -24,9 +24,11 @@ import torch
 from torchestra.rpc.lending import LEND_FROM, Lender
 
 # Of each storage: where in the sender's the received bytes begin, how many there are, and where in the heap
-# of the sender they lie, or NOT_LENT.
+# of the sender they lie, or that they are a part of the message, or lie behind its table.
 _RANGE = struct.Struct("=qqq")
-_NOT_LENT = -1
+_PART = -1
+_WITHIN = -2
+_WITHIN_BELOW = 1 << 14  # bytes: to copy so few twice is quicker than to send them apart
 _HEAD = struct.Struct("=ii")  # how long the envelope is, how many storages there are
 _ALIGNMENT = 16
 _reading = threading.local()
@@ -162,16 +164,20 @@ def encode(
         text = _HEAD.pack(len(wrapper), 0) + wrapper + file.getvalue()
         return Outgoing([(_address(text), len(text))], text)
     table = []
+    within: list[bytes] = []
     parts = [(0, 0)]
     for reach, (_, storage) in zip(ranges, storages.kept.values(), strict=True):
         begin = reach[0] // _ALIGNMENT * _ALIGNMENT
-        address, length, lent = storage.data_ptr() + begin, reach[1] - begin, _NOT_LENT
-        if lender is not None and length >= LEND_FROM:
-            lent = lender.lend(address, length)
+        address, length, place = storage.data_ptr() + begin, reach[1] - begin, _PART
+        if length < _WITHIN_BELOW:
+            place = _WITHIN
+            within.append(ctypes.string_at(address, length))
+        elif lender is not None and length >= LEND_FROM:
+            place = lender.lend(address, length)
         else:
             parts.append((address, length))
-        table.append(_RANGE.pack(begin, length, lent))
-    text = b"".join((_HEAD.pack(len(wrapper), len(ranges)), wrapper, *table, file.getvalue()))
+        table.append(_RANGE.pack(begin, length, place))
+    text = b"".join((_HEAD.pack(len(wrapper), len(ranges)), wrapper, *table, *within, file.getvalue()))
     parts[0] = (_address(text), len(text))
     return Outgoing(parts, text, storages.kept)
 
@@ -223,15 +229,20 @@ def decode(
     if not count and inside is None:
         return pickle.loads(memoryview(text)[place:])
     begins, found, parts = [], [], iter(storages)
-    for _ in range(count):
-        begin, length, lent = _RANGE.unpack_from(text, place)
+    table, place = place, place + count * _RANGE.size
+    for number in range(count):
+        begin, length, where = _RANGE.unpack_from(text, table + number * _RANGE.size)
         begins.append(begin)
-        if lent == _NOT_LENT:
+        if where == _PART:
             found.append(next(parts))
+        elif where == _WITHIN:
+            storage = torch.UntypedStorage(length)
+            ctypes.memmove(storage.data_ptr(), bytes(memoryview(text)[place : place + length]), length)
+            found.append(storage)
+            place += length
         else:
             assert borrow is not None
-            found.append(borrow(lent, length))
-        place += _RANGE.size
+            found.append(borrow(where, length))
     before = getattr(_reading, "message", None)
     _reading.message = (found, begins, inside)
     try:

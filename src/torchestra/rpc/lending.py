@@ -21,7 +21,7 @@ from torchestra.engine.heap import Heap
 from torchestra.engine.kernels import control
 from torchestra.engine.member import Member
 
-LEND_FROM = 1 << 17  # bytes; smaller memory goes through the channel
+LEND_FROM = 1 << 15  # bytes; smaller memory goes through the channel
 _HEAD_BYTES = 128
 _KEPT_BYTES = 1 << 29
 _SMALLEST = 1 << 18
