@@ -172,3 +172,24 @@ def test_a_name_must_be_unique_and_valid() -> None:
 
 def _same_name() -> None:
     rpc.init_rpc("same")
+
+
+def _call_on(worker: str) -> None:
+    while rpc.rpc_sync(worker, echo, (1,)):
+        pass
+
+
+def _end_without_shutdown() -> None:
+    rank = rpc_workers.begin()
+    if rank == 0:
+        with pytest.raises(WorkerFailedError, match=r"'worker1' \(rank 1\) died \(its thread has ended\)"):
+            _call_on("worker1")
+    # The block that made it a rank ends, and nobody has called shutdown().
+
+
+def test_a_thread_that_ends_without_shutdown_is_told_and_leaves_no_thread() -> None:
+    worlds.run("threads", 2, _end_without_shutdown)
+    deadline = time.monotonic() + 20
+    while left := [each.name for each in threading.enumerate() if each.name.startswith("rpc-")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)

@@ -27,10 +27,19 @@ from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
 from torchestra.rpc import failures
 from torchestra.rpc.calls import Call, Named, name_of
 from torchestra.rpc.crew import Crew, Job
-from torchestra.rpc.encoding import Outgoing, decode, encode, in_own_memory, open_envelope
+from torchestra.rpc.encoding import (
+    Outgoing,
+    decode,
+    encode,
+    encode_plain,
+    in_own_memory,
+    is_plain,
+    is_plain_value,
+    open_envelope,
+)
 from torchestra.rpc.functions import is_async
 from torchestra.rpc.lending import Lender
-from torchestra.rpc.references import References
+from torchestra.rpc.references import Outbound, References
 
 CALL = 1
 ANSWER = 2
@@ -180,22 +189,11 @@ class Agent:
         if self.closed:
             raise RpcError(f"worker {self.info.name!r} has shut down: no calls can be made any more")
         seconds = self.timeout if timeout < 0 else timeout
-        outbound = self.references.outbound(to, creates, context, metadata)
-        try:
-            outgoing = encode(
-                (function, args, kwargs),
-                outbound.reducers,
-                outbound.envelope,
-                self.lender if to != self.rank else None,
-            )
-        except BaseException as error:
-            outbound.take_back()
-            if isinstance(error, (pickle.PicklingError, AttributeError)) and not getattr(error, "_told", 0):
-                raise type(error)(
-                    f"{error} (in a call of {name_of(function)} on worker {self.workers[to].name!r}:"
-                    " functions and classes are sent by name, so they must be at the top level of a module)"
-                ) from error
-            raise
+        if creates is None and context is None and metadata is None and is_plain(function, args, kwargs):
+            outgoing = self._pickled(to, function, args, kwargs, None)
+        else:
+            outbound = self.references.outbound(to, creates, context, metadata)
+            outgoing = self._pickled(to, function, args, kwargs, outbound)
         now = time.monotonic()
         number = self.calls_made = next(self._numbers)
         deadline = now + seconds if seconds else None
@@ -207,6 +205,30 @@ class Agent:
         else:
             self._post(to, CALL, number, outgoing)
         return call.future  # type: ignore[no-any-return]
+
+    def _pickled(
+        self,
+        to: int,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        outbound: Outbound | None,
+    ) -> Outgoing:
+        """A call, ready to be sent."""
+        try:
+            if outbound is None:
+                return encode_plain((function, args, kwargs))
+            lender = self.lender if to != self.rank else None
+            return encode((function, args, kwargs), outbound.reducers, outbound.envelope, lender)
+        except BaseException as error:
+            if outbound is not None:
+                outbound.take_back()
+            if isinstance(error, (pickle.PicklingError, AttributeError)):
+                raise type(error)(
+                    f"{error} (in a call of {name_of(function)} on worker {self.workers[to].name!r}:"
+                    " functions and classes are sent by name, so they must be at the top level of a module)"
+                ) from error
+            raise
 
     def await_future(self, future: Future[Any], timeout: float, doing: str) -> Any:
         """Wait for a future that something on this worker will complete; its value.
@@ -333,6 +355,9 @@ class Agent:
         if entry is not None:
             entry.set(result)
             result = None
+        if is_plain_value(result):
+            self._post(source, ANSWER, number, encode_plain(result))
+            return
         outbound = self.references.outbound(source)
         try:
             outgoing = encode(
@@ -358,6 +383,9 @@ class Agent:
     def _look(self) -> None:
         """Fail calls whose time is over or whose worker is gone."""
         if self.closed:
+            return
+        if not self.member.program.is_alive():
+            self.close()  # a rank that is a thread has ended without shutdown()
             return
         now = time.monotonic()
         for number, call in tuple(self.pending.items()):

@@ -16,6 +16,7 @@ import pickle
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,28 @@ def encode(
     text = b"".join((_HEAD.pack(len(wrapper), len(ranges)), wrapper, *table, *within, file.getvalue()))
     parts[0] = (_address(text), len(text))
     return Outgoing(parts, text, storages.kept)
+
+
+_PLAIN = frozenset((bool, bytes, float, int, str, type(None)))
+_NOTHING_AROUND = _HEAD.pack(0, 0)
+
+
+def is_plain(function: object, args: tuple[Any, ...], kwargs: object) -> bool:
+    """Whether a call has nothing in it that :func:`encode` treats in its own way."""
+    if kwargs or type(function) is not FunctionType:
+        return False
+    return all(type(each) in _PLAIN for each in args)
+
+
+def is_plain_value(value: object) -> bool:
+    """Whether a result has nothing in it that :func:`encode` treats in its own way."""
+    return type(value) in _PLAIN
+
+
+def encode_plain(message: object) -> Outgoing:
+    """:func:`encode`, several times as fast, for a plain call or for None, a number or a text."""
+    text = _NOTHING_AROUND + pickle.dumps(message, 5)
+    return Outgoing([(_address(text), len(text))], text)
 
 
 def _address(text: bytes) -> int:
