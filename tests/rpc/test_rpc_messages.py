@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import rpc_workers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torchestra as dist
 from torchestra import rpc
+from torchestra.rpc.current import current_agent
 from torchestra.rpc.encoding import decode, encode, in_own_memory
 
 
@@ -134,3 +138,43 @@ def exchange(rank: int) -> None:
 
 def test_everybody_sends_to_everybody_more_than_the_channels_hold(kind: str) -> None:
     rpc_workers.run(kind, 3, exchange)
+
+
+def lent() -> int:
+    gc.collect()
+    return current_agent().lender.lent
+
+
+def lend_and_take_back() -> None:
+    large = torch.arange(1 << 18)
+    kept = [rpc.rpc_sync("worker1", echo, (large + number,)) for number in range(4)]
+    assert rpc.rpc_sync("worker1", lent) == 4
+    kept[0].add_(1)  # borrowed memory is the borrower's own
+    assert torch.equal(kept[1], large + 1)
+    kept.clear()
+    assert rpc.rpc_sync("worker1", lent) == 0
+    assert lent() == 0
+
+
+def test_lent_memory_comes_back_when_the_tensors_that_lie_in_it_die(kind: str) -> None:
+    rpc_workers.first(kind, 2, lend_and_take_back)
+
+
+def send_around(rank: int) -> None:
+    agent = current_agent()
+    seen = []
+    perform = agent.perform
+
+    def look_and_perform(message, inbound) -> None:
+        seen.append(inbound and (inbound.envelope.context, inbound.envelope.metadata))
+        perform(message, inbound)
+
+    agent.perform = look_and_perform
+    dist.barrier()
+    assert agent.call(1 - rank, echo, (3,), context=12, metadata={"sent": 4}).wait() == 3
+    dist.barrier()
+    assert seen == [(12, {"sent": 4})]
+
+
+def test_a_call_can_carry_the_number_of_an_autograd_context_and_metadata(kind: str) -> None:
+    rpc_workers.run(kind, 2, send_around)

@@ -199,12 +199,13 @@ class Agent:
         deadline = now + seconds if seconds else None
         what = function if doing is None else doing
         call = Call(to, what, now, deadline, (outgoing, keep), self.crew.wait)
+        future: Future[Any] = call.future
         self.pending[number] = call
         if to in self._gone:
             self._fail(number, self._gone_error(to, call))
         else:
             self._post(to, CALL, number, outgoing)
-        return call.future  # type: ignore[no-any-return]
+        return future
 
     def _pickled(
         self,
@@ -241,12 +242,13 @@ class Agent:
         if not future.done():
             what = Named(doing)
             call = Call(self.rank, what, now, now + seconds if seconds else None, None, self.crew.wait)
+            over = call.future
             number = next(self._numbers)
             self.waits[number] = call
             future.add_done_callback(lambda _: self._end_wait(number))
             self.crew.wait(call)
             if not future.done():
-                call.future.wait()  # raises
+                over.wait()  # raises
         return future.wait()
 
     def _end_wait(self, number: int) -> None:
@@ -306,8 +308,8 @@ class Agent:
         return decode(message.text, message.storages, inbound, borrow)
 
     def _end(self, call: Call, value: Any, error: BaseException | None) -> None:
-        future = call.future
-        call.keep = None
+        # The future knows the call: what it has shall die with it, and not wait for the garbage collector.
+        future, call.future, call.keep = call.future, None, None
         call.done = True  # before callbacks of the future ask it
         if error is not None:
             future.set_exception(error)

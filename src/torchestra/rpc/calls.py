@@ -26,7 +26,7 @@ class Call:
     """What a worker knows of a call that it has made.
 
     Attributes:
-        future: what the caller has.
+        future: what the caller has; None when it is done.
         peer: the worker called.
         doing: what is called, for messages.
         began, deadline: ``time.monotonic()``; the deadline is None where there is no time-out.
