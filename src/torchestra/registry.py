@@ -20,7 +20,7 @@ from torchestra.process_group import ProcessGroup
 from torchestra.store import Store
 from torchestra.thread_ranks import ThreadRank, being_thread_rank, current_thread_rank
 
-_BY_NAME = "name:"
+_BY_NAME = "ptd:"  # as torch has it, where code looks for it
 _SHORT = 16
 
 

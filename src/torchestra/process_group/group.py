@@ -15,12 +15,12 @@ from torchestra.options import GroupOptions
 from torchestra.process_group.message_methods import MessageMethods
 from torchestra.process_group.shrinking import shrunk
 from torchestra.process_group.starting import choose_backend, start
-from torchestra.process_group.torch_names import TorchNames
+from torchestra.process_group.torch_names import BackendNames, TorchNames
 from torchestra.store import Store
 from torchestra.types import Timeout, timeout_seconds
 
 
-class ProcessGroup(TorchNames, MessageMethods):
+class ProcessGroup(TorchNames, BackendNames, MessageMethods):
     """Some ranks that run collectives together, in an order that all of them share.
 
     Made by :func:`torchestra.init_process_group` and :func:`torchestra.new_group`; or directly, with or

@@ -8,12 +8,26 @@ from typing import Any
 
 import torch
 
-__all__ = ["TestCase"]
+__all__ = ["TestCase", "WithoutTests"]
 
 _NUMBERS = (bool, int, float, complex)
 
 
-class TestCase(unittest.TestCase):
+class WithoutTests(unittest.TestCase):
+    """What test cases are made of; only classes derived from it are collected, by pytest too.
+
+    A derived class that holds no tests either says so: ``__test__ = False``.
+    """
+
+    __test__ = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__test__" not in cls.__dict__:
+            cls.__test__ = True
+
+
+class TestCase(WithoutTests):
     """unittest's TestCase; tensors and numbers, also in lists, tuples and dicts, are compared as torch does.
 
     That is, floating-point ones are equal within ``torch.testing.assert_close``'s tolerances for their dtype,
@@ -21,13 +35,7 @@ class TestCase(unittest.TestCase):
     equals a tuple with the same elements.
     """
 
-    # Neither of pytest's nor of unittest's own: it holds no tests.
     __test__ = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__test__" not in cls.__dict__:
-            cls.__test__ = True
 
     def assertEqual(
         self,

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from torchestra.errors import LaunchTimeoutError, RankError
 from torchestra.launcher import launch
-from torchestra.testing.comparing import TestCase
+from torchestra.testing.comparing import TestCase, WithoutTests
 from torchestra.testing.outcomes import RankFailure
 from torchestra.testing.skips import TEST_SKIPS, skip_reason
 from torchestra.world import destroy_process_group, is_initialized
 
-__all__ = ["MultiProcessTestCase"]
+__all__ = ["MultiProcessTestCase", "MultiProcessTests"]
 
 DEFAULT_WORLD_SIZE = 4
 DEFAULT_TIMEOUT = 300.0
@@ -32,8 +32,10 @@ class _Ending(NamedTuple):
     text: str = ""
 
 
-class MultiProcessTestCase(TestCase):
-    """A test case each of whose tests runs in ``world_size`` processes, each a rank.
+class MultiProcessTests(WithoutTests):
+    """Has each test of a test case run in ``world_size`` processes, each a rank.
+
+    To be put before a kind of TestCase, as in :class:`MultiProcessTestCase`.
 
     Call :meth:`_spawn_processes` (or ``_fork_processes``, the same) at the end of your ``setUp``. ``setUp``
     and ``tearDown`` run once, in the test's own process (rank -1). Every rank has an instance of its own,
@@ -92,6 +94,22 @@ class MultiProcessTestCase(TestCase):
             self.file_name = file.name
         self.addCleanup(_remove, self.file_name)
 
+    @classmethod
+    def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
+        """On a rank: make its instance, and run the test. May be overridden, to do something around it."""
+        case = cls(test_name)
+        case.rank = rank
+        case.file_name = file_name
+        case.run_test(test_name, parent_pipe)
+
+    def run_test(self, test_name: str, parent_pipe: Any) -> None:
+        """On a rank: run the test, and leave the default group."""
+        try:
+            getattr(self, test_name)()
+        finally:
+            if self.destroy_pg_upon_exit and is_initialized():
+                destroy_process_group()
+
     def _spawn_processes(self) -> None:
         """Have the ranks started when the test is run; to be called from ``setUp``."""
         self._spawned = True
@@ -142,11 +160,11 @@ class MultiProcessTestCase(TestCase):
         )
 
 
-def _joining(test: Callable[[], None]) -> Callable[[MultiProcessTestCase], None]:
+def _joining(test: Callable[[], None]) -> Callable[[MultiProcessTests], None]:
     """In the test's own process, wait for the ranks; on a rank, run the test."""
 
     @functools.wraps(test)
-    def join_or_run(case: MultiProcessTestCase) -> None:
+    def join_or_run(case: MultiProcessTests) -> None:
         if case.rank == case.MAIN_PROCESS_RANK:
             case._join_processes(test)
         else:
@@ -155,13 +173,10 @@ def _joining(test: Callable[[], None]) -> Callable[[MultiProcessTestCase], None]
     return join_or_run
 
 
-def _run_rank(kind: type[MultiProcessTestCase], name: str, file_name: str) -> _Ending:
+def _run_rank(kind: type[MultiProcessTests], name: str, file_name: str) -> _Ending:
     """The whole of a rank: run the test, and say how it ended."""
-    case = kind(name)
-    case.rank = int(os.environ["RANK"])
-    case.file_name = file_name
     try:
-        getattr(case, name)()
+        kind._run(int(os.environ["RANK"]), name, file_name, None)
     except unittest.SkipTest as skipped:
         return _Ending(TEST_SKIPS["generic"].exit_code, str(skipped))
     except SystemExit as left:
@@ -169,12 +184,18 @@ def _run_rank(kind: type[MultiProcessTestCase], name: str, file_name: str) -> _E
         return _Ending(code if isinstance(code, int) else int(code is not None), "")
     except Exception:
         return _Ending(kind.TEST_ERROR_EXIT_CODE, traceback.format_exc())
-    finally:
-        if case.destroy_pg_upon_exit and is_initialized():
-            destroy_process_group()
     return _Ending()
 
 
 def _remove(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+
+
+class MultiProcessTestCase(MultiProcessTests, TestCase):
+    """A test case each of whose tests runs in several processes, each a rank.
+
+    See :class:`MultiProcessTests`, and :class:`TestCase` for what its ``assertEqual`` compares.
+    """
+
+    __test__ = False

@@ -13,12 +13,12 @@ from typing import Any, TypeVar, cast, overload
 
 from torchestra.registry import thread_rank
 from torchestra.store import HashStore
-from torchestra.testing.comparing import TestCase
+from torchestra.testing.comparing import TestCase, WithoutTests
 from torchestra.testing.faults import RankKilled
 from torchestra.testing.outcomes import Outcome, raise_for
 from torchestra.world import destroy_process_group, init_process_group, is_initialized
 
-__all__ = ["MultiThreadedTestCase", "ThreadRanks", "spawn_threads_and_init_comms"]
+__all__ = ["MultiThreadedTestCase", "MultiThreadedTests", "ThreadRanks", "spawn_threads_and_init_comms"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -145,8 +145,10 @@ def spawn_threads_and_init_comms(
     return cast("F", wrapper)
 
 
-class MultiThreadedTestCase(TestCase):
-    """A test case each of whose tests runs on ``world_size`` threads, each a rank in a default group.
+class MultiThreadedTests(WithoutTests):
+    """Has each test of a test case run on ``world_size`` threads, each a rank in a default group.
+
+    To be put before a kind of TestCase, as in :class:`MultiThreadedTestCase`.
 
     Call :meth:`_spawn_threads` at the end of your ``setUp``. Every rank has an instance of its own, with
     ``rank`` set; ``setUp`` and ``tearDown`` run once, on the main thread (rank -1), and what each rank
@@ -217,14 +219,23 @@ class MultiThreadedTestCase(TestCase):
             self.assertNotEqual(x, y, msg)
 
 
-def _joining(test: Callable[[], None]) -> Callable[[MultiThreadedTestCase], None]:
+def _joining(test: Callable[[], None]) -> Callable[[MultiThreadedTests], None]:
     """On the main thread, wait for the ranks; on a rank, run the test."""
 
     @functools.wraps(test)
-    def join_or_run(case: MultiThreadedTestCase) -> None:
+    def join_or_run(case: MultiThreadedTests) -> None:
         if case.rank == case.MAIN_THREAD_RANK:
             case._join_ranks()
         else:
             test()
 
     return join_or_run
+
+
+class MultiThreadedTestCase(MultiThreadedTests, TestCase):
+    """A test case each of whose tests runs on several threads, each a rank in a default group.
+
+    See :class:`MultiThreadedTests`, and :class:`TestCase` for what its ``assertEqual`` compares.
+    """
+
+    __test__ = False

@@ -1,0 +1,1 @@
+"""As ``torch.distributed._shard``, of which there is ``sharded_tensor``."""

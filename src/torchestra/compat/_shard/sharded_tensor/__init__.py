@@ -1,0 +1,13 @@
+"""As ``torch.distributed._shard.sharded_tensor``."""
+
+from __future__ import annotations
+
+from torchestra.sharded import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    init_from_local_shards,
+)
+
+__all__ = ["Shard", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata", "init_from_local_shards"]

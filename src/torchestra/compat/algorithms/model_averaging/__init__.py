@@ -1,0 +1,1 @@
+"""As ``torch.distributed.algorithms.model_averaging``."""

@@ -1,0 +1,193 @@
+"""torch's names for backends, and which of torchestra's each of them means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from torchestra import inquiries, world
+from torchestra.errors import DistBackendError, InvalidArgumentError
+from torchestra.process_group.starting import BACKENDS
+from torchestra.world import AnyGroup
+
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "engine_of",
+    "get_backend",
+    "get_backend_config",
+    "get_default_backend_for_device",
+    "is_backend_available",
+    "is_gloo_available",
+]
+
+_OWN = {"gloo", "threaded", "undefined"}
+
+
+class _Plugin(NamedTuple):
+    creator_fn: Callable[..., Any]
+    extended_api: bool
+
+
+class Backend(str):
+    """``Backend(name)`` is the name in lower case; the known ones are attributes.
+
+    ``GLOO`` is torchestra's own engine, ``FAKE`` the fake world. The others cannot be had; registering a
+    backend makes its name known, no more.
+    """
+
+    __slots__ = ()
+
+    UNDEFINED = "undefined"
+    GLOO = "gloo"
+    NCCL = "nccl"
+    UCC = "ucc"
+    MPI = "mpi"
+    XCCL = "xccl"
+    FAKE = "fake"
+
+    _BackendPlugin = _Plugin
+    _plugins: ClassVar[dict[str, _Plugin]] = {}
+    backend_list: ClassVar[list[str]] = [UNDEFINED, GLOO, NCCL, XCCL, UCC, MPI, FAKE]
+    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": GLOO, "cuda": GLOO}
+    backend_capability: ClassVar[dict[str, list[str]]] = {
+        GLOO: ["cpu", "cuda"],
+        NCCL: ["cuda"],
+        XCCL: ["xpu"],
+        UCC: ["cpu", "cuda"],
+        MPI: ["cpu", "cuda"],
+        FAKE: ["cpu", "cuda"],
+    }
+
+    def __new__(cls, name: str) -> str:  # type: ignore[misc]
+        """The name in lower case; a plain str, as torch's is."""
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"Backend constructor parameter must be string-ish, got {name!r}")
+        known = getattr(cls, name.upper(), cls.UNDEFINED)
+        return name.lower() if known == cls.UNDEFINED else str(known)
+
+    @classmethod
+    def register_backend(
+        cls,
+        name: str,
+        func: Callable[..., Any],
+        extended_api: bool = False,
+        devices: str | Sequence[str] | None = None,
+    ) -> None:
+        """Make a backend's name known: for which devices it is, and how torch would make it.
+
+        Groups of it cannot be made: their methods would be torch's, on torch's stores.
+        """
+        lower = name.lower()
+        if not hasattr(cls, name.upper()):
+            setattr(cls, name.upper(), lower)
+        if lower not in cls.backend_list:
+            cls.backend_list.append(lower)
+        kinds = (
+            ["cpu", "cuda"] if devices is None else [devices] if isinstance(devices, str) else list(devices)
+        )
+        cls.backend_capability[lower] = kinds
+        if devices is not None:
+            for kind in kinds:
+                cls.default_device_backend_map.setdefault(kind, lower)
+        cls._plugins[name.upper()] = _Plugin(func, extended_api)
+
+
+class BackendConfig:
+    """Which backend serves which device, of a text like ``"gloo"`` or ``"cpu:gloo,cuda:gloo"``.
+
+    Raises:
+        InvalidArgumentError: the text has not this form, or names a device twice.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.device_backend_map: dict[str, str] = {}
+        text = str(backend).lower()
+        if text == Backend.UNDEFINED:
+            self.device_backend_map = dict(Backend.default_device_backend_map)
+        elif ":" not in text:
+            self.device_backend_map = dict.fromkeys(
+                Backend.backend_capability.get(text, ["cpu", "cuda"]), Backend(text)
+            )
+        else:
+            for pair in text.split(","):
+                device, colon, name = pair.partition(":")
+                if not (device and colon and name) or ":" in name:
+                    raise InvalidArgumentError(
+                        f"Invalid device:backend pairing: {pair!r}. The custom backend string argument is"
+                        f" invalid: {backend}; it must be like 'cpu:gloo,cuda:gloo'"
+                    )
+                if device in self.device_backend_map:
+                    raise InvalidArgumentError(f"Duplicate device type {device} in backend string: {backend}")
+                self.device_backend_map[device] = Backend(name)
+
+    def get_device_backend_map(self) -> dict[str, str]:
+        """The backend by device."""
+        return self.device_backend_map
+
+    def __repr__(self) -> str:
+        return ",".join(f"{device}:{name}" for device, name in self.device_backend_map.items())
+
+
+def engine_of(backend: str | None) -> str | None:
+    """The backend of torchestra that a name of torch's means; None for the one that the rank was launched as.
+
+    Raises:
+        DistBackendError: it means none.
+        InvalidArgumentError: it is no name.
+    """
+    if backend is None:
+        return None
+    names = set(BackendConfig(backend).device_backend_map.values()) if ":" in backend else {Backend(backend)}
+    strange = names - _OWN - set(BACKENDS)
+    if strange:
+        name = min(strange)
+        raise DistBackendError(
+            f'Distributed package doesn\'t have {name.upper()} built in: torchestra runs "gloo", which is its'
+            f' own engine (and moves CUDA tensors through the host), and "fake"; got backend={backend!r}'
+        )
+    chosen = names - _OWN
+    if len(names) > 1 and chosen:
+        raise DistBackendError(f"one engine serves all devices, got backend={backend!r}")
+    return chosen.pop() if chosen else None
+
+
+def is_gloo_available() -> bool:
+    """True: what Gloo does is torchestra's own."""
+    return True
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether a backend of torch's name, or all of ``"cpu:gloo,cuda:nccl"``, can be had, or is registered."""
+    names = BackendConfig(backend).device_backend_map.values() if ":" in backend else [backend]
+    plugins = {name.lower() for name in Backend._plugins}
+    return all(
+        name.lower() in {"gloo", *plugins} or inquiries.is_backend_available(name.lower()) for name in names
+    )
+
+
+def get_backend(group: AnyGroup | None = None) -> str:
+    """The backend of a group (default: the default group), by torch's name: ``"gloo"`` or ``"fake"``.
+
+    Raises:
+        InvalidArgumentError: this rank is not in it.
+    """
+    own = world.get_backend(group)
+    return Backend.FAKE if own == "fake" else Backend.GLOO
+
+
+def get_backend_config(group: AnyGroup | None = None) -> str:
+    """Which backend a group (default: the default group) has for which device: ``"cpu:gloo,cuda:gloo"``."""
+    return repr(BackendConfig(get_backend(group)))
+
+
+def get_default_backend_for_device(device: Any) -> str:
+    """The backend that serves a device (``"cuda:0"`` or a torch.device).
+
+    Raises:
+        InvalidArgumentError: none is registered for its kind.
+    """
+    kind = str(device).partition(":")[0]
+    if kind not in Backend.default_device_backend_map:
+        raise InvalidArgumentError(f"Default backend not registered for device : {device}")
+    return Backend.default_device_backend_map[kind]

@@ -1,0 +1,10 @@
+"""As ``torch.distributed.device_mesh``."""
+
+from __future__ import annotations
+
+from torchestra.mesh import (
+    DeviceMesh,
+    init_device_mesh,
+)
+
+__all__ = ["DeviceMesh", "init_device_mesh"]

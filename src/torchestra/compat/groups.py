@@ -1,0 +1,269 @@
+"""Making and finding groups with torch's names, tags and backends, and with its values for non-members."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torchestra import subgroups, world
+from torchestra.compat.backends import engine_of
+from torchestra.errors import DistStoreError, StoreTimeoutError
+from torchestra.functional import groups as functional_groups
+from torchestra.process_group import NonMember, ProcessGroup, RoundRobinGroup
+from torchestra.registry import current_world
+from torchestra.store import Store
+from torchestra.types import Timeout, timeout_seconds
+from torchestra.world import AnyGroup, default_group
+
+__all__ = [
+    "GroupMember",
+    "_find_or_create_pg_by_ranks_and_tag",
+    "_find_pg_by_ranks_and_tag",
+    "_get_default_group",
+    "_get_default_store",
+    "_get_global_rank",
+    "_get_group_size",
+    "_get_group_size_by_name",
+    "_get_group_tag",
+    "_get_process_group_name",
+    "_get_process_group_store",
+    "_new_group_with_tag",
+    "_rank_not_in_group",
+    "_resolve_group_name_by_ranks_and_tag",
+    "_resolve_process_group",
+    "_round_robin_process_groups",
+    "_store_based_barrier",
+    "init_process_group",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+]
+
+_log = logging.getLogger(__name__)
+_USER = "user:"
+
+
+class GroupMember(world.GroupMember):
+    """``WORLD`` is the default group; ``NON_GROUP_MEMBER`` stands for a group that this rank is not in."""
+
+    NON_GROUP_MEMBER = NonMember((), "one that this rank is not in")
+
+
+def _or_non_member(made: AnyGroup) -> AnyGroup:
+    return GroupMember.NON_GROUP_MEMBER if isinstance(made, NonMember) else made
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: Any = None,
+    _ranks: Sequence[int] | None = None,
+) -> None:
+    """:func:`torchestra.init_process_group` by torch's names of backends: ``"gloo"`` is our engine.
+
+    ``device_id`` names a device that torch's NCCL would bind the group to; ``_ranks`` is torch's own.
+
+    Raises:
+        DistBackendError: the backend is one that torchestra does not run.
+    """
+    world.init_process_group(
+        engine_of(backend), init_method, timeout, world_size, rank, store, group_name, pg_options, device_id
+    )
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> AnyGroup | None:
+    """:func:`torchestra.new_group`; for a rank that is not in the group, what torch returns.
+
+    That is ``GroupMember.NON_GROUP_MEMBER``, or None with ``use_local_synchronization``.
+    """
+    made = world.new_group(
+        ranks,
+        timeout,
+        engine_of(backend),
+        pg_options,
+        use_local_synchronization,
+        group_desc,
+        device_id,
+        sort_ranks,
+    )
+    if use_local_synchronization and isinstance(made, NonMember):
+        return None
+    return _or_non_member(made)
+
+
+def _new_group_with_tag(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    backend_options: Any = None,
+    pg_tag: str | None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> AnyGroup | None:
+    if not pg_tag:
+        return new_group(
+            ranks,
+            timeout,
+            backend,
+            backend_options,
+            use_local_synchronization,
+            group_desc,
+            device_id,
+            sort_ranks,
+        )
+    made = world.make_group(
+        sorted(ranks) if ranks is not None and sort_ranks else ranks,
+        timeout,
+        engine_of(backend),
+        backend_options,
+        use_local_synchronization,
+        group_desc,
+        device_id,
+        tag=pg_tag.removeprefix(_USER),
+    )
+    if use_local_synchronization and isinstance(made, NonMember):
+        return None
+    return _or_non_member(made)
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: ProcessGroup | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[AnyGroup, list[AnyGroup]]:
+    """:func:`torchestra.new_subgroups`, with torch's value for the subgroups of other ranks."""
+    own, parts = subgroups.new_subgroups(
+        group_size, group, timeout, engine_of(backend), pg_options, group_desc
+    )
+    return own, [_or_non_member(part) for part in parts]
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[AnyGroup | None, list[AnyGroup]]:
+    """:func:`torchestra.new_subgroups_by_enumeration`, with torch's value for others' subgroups."""
+    own, parts = subgroups.new_subgroups_by_enumeration(
+        ranks_per_subgroup_list, timeout, engine_of(backend), pg_options, group_desc
+    )
+    return own, [_or_non_member(part) for part in parts]
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Timeout | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> AnyGroup | None:
+    """:func:`torchestra.split_group`; None on a rank that is in none of the parts."""
+    made = subgroups.split_group(parent_pg, split_ranks, timeout, pg_options, group_desc, engine_of(backend))
+    return None if isinstance(made, NonMember) else made
+
+
+def _get_default_group() -> ProcessGroup:
+    return default_group()
+
+
+def _get_default_store() -> Store:
+    return default_group().get_group_store()
+
+
+def _rank_not_in_group(group: AnyGroup | None) -> bool:
+    return isinstance(group, NonMember)
+
+
+def _get_group_tag(pg: ProcessGroup) -> str:
+    return current_world().tag_of(pg)
+
+
+def _find_pg_by_ranks_and_tag(tag: str, ranks: Sequence[int]) -> ProcessGroup | None:
+    return current_world().find(ranks, tag.removeprefix(_USER))
+
+
+def _find_or_create_pg_by_ranks_and_tag(tag: str, ranks: Sequence[int], stride: int) -> ProcessGroup:
+    return functional_groups.find_or_make_group(tag.removeprefix(_USER), ranks, stride)
+
+
+def _resolve_group_name_by_ranks_and_tag(ranks: Sequence[int], tag: str) -> str:
+    return _find_or_create_pg_by_ranks_and_tag(tag, ranks, len(ranks)).group_name
+
+
+def _resolve_process_group(group_name: str) -> ProcessGroup:
+    return current_world().group(group_name)
+
+
+def _get_process_group_name(pg: ProcessGroup) -> str:
+    return pg.group_name
+
+
+def _get_process_group_store(pg: ProcessGroup) -> Store:
+    return pg.get_group_store()
+
+
+def _get_group_size(group: AnyGroup | None) -> int:
+    return (default_group() if group is None else group).size()
+
+
+def _get_group_size_by_name(group_name: str) -> int:
+    return current_world().group(group_name).size()
+
+
+def _get_global_rank(group: ProcessGroup, rank: int) -> int:
+    return world.get_global_rank(group, rank)
+
+
+def _round_robin_process_groups(process_groups: Sequence[ProcessGroup]) -> RoundRobinGroup:
+    return RoundRobinGroup(process_groups)
+
+
+def _store_based_barrier(
+    rank: int,
+    store: Store,
+    group_name: str,
+    rendezvous_count: int,
+    timeout: Timeout,
+    logging_interval: timedelta = timedelta(seconds=10),
+) -> None:
+    """Wait until as many ranks have come as are expected.
+
+    Raises:
+        DistStoreError: they have not come in time.
+    """
+    key = f"store_based_barrier_key:{group_name}"
+    try:
+        store.barrier(key, rendezvous_count, timeout)
+    except StoreTimeoutError as error:
+        raise DistStoreError(
+            "Timed out initializing process group in store based barrier on rank"
+            f" {rank}, for key: {key} (world_size={rendezvous_count},"
+            f" timeout={timeout_seconds(timeout):g} s): {error}"
+        ) from error
+    _log.info("rank %s has passed the barrier %s of %s ranks", rank, key, rendezvous_count)

@@ -1,0 +1,57 @@
+"""torch's C++ functions about buckets of gradients, with the arguments in torch's order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchestra.nn.parallel import (
+    BuiltinCommHookType,
+    Reducer,
+    compute_bucket_assignment_by_size,
+)
+from torchestra.nn.parallel.buckets import FIRST_BUCKET_BYTES
+from torchestra.nn.parallel.coalesced import broadcast_coalesced
+from torchestra.process_group import ProcessGroup
+from torchestra.types import ReduceOp
+
+__all__ = [
+    "_DEFAULT_FIRST_BUCKET_BYTES",
+    "_broadcast_coalesced",
+    "_compute_bucket_assignment_by_size",
+    "_make_nccl_premul_sum",
+    "_register_builtin_comm_hook",
+    "_register_comm_hook",
+]
+
+_DEFAULT_FIRST_BUCKET_BYTES = FIRST_BUCKET_BYTES
+
+
+def _broadcast_coalesced(
+    process_group: ProcessGroup, tensors: Sequence[torch.Tensor], buffer_size: int, src: int = 0
+) -> None:
+    broadcast_coalesced(tensors, process_group, src, buffer_size)
+
+
+def _compute_bucket_assignment_by_size(
+    tensors: Sequence[torch.Tensor],
+    bucket_size: Sequence[int],
+    expect_sparse_gradient: Sequence[bool] = (),
+    tensor_indices: Sequence[int] = (),
+    logger: Any = None,
+) -> tuple[list[list[int]], list[int]]:
+    return compute_bucket_assignment_by_size(tensors, bucket_size, expect_sparse_gradient, tensor_indices)
+
+
+def _make_nccl_premul_sum(factor: float | torch.Tensor) -> ReduceOp:
+    return ReduceOp.premul_sum(float(factor))
+
+
+def _register_comm_hook(reducer: Reducer, state: Any, comm_hook: Any) -> None:
+    reducer.register_comm_hook(state, comm_hook)
+
+
+def _register_builtin_comm_hook(reducer: Reducer, comm_hook_type: BuiltinCommHookType) -> None:
+    reducer.register_builtin_comm_hook(comm_hook_type)

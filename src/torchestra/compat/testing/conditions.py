@@ -1,0 +1,97 @@
+"""More reasons to skip a test than :mod:`torchestra.testing` has, all of them about NCCL and platforms."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import unittest
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+
+from torchestra.testing import TEST_SKIPS
+
+__all__ = [
+    "DistTestCases",
+    "at_least_x_gpu",
+    "import_transformers_or_skip",
+    "nccl_skip_if_lt_x_gpu",
+    "require_n_gpus_for_nccl_backend",
+    "requires_nccl_version",
+    "skip_if_rocm_multiprocess",
+    "skip_if_win32",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class DistTestCases:
+    """Which backends tests that run on each of several may ask what of."""
+
+    skip_collective: ClassVar[dict[str, set[str]]] = {
+        "allgather_coalesced": {"nccl", "mpi", "ucc"},
+        "reduce": set(),
+        "sendrecv anysource": {"nccl", "ucc"},
+        "cpu barrier": {"nccl", "ucc"},
+    }
+    backend_feature: ClassVar[dict[str, set[str]]] = {
+        "gpu": set(),
+        "cuda": {"nccl", "gloo", "ucc"},
+        "ddp": {"nccl", "gloo", "ucc"},
+        "subgroup": {"nccl", "gloo", "ucc"},
+        "plugin": set(),
+    }
+
+
+def at_least_x_gpu(x: int) -> bool:
+    """Whether there are as many GPUs."""
+    return torch.cuda.is_available() and torch.cuda.device_count() >= x
+
+
+def _leaves_if(condition: Callable[[], bool], reason: str) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if condition():
+                sys.exit(TEST_SKIPS[reason].exit_code)
+            return function(*args, **kwargs)
+
+        return cast("F", wrapper)
+
+    return decorate
+
+
+def require_n_gpus_for_nccl_backend(n: int, backend: str) -> Callable[[F], F]:
+    """Skip the test if it is for NCCL and there are fewer than ``n`` GPUs."""
+    return _leaves_if(lambda: backend == "nccl" and not at_least_x_gpu(n), f"multi-gpu-{n}")
+
+
+def nccl_skip_if_lt_x_gpu(backend: str, x: int) -> Callable[[F], F]:
+    """:func:`require_n_gpus_for_nccl_backend` with its arguments the other way round."""
+    return require_n_gpus_for_nccl_backend(x, backend)
+
+
+def import_transformers_or_skip() -> Callable[[F], F]:
+    """Skip the test where the package ``transformers`` is not installed."""
+    return _leaves_if(lambda: importlib.util.find_spec("transformers") is None, "importerror")
+
+
+def requires_nccl_version(version: Any, msg: str) -> Callable[[F], F]:
+    """For tests that need a version of NCCL: skipped where there is a GPU, for there is no NCCL here."""
+    if not torch.cuda.is_available():
+        return lambda function: function
+    return unittest.skip(f"Requires NCCL version greater than or equal to: {version}: {msg}")
+
+
+def skip_if_rocm_multiprocess(function: F) -> F:
+    """Skip the test on ROCm."""
+    return unittest.skipIf(torch.version.hip is not None, "Test skipped for ROCm")(function)
+
+
+def skip_if_win32() -> Callable[[F], F]:
+    """Skip the test on Windows."""
+    return unittest.skipIf(
+        sys.platform == "win32", "This unit test case is not supported on Windows platform"
+    )

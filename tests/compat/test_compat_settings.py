@@ -1,0 +1,99 @@
+"""What torch knows of backends and debug levels, and code asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import torchestra.compat as dist
+from torchestra.compat.distributed_c10d import _compute_bucket_assignment_by_size
+
+
+@pytest.fixture
+def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends that the test registers are forgotten after it."""
+    monkeypatch.setattr(dist.Backend, "_plugins", dict(dist.Backend._plugins))
+    monkeypatch.setattr(dist.Backend, "backend_list", list(dist.Backend.backend_list))
+    monkeypatch.setattr(dist.Backend, "backend_capability", dict(dist.Backend.backend_capability))
+    known = dict(dist.Backend.default_device_backend_map)
+    monkeypatch.setattr(dist.Backend, "default_device_backend_map", known)
+    monkeypatch.setattr(dist.Backend, "DUMMY", "dummy", raising=False)
+
+
+@pytest.fixture
+def level() -> Iterator[None]:
+    before = dist.get_debug_level()
+    yield
+    dist.set_debug_level(before)
+
+
+def test_what_there_is() -> None:
+    assert dist.is_available()
+    assert dist.is_gloo_available()
+    assert not dist.is_nccl_available()
+    names = ["gloo", "GLOO", "cpu:gloo", "fake", "nccl", "cpu:gloo,cuda:nccl", "nonsense"]
+    assert [dist.is_backend_available(name) for name in names] == [True] * 4 + [False] * 3
+
+
+def test_a_backend_is_its_name_in_lower_case() -> None:
+    assert dist.Backend("NCCL") == dist.Backend.NCCL == "nccl"
+    assert dist.Backend("Own") == "own"
+    with pytest.raises(ValueError, match="string-ish"):
+        dist.Backend(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_registered_backend_is_known() -> None:
+    dist.Backend.register_backend("Dummy", lambda: None, devices=["xpu"])
+    assert dist.is_backend_available("dummy")
+    assert "dummy" in dist.Backend.backend_list
+    assert dist.Backend._plugins["DUMMY"].extended_api is False
+    assert dist.get_default_backend_for_device("xpu:1") == "dummy"
+    assert repr(dist.BackendConfig("dummy")) == "xpu:dummy"
+
+
+def test_which_backend_serves_which_device() -> None:
+    assert dist.get_default_backend_for_device("cpu") == "gloo"
+    assert dist.get_default_backend_for_device(torch.device("cuda", 1)) == "gloo"
+    with pytest.raises(ValueError, match="Default backend not registered for device : hpu"):
+        dist.get_default_backend_for_device("hpu")
+    assert dist.BackendConfig("cpu:gloo,cuda:nccl").get_device_backend_map() == {
+        "cpu": "gloo",
+        "cuda": "nccl",
+    }
+    assert repr(dist.BackendConfig("undefined")) == "cpu:gloo,cuda:gloo"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cpu:gloo,nccl", "Invalid device:backend pairing"),
+        ("cpu:gloo:1", "Invalid device:backend pairing"),
+        ("cpu:gloo,cpu:nccl", "Duplicate device type cpu"),
+    ],
+)
+def test_a_malformed_configuration_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dist.BackendConfig(text)
+
+
+@pytest.mark.usefixtures("level")
+def test_the_debug_level_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, expected in [("detail", dist.DebugLevel.DETAIL), ("INFO", dist.DebugLevel.INFO)]:
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", text)
+        dist.set_debug_level_from_env()
+        assert dist.get_debug_level() == expected
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "much")
+    with pytest.raises(RuntimeError, match="must be one of `OFF`, `INFO`, or `DETAIL`"):
+        dist.set_debug_level_from_env()
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
+    dist.set_debug_level_from_env()
+    assert dist.get_debug_level() == dist.DebugLevel.OFF
+
+
+def test_buckets_with_torchs_arguments() -> None:
+    tensors = [torch.empty(100), torch.empty(100), torch.empty(50, dtype=torch.double)]
+    assert _compute_bucket_assignment_by_size(tensors, [400]) == ([[0], [1], [2]], [400, 400, 400])
+    assert _compute_bucket_assignment_by_size(tensors, [800], logger=None)[0] == [[0, 1], [2]]
