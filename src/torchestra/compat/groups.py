@@ -120,6 +120,7 @@ def _new_group_with_tag(
     device_id: Any = None,
     sort_ranks: bool = True,
 ) -> AnyGroup | None:
+    """:func:`new_group`, with a tag: if there is a group of these ranks and this tag already, that one."""
     if not pg_tag:
         return new_group(
             ranks,
@@ -189,58 +190,72 @@ def split_group(
 
 
 def _get_default_group() -> ProcessGroup:
+    """The default group; NotInitializedError where there is none."""
     return default_group()
 
 
 def _get_default_store() -> Store:
+    """The store that the default group was made over."""
     return default_group().get_group_store()
 
 
 def _rank_not_in_group(group: AnyGroup | None) -> bool:
+    """Whether a group is one that this rank is not in."""
     return isinstance(group, NonMember)
 
 
 def _get_group_tag(pg: ProcessGroup) -> str:
+    """The tag of a group; one that begins with ``ptd:`` where it was given none."""
     return current_world().tag_of(pg)
 
 
 def _find_pg_by_ranks_and_tag(tag: str, ranks: Sequence[int]) -> ProcessGroup | None:
+    """The group of these global ranks and this tag (``user:`` before it does not count), or None."""
     return current_world().find(ranks, tag.removeprefix(_USER))
 
 
 def _find_or_create_pg_by_ranks_and_tag(tag: str, ranks: Sequence[int], stride: int) -> ProcessGroup:
+    """The same, of this rank's ``stride`` consecutive ones among ``ranks``; made where there is none."""
     return functional_groups.find_or_make_group(tag.removeprefix(_USER), ranks, stride)
 
 
 def _resolve_group_name_by_ranks_and_tag(ranks: Sequence[int], tag: str) -> str:
+    """The name of the group of these ranks and this tag."""
     return _find_or_create_pg_by_ranks_and_tag(tag, ranks, len(ranks)).group_name
 
 
 def _resolve_process_group(group_name: str) -> ProcessGroup:
+    """The group of a name; NotInitializedError where there is none."""
     return current_world().group(group_name)
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:
+    """The name of a group."""
     return pg.group_name
 
 
 def _get_process_group_store(pg: ProcessGroup) -> Store:
+    """The store that a group was made over."""
     return pg.get_group_store()
 
 
 def _get_group_size(group: AnyGroup | None) -> int:
+    """How many ranks a group has (default: the default group)."""
     return (default_group() if group is None else group).size()
 
 
 def _get_group_size_by_name(group_name: str) -> int:
+    """How many ranks the group of a name has."""
     return current_world().group(group_name).size()
 
 
 def _get_global_rank(group: ProcessGroup, rank: int) -> int:
+    """The global number of a rank of a group."""
     return world.get_global_rank(group, rank)
 
 
 def _round_robin_process_groups(process_groups: Sequence[ProcessGroup]) -> RoundRobinGroup:
+    """Groups of the same ranks as one, which take turns."""
     return RoundRobinGroup(process_groups)
 
 

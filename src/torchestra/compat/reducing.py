@@ -32,6 +32,7 @@ _DEFAULT_FIRST_BUCKET_BYTES = FIRST_BUCKET_BYTES
 def _broadcast_coalesced(
     process_group: ProcessGroup, tensors: Sequence[torch.Tensor], buffer_size: int, src: int = 0
 ) -> None:
+    """Replace tensors by those of rank ``src`` of the group, ``buffer_size`` bytes at a time."""
     broadcast_coalesced(tensors, process_group, src, buffer_size)
 
 
@@ -42,16 +43,20 @@ def _compute_bucket_assignment_by_size(
     tensor_indices: Sequence[int] = (),
     logger: Any = None,
 ) -> tuple[list[list[int]], list[int]]:
+    """The indices in each bucket, and its limit. ``logger`` is torch's, and has no meaning here."""
     return compute_bucket_assignment_by_size(tensors, bucket_size, expect_sparse_gradient, tensor_indices)
 
 
 def _make_nccl_premul_sum(factor: float | torch.Tensor) -> ReduceOp:
+    """A sum in which this rank's values are multiplied by a factor first."""
     return ReduceOp.premul_sum(float(factor))
 
 
 def _register_comm_hook(reducer: Reducer, state: Any, comm_hook: Any) -> None:
+    """Have a reducer average its buckets by a hook."""
     reducer.register_comm_hook(state, comm_hook)
 
 
 def _register_builtin_comm_hook(reducer: Reducer, comm_hook_type: BuiltinCommHookType) -> None:
+    """Have a reducer average its buckets by a built-in hook."""
     reducer.register_builtin_comm_hook(comm_hook_type)
