@@ -3,7 +3,7 @@
 ========================  =====================================================================
 you                       :class:`InvalidArgumentError`, :class:`InvalidShapeError`,
                           :class:`UnknownDimensionError`, :class:`NotInitializedError`,
-                          :class:`NotReadyError`,
+                          :class:`NotReadyError`, :class:`NothingToDestroyError`,
                           :class:`GroupDestroyedError`, :class:`CollectiveMismatchError`,
                           :class:`GradientReductionError`, :class:`UnevenInputsError`
 a peer                    :class:`RankFailedError`, :class:`GroupAbortedError`,
@@ -38,6 +38,7 @@ __all__ = [
     "LaunchTimeoutError",
     "NotInitializedError",
     "NotReadyError",
+    "NothingToDestroyError",
     "ObjectTransferError",
     "QueueEmptyError",
     "RankError",
@@ -75,6 +76,10 @@ class InvalidArgumentError(DistError, ValueError):
 
 class NotInitializedError(DistError, ValueError):
     """There is no default process group, or none of the given name, in this process (or thread)."""
+
+
+class NothingToDestroyError(NotInitializedError, AssertionError):
+    """There is no default group to destroy; an AssertionError too, as where programs expect torch's."""
 
 
 class NotReadyError(DistError):

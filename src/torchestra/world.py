@@ -15,7 +15,12 @@ from typing import Any, Union, cast
 from torchestra import unwaited
 from torchestra.communicator import Communicator
 from torchestra.deferred import DeferredCommunicator
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError
+from torchestra.errors import (
+    InvalidArgumentError,
+    InvalidArgumentTypeError,
+    NothingToDestroyError,
+    NotInitializedError,
+)
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
 from torchestra.process_group.starting import choose_backend, start
 from torchestra.registry import World, compact, current_world, label
@@ -343,13 +348,18 @@ def destroy_process_group(group: AnyGroup | None = None) -> None:
     of functional collectives that were never waited for are told in a RuntimeWarning.
 
     Raises:
-        NotInitializedError: there is no such group.
+        NotInitializedError: there is no such group; it is a NothingToDestroyError where there is no default
+            group.
     """
     world = current_world()
     if isinstance(group, NonMember):
         return
     if group is None or group is world.default:
-        default_group()
+        if world.default is None:
+            raise NothingToDestroyError(
+                "Default process group has not been initialized, or was destroyed already: there is nothing"
+                " to destroy; call init_process_group() first"
+            )
         world.close()
         return
     if world.groups.get(group.group_name) is not group:
