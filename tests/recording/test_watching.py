@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -214,13 +215,25 @@ def test_nothing_is_left_of_a_job_that_was_killed(job: ProcessWorld) -> None:
     assert not any(set(job.pids) & each.pids for each in found)
 
 
+@contextlib.contextmanager
+def bystander(program: str = "") -> Iterator[int]:
+    """The number of a process that is of no job: tests may have left arenas open in this one."""
+    command = [sys.executable, "-c", f"import os\n{program}\nprint('ready', flush=True)\ninput()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield process.pid
+        process.communicate(b"\n")
+
+
 @pytest.mark.parametrize("command", [("top", "--once"), ("report", "--out", "never.json")])
 def test_a_process_without_a_job_is_said_to_be_one(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, text = run(capsys, *command, "--job", str(os.getpid()))
+    with bystander() as pid:
+        code, text = run(capsys, *command, "--job", str(pid))
     assert code == 1
-    assert f"process {os.getpid()} is of no job of this user that runs on this host" in text
+    assert f"process {pid} is of no job of this user that runs on this host" in text
     assert not os.path.exists("never.json")
 
 
@@ -277,14 +290,10 @@ def test_a_process_that_started_several_jobs_names_none_of_them(
 
 
 def test_a_foreign_file_is_named_and_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    descriptor = os.memfd_create("torchestra:not one")
-    try:
-        os.write(descriptor, b"something else")
-        code, text = run(capsys, "top", "--once", "--job", str(os.getpid()))
-    finally:
-        os.close(descriptor)
+    with bystander("os.write(os.memfd_create('torchestra:not one'), b'something else')") as pid:
+        code, text = run(capsys, "top", "--once", "--job", str(pid))
     assert code == 1
-    assert f"process {os.getpid()}: this is no arena of torchestra: it is not a sealed memory file" in text
+    assert f"process {pid}: this is no arena of torchestra: it is not a sealed memory file" in text
 
 
 def test_threads_are_found_too(capsys: pytest.CaptureFixture[str]) -> None:

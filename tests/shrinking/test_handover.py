@@ -69,7 +69,7 @@ def test_who_has_the_key_gets_the_same_memory_and_store(threads: bool) -> None:
 
 
 def test_nothing_is_left_of_an_offer_that_was_not_taken(threads: bool) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))
     offer = make_offer(2, "g", threads=threads)
     assert bool(sockets_of(offer.key)) != threads
     offer.close()
@@ -80,7 +80,7 @@ def test_nothing_is_left_of_an_offer_that_was_not_taken(threads: bool) -> None:
     gc.collect()
     assert sockets_of(key) == []
     assert handover._offered == {}
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
     assert make_request(key, 2, threads=threads).answer() is None
 
 

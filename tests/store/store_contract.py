@@ -239,7 +239,7 @@ def the_timeout_is_five_minutes_until_it_is_set(store: Store) -> None:
     store.set_timeout(1.5)
     assert store.timeout == timedelta(seconds=1.5)
     for wrong in ("1", -1, True):
-        with pytest.raises(InvalidArgumentError, match="timeout must"):
+        with pytest.raises(InvalidArgumentError, match="timeout"):
             store.set_timeout(wrong)  # type: ignore[arg-type]
     assert store.timeout == timedelta(seconds=1.5)
 
