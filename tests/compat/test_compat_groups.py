@@ -10,6 +10,7 @@ import torchestra.compat as dist
 import torchestra.compat._functional_collectives as ft_c
 from torchestra.compat import distributed_c10d as c10d
 from torchestra.compat.testing import MultiThreadedTestCase, spawn_threads_and_init_comms
+from torchestra.compat.utils import _sync_module_states, _verify_param_shape_across_processes
 from torchestra.registry import thread_rank
 from torchestra.store import FakeStore, HashStore
 
@@ -140,6 +141,30 @@ class TestGroupsOfSome(MultiThreadedTestCase):
         tensors = [torch.full((3,), self.rank + 1.0), torch.full((2, 2), self.rank)]
         c10d._broadcast_coalesced(dist.group.WORLD, tensors, 8, 2)
         self.assertEqual(tensors, [torch.full((3,), 3.0), torch.full((2, 2), 2)])
+
+    def test_states_of_modules(self) -> None:
+        module = torch.nn.BatchNorm1d(3)
+        with torch.no_grad():
+            module.weight.fill_(self.rank)
+            module.bias.fill_(self.rank)
+        module.running_mean.fill_(self.rank)
+        _sync_module_states(module, dist.group.WORLD, 1 << 20, 1, {"bias"})
+        state = [module.weight[0], module.bias[0], module.running_mean[0]]
+        assert [tensor.item() for tensor in state] == [1, self.rank, 1]
+        _sync_module_states(module, dist.group.WORLD, 1 << 20, 2, (), broadcast_buffers=False)
+        assert [tensor.item() for tensor in state] == [1, 2, 1]
+        _verify_param_shape_across_processes(dist.group.WORLD, list(module.parameters()))
+        with pytest.raises(RuntimeError, match="expects same model across all ranks"):
+            c10d._verify_params_across_processes(dist.group.WORLD, [torch.empty(self.rank)])
+
+    def test_what_there_is_to_know_of_a_group(self) -> None:
+        group = dist.new_group([1, 3], group_desc="odd")
+        if self.rank in (1, 3):
+            known = c10d._get_pg_config(group)
+            name = known.pop("pg_name")
+            assert c10d._resolve_process_group(name) is group
+            config = {"pg_desc": "odd", "backend_config": "cpu:gloo,cuda:gloo", "pg_size": 2, "ranks": [1, 3]}
+            self.assertEqual(known, config)
 
     def test_premultiplied_sum(self) -> None:
         for factor in (0.5, torch.tensor(0.5)):

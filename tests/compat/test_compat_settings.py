@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,3 +105,9 @@ def test_buckets_with_torchs_arguments() -> None:
     tensors = [torch.empty(100), torch.empty(100), torch.empty(50, dtype=torch.double)]
     assert _compute_bucket_assignment_by_size(tensors, [400]) == ([[0], [1], [2]], [400, 400, 400])
     assert _compute_bucket_assignment_by_size(tensors, [800], logger=None)[0] == [[0, 1], [2]]
+
+
+def test_a_rendezvous_is_iterated(tmp_path: Path) -> None:
+    store, rank, world_size = next(dist.rendezvous(f"file://{tmp_path}/met", 0, 1))
+    store.set("key", "value")
+    assert (store.get("key"), rank, world_size) == (b"value", 0, 1)

@@ -11,10 +11,19 @@ from __future__ import annotations
 from torchestra.compat import device_mesh, distributed_c10d
 from torchestra.compat.device_mesh import DeviceMesh, init_device_mesh
 from torchestra.compat.distributed_c10d import *  # noqa: F403
+from torchestra.compat.rendezvous import rendezvous
 from torchestra.work import Work
 
 _Work = Work
 _Backend = distributed_c10d.ProcessGroup
 
-__all__ = ["DeviceMesh", "_Backend", "_Work", "device_mesh", "distributed_c10d", "init_device_mesh"]
+__all__ = [
+    "DeviceMesh",
+    "_Backend",
+    "_Work",
+    "device_mesh",
+    "distributed_c10d",
+    "init_device_mesh",
+    "rendezvous",
+]
 __all__ += distributed_c10d.__all__

@@ -109,6 +109,7 @@ from torchestra.compat.groups import (
     _get_group_size,
     _get_group_size_by_name,
     _get_group_tag,
+    _get_pg_config,
     _get_process_group_name,
     _get_process_group_store,
     _new_group_with_tag,
@@ -130,6 +131,7 @@ from torchestra.compat.reducing import (
     _make_nccl_premul_sum,
     _register_builtin_comm_hook,
     _register_comm_hook,
+    _verify_params_across_processes,
 )
 from torchestra.nn.parallel import Reducer
 from torchestra.types import DEFAULT_TIMEOUT
@@ -198,6 +200,7 @@ __all__ = [
     "_get_group_size",
     "_get_group_size_by_name",
     "_get_group_tag",
+    "_get_pg_config",
     "_get_process_group_name",
     "_get_process_group_store",
     "_make_nccl_premul_sum",
@@ -211,6 +214,7 @@ __all__ = [
     "_round_robin_process_groups",
     "_set_pg_timeout",
     "_store_based_barrier",
+    "_verify_params_across_processes",
     "abort_process_group",
     "all_gather",
     "all_gather_coalesced",

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from torchestra import subgroups, world
-from torchestra.compat.backends import engine_of
+from torchestra.compat.backends import engine_of, get_backend_config
 from torchestra.errors import DistStoreError, StoreTimeoutError
 from torchestra.functional import groups as functional_groups
 from torchestra.process_group import NonMember, ProcessGroup, RoundRobinGroup
@@ -27,6 +27,7 @@ __all__ = [
     "_get_group_size",
     "_get_group_size_by_name",
     "_get_group_tag",
+    "_get_pg_config",
     "_get_process_group_name",
     "_get_process_group_store",
     "_new_group_with_tag",
@@ -227,6 +228,18 @@ def _resolve_group_name_by_ranks_and_tag(ranks: Sequence[int], tag: str) -> str:
 def _resolve_process_group(group_name: str) -> ProcessGroup:
     """The group of a name; NotInitializedError where there is none."""
     return current_world().group(group_name)
+
+
+def _get_pg_config(group: ProcessGroup | None = None) -> dict[str, Any]:
+    """What there is to know of a group (default: the default group)."""
+    chosen = group or default_group()
+    return {
+        "pg_name": chosen.group_name,
+        "pg_desc": chosen.group_desc,
+        "backend_config": get_backend_config(chosen),
+        "pg_size": chosen.size(),
+        "ranks": world.get_process_group_ranks(chosen),
+    }
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:

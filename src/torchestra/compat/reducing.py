@@ -12,6 +12,7 @@ from torchestra.nn.parallel import (
     Reducer,
     compute_bucket_assignment_by_size,
 )
+from torchestra.nn.parallel.agreement import check_agreement
 from torchestra.nn.parallel.buckets import FIRST_BUCKET_BYTES
 from torchestra.nn.parallel.coalesced import broadcast_coalesced
 from torchestra.process_group import ProcessGroup
@@ -24,6 +25,7 @@ __all__ = [
     "_make_nccl_premul_sum",
     "_register_builtin_comm_hook",
     "_register_comm_hook",
+    "_verify_params_across_processes",
 ]
 
 _DEFAULT_FIRST_BUCKET_BYTES = FIRST_BUCKET_BYTES
@@ -60,3 +62,18 @@ def _register_comm_hook(reducer: Reducer, state: Any, comm_hook: Any) -> None:
 def _register_builtin_comm_hook(reducer: Reducer, comm_hook_type: BuiltinCommHookType) -> None:
     """Have a reducer average its buckets by a built-in hook."""
     reducer.register_builtin_comm_hook(comm_hook_type)
+
+
+def _verify_params_across_processes(
+    process_group: ProcessGroup, params: Sequence[torch.Tensor], logger: Any = None
+) -> None:
+    """Compare the parameters' shapes. Must be called by all ranks of the group.
+
+    Raises:
+        InvalidArgumentError: on every rank, when they are not the same on all.
+    """
+    mine = [
+        (f"parameter {index}", f"{str(tensor.dtype)[6:]} {list(tensor.shape)}")
+        for index, tensor in enumerate(params)
+    ]
+    check_agreement(mine, process_group)
