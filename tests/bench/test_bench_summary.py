@@ -56,8 +56,8 @@ def test_a_plan_neither_runs_on_nor_stops_at_once(call_ns, seconds):
 
 
 def test_short_calls_are_timed_in_batches_and_long_ones_alone():
-    assert plan_batches(500.0, 0.1) == (200, 1000)
-    assert plan_batches(500_000.0, 0.1) == (1, 200)
+    assert plan_batches(500.0, 0.1) == (2000, 100)
+    assert plan_batches(500_000.0, 0.1) == (2, 100)
     assert plan_batches(400e6, 0.1) == (1, 2)
 
 
