@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 __all__ = ["Timing", "geometric_mean", "percentile", "plan_batches", "slowest", "summarise"]
 
-# Where ranks share cores they run ahead of each other by a few operations. In short batches the slowest rank is
-# then always one that has just been waiting, and all peers look up to twice as slow as they are.
+# Where ranks share cores they run ahead of each other by a few operations. In short batches the slowest rank
+# is then always one that has just been waiting, and all peers look up to twice as slow as they are.
 BATCH_NS = 1_000_000.0
 MOST_BATCHES = 2_000
 FEWEST_BATCHES = 2
