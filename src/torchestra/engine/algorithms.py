@@ -40,8 +40,8 @@ class Choices:
         return max(64, self.chunk // max(1, size - 1) // 64 * 64)
 
 
-def usable_cores() -> int:
-    """How many cores this process may use."""
+def cores_in_affinity() -> int:
+    """How many cores the system may run this process on, whatever quota it has of their time."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -52,9 +52,9 @@ def waiting_policy(ranks_here: int) -> tuple[int, int]:
     where the system has put two ranks on one core, nothing happens until the spinning one yields. A yield
     with nobody else to run costs 0.3 µs, so little is lost.
     """
-    return (100 if ranks_here <= usable_cores() else 0), 1000
+    return (100 if ranks_here <= cores_in_affinity() else 0), 1000
 
 
 def spare_cores(ranks_here: int) -> int:
     """How many cores so many ranks leave idle on this host while each computes on one."""
-    return max(0, usable_cores() - ranks_here)
+    return max(0, cores_in_affinity() - ranks_here)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from torchestra.engine import layout as at
 from torchestra.engine import operations, recording
-from torchestra.engine.algorithms import usable_cores
+from torchestra.engine.algorithms import cores_in_affinity
 from torchestra.engine.arena import Arena
 from torchestra.engine.callsites import call_site
 from torchestra.engine.heap import Heap
@@ -91,7 +91,7 @@ class Member:
             (at.PATIENCE, self._patience.ctypes.data),
             (at.RECORD, base + arena.record(rank)),
             (at.CLOCK, arena.word(at.HEADER_CLOCK)),
-            (at.CORES, usable_cores()),
+            (at.CORES, cores_in_affinity()),
             (at.MASKS, self._masks.ctypes.data),
             (at.NEXT_LOOK, LOOK_EVERY),
             *((table, self._tables[index].ctypes.data) for index, table in enumerate(at.TABLES)),
