@@ -37,9 +37,10 @@ from torchestra.rpc.encoding import (
     is_plain_value,
     open_envelope,
 )
+from torchestra.rpc.envelopes import Outbound
 from torchestra.rpc.functions import is_async
 from torchestra.rpc.lending import Lender
-from torchestra.rpc.references import Outbound, References
+from torchestra.rpc.references import References
 
 CALL = 1
 ANSWER = 2

@@ -2,7 +2,7 @@
 
 The *owner* of a reference has its value, in an :class:`Entry`. Every :class:`~torchestra.rpc.RRef` elsewhere
 is a *user* and has a *fork*: a number that no other has. An entry lists its forks, and by which worker each
-is held.
+is held. (Both are in holdings.py; what messages say of them is in envelopes.py.)
 
 The invariant: **a value is freed only when no user is left and none is on its way.** It rests on two rules.
 
@@ -36,165 +36,18 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
 
-from torchestra.errors import RemoteReferenceError, RpcError, WorkerFailedError
-from torchestra.rpc.encoding import being_read
+from torchestra.errors import RemoteReferenceError, WorkerFailedError
+from torchestra.rpc.envelopes import Envelope, Inbound, Outbound, Passed
 from torchestra.rpc.functions import async_execution
+from torchestra.rpc.holdings import Entry, Number, User
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
     from torchestra.rpc.rref import RRef
-
-Number = tuple[int, int]
-"""Of a reference or a fork: the rank of the worker that made it up, and how many it had made up before."""
-
-
-class Entry:
-    """A value at its owner.
-
-    Attributes:
-        number: of the reference.
-        future: the value, when it is there.
-        forks: the ranks that hold them.
-        handles: how many references there are on this worker.
-        created: whether the call that makes the value has come.
-    """
-
-    __slots__ = ("created", "forks", "future", "handles", "number")
-
-    def __init__(self, number: Number) -> None:
-        self.number = number
-        self.future: Future[Any] = Future()
-        self.forks: dict[Number, int] = {}
-        self.handles = 0
-        self.created = False
-
-    def set(self, value: Any) -> None:
-        """The value is there."""
-        self.future.set_result(value)
-
-    def fail(self, error: BaseException) -> None:
-        """There will be no value."""
-        if not isinstance(error, Exception):
-            error = RpcError(f"{type(error).__name__}: {error}")
-        self.future.set_exception(error)
-
-
-class User:
-    """A reference to a value elsewhere.
-
-    Attributes:
-        reference, fork: their numbers.
-        owner: the rank that has the value.
-        confirmed: the owner lists the fork.
-        dropped: nobody here refers to it any more.
-        error: why there is no value, where the call that creates it failed.
-        created: at its creator, the answer of the call that makes the value.
-    """
-
-    __slots__ = ("confirmed", "created", "dropped", "error", "fork", "owner", "reference", "released")
-
-    def __init__(self, reference: Number, fork: Number, owner: int, confirmed: bool) -> None:
-        self.reference = reference
-        self.fork = fork
-        self.owner = owner
-        self.confirmed = confirmed
-        self.dropped = False
-        self.released = False
-        self.error: Exception | None = None
-        self.created: Future[Any] | None = None
-
-
-class Passed(NamedTuple):
-    """A reference in a message: its number, owner, the fork made for it, and whether the owner lists that."""
-
-    reference: Number
-    owner: int
-    fork: Number
-    listed: bool
-
-
-class Envelope(NamedTuple):
-    """What goes around the pickle of a call or an answer, where there is any of it.
-
-    Attributes:
-        creates: the numbers of the reference that the result is kept under, and of its creator's fork.
-        passed: the references within.
-        context: the number of a distributed autograd context.
-        metadata: whatever else.
-    """
-
-    creates: tuple[Number, Number | None] | None
-    passed: list[Passed]
-    context: int | None
-    metadata: object
-
-
-class Outbound:
-    """The references in a message that is being pickled."""
-
-    __slots__ = ("_context", "_creates", "_metadata", "_passed", "_references", "_to", "reducers")
-
-    def __init__(
-        self,
-        references: References,
-        to: int,
-        creates: tuple[Number, Number | None] | None,
-        context: int | None,
-        metadata: object,
-    ) -> None:
-        self._references = references
-        self._to = to
-        self._creates = creates
-        self._context = context
-        self._metadata = metadata
-        self._passed: list[Passed] = []
-        self.reducers: dict[type, Callable[[Any], Any]] = {references.rref_class: self._pass}
-
-    def envelope(self) -> tuple[Any, ...] | None:
-        """What to send around the pickle."""
-        if (
-            self._passed
-            or self._creates is not None
-            or self._context is not None
-            or self._metadata is not None
-        ):
-            return (self._creates, [tuple(each) for each in self._passed], self._context, self._metadata)
-        return None
-
-    def _pass(self, rref: RRef) -> Any:
-        self._passed.append(self._references.fork(rref, self._to))
-        return _passed_reference, (len(self._passed) - 1,)
-
-    def take_back(self) -> None:
-        """The message will not be sent."""
-        for each in self._passed:
-            self._references.take_back(each)
-        self._passed.clear()
-
-
-def _passed_reference(number: int) -> Any:
-    return being_read().rrefs[number]
-
-
-class Inbound:
-    """The references in a message that has come.
-
-    Attributes:
-        envelope: what it said.
-        entry: what the result of the call is to be kept in, if so.
-        rrefs: the references within.
-    """
-
-    __slots__ = ("entry", "envelope", "rrefs")
-
-    def __init__(self, envelope: Envelope, entry: Entry | None, rrefs: list[RRef]) -> None:
-        self.envelope = envelope
-        self.entry = entry
-        self.rrefs = rrefs
 
 
 class References:

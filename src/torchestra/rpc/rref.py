@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch.futures import Future
 
 from torchestra.errors import RemoteReferenceError
-from torchestra.rpc import references as protocol
 from torchestra.rpc.calls import Named
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
 from torchestra.rpc.current import current_agent
 from torchestra.rpc.functions import MARK, async_execution
+from torchestra.rpc.holdings import Entry, Number, User
+from torchestra.rpc.references import fetch, fetch_type
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent, WorkerInfo
@@ -36,12 +37,12 @@ class RRef:
     __slots__ = ("__weakref__", "_agent", "_held")
 
     def __init__(self, value: Any, type_hint: type | None = None) -> None:
-        self._held: protocol.Entry | protocol.User | None = None
+        self._held: Entry | User | None = None
         self._agent: Agent = current_agent()
         self._held = self._agent.references.own(value)
 
     @classmethod
-    def _of(cls, agent: Agent, held: protocol.Entry | protocol.User) -> RRef:
+    def _of(cls, agent: Agent, held: Entry | User) -> RRef:
         rref = cls.__new__(cls)
         rref._agent = agent
         rref._held = held
@@ -59,22 +60,22 @@ class RRef:
 
     def __repr__(self) -> str:
         held = self._holding()
-        if isinstance(held, protocol.Entry):
+        if isinstance(held, Entry):
             return f"OwnerRRef({held.number})"
         return f"UserRRef({held.reference} of worker {self.owner_name()!r}, fork {held.fork})"
 
-    def _holding(self) -> protocol.Entry | protocol.User:
+    def _holding(self) -> Entry | User:
         assert self._held is not None
         return self._held
 
     def is_owner(self) -> bool:
         """Whether the value is on this worker."""
-        return isinstance(self._held, protocol.Entry)
+        return isinstance(self._held, Entry)
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
         held = self._holding()
-        return self._agent.workers[self._agent.rank if isinstance(held, protocol.Entry) else held.owner]
+        return self._agent.workers[self._agent.rank if isinstance(held, Entry) else held.owner]
 
     def owner_name(self) -> str:
         """The name of the worker that has the value."""
@@ -83,7 +84,7 @@ class RRef:
     def confirmed_by_owner(self) -> bool:
         """Whether the owner knows of this reference."""
         held = self._holding()
-        return isinstance(held, protocol.Entry) or held.confirmed
+        return isinstance(held, Entry) or held.confirmed
 
     def local_value(self) -> Any:
         """The value itself, on its owner; waits until it is there.
@@ -93,7 +94,7 @@ class RRef:
             Exception: what the function raised whose result this is.
         """
         held = self._holding()
-        if not isinstance(held, protocol.Entry):
+        if not isinstance(held, Entry):
             raise RemoteReferenceError(
                 f"Cannot call localValue() on a non-local reference: this is worker"
                 f" {self._agent.info.name!r}, the owner is {self.owner_name()!r}; use to_here()"
@@ -112,14 +113,14 @@ class RRef:
             Exception: what the function raised whose result this is.
         """
         held = self._holding()
-        if isinstance(held, protocol.Entry):
+        if isinstance(held, Entry):
             return self._agent.await_future(held.future, timeout, "RRef.to_here")
         self._check(held)
         return self._agent.call(
-            held.owner, protocol.fetch, (held.reference,), timeout=timeout, keep=self, doing=RRef.to_here
+            held.owner, fetch, (held.reference,), timeout=timeout, keep=self, doing=RRef.to_here
         ).wait()
 
-    def _check(self, user: protocol.User) -> None:
+    def _check(self, user: User) -> None:
         if user.error is not None:
             raise user.error
         if user.dropped:
@@ -128,19 +129,17 @@ class RRef:
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value, or a future of it."""
         held = self._holding()
-        if isinstance(held, protocol.Entry):
+        if isinstance(held, Entry):
             future: Future[Any] = held.future.then(lambda done: type(done.value()))
             return self._agent.await_future(future, timeout, "RRef type") if blocking else future
         self._check(held)
-        future = self._agent.call(
-            held.owner, protocol.fetch_type, (held.reference,), timeout=timeout, keep=self
-        )
+        future = self._agent.call(held.owner, fetch_type, (held.reference,), timeout=timeout, keep=self)
         return future.wait() if blocking else future
 
     def _get_future(self) -> Future[Any]:
         """Done when the value has been made, with the error if there was one."""
         held = self._holding()
-        if isinstance(held, protocol.Entry):
+        if isinstance(held, Entry):
             return held.future
         if held.created is None:
             raise RemoteReferenceError("only the RRef that remote() returned knows when its value is there")
@@ -173,7 +172,7 @@ class RRefProxy:
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         rref, agent = self._rref, self._rref._agent
         held = rref._holding()
-        if isinstance(held, protocol.Entry):
+        if isinstance(held, Entry):
             owner, number = agent.rank, held.number
         else:
             rref._check(held)
@@ -188,7 +187,7 @@ class RRefProxy:
 
 
 @async_execution
-def call_method(number: protocol.Number, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_method(number: Number, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the value of a reference that this worker owns."""
     value = current_agent().references.value(number)
     if not value.done():
@@ -245,7 +244,7 @@ def remote_call(
             to, function, args, kwargs, timeout=timeout, creates=(entry.number, None), keep=keep, doing=doing
         )
         return rref
-    user = protocol.User(known.new_number(), known.new_number(), to, False)
+    user = User(known.new_number(), known.new_number(), to, False)
     rref = RRef._of(agent, user)
     known.use(user)
     try:

@@ -1,0 +1,102 @@
+"""What goes around the pickle of a call or an answer: the references within, and what they are to become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchestra.rpc.encoding import being_read
+from torchestra.rpc.holdings import Entry, Number
+
+if TYPE_CHECKING:
+    from torchestra.rpc.references import References
+    from torchestra.rpc.rref import RRef
+
+
+class Passed(NamedTuple):
+    """A reference in a message: its number, owner, the fork made for it, and whether the owner lists that."""
+
+    reference: Number
+    owner: int
+    fork: Number
+    listed: bool
+
+
+class Envelope(NamedTuple):
+    """What goes around the pickle of a call or an answer, where there is any of it.
+
+    Attributes:
+        creates: the numbers of the reference that the result is kept under, and of its creator's fork.
+        passed: the references within.
+        context: the number of a distributed autograd context.
+        metadata: whatever else.
+    """
+
+    creates: tuple[Number, Number | None] | None
+    passed: list[Passed]
+    context: int | None
+    metadata: object
+
+
+class Outbound:
+    """The references in a message that is being pickled."""
+
+    __slots__ = ("_context", "_creates", "_metadata", "_passed", "_references", "_to", "reducers")
+
+    def __init__(
+        self,
+        references: References,
+        to: int,
+        creates: tuple[Number, Number | None] | None,
+        context: int | None,
+        metadata: object,
+    ) -> None:
+        self._references = references
+        self._to = to
+        self._creates = creates
+        self._context = context
+        self._metadata = metadata
+        self._passed: list[Passed] = []
+        self.reducers: dict[type, Callable[[Any], Any]] = {references.rref_class: self._pass}
+
+    def envelope(self) -> tuple[Any, ...] | None:
+        """What to send around the pickle."""
+        if (
+            self._passed
+            or self._creates is not None
+            or self._context is not None
+            or self._metadata is not None
+        ):
+            return (self._creates, [tuple(each) for each in self._passed], self._context, self._metadata)
+        return None
+
+    def _pass(self, rref: RRef) -> Any:
+        self._passed.append(self._references.fork(rref, self._to))
+        return _passed_reference, (len(self._passed) - 1,)
+
+    def take_back(self) -> None:
+        """The message will not be sent."""
+        for each in self._passed:
+            self._references.take_back(each)
+        self._passed.clear()
+
+
+def _passed_reference(number: int) -> Any:
+    return being_read().rrefs[number]
+
+
+class Inbound:
+    """The references in a message that has come.
+
+    Attributes:
+        envelope: what it said.
+        entry: what the result of the call is to be kept in, if so.
+        rrefs: the references within.
+    """
+
+    __slots__ = ("entry", "envelope", "rrefs")
+
+    def __init__(self, envelope: Envelope, entry: Entry | None, rrefs: list[RRef]) -> None:
+        self.envelope = envelope
+        self.entry = entry
+        self.rrefs = rrefs

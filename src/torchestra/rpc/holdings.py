@@ -1,0 +1,68 @@
+"""What a worker holds of a reference: the value itself, or a fork of it (see references.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.futures import Future
+
+from torchestra.errors import RpcError
+
+Number = tuple[int, int]
+"""Of a reference or a fork: the rank of the worker that made it up, and how many it had made up before."""
+
+
+class Entry:
+    """A value at its owner.
+
+    Attributes:
+        number: of the reference.
+        future: the value, when it is there.
+        forks: the ranks that hold them.
+        handles: how many references there are on this worker.
+        created: whether the call that makes the value has come.
+    """
+
+    __slots__ = ("created", "forks", "future", "handles", "number")
+
+    def __init__(self, number: Number) -> None:
+        self.number = number
+        self.future: Future[Any] = Future()
+        self.forks: dict[Number, int] = {}
+        self.handles = 0
+        self.created = False
+
+    def set(self, value: Any) -> None:
+        """The value is there."""
+        self.future.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no value."""
+        if not isinstance(error, Exception):
+            error = RpcError(f"{type(error).__name__}: {error}")
+        self.future.set_exception(error)
+
+
+class User:
+    """A reference to a value elsewhere.
+
+    Attributes:
+        reference, fork: their numbers.
+        owner: the rank that has the value.
+        confirmed: the owner lists the fork.
+        dropped: nobody here refers to it any more.
+        error: why there is no value, where the call that creates it failed.
+        created: at its creator, the answer of the call that makes the value.
+    """
+
+    __slots__ = ("confirmed", "created", "dropped", "error", "fork", "owner", "reference", "released")
+
+    def __init__(self, reference: Number, fork: Number, owner: int, confirmed: bool) -> None:
+        self.reference = reference
+        self.fork = fork
+        self.owner = owner
+        self.confirmed = confirmed
+        self.dropped = False
+        self.released = False
+        self.error: Exception | None = None
+        self.created: Future[Any] | None = None
