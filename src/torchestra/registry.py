@@ -157,16 +157,19 @@ def current_world() -> World:
 
 
 @contextlib.contextmanager
-def thread_rank(rank: int, size: int, store: Store) -> Iterator[None]:
+def thread_rank(rank: int, size: int, store: Store, host: str = "") -> Iterator[None]:
     """Make the calling thread rank ``rank`` of ``size`` while the block runs.
 
     Inside, ``init_process_group()`` without arguments joins the other threads that use the same
     ``store`` object; groups that the block leaves open are destroyed at its end. Threads that are started
     inside belong to the rank as well.
+
+    Args:
+        host: which host the rank pretends to be on, for tests; ranks with different ones share no memory.
     """
     thread = threading.current_thread()
     world = World(thread=thread)
-    with being_thread_rank(ThreadRank(rank, size, store, thread, world)):
+    with being_thread_rank(ThreadRank(rank, size, store, thread, world, host)):
         try:
             yield
         finally:

@@ -31,6 +31,7 @@ class ThreadRank:
         rank, size, store: its number, how many there are, and the store they share.
         thread: the one that the rank's program runs in: while it lives the rank does.
         world: the rank's registry of groups, which belongs to a floor above this one.
+        host: which host it pretends to be on; ranks with different ones share no memory. Empty: this one.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class ThreadRank:
     store: Store
     thread: threading.Thread
     world: object
+    host: str = ""
 
 
 _here: ContextVar[ThreadRank | None] = ContextVar("torchestra_thread_rank", default=None)

@@ -1,0 +1,45 @@
+"""What a host is called before anybody has tried whether it is one.
+
+Processes with different ids are on different hosts. Those with the same may be on one: that is decided by
+attaching to each other's memory (finding.py), so an id that two hosts share by accident (virtual machines
+that were started from one snapshot) does no harm.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from torchestra.thread_ranks import current_thread_rank
+
+__all__ = ["HOST_VARIABLE", "host_id", "host_name"]
+
+HOST_VARIABLE = "TORCHESTRA_HOST_ID"
+"""Overrides what the system says: processes with different values are on different hosts."""
+
+
+def host_id() -> str:
+    """The id of the calling rank's host: the same for all ranks that may share memory.
+
+    It is what TORCHESTRA_HOST_ID says, or else made of the kernel's boot and of the network namespace,
+    because memory is handed over through sockets that are found within one namespace only.
+    """
+    here = current_thread_rank()
+    if here is not None and here.host:
+        return here.host
+    if given := os.environ.get(HOST_VARIABLE):
+        return given
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def host_name() -> str:
+    """What to call the calling rank's host in messages: TORCHESTRA_HOST_ID, or else the name it has."""
+    here = current_thread_rank()
+    if here is not None and here.host:
+        return here.host
+    return os.environ.get(HOST_VARIABLE) or socket.gethostname()
