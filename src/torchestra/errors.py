@@ -10,7 +10,7 @@ a peer                    :class:`RankFailedError`, :class:`GroupAbortedError`,
                           :class:`RankExcludedError`, :class:`JoinInterruptedError`
 a rank you launched       :class:`RankError`
 a worker you called       :class:`RemoteError`, :class:`WorkerFailedError`,
-                          :class:`RemoteReferenceError`
+                          :class:`RemoteNameError`, :class:`RemoteReferenceError`
 time                      :class:`CollectiveTimeoutError`, :class:`StoreTimeoutError`,
                           :class:`LaunchTimeoutError`, :class:`RpcTimeoutError`
 the machine, the network  :class:`DistNetworkError`, :class:`DistStoreError`
@@ -45,6 +45,7 @@ __all__ = [
     "RankExcludedError",
     "RankFailedError",
     "RemoteError",
+    "RemoteNameError",
     "RemoteReferenceError",
     "RpcError",
     "RpcTimeoutError",
@@ -226,8 +227,12 @@ class RemoteError(RpcError):
     """A function failed on another worker, with an exception that cannot be rebuilt here.
 
     The message has its text and its traceback. Every other exception of a remote function is raised as what
-    it is, and has one of these as its ``__cause__``.
+    it is, and has one of these as its ``__cause__``; one that cannot be made from a text alone is both.
     """
+
+
+class RemoteNameError(RpcError, AttributeError):
+    """The worker that was called does not know a function or class by the name that it was sent by."""
 
 
 class RemoteReferenceError(RpcError):

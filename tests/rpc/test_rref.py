@@ -34,10 +34,10 @@ class Box:
 
 def counts() -> dict[str, int]:
     found = current_agent().references.counts()
-    return {name: found[name] for name in ("num_owner_rrefs", "num_forks", "num_users", "num_kept")}
+    return {name: found[name] for name in NOTHING}
 
 
-NOTHING = {"num_owner_rrefs": 0, "num_forks": 0, "num_users": 0, "num_kept": 0}
+NOTHING = {"num_values": 0, "num_owner_rrefs": 0, "num_forks": 0, "num_users": 0, "num_kept": 0}
 
 
 def await_counts(worker: int, expected: dict[str, int]) -> None:
@@ -145,13 +145,18 @@ def test_they_can_be_passed_anywhere_and_leave_nothing(kind: str) -> None:
 def live_and_die() -> None:
     rref = rpc.remote("worker1", Box, (1,))
     assert rref.to_here().get() == 1
-    assert rpc.rpc_sync("worker1", counts) == {**NOTHING, "num_owner_rrefs": 1, "num_forks": 1}
+    assert rpc.rpc_sync("worker1", counts) == {
+        **NOTHING,
+        "num_values": 1,
+        "num_owner_rrefs": 1,
+        "num_forks": 1,
+    }
     rpc.rpc_sync("worker2", hold, (rref,))
-    await_counts(1, {**NOTHING, "num_owner_rrefs": 1, "num_forks": 2})
+    await_counts(1, {**NOTHING, "num_values": 1, "num_owner_rrefs": 1, "num_forks": 2})
     await_counts(0, {**NOTHING, "num_users": 1})
     del rref
     gc.collect()
-    await_counts(1, {**NOTHING, "num_owner_rrefs": 1, "num_forks": 1})
+    await_counts(1, {**NOTHING, "num_values": 1, "num_owner_rrefs": 1, "num_forks": 1})
     assert rpc.rpc_sync("worker2", held_value) == 1
     rpc.rpc_sync("worker2", let_go)
     await_counts(1, NOTHING)

@@ -5,7 +5,6 @@ that torch.distributed.rpc has for them. See docs/rpc.md.
 """
 
 from torchestra.rpc import functions, leaks
-from torchestra.rpc.agent import WorkerInfo
 from torchestra.rpc.api import (
     debug_info,
     get_rpc_timeout,
@@ -23,6 +22,7 @@ from torchestra.rpc.constants import (
 from torchestra.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchestra.rpc.rref import RRef
 from torchestra.rpc.starting import init_rpc, shutdown
+from torchestra.rpc.worker_info import WorkerInfo
 
 __all__ = [
     "DEFAULT_RPC_TIMEOUT_SEC",

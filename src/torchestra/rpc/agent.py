@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.futures import Future
 
 from torchestra.engine.channels import Message, PostOffice
 from torchestra.engine.member import Member
-from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
+from torchestra.errors import RemoteNameError, RpcError, RpcTimeoutError, WorkerFailedError
 from torchestra.rpc import failures
 from torchestra.rpc.calls import Call, Named, name_of
 from torchestra.rpc.crew import Crew, Job
@@ -41,25 +40,13 @@ from torchestra.rpc.envelopes import Outbound
 from torchestra.rpc.functions import is_async
 from torchestra.rpc.lending import Lender
 from torchestra.rpc.references import References
+from torchestra.rpc.worker_info import WorkerInfo
 
 CALL = 1
 ANSWER = 2
 FAILURE = 3
 GATHER = 4
 _MOST = 3600.0 * 24 * 365
-
-
-@dataclass(frozen=True)
-class WorkerInfo:
-    """A worker.
-
-    Attributes:
-        name: as given to ``init_rpc``.
-        id: its rank.
-    """
-
-    name: str
-    id: int
 
 
 class Agent:
@@ -124,7 +111,7 @@ class Agent:
             raise ValueError(f"Cannot get WorkerInfo from name, rank or WorkerInfo: got {to!r}")
         if found is None:
             raise RpcError(
-                f"Unknown destination worker {to!r}: the workers are"
+                f"could not find destination worker {to!r}: the workers are"
                 f" {', '.join(f'{info.name!r} (rank {info.id})' for info in self.workers)}"
             )
         return found
@@ -278,7 +265,10 @@ class Agent:
             return False, _nothing
         inbound = self.references.inbound(message.source, open_envelope(message.text))
         if message.kind == CALL:
-            return True, partial(self.perform, message, inbound)
+            job = partial(self.perform, message, inbound)
+            if inbound is not None and inbound.defer(partial(self.crew.give, job)):
+                return False, _nothing
+            return True, job
         return False, partial(self._finish, message, inbound)
 
     def _finish(self, message: Message, inbound: Any) -> None:
@@ -335,9 +325,9 @@ class Agent:
             result = function(*args, **kwargs) if kwargs else function(*args)
             if is_async(function):
                 if not isinstance(result, torch._C.Future):
-                    raise TypeError(
-                        "Functions decorated with @rpc.functions.async_execution must return a"
-                        f" torch.futures.Future object, but got {type(result)}"
+                    raise RpcError(
+                        "Functions decorated with @rpc.async_function must return a torch.futures.Future"
+                        f" object, but got {type(result)}"
                     )
                 result.then(partial(self._answer_later, source, number, entry))
                 return
@@ -478,7 +468,7 @@ def _with_hint(error: Exception, source: str, here: str) -> Exception:
     """Why a call cannot be read."""
     message = (
         f"a call from worker {source!r} cannot be unpickled on worker {here!r}: {type(error).__name__}:"
-        f" {error}. Functions and classes are sent by name: they must be importable, by the same name, on"
-        " both workers"
+        f" {error}. RPC pickler does not serialize code, functions and classes are sent by name: they must be"
+        " importable, by the same name, on both workers"
     )
-    return AttributeError(message) if isinstance(error, AttributeError) else RpcError(message)
+    return RemoteNameError(message) if isinstance(error, AttributeError) else RpcError(message)

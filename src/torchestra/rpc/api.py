@@ -8,11 +8,12 @@ from typing import Any
 from torch.futures import Future
 
 from torchestra.errors import InvalidArgumentTypeError
-from torchestra.rpc.agent import Agent, WorkerInfo
+from torchestra.rpc.agent import Agent
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
 from torchestra.rpc.current import current_agent
 from torchestra.rpc.options import checked_timeout
 from torchestra.rpc.rref import RRef, remote_call
+from torchestra.rpc.worker_info import WorkerInfo
 
 
 def rpc_sync(

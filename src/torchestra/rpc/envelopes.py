@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchestra.rpc.encoding import being_read
-from torchestra.rpc.holdings import Entry, Number
+from torchestra.rpc.holdings import Entry, Number, User
 
 if TYPE_CHECKING:
     from torchestra.rpc.references import References
@@ -94,9 +95,31 @@ class Inbound:
         rrefs: the references within.
     """
 
-    __slots__ = ("entry", "envelope", "rrefs")
+    __slots__ = ("_job", "_lock", "_unconfirmed", "entry", "envelope", "rrefs")
 
-    def __init__(self, envelope: Envelope, entry: Entry | None, rrefs: list[RRef]) -> None:
+    def __init__(
+        self, envelope: Envelope, entry: Entry | None, rrefs: list[RRef], unconfirmed: list[User]
+    ) -> None:
         self.envelope = envelope
         self.entry = entry
         self.rrefs = rrefs
+        self._unconfirmed = len(unconfirmed)
+        self._job: Callable[[], Any] | None = None
+        self._lock = threading.Lock()
+        for user in unconfirmed:
+            user.inbound = self
+
+    def defer(self, job: Callable[[], Any]) -> bool:
+        """Have a job done when all references within are confirmed; False if they are, and it is not done."""
+        with self._lock:
+            if self._unconfirmed:
+                self._job = job
+            return bool(self._unconfirmed)
+
+    def confirmed_one(self) -> None:
+        """One of the references within is confirmed, or never will be."""
+        with self._lock:
+            self._unconfirmed -= 1
+            job = None if self._unconfirmed else self._job
+        if job is not None:
+            job()

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import traceback
 from typing import Any
 
 from torchestra.errors import RemoteError
 
+_log = logging.getLogger(__name__)
+
 
 def describe(error: BaseException, worker: str) -> tuple[bytes | None, str]:
-    """An exception for the way: its class and attributes where they can be pickled, and what to say."""
+    """An exception for the way: its class and attributes where they can be pickled, and what to say.
+
+    It is written to this worker's log too: who operates it may not be who called.
+    """
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     text = f"On {worker}:\n{_say(error)}\n{lines}"
+    _log.warning("a function called by another worker failed. %s", text)
+    kind = getattr(type(error), _ORIGINAL, type(error))
     for attributes in (dict(vars(error)), {}):
         attributes.pop("__notes__", None)
         try:
-            return pickle.dumps((type(error), attributes), 5), text
+            return pickle.dumps((kind, attributes), 5), text
         except Exception:
             continue
     return None, text
@@ -24,7 +32,7 @@ def describe(error: BaseException, worker: str) -> tuple[bytes | None, str]:
 
 def _say(error: BaseException) -> str:
     try:
-        return repr(error)
+        return f"{type(error).__name__}: {error}"
     except Exception:
         return type(error).__name__
 
@@ -46,7 +54,21 @@ def rebuild(described: bytes | None, text: str) -> BaseException:
     return error
 
 
+_ORIGINAL = "_torchestra_original"
+
+
 def _made(kind: Any, text: str) -> BaseException:
-    error: BaseException = kind.__new__(kind, text)
+    """An exception of that class with that text.
+
+    One that cannot be made from a text alone is made without its ``__init__``, which might have done
+    more than keep its arguments. So it is a RemoteError as well.
+    """
+    try:
+        error: BaseException = kind(text)
+    except Exception:
+        text = f"Original exception on remote side was: {text}"
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _ORIGINAL: kind}
+        both: Any = type(kind.__name__, (kind, RemoteError), names)
+        error = both.__new__(both, text)
     error.args = (text,)
     return error

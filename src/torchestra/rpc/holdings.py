@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
 
 from torchestra.errors import RpcError
 
+if TYPE_CHECKING:
+    from torchestra.rpc.envelopes import Inbound
+
 Number = tuple[int, int]
 """Of a reference or a fork: the rank of the worker that made it up, and how many it had made up before."""
+
+
+def told(number: Number) -> str:
+    """A number, as messages tell it."""
+    return f"GloballyUniqueId(created_on={number[0]}, local_id={number[1]})"
 
 
 class Entry:
@@ -53,9 +61,20 @@ class User:
         dropped: nobody here refers to it any more.
         error: why there is no value, where the call that creates it failed.
         created: at its creator, the answer of the call that makes the value.
+        inbound: the message that it came with, while it is not confirmed.
     """
 
-    __slots__ = ("confirmed", "created", "dropped", "error", "fork", "owner", "reference", "released")
+    __slots__ = (
+        "confirmed",
+        "created",
+        "dropped",
+        "error",
+        "fork",
+        "inbound",
+        "owner",
+        "reference",
+        "released",
+    )
 
     def __init__(self, reference: Number, fork: Number, owner: int, confirmed: bool) -> None:
         self.reference = reference
@@ -66,3 +85,4 @@ class User:
         self.released = False
         self.error: Exception | None = None
         self.created: Future[Any] | None = None
+        self.inbound: Inbound | None = None

@@ -36,6 +36,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
@@ -195,6 +196,8 @@ class References:
             return Passed(held.number, self._rank, fork, True)
         if held.error is not None:
             raise held.error
+        if held.dropped:
+            raise RemoteReferenceError(f"{rref!r} is gone. Cannot call fork an UserRRef after deletion.")
         with self._lock:
             self._kept[fork] = (rref, to)
         return Passed(held.reference, held.owner, fork, False)
@@ -219,10 +222,14 @@ class References:
                 entry.created = True
                 if creates[1] is not None:
                     entry.forks[creates[1]] = source
-            rrefs = [self._receive(source, Passed(*each)) for each in passed]
-        return Inbound(Envelope(creates, passed, context, metadata), entry, rrefs)
+            unconfirmed: list[User] = []
+            rrefs = [self._receive(source, Passed(*each), unconfirmed) for each in passed]
+        inbound = Inbound(Envelope(creates, passed, context, metadata), entry, rrefs, unconfirmed)
+        for user in unconfirmed:
+            self._later(partial(self._ask_to_list, user, source))
+        return inbound
 
-    def _receive(self, source: int, passed: Passed) -> RRef:
+    def _receive(self, source: int, passed: Passed, unconfirmed: list[User]) -> RRef:
         if passed.owner == self._rank:
             entry = self._entry(passed.reference)
             entry.handles += 1
@@ -233,7 +240,7 @@ class References:
             return self.rref_class._of(self._agent, entry)
         user = self.use(User(passed.reference, passed.fork, passed.owner, passed.listed))
         if not passed.listed:
-            self._later(lambda: self._ask_to_list(user, source))
+            unconfirmed.append(user)
         return self.rref_class._of(self._agent, user)
 
     def _later(self, job: Callable[[], Any]) -> None:
@@ -248,6 +255,9 @@ class References:
             else:
                 self.confirm(user)
             self._tell(parent, _accept, user.fork)
+            inbound, user.inbound = user.inbound, None
+            if inbound is not None:
+                inbound.confirmed_one()
 
         future = self._tell(user.owner, _list, user.reference, user.fork, self._rank)
         if future is not None:
@@ -328,11 +338,17 @@ class References:
             self._dropped.clear()
 
     def counts(self) -> dict[str, int]:
-        """How many there are, by the names of torch.distributed.rpc."""
+        """How many there are, by the names of torch.distributed.rpc.
+
+        There an owned value counts while others refer to it or wait for it; ``num_values`` has all.
+        """
         self.clear_dropped()
         with self._lock:
             return {
-                "num_owner_rrefs": len(self._entries),
+                "num_values": len(self._entries),
+                "num_owner_rrefs": sum(
+                    bool(entry.forks) or not entry.future.done() for entry in self._entries.values()
+                ),
                 "num_pending_futures": sum(not entry.future.done() for entry in self._entries.values()),
                 "num_pending_users": sum(not user.confirmed for user in self._users.values()),
                 "num_forks": sum(len(entry.forks) for entry in self._entries.values()),

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
 
-from torchestra.errors import RemoteReferenceError
+from torchestra.errors import RemoteReferenceError, RpcError, RpcTimeoutError
 from torchestra.rpc.calls import Named
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
-from torchestra.rpc.current import current_agent
+from torchestra.rpc.current import agent_or_none, current_agent
 from torchestra.rpc.functions import MARK, async_execution
-from torchestra.rpc.holdings import Entry, Number, User
+from torchestra.rpc.holdings import Entry, Number, User, told
 from torchestra.rpc.references import fetch, fetch_type
 
 if TYPE_CHECKING:
-    from torchestra.rpc.agent import Agent, WorkerInfo
+    from torchestra.rpc.agent import Agent
+    from torchestra.rpc.worker_info import WorkerInfo
 
 
 class RRef:
@@ -34,18 +36,26 @@ class RRef:
         RpcError: ``init_rpc`` has not been called.
     """
 
-    __slots__ = ("__weakref__", "_agent", "_held")
+    __slots__ = ("__weakref__", "_agent", "_held", "_type")
 
     def __init__(self, value: Any, type_hint: type | None = None) -> None:
         self._held: Entry | User | None = None
-        self._agent: Agent = current_agent()
-        self._held = self._agent.references.own(value)
+        self._type: Future[Any] | None = None
+        agent = agent_or_none()
+        if agent is None:
+            raise RpcError(
+                "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling"
+                " torchestra.rpc.init_rpc)? RPC has not been initialized"
+            )
+        self._agent: Agent = agent
+        self._held = agent.references.own(value)
 
     @classmethod
     def _of(cls, agent: Agent, held: Entry | User) -> RRef:
         rref = cls.__new__(cls)
         rref._agent = agent
         rref._held = held
+        rref._type = None
         return rref
 
     def __del__(self) -> None:
@@ -61,8 +71,14 @@ class RRef:
     def __repr__(self) -> str:
         held = self._holding()
         if isinstance(held, Entry):
-            return f"OwnerRRef({held.number})"
-        return f"UserRRef({held.reference} of worker {self.owner_name()!r}, fork {held.fork})"
+            return str(self)
+        return f"{self} of worker {self.owner_name()!r}"
+
+    def __str__(self) -> str:
+        held = self._holding()
+        if isinstance(held, Entry):
+            return f"OwnerRRef({told(held.number)})"
+        return f"UserRRef(RRefId = {told(held.reference)}, ForkId = {told(held.fork)})"
 
     def _holding(self) -> Entry | User:
         assert self._held is not None
@@ -96,8 +112,9 @@ class RRef:
         held = self._holding()
         if not isinstance(held, Entry):
             raise RemoteReferenceError(
-                f"Cannot call localValue() on a non-local reference: this is worker"
-                f" {self._agent.info.name!r}, the owner is {self.owner_name()!r}; use to_here()"
+                f"Cannot call localValue() on a non-local reference; use to_here(). For UserRRef("
+                f"rref_id={told(held.reference)}, fork_id={told(held.fork)}), can't call localValue() on"
+                f" user {self._agent.info}. Call it on owner {self.owner()}"
             )
         return self._agent.await_future(held.future, UNSET_RPC_TIMEOUT, "RRef.local_value")
 
@@ -115,26 +132,36 @@ class RRef:
         held = self._holding()
         if isinstance(held, Entry):
             return self._agent.await_future(held.future, timeout, "RRef.to_here")
-        self._check(held)
+        self._check(held, "to_here")
         return self._agent.call(
             held.owner, fetch, (held.reference,), timeout=timeout, keep=self, doing=RRef.to_here
         ).wait()
 
-    def _check(self, user: User) -> None:
+    def _check(self, user: User, doing: str) -> None:
         if user.error is not None:
             raise user.error
         if user.dropped:
-            raise RemoteReferenceError(f"{self!r} was deleted when its worker shut down")
+            raise RemoteReferenceError(
+                f"{self!r} was deleted when its worker shut down. Cannot call {doing}() on it after deletion."
+            )
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The type of the value, or a future of it."""
-        held = self._holding()
+        """The type of the value, or a future of it, which is asked for once."""
+        held, agent = self._holding(), self._agent
+        future = self._type
+        if future is None or _has_failed(future):
+            if isinstance(held, Entry):
+                future = held.future.then(lambda done: type(done.value()))
+            else:
+                self._check(held, "_get_type")
+                asked = fetch_type, (held.reference,)
+                future = agent.call(held.owner, *asked, timeout=timeout, keep=self)
+            self._type = future
+        if not blocking:
+            return future
         if isinstance(held, Entry):
-            future: Future[Any] = held.future.then(lambda done: type(done.value()))
-            return self._agent.await_future(future, timeout, "RRef type") if blocking else future
-        self._check(held)
-        future = self._agent.call(held.owner, fetch_type, (held.reference,), timeout=timeout, keep=self)
-        return future.wait() if blocking else future
+            return agent.await_future(future, timeout, "RRef type")
+        return future.wait()
 
     def _get_future(self) -> Future[Any]:
         """Done when the value has been made, with the error if there was one."""
@@ -175,10 +202,13 @@ class RRefProxy:
         if isinstance(held, Entry):
             owner, number = agent.rank, held.number
         else:
-            rref._check(held)
+            rref._check(held, self._kind)
             owner, number = held.owner, held.reference
         to_call, doing = (number, name, args, kwargs), Named(f"method {name} of an RRef's value")
         if self._kind == "remote":
+            # What has no such method shall be an error here, as it is in the other two kinds of call.
+            if not hasattr(rref._get_type(self._timeout), name):
+                agent.call(owner, check_method, (number, name), timeout=self._timeout, keep=rref).wait()
             return remote_call(
                 agent, owner, call_method, to_call, None, self._timeout, keep=rref, doing=doing
             )
@@ -189,10 +219,23 @@ class RRefProxy:
 @async_execution
 def call_method(number: Number, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the value of a reference that this worker owns."""
-    value = current_agent().references.value(number)
-    if not value.done():
-        return _flat(value.then(lambda done: _called(done.value(), name, args, kwargs)))
-    return _called(value.value(), name, args, kwargs)
+    return _used(number, lambda value: _called(value, name, args, kwargs))
+
+
+@async_execution
+def check_method(number: Number, name: str) -> Future[None]:
+    """Fail unless the value of a reference that this worker owns has a method."""
+    return _used(number, lambda value: _done(getattr(value, name) and None))
+
+
+def _has_failed(future: Future[Any]) -> bool:
+    if not future.done():
+        return False
+    try:
+        future.value()
+    except Exception:
+        return True
+    return False
 
 
 def _called(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
@@ -200,29 +243,39 @@ def _called(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     result = method(*args, **kwargs)
     if hasattr(method, MARK):
         return result  # type: ignore[no-any-return]
+    return _done(result)
+
+
+def _done(value: Any) -> Future[Any]:
     done: Future[Any] = Future()
-    done.set_result(result)
+    done.set_result(value)
     return done
 
 
-def _flat(nested: Future[Future[Any]]) -> Future[Any]:
-    """A future of what the future within a future has."""
-    flat: Future[Any] = Future()
+def _used(number: Number, use: Callable[[Any], Future[Any]]) -> Future[Any]:
+    """Do something with the value of a reference, as soon as it is there; a future of what comes of that.
+
+    Errors are what they are: what a callback of a future raises would become a RuntimeError.
+    """
+    value = current_agent().references.value(number)
+    if value.done():
+        return use(value.value())
+    result: Future[Any] = Future()
 
     def inner(future: Future[Any]) -> None:
         try:
-            flat.set_result(future.value())
+            result.set_result(future.value())
         except Exception as error:
-            flat.set_exception(error)
+            result.set_exception(error)
 
-    def outer(future: Future[Future[Any]]) -> None:
+    def outer(future: Future[Any]) -> None:
         try:
-            future.value().then(inner)
+            use(future.value()).add_done_callback(inner)
         except Exception as error:
-            flat.set_exception(error)
+            result.set_exception(error)
 
-    nested.add_done_callback(outer)
-    return flat
+    value.add_done_callback(outer)
+    return result
 
 
 def remote_call(
@@ -266,6 +319,9 @@ def remote_call(
     def answered(future: Future[Any]) -> None:
         try:
             future.value()
+        except RpcTimeoutError as error:
+            late = f"RRef creation via rpc.remote() timed out, so there may be no value: {error}"
+            known.disown(user, RpcTimeoutError(late))
         except Exception as error:
             known.disown(user, error)
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import re
 import threading
 import warnings
 import weakref
@@ -12,7 +11,7 @@ from typing import Any
 
 from torchestra.engine import warm_up
 from torchestra.engine.joining import join
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, RemoteReferenceError, RpcError
+from torchestra.errors import InvalidArgumentTypeError, RemoteReferenceError, RpcError
 from torchestra.process_group.starting import choose_backend
 from torchestra.rendezvous import rendezvous
 from torchestra.rpc import leaks
@@ -21,10 +20,10 @@ from torchestra.rpc.closing import Closing
 from torchestra.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
 from torchestra.rpc.current import agent_or_none, current_agent, set_agent
 from torchestra.rpc.options import BackendType, RpcBackendOptions
+from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.store import PrefixStore
 from torchestra.thread_ranks import current_thread_rank
 
-_NAME = re.compile(r"[\w:-]{1,127}", re.ASCII)
 _MEETING_SECONDS = 1800.0
 
 _open: weakref.WeakSet[Agent] = weakref.WeakSet()
@@ -48,9 +47,8 @@ def init_rpc(
         rpc_backend_options: see :class:`RpcBackendOptions`.
 
     Raises:
-        InvalidArgumentError: an argument is wrong, two workers have one name, or something is missing from
-            the environment.
-        RpcError: this rank is a worker already.
+        InvalidArgumentError: an argument is wrong, or something is missing from the environment.
+        RpcError: this rank is a worker already, or two workers have one name.
         CollectiveTimeoutError, StoreTimeoutError: the others did not come in time.
     """
     if backend is not None and not isinstance(backend, BackendType):
@@ -59,11 +57,7 @@ def init_rpc(
         raise InvalidArgumentTypeError(
             "Argument rpc_backend_options must be an instance of RpcBackendOptions"
         )
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidArgumentError(
-            "Worker name must match ^[A-Za-z0-9-_:]*$ and be shorter than 128 characters, and not empty; got"
-            f" {name!r}"
-        )
+    WorkerInfo(name, rank)
     if agent_or_none() is not None:
         raise RpcError("RPC is already initialized")
     options = rpc_backend_options or RpcBackendOptions()
@@ -103,7 +97,7 @@ def _meet(store: PrefixStore, name: str, rank: int, size: int, seconds: float) -
     names = [store.get(key).decode() for key in keys]
     for peer, other in enumerate(names):
         if names.index(other) != peer:
-            raise InvalidArgumentError(
+            raise RpcError(
                 f"RPC worker name {other!r} is not unique: ranks {names.index(other)} and {peer} both have it"
             )
     return names
