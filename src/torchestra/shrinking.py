@@ -11,7 +11,10 @@ from torchestra.world import AnyGroup, default_group
 __all__ = ["SHRINK_ABORT", "SHRINK_DEFAULT", "shrink_group"]
 
 SHRINK_DEFAULT = 0x00
+"""For :func:`shrink_group`: what this rank has begun in the group ends first."""
+
 SHRINK_ABORT = 0x01
+"""For :func:`shrink_group`: what has been begun in the group fails."""
 
 
 def shrink_group(

@@ -13,7 +13,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long an operation of a group may wait for the other ranks when nothing else is said."""
 
 Timeout = Union[timedelta, float, int]
-"""A duration: a :class:`datetime.timedelta`, or a number of seconds."""
+"""A :class:`datetime.timedelta`, or a number of seconds."""
 
 
 def timeout_seconds(timeout: Timeout) -> float:

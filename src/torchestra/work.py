@@ -93,7 +93,8 @@ class Work:
 
         Raises:
             CollectiveTimeoutError: ``timeout`` has passed; the operation goes on, and can be waited for
-            again. DistError: what the operation failed with.
+                again.
+            DistError: what the operation failed with.
         """
         if not self._done.is_set():
             if self.held:

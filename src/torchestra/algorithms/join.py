@@ -89,7 +89,7 @@ class Joinable(ABC):
     @property
     @abstractmethod
     def join_process_group(self) -> Any:
-        """The group whose ranks join; all joinables of a context have the same. None: the default group."""
+        """The group whose ranks join (None: the default group); all joinables of a context have the same."""
         ...
 
 

@@ -176,7 +176,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._collected = []  # of fewer parameters
 
     def follow_options(self) -> None:
-        """Give this rank's optimizer the options of :attr:`param_groups`, which may have been changed."""
+        """Give this rank's optimizer the options of ``param_groups``, which may have been changed."""
         _copy_options(self, self.optim)
 
     # -- steps

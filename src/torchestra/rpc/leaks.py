@@ -3,3 +3,4 @@
 from __future__ import annotations
 
 ignored: bool = True
+"""Whether a graceful shutdown lets references that are still in use pass; else it raises, and names them."""

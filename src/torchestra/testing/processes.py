@@ -195,7 +195,8 @@ def _remove(path: str) -> None:
 class MultiProcessTestCase(MultiProcessTests, TestCase):
     """A test case each of whose tests runs in several processes, each a rank.
 
-    See :class:`MultiProcessTests`, and :class:`TestCase` for what its ``assertEqual`` compares.
+    See :class:`~torchestra.testing.processes.MultiProcessTests`, and :class:`TestCase` for what its
+    ``assertEqual`` compares.
     """
 
     __test__ = False

@@ -60,6 +60,7 @@ TEST_SKIPS: dict[str, TestSkip] = {
     "importerror": TestSkip(88, "Test skipped due to missing import"),
     "no_accelerator": TestSkip(89, "accelerator is not available."),
 }
+"""Why a test is skipped, by name: the exit code by which a rank says so, and what the test then tells."""
 
 
 def skip_reason(exit_code: object) -> str | None:

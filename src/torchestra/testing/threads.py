@@ -128,9 +128,9 @@ def spawn_threads_and_init_comms(
         timeout: seconds that the whole may take.
         world_size: how many ranks; default 4.
 
-    Raises (the decorated test):
-        RankFailure: a rank raised; carries its traceback, and its exception as the cause. The others
-            were released at once.
+    Raises:
+        RankFailure: a rank raised (so raises the decorated test); carries its traceback, and its exception as
+            the cause. The others were released at once.
         unittest.SkipTest: a rank raised it, or left with one of the exit codes of :data:`TEST_SKIPS`.
     """
     if func is None:
@@ -235,7 +235,8 @@ def _joining(test: Callable[[], None]) -> Callable[[MultiThreadedTests], None]:
 class MultiThreadedTestCase(MultiThreadedTests, TestCase):
     """A test case each of whose tests runs on several threads, each a rank in a default group.
 
-    See :class:`MultiThreadedTests`, and :class:`TestCase` for what its ``assertEqual`` compares.
+    See :class:`~torchestra.testing.threads.MultiThreadedTests`, and :class:`TestCase` for what its
+    ``assertEqual`` compares.
     """
 
     __test__ = False

@@ -123,8 +123,8 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         NotInitializedError: there is no default group, and none was given.
         GradientReductionError: from a forward pass: the backward before has left out parameters, or has
             raised. From a backward: it has computed a gradient twice. The message says which and what to do.
-        RankFailedError, CollectiveTimeoutError and what else an all_reduce raises: from construction, forward
-            and backward. The group cannot be used any more.
+        RankFailedError, CollectiveTimeoutError, GroupAbortedError: from construction, forward and backward,
+            as from an all_reduce. The group cannot be used any more.
     """
 
     def __init__(
@@ -375,17 +375,17 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         )
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
-        """For a join context: what shadows the steps of this wrapper."""
+        """What shadows the steps of this wrapper in a join context."""
         return DDPJoinHook(self, divide_by_initial_world_size)
 
     @property
     def join_device(self) -> torch.device:
-        """For a join context: the CPU."""
+        """The device of a join context (the CPU)."""
         return self.device
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """For a join context: the group."""
+        """The group of a join context."""
         return self.process_group
 
     def _take_state_of(self, rank: int) -> None:
