@@ -13,18 +13,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchestra.engine.channels import matching
 from torchestra.engine.channels import words as w
+from torchestra.engine.channels import working
 from torchestra.engine.channels.traffic import CLOSE_SECONDS, LOOK_SECONDS, Traffic
 from torchestra.engine.channels.transfer import Record, Transfer, Waiter
 from torchestra.engine.layout import ABORTED, DONE, MISMATCH
 
-_run: Any = matching.run
-_cancel: Any = matching.cancel
-_occupy: Any = matching.occupy
-_vacate: Any = matching.vacate
-_call_attention: Any = matching.call_attention
-_discard: Any = matching.discard
+_run: Any = working.run
+_cancel: Any = working.cancel
+_occupy: Any = working.occupy
+_vacate: Any = working.vacate
+_call_attention: Any = working.call_attention
+_discard: Any = working.discard
 
 # A wait that finds the mailbox's thread at work asks it to leave off, and looks so often, after so long each.
 _CLAIMS = 5

@@ -1,6 +1,6 @@
 """What of a mailbox is under way, moved by whoever waits for some of it, or else by the mailbox's thread.
 
-Calls leave transfers in ``_inbox``, in their order. Whoever then occupies the state (BUSY, see matching.py)
+Calls leave transfers in ``_inbox``, in their order. Whoever then occupies the state (BUSY, see working.py)
 works for all: posts what is in the inbox, runs the kernel that moves all transfers together, and tells what
 is finished. A thread that waits for a transfer works so on its own account, which spares two changes
 of thread; the mailbox's thread (started when first needed) works when for GRACE nobody has, and looks after
@@ -30,20 +30,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchestra.engine.channels import matching
 from torchestra.engine.channels import words as w
+from torchestra.engine.channels import working
 from torchestra.engine.channels.transfer import Record, Transfer, Waiter
 from torchestra.engine.channels.wording import Wording
 from torchestra.engine.compilation import entry_point
 from torchestra.engine.layout import ABORTED, DONE
 
-_post: Any = matching.post
-_run: Any = matching.run
-_cancel: Any = matching.cancel
-_forget: Any = matching.forget
-_occupy: Any = matching.occupy
-_vacate: Any = matching.vacate
-_call_attention: Any = matching.call_attention
+_post: Any = working.post
+_run: Any = working.run
+_cancel: Any = working.cancel
+_forget: Any = working.forget
+_occupy: Any = working.occupy
+_vacate: Any = working.vacate
+_call_attention: Any = working.call_attention
 
 LOOK_SECONDS = 0.05
 CLOSE_SECONDS = 10.0
@@ -79,7 +79,7 @@ class Traffic:
             (w.SIZE, size),
         ):
             self._words[offset // 8] = value
-        self._transfer = entry_point(matching.transfer)
+        self._transfer = entry_point(working.transfer)
         self._tokens = itertools.count(-1, -1)
         self._free: list[Record] = []
         self._pending: dict[int, Transfer] = {}  # by the address of the record
