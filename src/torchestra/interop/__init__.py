@@ -1,0 +1,1 @@
+"""Where torchestra serves other libraries; the only place, bridges apart, that imports torch.distributed."""

@@ -1,0 +1,18 @@
+"""Torchestra as a backend of torch.distributed: ``init_process_group("torchestra")``.
+
+Importing this registers the backend, unless torch has done so by itself (``torch.backends`` entry points are
+loaded by ``import torch``). Then PyTorch's own DistributedDataParallel, FSDP, DTensor, checkpoints and
+functional collectives run on torchestra's engine, as does whatever else is written for torch.distributed.
+See docs/interop.md.
+"""
+
+from __future__ import annotations
+
+from torchestra.interop.autoload import BACKEND, register
+from torchestra.interop.torch_distributed.group import TorchestraGroup
+from torchestra.interop.torch_distributed.inner import inner_group, monitored_barrier
+from torchestra.interop.torch_distributed.works import TorchestraWork
+
+__all__ = ["BACKEND", "TorchestraGroup", "TorchestraWork", "inner_group", "monitored_barrier", "register"]
+
+register()

@@ -1,0 +1,239 @@
+"""A group of torch.distributed that runs on torchestra's engine.
+
+torch.distributed lets process groups be written in Python: it and its C++ parts call the methods of this
+class. What a group can do is in operations.py; here is what it is, which devices it serves, and its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C import _distributed_c10d as c10d
+
+from torchestra.communicator import Communicator
+from torchestra.interop.autoload import BACKEND
+from torchestra.interop.torch_distributed.meeting import meet
+from torchestra.interop.torch_distributed.operations import Block, Operations
+from torchestra.interop.torch_distributed.other_devices import Membership, backends_by_device, group_on
+from torchestra.options import GroupOptions
+from torchestra.process_group import ProcessGroup
+from torchestra.staging import POSSIBLE
+from torchestra.types import Timeout
+
+__all__ = ["TorchestraGroup"]
+
+_Base: Any = distributed.ProcessGroup  # whose annotations leave out half of what its methods take
+
+
+class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
+    """A ``torch.distributed.ProcessGroup`` on torchestra's engine.
+
+    Made by ``torch.distributed.init_process_group("torchestra")``, ``new_group`` and so on. Every method is
+    to be called by all ranks of the group in the same order, messages apart, and returns a
+    ``torch.distributed.Work``. Errors are torchestra's, which name ranks, and torch.distributed's at once.
+
+    Args:
+        inner: the group of torchestra that it runs on.
+        store: torch's store, which the ranks share.
+        backend_options: for the backends of other devices.
+
+    Attributes:
+        inner: the group of torchestra.
+    """
+
+    supports_splitting = True
+    supports_coalescing = True
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def __init__(self, inner: ProcessGroup, store: c10d.Store, backend_options: Any = None) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+        self._store = store
+        self._backend_options = backend_options
+        self._rank, self._size = inner.rank(), inner.size()
+        self._name = inner.group_name
+        self._description = "undefined"
+        # Of whom torch has been asked to serve each device; known once torch has entered the group.
+        self._asked: dict[str, str] | None = None
+        self._others: dict[str, distributed.ProcessGroup] = {}
+        # What the short ways use, once it is known that the group is to serve the CPU.
+        self._quick: Communicator | None = None
+        self._block: Block | None = None
+
+    # -- what it is
+
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._size
+
+    def name(self) -> str:
+        """The backend's name."""
+        return BACKEND
+
+    _get_backend_name = getBackendName = name
+
+    @property
+    def group_name(self) -> str:
+        """The group's name in torch.distributed."""
+        return self._name
+
+    def getGroupName(self) -> str:
+        """:attr:`group_name`, for C++."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """For torch.distributed: name the group."""
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, in words."""
+        return self._description
+
+    def getGroupDesc(self) -> str:
+        """:attr:`group_desc`, for C++."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """For torch.distributed: describe the group."""
+        self._description = self.inner.group_desc = description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+    def get_group_store(self) -> c10d.Store:
+        """The store that the group was made over."""
+        return self._store
+
+    @property
+    def options(self) -> GroupOptions:
+        """What the group was made with, and its present time-out; a copy."""
+        return self.inner.options
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Change how long later operations may wait. Concerns this rank only."""
+        self.inner.set_timeout(timeout)
+        for other in self._others.values():
+            other.set_timeout(self.inner.timeout)
+
+    _set_default_timeout = set_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.inner.get_sequence_number_for_group()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to do: the ranks' sequence numbers agree since the group was made."""
+
+    # -- devices
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        devices = self._asked or backends_by_device(self) or ("cpu", "cuda")
+        return [torch.device(device) for device in devices if device != "cuda" or torch.cuda.is_available()]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        kind = torch.device(device).type
+        if (other := self._other_group_on(kind)) is not None:
+            return other._get_backend(torch.device(device))
+        if kind != "cpu" and not (kind == "cuda" and POSSIBLE):
+            raise RuntimeError(f"No backend type associated with device type {kind}")
+        return self
+
+    def _other_group_on(self, device: str) -> Any:
+        """The group that serves a device where that is not this one. To be called by all ranks."""
+        self._ask_torch()
+        backend = BACKEND if self._asked is None else self._asked.get(device, BACKEND)
+        if backend == BACKEND:
+            return None
+        if device not in self._others:
+            member = Membership(
+                self._store,
+                self._rank,
+                self._size,
+                list(self.inner.ranks),
+                self.inner.timeout,
+                self._name,
+                self._description,
+                self._backend_options,
+            )
+            self._others[device] = group_on(device, backend, member)
+        return self._others[device]
+
+    def _ask_torch(self) -> None:
+        if self._asked is None:
+            self._asked = backends_by_device(self)
+        if self._asked is not None and self._asked.get("cpu") == BACKEND:
+            self._quick = self.inner.communicator
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether torch may have tensors of a device allocated by the group: no."""
+        return False
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Nothing to do: the ranks have met."""
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing to do: who is not in a part of the group has no part in making it."""
+
+    # -- other groups, and the end
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> TorchestraGroup | None:
+        """Make a group of some of this one's ranks, which all of those must call; None for any other rank.
+
+        Args:
+            new_ranks: numbers in this group.
+            timeout: default: this group's.
+            opts, device_types: have no meaning here.
+            group_name, group_desc: of the new group.
+        """
+        members = sorted(new_ranks)
+        if self._rank not in members:
+            return None
+        name = group_name or f"{self._name}:split:{'-'.join(map(str, members))}"
+        asked = c10d._DistributedBackendOptions()
+        asked.store = c10d.PrefixStore(f"{name}/", self._store)
+        asked.group_rank, asked.group_size = members.index(self._rank), len(members)
+        asked.timeout = self.inner.timeout if timeout is None else timeout
+        asked.group_id = name
+        asked.global_ranks_in_group = [self.inner.ranks[rank] for rank in members]
+        group = TorchestraGroup(meet(asked), asked.store, self._backend_options)
+        group.setGroupName(name)
+        group.setGroupDesc(group_desc or f"{self._description}:split")
+        return group
+
+    def abort(self) -> None:
+        """Leave the group at once; peers that are in an operation of it, or come later, get an error."""
+        communicator = self.inner.communicator
+        if not communicator.closed:
+            communicator.engine.member.abort(f"rank {self._rank} has aborted the group")
+        for other in self._others.values():
+            other.abort()
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Leave the group; operations that are queued are run first."""
+        if not self.inner.communicator.closed:
+            self.inner.destroy()
+        for other in self._others.values():
+            other.shutdown()
+        self._others.clear()
+
+    def __repr__(self) -> str:
+        place = f"rank {self._rank} of {self._size}"
+        return f"<TorchestraGroup {self._name!r}: {place}>"

@@ -1,0 +1,54 @@
+"""From a group of torch.distributed to the group of torchestra that it runs on."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch import distributed
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.interop.torch_distributed.group import TorchestraGroup
+from torchestra.process_group import ProcessGroup
+
+__all__ = ["inner_group", "monitored_barrier"]
+
+
+def inner_group(group: distributed.ProcessGroup | None = None) -> ProcessGroup:
+    """The :class:`torchestra.ProcessGroup` that a group of torch.distributed runs on.
+
+    Its ranks, memory, statistics and operations can be used beside torch.distributed's, in one order.
+
+    Args:
+        group: default: the default group.
+
+    Raises:
+        InvalidArgumentError: the group has another backend.
+    """
+    chosen = distributed.group.WORLD if group is None else group
+    if not isinstance(chosen, TorchestraGroup):
+        raise InvalidArgumentError(f'{chosen!r} is no group of backend "torchestra"')
+    return chosen.inner
+
+
+def monitored_barrier(
+    group: distributed.ProcessGroup | None = None,
+    timeout: timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """``torch.distributed.monitored_barrier``, which itself serves groups named "gloo" only.
+
+    To be called by all ranks of the group. Returns when all have; else rank 0 says who is missing.
+
+    Args:
+        group: default: the default group.
+        timeout: how long rank 0 waits; default: the group's.
+        wait_all_ranks: name all that are missing, not only the first.
+
+    Raises:
+        RuntimeError: not all came, or some are dead.
+        InvalidArgumentError: the group has another backend.
+    """
+    chosen = distributed.group.WORLD if group is None else group
+    if not isinstance(chosen, TorchestraGroup):
+        raise InvalidArgumentError(f'{chosen!r} is no group of backend "torchestra"')
+    chosen.monitored_barrier(timeout, wait_all_ranks)

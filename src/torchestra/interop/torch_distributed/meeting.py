@@ -1,0 +1,43 @@
+"""How the ranks of a group of torch.distributed meet, and which kind they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from torchestra.errors import DistError
+from torchestra.interop.torch_distributed.errors import as_torch_error
+from torchestra.options import GroupOptions
+from torchestra.process_group import ProcessGroup
+from torchestra.store.torch_agent import TorchStore
+
+__all__ = ["meet"]
+
+
+def meet(options: Any) -> ProcessGroup:
+    """Meet the other ranks.
+
+    Raises:
+        DistBackendError: not all have come in time, or they cannot share memory; torch.distributed's too.
+    """
+    rank, size = options.group_rank, options.group_size
+    store = TorchStore(options.store)
+    try:
+        # A group may be made again over a store that outlives the first, under the same name.
+        again = store.add(f"torchestra/made/{rank}", 1)
+        return ProcessGroup(
+            store,
+            rank,
+            size,
+            GroupOptions(options.timeout, backend="threads" if _ranks_are_threads() else "native"),
+            name=f"torch-{options.group_id}-{again}",
+            ranks=list(options.global_ranks_in_group) or None,
+        )
+    except DistError as error:
+        raise as_torch_error(error) from error.__cause__
+
+
+def _ranks_are_threads() -> bool:
+    """Whether each thread has a torch.distributed of its own, as in torch's tests with ranks as threads."""
+    return not isinstance(c10d._world, c10d._World)

@@ -1,0 +1,264 @@
+"""The operations of a group of torch.distributed, run on torchestra's engine.
+
+torch.distributed's Python calls these methods directly; its C++ parts (the reducer of
+DistributedDataParallel, functional collectives) through pybind11, which finds them by name. So they have
+torch's names and take torch's options. Most are handed to the same method of a
+:class:`torchestra.ProcessGroup`. The commonest have short ways, since a small operation takes less time than
+torch.distributed's own Python around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from torchestra.communicator import Communicator
+from torchestra.errors import DistError
+from torchestra.interop.torch_distributed.errors import as_torch_error
+from torchestra.interop.torch_distributed.options import in_our_terms, reduction
+from torchestra.interop.torch_distributed.works import FinishedWork, TorchestraWork, joined
+from torchestra.order import Step
+from torchestra.process_group import ProcessGroup
+from torchestra.types import ReduceOp, Timeout
+from torchestra.work import Work
+
+__all__ = ["Operations"]
+
+_SUM: Any = c10d.ReduceOp.SUM
+_UNSET = timedelta(milliseconds=-1)
+
+
+def _handed_on(torch_name: str, name: str) -> Callable[..., Any]:
+    """The method of torch's name that calls torchestra's."""
+
+    def method(self: Operations, *args: Any, **kwargs: Any) -> Any:
+        other = self._other_group_for([*args, *kwargs.values()])
+        if other is not None:
+            return getattr(other, torch_name)(*args, **kwargs)
+        try:
+            work = getattr(self.inner, name)(
+                *map(in_our_terms, args), **{key: in_our_terms(value) for key, value in kwargs.items()}
+            )
+        except DistError as error:
+            raise as_torch_error(error) from error.__cause__
+        return TorchestraWork(work)
+
+    method.__name__ = torch_name
+    method.__doc__ = getattr(ProcessGroup, name).__doc__
+    return method
+
+
+class Block:
+    """Operations that are being coalesced: collectives that wait for its end, and messages that do not."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._collecting = contextlib.ExitStack()
+        self._steps: list[Step] = self._collecting.enter_context(group.communicator.collecting())
+        self.messages: list[Work] = []
+
+    def run(self) -> Work:
+        self.drop()
+        works = self.messages
+        if self._steps:
+            names = ", ".join(dict.fromkeys(step.description for step in self._steps))
+            work = self._group.communicator.run_steps(self._steps, f"coalesced {names}", async_op=True)
+            assert work is not None
+            works = [*works, work]
+        return works[0] if len(works) == 1 else joined(works, "coalesced operations")
+
+    def drop(self) -> None:
+        self._collecting.close()
+
+
+class Operations:
+    """What a group of torch.distributed can do; to be called by all ranks in one order, messages apart.
+
+    Attributes:
+        inner: the group of torchestra.
+    """
+
+    inner: ProcessGroup
+    _size: int
+    _quick: Communicator | None
+    _block: Block | None
+
+    def _other_group_on(self, device: str) -> Any:
+        """The group that serves a type of device where that is not this one, or None."""
+        raise NotImplementedError
+
+    def _other_group_for(self, values: Sequence[Any]) -> Any:
+        """The group that serves the first tensor among an operation's arguments, if not this one."""
+        tensor = _first_tensor(values)
+        return None if tensor is None else self._other_group_on(tensor.device.type)
+
+    def allreduce(self, tensors: Any = None, opts: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Replace the tensor on every rank by the reduction of all ranks' tensors."""
+        quick = self._quick
+        if (
+            quick is not None
+            and opts.__class__ is c10d.AllreduceOptions
+            and tensors.__class__ is list
+            and len(tensors) == 1
+            and tensors[0].is_cpu
+        ):
+            op, timeout = opts.reduceOp, opts.timeout
+            try:
+                work = quick.all_reduce(
+                    tensors[0],
+                    ReduceOp.SUM if op == _SUM else reduction(op),
+                    opts.asyncOp,
+                    None if timeout == _UNSET else timeout.total_seconds(),
+                )
+            except DistError as error:
+                raise as_torch_error(error) from error.__cause__
+            return FinishedWork(tensors) if work is None else TorchestraWork(work)
+        return self._allreduce(tensors, opts, *args, **kwargs)
+
+    def broadcast(self, tensors: Any = None, opts: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Replace every rank's tensor by the root's."""
+        quick = self._quick
+        if (
+            quick is not None
+            and opts.__class__ is c10d.BroadcastOptions
+            and tensors.__class__ is list
+            and len(tensors) == 1
+            and tensors[0].is_cpu
+            and 0 <= opts.rootRank < self._size
+        ):
+            timeout = opts.timeout
+            try:
+                work = quick.broadcast(
+                    tensors[0],
+                    opts.rootRank,
+                    opts.asyncOp,
+                    None if timeout == _UNSET else timeout.total_seconds(),
+                )
+            except DistError as error:
+                raise as_torch_error(error) from error.__cause__
+            return FinishedWork(tensors) if work is None else TorchestraWork(work)
+        return self._broadcast(tensors, opts, *args, **kwargs)
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
+        """Put every rank's tensor, one after the other, into the output."""
+        quick = self._quick
+        if quick is not None and opts.__class__ is c10d.AllgatherOptions and output.is_cpu and input.is_cpu:
+            timeout = opts.timeout
+            try:
+                work = quick.all_gather_into_tensor(
+                    output, input, opts.asyncOp, None if timeout == _UNSET else timeout.total_seconds()
+                )
+            except DistError as error:
+                raise as_torch_error(error) from error.__cause__
+            return FinishedWork([output]) if work is None else TorchestraWork(work)
+        return self._all_gather_single(output, input, opts)
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
+        """Reduce the ranks' inputs, and put this rank's piece of the result into its output."""
+        quick = self._quick
+        if (
+            quick is not None
+            and opts.__class__ is c10d.ReduceScatterOptions
+            and output.is_cpu
+            and input.is_cpu
+        ):
+            op, timeout = opts.reduceOp, opts.timeout
+            try:
+                work = quick.reduce_scatter_tensor(
+                    output,
+                    input,
+                    ReduceOp.SUM if op == _SUM else reduction(op),
+                    opts.asyncOp,
+                    None if timeout == _UNSET else timeout.total_seconds(),
+                )
+            except DistError as error:
+                raise as_torch_error(error) from error.__cause__
+            return FinishedWork([output]) if work is None else TorchestraWork(work)
+        return self._reduce_scatter_single(output, input, opts)
+
+    _allreduce = _handed_on("allreduce", "allreduce")
+    _broadcast = _handed_on("broadcast", "broadcast")
+    _all_gather_single = _handed_on("all_gather_single", "allgather_into_tensor")
+    _reduce_scatter_single = _handed_on("reduce_scatter_single", "reduce_scatter_tensor")
+    allreduce_coalesced = _handed_on("allreduce_coalesced", "allreduce_coalesced")
+    reduce = _handed_on("reduce", "reduce")
+    allgather = _handed_on("allgather", "allgather")
+    allgather_coalesced = _handed_on("allgather_coalesced", "allgather_coalesced")
+    all_gather_single_coalesced = _handed_on("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    gather = _handed_on("gather", "gather")
+    scatter = _handed_on("scatter", "scatter")
+    reduce_scatter = _handed_on("reduce_scatter", "reduce_scatter")
+    reduce_scatter_single_coalesced = _handed_on(
+        "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+    )
+    all_to_all_single = _handed_on("all_to_all_single", "alltoall_base")
+    alltoall = _handed_on("alltoall", "alltoall")
+    barrier = _handed_on("barrier", "barrier")
+
+    # Earlier versions of torch call them by these names.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
+        """Begin to send a tensor to a rank of the group; to be called by the two ranks only."""
+        return self._message("send", tensors, dstRank, tag)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
+        """Begin to receive a tensor from a rank of the group; to be called by the two ranks only."""
+        return self._message("recv", tensors, srcRank, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Begin to receive from whichever rank sends first."""
+        return self._message("recv_anysource", tensors, tag)
+
+    def _message(self, name: str, *args: Any) -> Any:
+        other = self._other_group_for(args)
+        if other is not None:
+            return getattr(other, name)(*args)
+        try:
+            work = getattr(self.inner, name)(*args)
+        except DistError as error:
+            raise as_torch_error(error) from error.__cause__
+        if self._block is not None:
+            self._block.messages.append(work)
+        return TorchestraWork(work)
+
+    def monitored_barrier(self, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
+        """Return when all ranks have called; else rank 0 says who is missing."""
+        try:
+            self.inner.monitored_barrier(timeout, wait_all_ranks)
+        except DistError as error:
+            raise as_torch_error(error) from error.__cause__
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if (other := self._other_group_on(torch.device(device).type)) is not None:
+            other._start_coalescing(device)
+            return
+        if self._block is not None:
+            self._block.drop()  # torch's manager does not end its block if an exception leaves it
+        self._block = Block(self.inner)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        if (other := self._other_group_on(torch.device(device).type)) is not None:
+            return other._end_coalescing(device)
+        block, self._block = self._block, None
+        if block is None:
+            raise RuntimeError("_end_coalescing() was called without _start_coalescing()")
+        return TorchestraWork(block.run())
+
+
+def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, (list, tuple)) and (found := _first_tensor(value)) is not None:
+            return found
+    return None

@@ -1,0 +1,53 @@
+"""Torch's option objects and reduce operations, as torchestra's."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+from torchestra import options as our
+from torchestra.errors import InvalidArgumentError
+from torchestra.options import OperationOptions
+from torchestra.types import ReduceOp
+
+# BXOR's value and so on; the names are the same.
+_REDUCTIONS: dict[int, ReduceOp] = {
+    int(getattr(c10d.ReduceOp.RedOpType, name)): getattr(ReduceOp, name)
+    for name in ReduceOp._NAMES
+    if name != "PREMUL_SUM"
+}
+_OPTIONS: dict[type, type[OperationOptions]] = {
+    getattr(c10d, name): getattr(our, name)
+    for name in our.__all__
+    if name.endswith("Options") and hasattr(c10d, name)
+}
+
+
+def reduction(op: Any) -> ReduceOp:
+    """The reduce operation that torch's is.
+
+    Raises:
+        InvalidArgumentError: torchestra has none such.
+    """
+    kind: Any = op if isinstance(op, c10d.ReduceOp.RedOpType) else op.op
+    if (found := _REDUCTIONS.get(int(kind))) is not None:
+        return found
+    if kind == c10d.ReduceOp.PREMUL_SUM and kind is not op:
+        _, factor = op.__getstate__()
+        return ReduceOp.premul_sum(float(factor))
+    raise InvalidArgumentError(f"torchestra has no reduce operation {op}")
+
+
+def in_our_terms(value: Any) -> Any:
+    """An argument of a method of torch's process groups, as the same method of torchestra's takes it."""
+    kind = _OPTIONS.get(type(value))
+    if kind is not None:
+        given = {each.name: getattr(value, each.name) for each in fields(kind) if hasattr(value, each.name)}
+        if "reduceOp" in given:
+            given["reduceOp"] = reduction(given["reduceOp"])
+        return kind(**given)
+    if isinstance(value, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
+        return reduction(value)
+    return value
