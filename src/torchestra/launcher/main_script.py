@@ -12,42 +12,55 @@ import io
 import os
 import sys
 import types
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
 
 from torchestra.launcher.spec import MainModule, Script
 
-__all__ = ["import_callers_main", "run_script"]
+__all__ = ["find_runnable", "import_callers_main", "load_script", "run_script"]
 
 
 def run_script(script: Script) -> None:
     """Run ``script`` as ``__main__`` in this process; returns when its last line has run.
 
-    Sets ``sys.argv``, and the first entry of ``sys.path`` (unless Python runs with a safe path) to the
-    script's directory, or for a module to the working directory.
-
     Raises:
         SystemExit: there is no such module, or none that can be run.
         BaseException: whatever the script raises.
     """
+    main, code = load_script(script)
+    exec(code, main.__dict__)
+
+
+def load_script(
+    script: Script, loader: type[SourceFileLoader] = SourceFileLoader
+) -> tuple[types.ModuleType, types.CodeType]:
+    """Make ``__main__`` the module that ``script`` is to run in, and compile it.
+
+    Sets ``sys.argv``, and the first entry of ``sys.path`` (unless Python runs with a safe path) to the
+    script's directory, or for a module to the working directory.
+
+    Args:
+        script: what to run.
+        loader: compiles it, if it is a file; a module's own loader does that.
+
+    Raises:
+        SystemExit: there is no such module, or none that can be run.
+    """
     path = os.path.abspath(script.name)
     if script.is_module:
         _set_path(os.getcwd())
-        _run_spec(_find_runnable(script.name), script.arguments)
-    elif os.path.isdir(path) or path.endswith((".zip", ".pyz")):
+        return _load_spec(find_runnable(script.name), script.arguments)
+    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
         _set_path(path)
         spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
         if spec is None:
             raise SystemExit(f"torchestra run: {script.name!r} has no __main__.py to run")
-        _run_spec(spec, script.arguments, argv0=script.name)
-    else:
-        _set_path(os.path.dirname(path))
-        sys.argv[:] = [script.name, *script.arguments]
-        main = _new_main("__main__", __file__=path, __cached__=None)
-        main.__dict__["__loader__"] = importlib.machinery.SourceFileLoader("__main__", path)
-        with io.open_code(path) as file:
-            source = file.read()
-        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+        return _load_spec(spec, script.arguments, argv0=script.name)
+    _set_path(os.path.dirname(path))
+    sys.argv[:] = [script.name, *script.arguments]
+    reader = loader("__main__", path)
+    main = _new_main("__main__", __file__=path, __cached__=None, __loader__=reader)
+    return main, reader.source_to_code(reader.get_data(path), path)
 
 
 def import_callers_main(main: MainModule) -> None:
@@ -77,8 +90,12 @@ def _set_path(directory: str) -> None:
         sys.path[0] = directory
 
 
-def _find_runnable(name: str) -> ModuleSpec:
-    """What ``python -m name`` would run: the module, or a package's ``__main__``."""
+def find_runnable(name: str) -> ModuleSpec:
+    """What ``python -m name`` would run: the module, or a package's ``__main__``.
+
+    Raises:
+        SystemExit: there is none.
+    """
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -91,10 +108,12 @@ def _find_runnable(name: str) -> ModuleSpec:
     return spec
 
 
-def _run_spec(spec: ModuleSpec, arguments: tuple[str, ...], argv0: str | None = None) -> None:
+def _load_spec(
+    spec: ModuleSpec, arguments: tuple[str, ...], argv0: str | None = None
+) -> tuple[types.ModuleType, types.CodeType]:
     sys.argv[:] = [argv0 or spec.origin or spec.name, *arguments]
     main = _module_of(spec, "__main__")
-    exec(spec.loader.get_code(spec.name), main.__dict__)  # type: ignore[union-attr]
+    return main, spec.loader.get_code(spec.name)  # type: ignore[union-attr]
 
 
 def _module_of(spec: ModuleSpec, name: str) -> types.ModuleType:

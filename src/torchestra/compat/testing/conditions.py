@@ -37,7 +37,7 @@ class DistTestCases:
         "cpu barrier": {"nccl", "ucc"},
     }
     backend_feature: ClassVar[dict[str, set[str]]] = {
-        "gpu": set(),
+        "gpu": {"nccl", "gloo", "ucc"},
         "cuda": {"nccl", "gloo", "ucc"},
         "ddp": {"nccl", "gloo", "ucc"},
         "subgroup": {"nccl", "gloo", "ucc"},

@@ -40,6 +40,19 @@ from torchestra.nn.parallel.logging_data import Logger
 from torchestra.nn.parallel.mixed_precision import LowPrecision, MixedPrecision, reduce_in
 from torchestra.nn.parallel.reducer import Reducer
 from torchestra.nn.parallel.statistics import Counters
+
+# torch has these in the module of this name, where code imports them from.
+from torchestra.nn.parallel.torch_names import (  # noqa: F401
+    _DEFAULT_BUCKET_CAP_MB,
+    _MB_TO_BYTES,
+    _BucketCapacityConfig,
+    _BufferCommHook,
+    _BufferCommHookLocation,
+    _DDPJoinHook,
+    _dump_DDP_relevant_env_vars,
+    _find_tensors,
+    _MixedPrecision,
+)
 from torchestra.nn.parallel.tracing import untraced
 from torchestra.process_group import ProcessGroup
 from torchestra.world import AnyGroup, default_group, is_initialized

@@ -1,0 +1,8 @@
+"""What stands for a renamed program's main module in the processes that it starts (running.py)."""
+
+from __future__ import annotations
+
+from torchestra.compat.running import run_again
+
+if __name__ == "__mp_main__":
+    run_again(globals())

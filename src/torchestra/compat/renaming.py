@@ -1,0 +1,164 @@
+"""The rename of torch.distributed, done to a program while it is compiled.
+
+Import statements are changed, and what is reached by attributes: ``torch.distributed.all_reduce``, or
+``nn.parallel.DistributedDataParallel`` after ``from torch import nn``. So nothing is wrapped or replaced in
+torch, other modules are as they were, and torch.compile sees plain modules. What a program looks up by a
+string (``importlib``, ``getattr``) is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from typing import Any
+
+__all__ = ["rename"]
+
+# By dotted path: a module of ours, and what of it (nothing: the module itself).
+_RENAMED = {
+    "torch.distributed": ("torchestra.compat", ""),
+    "torch._C._distributed_c10d": ("torchestra.compat.distributed_c10d", ""),
+    "torch.nn.SyncBatchNorm": ("torchestra.nn", "SyncBatchNorm"),
+    "torch.nn.parallel.DistributedDataParallel": ("torchestra.nn.parallel", "DistributedDataParallel"),
+    "torch.nn.parallel.distributed": ("torchestra.nn.parallel.distributed", ""),
+    "torch.utils.data.DistributedSampler": ("torchestra.compat.sampling", "DistributedSampler"),
+    "torch.utils.data.distributed": ("torchestra.compat.sampling", ""),
+}
+# Launching processes and supervising them, which concerns no group: torch's own serves.
+_KEPT = ("torch.distributed.elastic", "torch.distributed.launch", "torch.distributed.run")
+
+
+def rename(tree: ast.Module) -> ast.Module:
+    """The program after the rename, in place; an import of what has no counterpart raises ImportError."""
+    renaming = _Renaming(_bound(tree))
+    renaming.visit(tree)
+    imports = [ast.Import([ast.alias(module, name)]) for module, name in renaming.needed.items()]
+    first = 0
+    while first < len(tree.body) and _must_come_first(tree.body[first]):
+        first += 1
+    tree.body[first:first] = imports
+    return ast.fix_missing_locations(tree)
+
+
+def _must_come_first(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.ImportFrom):
+        return statement.module == "__future__"
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _within(path: str, parents: tuple[str, ...]) -> bool:
+    return f"{path}.".startswith(tuple(f"{parent}." for parent in parents))
+
+
+def _new_path(path: str) -> str | None:
+    """What a dotted path becomes, or None if it stays."""
+    if not _within(path, _KEPT):
+        for old, (module, name) in _RENAMED.items():
+            if _within(path, (old,)):
+                return (f"{module}.{name}" if name else module) + path[len(old) :]
+    return None
+
+
+def _bound(tree: ast.Module) -> dict[str, str]:
+    """The names that the program's imports bind to something of torch's, and its dotted path."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                root = alias.name.partition(".")[0]
+                bound[alias.asname or root] = alias.name if alias.asname else root
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            bound.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return {name: path for name, path in bound.items() if _within(path, ("torch",))}
+
+
+def _exists(path: str) -> bool:
+    """Whether there is a module, or something in a module, of a dotted path of ours."""
+    try:
+        importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not _within(path, (error.name,)):
+            return True  # it is there, and misses something itself: its import is to say so
+    else:
+        return True
+    module, _, name = path.rpartition(".")
+    return bool(module) and _exists(module) and hasattr(importlib.import_module(module), name)
+
+
+def _refusal(message: str) -> ast.stmt:
+    text = f"{message}: torchestra has no counterpart of it (docs/compat.md tells what it serves)"
+    return ast.parse(f"raise ImportError({text!r})").body[0]
+
+
+class _Renaming(ast.NodeTransformer):
+    """Changes a program.
+
+    Args:
+        bound: dotted paths of what its names stand for.
+
+    Attributes:
+        needed: modules that the changed program reaches something in, and the names that it has for them.
+    """
+
+    def __init__(self, bound: dict[str, str]) -> None:
+        self._bound = bound
+        self.needed: dict[str, str] = {}
+
+    def visit_Import(self, node: ast.Import) -> Any:
+        """``import torch.distributed.rpc [as rpc]``."""
+        statements: list[ast.stmt] = []
+        for alias in node.names:
+            new = _new_path(alias.name)
+            if new is None:
+                statements.append(ast.Import([alias]))
+            elif not _exists(new):
+                statements.append(_refusal(f"No module named {alias.name!r}"))
+            elif alias.asname:
+                statements.append(ast.Import([ast.alias(new, alias.asname)]))
+            else:  # binds `torch`; what is reached from there is renamed in its place
+                statements.append(ast.Import([ast.alias(alias.name.partition(".")[0])]))
+        return [ast.copy_location(statement, node) for statement in statements]
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        """``from torch.distributed import all_reduce``, ``from torch import distributed, nn``."""
+        if node.level or node.module is None:
+            return node
+        kept: list[ast.alias] = []
+        statements: list[ast.stmt] = []
+        for alias in node.names:
+            all_of_it = alias.name == "*"
+            new = _new_path(node.module if all_of_it else f"{node.module}.{alias.name}")
+            if new is None:
+                kept.append(alias)
+            elif not _exists(new):
+                what = "No module named" if all_of_it else f"cannot import name {alias.name!r} from"
+                statements.append(_refusal(f"{what} {node.module!r}"))
+            elif all_of_it:
+                statements.append(ast.ImportFrom(new, [alias], 0))
+            else:
+                module, _, name = new.rpartition(".")
+                statements.append(ast.ImportFrom(module, [ast.alias(name, alias.asname or alias.name)], 0))
+        if kept:
+            statements.insert(0, ast.ImportFrom(node.module, kept, 0))
+        return [ast.copy_location(statement, node) for statement in statements]
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        """``torch.distributed``, of which attributes may be taken."""
+        path = self._path(node)
+        if path is not None and _within(path, _KEPT):
+            return node
+        if path not in _RENAMED or not isinstance(node.ctx, ast.Load):
+            return self.generic_visit(node)
+        module, name = _RENAMED[path]
+        known_as = self.needed.setdefault(module, "_" + module.replace(".", "_"))
+        found: ast.expr = ast.Name(known_as, ast.Load())
+        if name:
+            found = ast.Attribute(found, name, ast.Load())
+        return ast.copy_location(found, node)
+
+    def _path(self, node: ast.expr) -> str | None:
+        if isinstance(node, ast.Name):
+            return self._bound.get(node.id)
+        if isinstance(node, ast.Attribute) and (path := self._path(node.value)) is not None:
+            return f"{path}.{node.attr}"
+        return None

@@ -1,0 +1,1 @@
+"""PyTorch's own distributed tests, renamed to torchestra.compat and run: ``python -m tools.conformance``."""
