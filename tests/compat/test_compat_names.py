@@ -108,14 +108,49 @@ NAMES = {
     "torchestra.compat.optim.zero_redundancy_optimizer": """
         ZeroRedundancyOptimizer
     """,
+    "torchestra.compat.rpc": """
+        BackendType.TENSORPIPE PyRRef RRef RpcBackendOptions TensorPipeAgent
+        TensorPipeRpcBackendOptions WorkerInfo _delete_all_user_and_unforked_owner_rrefs
+        _get_current_rpc_agent _get_debug_info _init_rpc_backend _is_current_rpc_agent_set
+        _rref_context_get_debug_info _set_rpc_timeout api backend_registry constants functions
+        get_rpc_timeout get_worker_info init_rpc internal is_available options remote rpc_async
+        rpc_sync shutdown
+    """,
+    "torchestra.compat.rpc.api": """
+        _all_gather _barrier _default_pickler _delete_all_user_and_unforked_owner_rrefs
+        _get_current_rpc_agent _ignore_rref_leak _is_current_rpc_agent_set _require_initialized
+        _thread_local_var _to_worker_info _use_rpc_pickler _wait_all _wait_all_workers
+        get_worker_info remote rpc_async rpc_sync shutdown
+    """,
+    "torchestra.compat.rpc.backend_registry": """
+        BackendType.TENSORPIPE BackendValue backend_registered construct_rpc_backend_options
+        init_backend register_backend
+    """,
+    "torchestra.compat.rpc.constants": """
+        DEFAULT_INIT_METHOD DEFAULT_NUM_WORKER_THREADS DEFAULT_RPC_TIMEOUT_SEC
+        DEFAULT_SHUTDOWN_TIMEOUT UNSET_RPC_TIMEOUT
+    """,
+    "torchestra.compat.rpc.functions": """
+        async_execution
+    """,
+    "torchestra.compat.rpc.internal": """
+        PythonUDF RPCExecMode.ASYNC RPCExecMode.REMOTE RPCExecMode.SYNC RemoteException
+        _build_rpc_profiling_key _internal_rpc_pickler deserialize serialize
+    """,
+    "torchestra.compat.rpc.options": """
+        TensorPipeRpcBackendOptions
+    """,
     "torchestra.compat.testing": """
-        DistTestCases FakeStore MultiProcessTestCase MultiThreadedTestCase TEST_SKIPS
+        DistTestCases FakeStore INIT_METHOD_TEMPLATE MultiProcessTestCase MultiThreadedTestCase TEST_SKIPS
         captured_output cleanup_temp_dir create_device init_multigpu_helper
         initialize_temp_directories nccl_skip_if_lt_x_gpu require_n_gpus_for_nccl_backend
         requires_gloo requires_nccl requires_nccl_version simple_sparse_reduce_tests
         skip_if_lt_x_gpu skip_if_no_gpu skip_if_odd_worldsize skip_if_rocm_multiprocess
         skip_if_small_worldsize spawn_threads_and_init_comms verify_ddp_error_logged
-        with_dist_debug_levels with_nccl_blocking_wait
+        with_dist_debug_levels with_nccl_blocking_wait RpcAgentTestFixture
+        TensorPipeRpcAgentTestFixture dist_init get_function_event initialize_pg noop
+        tp_transports wait_until_node_failure wait_until_owners_and_forks_on_rank
+        wait_until_pending_futures_and_users_flushed worker_name
     """,
     "torchestra.nn.parallel": """
         DistributedDataParallel DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
@@ -125,9 +160,6 @@ NAMES = {
 MISSING_YET = [
     "torchestra.compat.autograd",
     "torchestra.compat.nn",
-    "torchestra.compat.rpc",
-    "torchestra.compat.rpc.api",
-    "torchestra.compat.rpc.constants",
 ]
 """Modules of remote calls and distributed autograd."""
 

@@ -325,7 +325,7 @@ def more_threads_than_the_limit() -> None:
 
 
 def thread_count() -> str:
-    return rpc.debug_info()["agent.thread_pool_size"]
+    return rpc.debug_info()["agent.num_threads"]
 
 
 def test_at_the_limit_of_threads_calls_wait_and_answers_are_still_read() -> None:

@@ -4,7 +4,7 @@
 that torch.distributed.rpc has for them. See docs/rpc.md.
 """
 
-from torchestra.rpc import functions, leaks
+from torchestra.rpc import functions, gathering, leaks, scripts
 from torchestra.rpc.api import (
     debug_info,
     get_rpc_timeout,
@@ -35,6 +35,7 @@ __all__ = [
     "WorkerInfo",
     "debug_info",
     "functions",
+    "gathering",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
@@ -43,6 +44,7 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
+    "scripts",
     "set_rpc_timeout",
     "shutdown",
 ]

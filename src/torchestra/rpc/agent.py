@@ -70,6 +70,7 @@ class Agent:
         self.pending: dict[int, Call] = {}
         self.waits: dict[int, Call] = {}
         self.gathered: dict[int, dict[int, Any]] = {}
+        self.rounds = itertools.count()  # of what the workers gather: each of them counts the same
         self.references = References(self)
         self.lender = Lender(member)
         self._numbers = itertools.count(1)

@@ -100,7 +100,8 @@ def debug_info() -> dict[str, str]:
     agent: Agent = current_agent()
     counts = agent.references.counts()
     counts["agent.num_pending_requests"] = len(agent.pending)
-    counts["agent.thread_pool_size"] = agent.crew.threads
+    counts["agent.thread_pool_size"] = agent.crew.kept
+    counts["agent.num_threads"] = agent.crew.threads
     return {name: str(number) for name, number in counts.items()}
 
 

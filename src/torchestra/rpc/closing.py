@@ -34,7 +34,7 @@ class Closing:
         self._agent = agent
         self._began = time.monotonic()
         self._seconds = seconds
-        self._round = 0
+        self._round = -1
 
     def await_quiet(self) -> None:
         """Wait until no worker has a call pending. Must be called by every worker."""
@@ -54,8 +54,8 @@ class Closing:
 
     def _gather(self, value: object) -> list[Any]:
         """What all workers have told in this round."""
-        agent, number = self._agent, self._round
-        self._round += 1
+        agent = self._agent
+        number = self._round = next(agent.rounds)
         for rank in range(len(agent.workers)):
             agent.tell(rank, number, value)
         while len(agent.gathered.get(number, ())) < len(agent.workers):
@@ -68,7 +68,7 @@ class Closing:
     def _check(self, missing: tuple[int, ...]) -> None:
         agent = self._agent
         for rank in missing:
-            if agent.is_gone(rank) and rank not in agent.gathered.get(self._round - 1, ()):
+            if agent.is_gone(rank) and rank not in agent.gathered.get(self._round, ()):
                 raise WorkerFailedError(
                     f"worker {agent.workers[rank].name!r} (rank {rank}) {agent.how_gone(rank)} before worker"
                     f" {agent.info.name!r} could shut down together with it",

@@ -72,7 +72,7 @@ class Crew:
         self._office = office
         self._sort = sort
         self._look = look
-        self._kept = kept
+        self.kept = kept
         self._lead = threading.Lock()
         self._watching = threading.Lock()
         self._looking = threading.Lock()
@@ -304,7 +304,7 @@ class Crew:
         with self._gate:
             if self.closed or self.todo or not (self._watching.locked() or self._office is None):
                 return True
-            if len(self._idle) >= self._kept:
+            if len(self._idle) >= self.kept:
                 self._threads.discard(thread)
                 return False
             latch.acquire()

@@ -33,6 +33,7 @@ _WITHIN_BELOW = 1 << 14  # bytes: to copy so few twice is quicker than to send t
 _HEAD = struct.Struct("=ii")  # how long the envelope is, how many storages there are
 _ALIGNMENT = 16
 _reading = threading.local()
+_writing = threading.local()
 
 
 class Outgoing:
@@ -157,7 +158,12 @@ def encode(
     file = io.BytesIO()
     pickler = pickle.Pickler(file, 5)
     pickler.dispatch_table = _DispatchTable(storages, reducers)
-    pickler.dump(message)
+    before = getattr(_writing, "table", None)
+    _writing.table = pickler.dispatch_table
+    try:
+        pickler.dump(message)
+    finally:
+        _writing.table = before
     outside = envelope() if envelope is not None else None
     wrapper = b"" if outside is None else pickle.dumps(outside, 5)
     ranges = storages.ranges
@@ -220,7 +226,28 @@ class _DispatchTable(dict[type, Callable[[Any], Any]]):
         self[torch.storage.TypedStorage] = storages.reduce_typed
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
-        return _COPYREG[kind]
+        registered = _registered.get(kind)
+        return _COPYREG[kind] if registered is None else registered
+
+
+_registered: dict[type, Callable[[Any], Any]] = {}
+
+
+def register_reducer(kind: type, reducer: Callable[[Any], Any]) -> None:
+    """Have objects of exactly that type be sent as ``reducer`` says, which returns what ``__reduce__`` would.
+
+    Elsewhere they are pickled as ever. Must be called on every worker only if these send such objects.
+    """
+    _registered[kind] = reducer
+
+
+def reducer_in_progress(kind: type) -> Callable[[Any], Any] | None:
+    """How the message that this thread is pickling treats a type; None outside of one.
+
+    For objects that pickle parts of themselves: these parts belong to the message.
+    """
+    table: _DispatchTable | None = getattr(_writing, "table", None)
+    return None if table is None else table.get(kind)
 
 
 _COPYREG: dict[type, Callable[[Any], Any]] = copyreg.dispatch_table

@@ -196,8 +196,7 @@ class References:
             return Passed(held.number, self._rank, fork, True)
         if held.error is not None:
             raise held.error
-        if held.dropped:
-            raise RemoteReferenceError(f"{rref!r} is gone. Cannot call fork an UserRRef after deletion.")
+        rref._check_not_deleted("fork an UserRRef")
         with self._lock:
             self._kept[fork] = (rref, to)
         return Passed(held.reference, held.owner, fork, False)

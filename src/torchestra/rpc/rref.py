@@ -140,9 +140,13 @@ class RRef:
     def _check(self, user: User, doing: str) -> None:
         if user.error is not None:
             raise user.error
-        if user.dropped:
+        self._check_not_deleted(f"{doing}() on it")
+
+    def _check_not_deleted(self, doing: str) -> None:
+        held = self._holding()
+        if isinstance(held, User) and held.dropped:
             raise RemoteReferenceError(
-                f"{self!r} was deleted when its worker shut down. Cannot call {doing}() on it after deletion."
+                f"{self!r} was deleted when its worker shut down. Cannot call {doing} after deletion."
             )
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:

@@ -128,14 +128,19 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             closing.await_quiet()
             _check_counts(agent)
     finally:
-        set_agent(None)
-        agent.close()
-        _open.discard(agent)
+        stop(agent)
     if left and not leaks.ignored:
         raise RemoteReferenceError(
             f"Leaking RRefs: worker {agent.info.name!r} has shut down with {len(left)} references that are"
             f" still in use: {', '.join(left)}"
         )
+
+
+def stop(agent: Agent) -> None:
+    """Have this rank be a worker no more, at once."""
+    set_agent(None)
+    agent.close()
+    _open.discard(agent)
 
 
 def _check_counts(agent: Agent) -> None:

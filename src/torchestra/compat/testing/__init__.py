@@ -1,7 +1,7 @@
 """What tests take from PyTorch's own helpers for distributed tests.
 
-That is, from ``torch.testing._internal.common_distributed``, ``.distributed.multi_threaded_pg`` and
-``.distributed.fake_pg``.
+That is, from ``torch.testing._internal.common_distributed``, ``.dist_utils``,
+``.distributed.multi_threaded_pg``, ``.distributed.fake_pg`` and ``.distributed.rpc``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,21 @@ from torchestra.compat.testing.conditions import (
     requires_nccl_version,
     skip_if_rocm_multiprocess,
     skip_if_win32,
+)
+from torchestra.compat.testing.rpc_cases import (
+    INIT_METHOD_TEMPLATE,
+    RpcAgentTestFixture,
+    TensorPipeRpcAgentTestFixture,
+    dist_init,
+    get_function_event,
+    get_num_owners_and_forks,
+    initialize_pg,
+    noop,
+    tp_transports,
+    wait_until_node_failure,
+    wait_until_owners_and_forks_on_rank,
+    wait_until_pending_futures_and_users_flushed,
+    worker_name,
 )
 from torchestra.compat.testing.surroundings import (
     TIMEOUT_DEFAULT,
@@ -56,6 +71,7 @@ from torchestra.testing import (
 skip_if_rocm = skip_if_rocm_multiprocess
 
 __all__ = [
+    "INIT_METHOD_TEMPLATE",
     "TEST_SKIPS",
     "TIMEOUT_DEFAULT",
     "TIMEOUT_OVERRIDE",
@@ -63,6 +79,8 @@ __all__ = [
     "FakeStore",
     "MultiProcessTestCase",
     "MultiThreadedTestCase",
+    "RpcAgentTestFixture",
+    "TensorPipeRpcAgentTestFixture",
     "TestCase",
     "TestSkip",
     "at_least_x_gpu",
@@ -70,11 +88,16 @@ __all__ = [
     "cleanup_temp_dir",
     "create_device",
     "create_tcp_store",
+    "dist_init",
+    "get_function_event",
+    "get_num_owners_and_forks",
     "get_timeout",
     "import_transformers_or_skip",
     "init_multigpu_helper",
+    "initialize_pg",
     "initialize_temp_directories",
     "nccl_skip_if_lt_x_gpu",
+    "noop",
     "require_n_gpus_for_nccl_backend",
     "requires_gloo",
     "requires_mpi",
@@ -92,7 +115,12 @@ __all__ = [
     "skip_if_small_worldsize",
     "skip_if_win32",
     "spawn_threads_and_init_comms",
+    "tp_transports",
     "verify_ddp_error_logged",
+    "wait_until_node_failure",
+    "wait_until_owners_and_forks_on_rank",
+    "wait_until_pending_futures_and_users_flushed",
     "with_dist_debug_levels",
     "with_nccl_blocking_wait",
+    "worker_name",
 ]

@@ -1,0 +1,147 @@
+"""As ``torch.distributed.rpc``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchestra import rpc as _rpc
+from torchestra.compat.rendezvous import rendezvous
+from torchestra.compat.rpc import api, backend_registry, constants, functions, internal, options
+from torchestra.compat.rpc.agents import RpcAgent, TensorPipeAgent
+from torchestra.compat.rpc.api import (
+    PyRRef,
+    RRef,
+    WorkerInfo,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _get_current_rpc_agent,
+    _is_current_rpc_agent_set,
+    get_rpc_timeout,
+    get_worker_info,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from torchestra.compat.rpc.backend_registry import BackendType
+from torchestra.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from torchestra.errors import InvalidArgumentTypeError, RpcError
+from torchestra.rpc import is_available
+from torchestra.rpc.constants import DEFAULT_INIT_METHOD as _DEFAULT_INIT_METHOD
+from torchestra.rpc.constants import DEFAULT_NUM_WORKER_THREADS as _DEFAULT_NUM_WORKER_THREADS
+from torchestra.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC as _DEFAULT_RPC_TIMEOUT_SEC
+from torchestra.rpc.constants import UNSET_RPC_TIMEOUT as _UNSET_RPC_TIMEOUT
+from torchestra.store import Store
+
+__all__ = [
+    "_DEFAULT_INIT_METHOD",
+    "_DEFAULT_NUM_WORKER_THREADS",
+    "_DEFAULT_RPC_TIMEOUT_SEC",
+    "_UNSET_RPC_TIMEOUT",
+    "BackendType",
+    "PyRRef",
+    "RRef",
+    "RpcAgent",
+    "RpcBackendOptions",
+    "TensorPipeAgent",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "_delete_all_user_and_unforked_owner_rrefs",
+    "_get_current_rpc_agent",
+    "_get_debug_info",
+    "_init_rpc_backend",
+    "_is_current_rpc_agent_set",
+    "_rref_context_get_debug_info",
+    "_set_rpc_timeout",
+    "api",
+    "backend_registry",
+    "constants",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "internal",
+    "is_available",
+    "options",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+_set_rpc_timeout = _rpc.set_rpc_timeout
+
+
+def _of_options(options: RpcBackendOptions) -> Any:
+    """The backend whose options these are."""
+    for backend in backend_registry.BackendType:
+        if isinstance(options, type(backend_registry.construct_rpc_backend_options(backend))):
+            return backend
+    raise InvalidArgumentTypeError(f"Could not infer backend for options {options}")
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """:func:`torchestra.rpc.init_rpc`, with a backend of the registry: TENSORPIPE is our own engine.
+
+    Raises:
+        InvalidArgumentTypeError: the backend or the options are none, or do not fit each other.
+    """
+    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+        raise InvalidArgumentTypeError("Argument backend must be a member of BackendType")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise InvalidArgumentTypeError(
+            "Argument rpc_backend_options must be an instance of RpcBackendOptions"
+        )
+    if backend is None:
+        backend = (
+            backend_registry.BackendType["TENSORPIPE"]
+            if rpc_backend_options is None
+            else _of_options(rpc_backend_options)
+        )
+    if rpc_backend_options is None:
+        rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    store = None
+    if backend.name != "TENSORPIPE":
+        method = rpc_backend_options.init_method or constants.DEFAULT_INIT_METHOD
+        store, rank, world_size = next(iter(rendezvous(method, rank, world_size or -1)))
+    _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
+
+
+def _init_rpc_backend(
+    backend: Any = BackendType["TENSORPIPE"],
+    store: Store | None = None,
+    name: str = "",
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """:func:`init_rpc` over a store.
+
+    Raises:
+        RpcError: this is a worker already.
+    """
+    if _is_current_rpc_agent_set():
+        raise RpcError("RPC is already initialized")
+    backend_registry.init_backend(
+        backend,
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc_backend_options,
+    )
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """How many references there are."""
+    return {name: count for name, count in _rpc.debug_info().items() if not name.startswith("agent.")}
+
+
+def _get_debug_info() -> dict[str, str]:
+    """All counts of this worker."""
+    return _rpc.debug_info()

@@ -1,0 +1,48 @@
+"""A worker by the methods of torch's agents."""
+
+from __future__ import annotations
+
+from torchestra.rpc.agent import Agent
+from torchestra.rpc.api import debug_info
+from torchestra.rpc.closing import Closing
+from torchestra.rpc.starting import stop
+from torchestra.rpc.worker_info import WorkerInfo
+
+__all__ = ["RpcAgent", "TensorPipeAgent"]
+
+
+class RpcAgent:
+    """What registered backends may derive their agents from."""
+
+
+class TensorPipeAgent(RpcAgent):
+    """The worker of the calling thread's rank."""
+
+    is_static_group = True
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
+        """The worker of a name or rank, or this one."""
+        return self._agent.info if name is None else self._agent.find(name)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers."""
+        return list(self._agent.workers)
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Counts of calls and threads."""
+        return {name: count for name, count in debug_info().items() if name.startswith("agent.")}
+
+    get_metrics = get_debug_info
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        """Wait until all workers have come here, and no call is pending anywhere."""
+        Closing(self._agent, timeout).await_quiet()
+
+    sync = join
+
+    def shutdown(self) -> None:
+        """Stop answering."""
+        stop(self._agent)

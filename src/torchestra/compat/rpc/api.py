@@ -1,0 +1,219 @@
+"""As ``torch.distributed.rpc.api``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.futures import Future
+
+from torchestra import rpc
+from torchestra.compat.rpc.agents import TensorPipeAgent
+from torchestra.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, _run_pickled
+from torchestra.errors import RemoteReferenceError, RpcError
+from torchestra.rpc import (
+    DEFAULT_SHUTDOWN_TIMEOUT,
+    UNSET_RPC_TIMEOUT,
+    RRef,
+    WorkerInfo,
+    gathering,
+    get_rpc_timeout,
+    get_worker_info,
+)
+from torchestra.rpc.current import agent_or_none, current_agent
+
+__all__ = [
+    "PyRRef",
+    "RRef",
+    "WorkerInfo",
+    "_all_gather",
+    "_barrier",
+    "_default_pickler",
+    "_delete_all_user_and_unforked_owner_rrefs",
+    "_get_current_rpc_agent",
+    "_ignore_rref_leak",
+    "_internal_rpc_pickler",
+    "_is_current_rpc_agent_set",
+    "_require_initialized",
+    "_rref_typeof_on_owner",
+    "_rref_typeof_on_user",
+    "_thread_local_var",
+    "_to_worker_info",
+    "_use_rpc_pickler",
+    "_wait_all",
+    "_wait_all_workers",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_log = logging.getLogger(__name__)
+_ignore_rref_leak = True
+_default_pickler: Any = _internal_rpc_pickler
+_thread_local_var = threading.local()
+PyRRef = RRef
+
+
+# -- calls
+
+
+def _packed(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A call; where another pickler is to be used, one of what that has pickled."""
+    if _default_pickler is _internal_rpc_pickler:
+        return function, args, kwargs
+    udf = PythonUDF(function, args or (), kwargs or {})
+    return _run_pickled, _default_pickler.serialize(udf), None
+
+
+def rpc_sync(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    """:func:`torchestra.rpc.rpc_sync`."""
+    return rpc.rpc_sync(to, *_packed(func, args, kwargs), timeout=timeout)
+
+
+def rpc_async(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Future[Any]:
+    """:func:`torchestra.rpc.rpc_async`; ``_wait_all`` waits for it."""
+    future = rpc.rpc_async(to, *_packed(func, args, kwargs), timeout=timeout)
+    if hasattr(_thread_local_var, "future_list"):
+        _thread_local_var.future_list.append(future)
+    return future
+
+
+def remote(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> RRef:
+    """:func:`torchestra.rpc.remote`."""
+    return rpc.remote(to, *_packed(func, args, kwargs), timeout=timeout)
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Have the block's calls pickled by something that derives from ``_InternalRPCPickler``."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Wait, at the end of the block, for all that ``rpc_async`` has called in it on this thread."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
+
+
+# -- workers
+
+
+def _require_initialized(func: F) -> F:
+    """Have a function fail, with an RpcError, where ``init_rpc`` has not been called."""
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        current_agent()
+        return func(*args, **kwargs)
+
+    return cast("F", wrapper)
+
+
+def _is_current_rpc_agent_set() -> bool:
+    """Whether this is a worker."""
+    return agent_or_none() is not None
+
+
+def _get_current_rpc_agent() -> TensorPipeAgent:
+    """The worker, by torch's methods."""
+    return TensorPipeAgent(current_agent())
+
+
+def _to_worker_info(to: Any) -> WorkerInfo:
+    """The worker that a name, a rank or a WorkerInfo means."""
+    return current_agent().find(to)
+
+
+def _rref_typeof_on_owner(rref: RRef, blocking: bool = True) -> Any:
+    """The type of a reference's value."""
+    return rref._get_type(blocking=blocking)
+
+
+def _rref_typeof_on_user(rref: RRef, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+    """The type of a reference's value."""
+    return rref._get_type(timeout, blocking)
+
+
+def _all_gather(
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """:func:`torchestra.rpc.gathering.all_gather`."""
+    return gathering.all_gather(obj, worker_names, timeout)
+
+
+@_require_initialized
+def _barrier(worker_names: Iterable[str]) -> None:
+    """:func:`torchestra.rpc.gathering.barrier`, whose errors are but logged."""
+    try:
+        gathering.barrier(worker_names)
+    except RpcError:
+        _log.exception("Failed to complete barrier")
+
+
+# -- the end
+
+
+@_require_initialized
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Wait until all workers have called this."""
+    try:
+        _all_gather(None, timeout=timeout)
+    except RpcError:
+        _log.exception("Failed to respond to 'Shutdown Proceed' in time")
+        raise
+
+
+def _delete_all_user_and_unforked_owner_rrefs() -> None:
+    """Drop all references to values on other workers."""
+    current_agent().references.delete_users()
+
+
+@_require_initialized
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """:func:`torchestra.rpc.shutdown`, in torch's steps, each of which tests replace.
+
+    Raises:
+        RemoteReferenceError: with ``_ignore_rref_leak`` False, other workers still refer to values of this
+            one after they were to drop them.
+    """
+    agent = _get_current_rpc_agent()
+    try:
+        if graceful:
+            _wait_all_workers(timeout)
+            _delete_all_user_and_unforked_owner_rrefs()
+            agent.join(shutdown=True, timeout=timeout)
+        forks = current_agent().references.counts()["num_forks"]
+        if forks and graceful and not _ignore_rref_leak:
+            raise RemoteReferenceError(
+                f"Leaking RRefs detected: other workers have {forks} references to values of this one"
+            )
+    finally:
+        agent.shutdown()

@@ -1,0 +1,38 @@
+"""Functions and modules of torch.jit in messages: functions are sent by name, modules as they are."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch._jit_internal import _qualified_name
+from torch.jit._script import RecursiveScriptModule
+from torch.jit._state import _python_cu
+
+from torchestra.rpc.encoding import register_reducer
+
+
+def _reduce_function(function: Any) -> Any:
+    return _function, (_qualified_name(function),)
+
+
+def _function(name: str) -> Any:
+    found = _python_cu.find_function(name)
+    if found is None:
+        raise AttributeError(f"no script function {name!r} has been compiled here")
+    return found
+
+
+def _reduce_module(module: torch.jit.ScriptModule) -> Any:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    return _module, (file.getvalue(),)
+
+
+def _module(text: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(text))
+
+
+register_reducer(torch.jit.ScriptFunction, _reduce_function)
+register_reducer(RecursiveScriptModule, _reduce_module)
