@@ -59,6 +59,30 @@ class Communicator(Order):
 
         return self.run(operation, f"{name}({op.name})", async_op)
 
+    @staged
+    def all_reduce_list(
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        async_op: bool = False,
+        seconds: float | None = None,
+    ) -> Work | None:
+        """:meth:`all_reduce` of each of some tensors of one dtype, as one operation; nothing is packed.
+
+        The ranks' lists must have as many elements in all; how these are cut into tensors is not compared.
+        """
+        name = "all_reduce"
+        for index, tensor in enumerate(tensors):
+            self._check_reduction(tensor, f"tensors[{index}]", op, name)
+        plan = self.plan(Kind.all_reduce, tensors[0].dtype, op)
+
+        def operation(site: str | None) -> list[torch.Tensor]:
+            buffers = [self._scaled(tensor, op) for tensor in tensors]
+            self.engine.all_reduce_parts(buffers, plan, self.limit(seconds), site)
+            return self._write_back(tensors, buffers)
+
+        return self.run(operation, f"{name}({op.name}, {len(tensors)} tensors)", async_op)
+
     def all_reduce_sparse(
         self,
         tensors: Sequence[torch.Tensor],
@@ -279,8 +303,7 @@ class Communicator(Order):
         if tensor.numel() != output.numel() * self.size:
             raise InvalidArgumentError(
                 f"{name}: input has {tensor.numel()} elements, expected the output's {output.numel()}"
-                f" times the"
-                f" group's {self.size} ranks"
+                f" times the group's {self.size} ranks"
             )
         plan = self.plan(Kind.reduce_scatter, output.dtype, op)
 

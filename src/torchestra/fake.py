@@ -103,6 +103,17 @@ class FakeCommunicator(Communicator):
         checks.check_reducible(_check(tensor, "tensor", "all_reduce"), op, "all_reduce")
         return self._done("all_reduce", [tensor], async_op)
 
+    def all_reduce_list(
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        async_op: bool = False,
+        seconds: float | None = None,
+    ) -> Work | None:
+        for index, tensor in enumerate(tensors):
+            checks.check_reducible(_check(tensor, f"tensors[{index}]", "all_reduce"), op, "all_reduce")
+        return self._done("all_reduce", tensors, async_op)
+
     def all_reduce_sparse(
         self,
         tensors: Sequence[torch.Tensor],

@@ -88,6 +88,34 @@ class QuickCommunicator(Communicator):
         self._remember(self._reductions[op.code], Kind.all_reduce, tensor.dtype, op)
         return work
 
+    def all_reduce_list(
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        async_op: bool = False,
+        seconds: float | None = None,
+    ) -> Work | None:
+        dtype = tensors[0].dtype
+        if (
+            op.__class__ is ReduceOp
+            and (plan := self._reductions[op.code].get(dtype)) is not None
+            and not async_op
+            and not self._progress.pending
+            and all(each.dtype is dtype and is_plain(each) for each in tensors)
+        ):
+            taken = True
+            try:
+                taken = self._acquire(False)
+                if taken:
+                    self.engine.all_reduce_parts(tensors, plan, self.seconds if seconds is None else seconds)
+                    return None
+            finally:
+                if taken:
+                    self._release()
+        work = super().all_reduce_list(tensors, op, async_op, seconds)
+        self._remember(self._reductions[op.code], Kind.all_reduce, dtype, op)
+        return work
+
     def broadcast(
         self, tensor: torch.Tensor, root: int, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:

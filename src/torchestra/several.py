@@ -18,9 +18,6 @@ from torchestra.work import Work
 
 Tensors = Sequence[torch.Tensor]
 
-# Copying a tensor of this size twice takes as long as an operation costs beyond moving its elements.
-_SMALL_BYTES = 64 << 10
-
 
 @staged
 def all_reduce_together(
@@ -130,52 +127,30 @@ def all_reduce_coalesced(
 ) -> Work | None:
     """Replace each tensor by the reduction of all ranks' tensors with its place in the list.
 
-    Small ones travel together. A tensor that is in the list twice is reduced once.
+    A tensor that is in the list twice is reduced once. How dense ones of a dtype differ in shape between the
+    ranks is not compared, only how many elements they have together.
     """
     with communicator.collecting() as steps:
         for batch in _batches(tensors):
             if len(batch) == 1:
                 communicator.all_reduce(batch[0], op, seconds=seconds)
             else:
-                _all_reduce_packed(communicator, batch, op, seconds)
+                communicator.all_reduce_list(batch, op, seconds=seconds)
     return communicator.run_steps(steps, f"all_reduce_coalesced({op.name})", async_op, list(tensors))
 
 
 def _batches(tensors: Tensors) -> list[list[torch.Tensor]]:
-    """Each tensor once: large ones by themselves, small ones of one dtype and device together."""
+    """Each tensor once: dense ones of one dtype and device together, sparse ones by themselves."""
     batches: list[list[torch.Tensor]] = []
-    small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    dense: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        if tensor.layout is not torch.strided or tensor.nbytes > _SMALL_BYTES:
+        if tensor.layout is not torch.strided:
             batches.append([tensor])
-        elif (kind := (tensor.dtype, tensor.device)) in small:
-            small[kind].append(tensor)
+        elif (kind := (tensor.dtype, tensor.device)) in dense:
+            dense[kind].append(tensor)
         else:
-            batches.append(small.setdefault(kind, [tensor]))
+            batches.append(dense.setdefault(kind, [tensor]))
     return batches
-
-
-@staged
-def _all_reduce_packed(
-    communicator: Communicator, tensors: Tensors, op: ReduceOp, seconds: float | None, async_op: bool = False
-) -> Work | None:
-    """all_reduce of some tensors of one dtype, laid one after the other."""
-    for index, tensor in enumerate(tensors):
-        communicator.check_tensor(tensor, f"tensors[{index}]", "all_reduce", written=True)
-    plain = [tensor.detach() for tensor in tensors]
-    flat = plain[0].new_empty(sum(tensor.numel() for tensor in plain))
-    parts = flat.split([tensor.numel() for tensor in plain])
-    views = [part.view(tensor.shape) for part, tensor in zip(parts, plain, strict=True)]
-    with communicator.collecting() as steps:
-        communicator.all_reduce(flat, op, seconds=seconds)
-
-    def operation(site: str | None) -> list[torch.Tensor]:
-        torch._foreach_copy_(views, plain)
-        steps[0].operation(site)
-        torch._foreach_copy_(plain, views)
-        return list(tensors)
-
-    return communicator.run(operation, steps[0].description, async_op)
 
 
 def all_gather_coalesced(

@@ -1,13 +1,21 @@
 """The statistics of a cell."""
 
 import math
+import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchestra.bench.ranks.timing import timed
-from torchestra.bench.summary import geometric_mean, percentile, plan_batches, slowest, summarise
+from torchestra.bench.summary import (
+    geometric_mean,
+    median_interval,
+    percentile,
+    plan_batches,
+    slowest,
+    summarise,
+)
 
 samples = st.lists(st.floats(min_value=0.1, max_value=1e9), min_size=1, max_size=50)
 
@@ -35,9 +43,25 @@ def test_a_percentile_lies_among_the_samples(values, share):
     assert percentile(values, share) <= max(values) * (1 + 1e-12)
 
 
+@given(samples)
+def test_the_interval_of_a_median_holds_that_of_the_samples(values):
+    low, high = median_interval(values)
+    assert low <= statistics.median(values) <= high
+    assert low in values
+    assert high in values
+
+
+@pytest.mark.parametrize(("count", "left_out"), [(1, 0), (5, 0), (6, 0), (9, 1), (24, 6), (100, 39)])
+def test_the_interval_of_a_median_leaves_out_what_tables_of_the_sign_test_say(count, left_out):
+    """The largest number of samples on each side with which 95 % are kept; below 6 samples there is none."""
+    assert median_interval(range(count)) == (left_out, count - 1 - left_out)
+
+
 def test_no_samples_have_no_percentile():
     with pytest.raises(ValueError, match="at least one sample"):
         percentile([], 0.5)
+    with pytest.raises(ValueError, match="at least one sample"):
+        median_interval([])
 
 
 def test_the_geometric_mean_treats_half_and_double_alike():

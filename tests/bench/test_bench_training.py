@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
+from torchestra.bench import training
 from torchestra.bench.options import BenchOptions
 from torchestra.bench.training import measure_training
 
 
-def test_training_is_measured_for_every_model_and_both_libraries() -> None:
+def test_training_is_measured_for_every_model_and_both_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_TURNS_PER_ROUND", 2)
     table, notes = measure_training(BenchOptions(nproc=(2,), seconds=0.001, rounds=1))
     assert notes == []
     assert [row.label.split(":")[0] for row in table.rows] == [
@@ -16,4 +20,6 @@ def test_training_is_measured_for_every_model_and_both_libraries() -> None:
     ]
     for row in table.rows:
         assert set(row.values) == {"torchestra", "gloo"}
-        assert all(value > 0 for value in row.values.values())
+        for way, value in row.values.items():
+            low, high = row.intervals[way]
+            assert 0 < low <= value <= high

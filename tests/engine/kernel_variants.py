@@ -24,7 +24,7 @@ from numba import njit, types
 
 from torchestra.engine import atomics, recording, waiting
 from torchestra.engine.compilation import Kernel, entry_point
-from torchestra.engine.kernels import buffers, move, reduce
+from torchestra.engine.kernels import buffers, move, parts, reduce
 
 
 class Rule(IntEnum):
@@ -155,6 +155,7 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
             "chunk % (1 if is_broken(MORE_THAN_ONE_PIPE) else 2 if is_broken(THREE_PIPES) else 3)",
         ),
     ],
+    parts: [],
     move: [
         (  # share
             "        begin(context, meta, count, max(own, total))\n    while iteration < parts + 1:\n",
@@ -178,10 +179,16 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
     ],
     reduce: [
         (  # all_reduce, direct
-            "        memcpy(buffer_of(context, rank, 0), source, count * unit)\n",
+            "        memcpy(buffer_of(context, rank, 0), address, count * unit)\n",
             "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
             "            arrive(context, meta, count, NOT_SHARED)\n"
-            "        memcpy(buffer_of(context, rank, 0), source, count * unit)\n",
+            "        memcpy(buffer_of(context, rank, 0), address, count * unit)\n",
+        ),
+        (  # all_reduce of parts, direct
+            "        copy_in(parts, number, 0, count",
+            "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
+            "            arrive(context, meta, count, NOT_SHARED)\n"
+            "        copy_in(parts, number, 0, count",
         ),
         (  # all_reduce, chunked
             "        if iteration < chunks:\n            offset = iteration * chunk\n",

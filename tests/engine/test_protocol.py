@@ -64,6 +64,23 @@ def chunked_all_reduce(engine: LocalEngine, turn: int) -> bool:
     return all_reduce(engine, turn, CHUNKED)
 
 
+def all_reduce_parts(engine: LocalEngine, turn: int, length: int) -> bool:
+    """Tensors of many lengths, none among them, count as one."""
+    whole = values(engine.rank, turn, length)
+    lengths = [1, 0, length // 3, 2, length // 2]
+    tensors = [part.clone() for part in whole.split([*lengths, length - sum(lengths)])]
+    engine.all_reduce_parts(tensors, engine.plan(Kind.all_reduce, torch.int64, ReduceOp.SUM), SECONDS)
+    return torch.equal(torch.cat(tensors), sum(values(rank, turn, length) for rank in range(engine.size)))
+
+
+def direct_all_reduce_parts(engine: LocalEngine, turn: int) -> bool:
+    return all_reduce_parts(engine, turn, DIRECT)
+
+
+def chunked_all_reduce_parts(engine: LocalEngine, turn: int) -> bool:
+    return all_reduce_parts(engine, turn, CHUNKED)
+
+
 def all_reduce_in_place(engine: LocalEngine, turn: int) -> bool:
     """Tensors in the arena are reduced and written by all ranks, up to the end of the operation."""
     tensor = engine.empty((CHUNKED,), torch.int64)
@@ -120,6 +137,8 @@ def reduce_scatter(engine: LocalEngine, turn: int) -> bool:
 TURNS = (
     direct_all_reduce,
     chunked_all_reduce,
+    direct_all_reduce_parts,
+    chunked_all_reduce_parts,
     all_reduce_in_place,
     short_all_gather,
     all_gather,
@@ -145,6 +164,7 @@ def stress(turn: Turn, rule: Rule | None) -> int:
     """Over worlds of two and three threads; in how many rounds any rank had wrong results."""
     kernels = {
         "_all_reduce": edited(reduce.all_reduce),
+        "_all_reduce_parts": edited(reduce.all_reduce_parts),
         "_share": edited(move.share),
         "_exchange": edited(move.exchange),
         "_reduce_scatter_even": edited(reduce.reduce_scatter_even),
@@ -161,14 +181,24 @@ def check(turn: Turn, rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(
-    "turn", [direct_all_reduce, chunked_all_reduce, short_all_gather, exchange, reduce_scatter]
+    "turn",
+    [
+        direct_all_reduce,
+        chunked_all_reduce,
+        direct_all_reduce_parts,
+        short_all_gather,
+        exchange,
+        reduce_scatter,
+    ],
 )
 def test_what_was_written_before_a_rank_arrived_is_there(turn: Turn) -> None:
     """waiting.py: "publishes a step when everything it wrote for that step is in place"; here step 1."""
     check(turn, Rule.FIRST_PIECE_BEFORE_ARRIVAL)
 
 
-@pytest.mark.parametrize("turn", [chunked_all_reduce, all_gather, exchange, reduce_scatter])
+@pytest.mark.parametrize(
+    "turn", [chunked_all_reduce, chunked_all_reduce_parts, all_gather, exchange, reduce_scatter]
+)
 def test_what_was_written_before_a_later_step_is_there(turn: Turn) -> None:
     """waiting.py: "publishes a step when everything it wrote for that step is in place"; here from 2 on."""
     check(turn, Rule.COPY_BEFORE_PUBLISHING)

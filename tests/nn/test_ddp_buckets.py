@@ -130,12 +130,11 @@ def test_the_views_of_a_bucket_have_the_layout_of_their_parameters() -> None:
             )
         ]
         bucket = make_bucket(0, (4, 3, 2, 1, 0), parameters, dist.group.WORLD, whole=True)
-        (piece,) = bucket.pieces
-        assert [view.shape for view in piece.views] == [each.shape for each in bucket.parameters]
-        assert piece.views[4].stride() == parameters[0].stride()
-        assert piece.views[3].stride() == parameters[1].stride()
-        assert piece.views[0].is_contiguous(), "strides that leave gaps are not imitated"
-        for number, view in enumerate(piece.views):
+        assert [view.shape for view in bucket.views] == [each.shape for each in bucket.parameters]
+        assert bucket.views[4].stride() == parameters[0].stride()
+        assert bucket.views[3].stride() == parameters[1].stride()
+        assert bucket.views[0].is_contiguous(), "strides that leave gaps are not imitated"
+        for number, view in enumerate(bucket.views):
             view.fill_(number)
         held = torch.bincount(bucket.flat.int(), minlength=5)
         assert held.tolist() == [24, 0, 1, 24, 120]
@@ -143,16 +142,12 @@ def test_the_views_of_a_bucket_have_the_layout_of_their_parameters() -> None:
     run("threads", 1, body)
 
 
-def test_large_parameters_need_no_memory_in_a_bucket() -> None:
+def test_a_bucket_has_memory_only_where_all_of_it_must_be_in_one_tensor() -> None:
     def body() -> None:
-        large = FIRST_BUCKET_BYTES // 4
-        parameters = [torch.nn.Parameter(torch.empty(numel)) for numel in (3, 4, large, 5, large, large + 1)]
-        bucket = make_bucket(0, range(6), parameters, dist.group.WORLD, whole=False)
-        found = [(piece.place.start, piece.place.stop, piece.flat is None) for piece in bucket.pieces]
-        assert found == [(0, 2, False), (2, 3, True), (3, 4, False), (4, 5, True), (5, 6, True)]
-        assert [piece.flat.numel() for piece in bucket.pieces if piece.flat is not None] == [7, 5]
-        whole = make_bucket(0, range(6), parameters, dist.group.WORLD, whole=True)
-        assert whole.flat.numel() == sum(each.numel() for each in parameters)
+        parameters = [torch.nn.Parameter(torch.empty(numel)) for numel in (3, 4, 5)]
+        assert make_bucket(0, range(3), parameters, dist.group.WORLD, whole=False).flat is None
+        assert make_bucket(0, range(3), parameters, dist.group.WORLD, whole=True).flat.numel() == 12
+        assert make_bucket(0, [1], parameters, dist.group.WORLD, whole=True, sparse=True).flat is None
 
     run("threads", 1, body)
 

@@ -33,6 +33,13 @@ class Recorder:
         self.events.append(f"all_reduce {op.name} {tensor.numel()}{' async' if async_op else ''}")
         return self._communicator.all_reduce(tensor, op, async_op)
 
+    def all_reduce_list(
+        self, tensors: list[torch.Tensor], op: dist.ReduceOp, async_op: bool = False
+    ) -> dist.Work | None:
+        total = sum(tensor.numel() for tensor in tensors)
+        self.events.append(f"all_reduce {op.name} {total}{' async' if async_op else ''}")
+        return self._communicator.all_reduce_list(tensors, op, async_op)
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work | None:
         self.events.append(f"broadcast {str(tensor.dtype)[6:]}")
         return self._communicator.broadcast(tensor, root)
@@ -51,18 +58,18 @@ def note_gradients(model: nn.Module, events: list[str]) -> None:
         parameter.register_hook(lambda _, name=name: events.append(f"gradient {name}"))
 
 
-@pytest.fixture(params=["cores to spare", "no core to spare"])
-def asynchronous(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether reductions run beside backward: what then stands behind their names."""
-    spare = request.param == "cores to spare"
-    monkeypatch.setattr(reducer, "spare_cores", lambda ranks: int(spare))
-    return " async" if spare else ""
+@pytest.fixture(params=[1, 0], ids=["cores to spare", "no core to spare"])
+def spare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many cores are left for reductions beside backward."""
+    monkeypatch.setattr(reducer, "spare_cores", lambda ranks: request.param)
+    return request.param
 
 
-def test_buckets_are_reduced_while_backward_goes_on(asynchronous: str) -> None:
+def test_buckets_are_reduced_while_backward_goes_on_if_there_is_a_core_for_it(spare: int) -> None:
     """Each bucket of 3 layers' gradients is on its way before the next layer's are computed.
 
-    After the first step the ranks agree on the order in which gradients have come.
+    Without a core, all are reduced when backward has ended. After the first step the ranks agree on the order
+    in which gradients have come.
     """
 
     def body() -> list[str]:
@@ -75,19 +82,18 @@ def test_buckets_are_reduced_while_backward_goes_on(asynchronous: str) -> None:
             wrapped(torch.ones(2, 4)).sum().backward()
         return events
 
-    step = [
-        "gradient 2.weight",
-        f"all_reduce AVG 16{asynchronous}",
-        "gradient 1.weight",
-        f"all_reduce AVG 16{asynchronous}",
-        "gradient 0.weight",
-        "all_reduce AVG 16",
-    ]
+    gradients = [f"gradient {layer}.weight" for layer in (2, 1, 0)]
+    reduced, beside = "all_reduce AVG 16", "all_reduce AVG 16 async"
+    step = (
+        [gradients[0], beside, gradients[1], beside, gradients[2], reduced]
+        if spare
+        else [*gradients, reduced, reduced, reduced]
+    )
     assert run("threads", 2, body) == [[*step, "broadcast int64", *step]] * 2
 
 
 def test_a_large_last_bucket_does_not_wait_for_the_end_of_backward(
-    monkeypatch: pytest.MonkeyPatch, asynchronous: str
+    monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
     monkeypatch.setattr(averaging, "_INLINE_BYTES", 63)
 
@@ -103,12 +109,47 @@ def test_a_large_last_bucket_does_not_wait_for_the_end_of_backward(
         assert events.pop() == "broadcast int64"
         return events
 
-    expected = ["gradient weight", f"all_reduce AVG 16{asynchronous}", "gradient before the model"]
+    expected = ["gradient weight", f"all_reduce AVG 16{' async' * spare}", "gradient before the model"]
     assert [sorted(events) for events in run("threads", 2, body)] == [sorted(expected)] * 2
 
 
-def test_buckets_start_in_their_order_and_after_the_first_step_it_is_the_gradients_order() -> None:
+def test_ranks_with_and_without_cores_to_spare_call_the_same_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With dense and sparse buckets, and parameters that are not used."""
+    monkeypatch.setattr(reducer, "spare_cores", lambda ranks: dist.get_rank())
+
+    def body() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Mixed()
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=TINY_BUCKETS_MB, find_unused_parameters=True)
+        for step in range(3):
+            wrapped.zero_grad()
+            wrapped(torch.tensor([dist.get_rank(), step]), both=step != 1).sum().backward()
+        return [each.grad.to_dense() for each in model.parameters()]
+
+    one, other = run("threads", 2, body)
+    assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+
+
+class Mixed(nn.Module):
+    """A sparse embedding between dense layers, one of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 6, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, words: torch.Tensor, both: bool) -> torch.Tensor:
+        hidden = self.layers[0](self.words(words))
+        return self.layers[2](self.layers[1](hidden) if both else hidden)
+
+
+def test_buckets_start_in_their_order_and_after_the_first_step_it_is_the_gradients_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The model's gradients come in the reverse of the order that its registration promises."""
+    monkeypatch.setattr(reducer, "spare_cores", lambda ranks: 1)
 
     def body() -> list[str]:
         events = record()
@@ -200,7 +241,7 @@ def test_finding_unused_parameters_costs_one_small_all_reduce() -> None:
         loss(wrapped(torch.ones(4, 6), 0, 1)).backward()
         return events
 
-    assert run("threads", 2, body) == [["all_reduce SUM 6", "all_reduce AVG 126"]] * 2
+    assert run("threads", 2, body) == [["all_reduce AVG 126", "all_reduce SUM 6"]] * 2
 
 
 def test_gradients_in_the_memory_that_ranks_share_are_reduced_where_they_are() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import torchestra as dist
 from torchestra.types import ReduceOp
@@ -35,6 +37,46 @@ def reduce_lists() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_reduce_coalesced(kind: str) -> None:
     run(kind, 3, reduce_lists)
+
+
+def reduce_as_one_by_one(lengths: list[int], op: dist.ReduceOp, dtype: torch.dtype) -> None:
+    rank = dist.get_rank()
+    lists = [
+        torch.arange(length).add(3 * rank + number).remainder(7).to(dtype)
+        for number, length in enumerate(lengths)
+    ]
+    expected = [tensor.clone() for tensor in lists]
+    for tensor in expected:
+        dist.all_reduce(tensor, op)
+    dist.all_reduce_coalesced(lists, op)
+    assert all(torch.equal(found, right) for found, right in zip(lists, expected, strict=True))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    size=st.integers(1, 3),
+    lengths=st.lists(st.sampled_from([0, 1, 2, 63, 64, 65, 1000, 40_000, 200_000]), min_size=1, max_size=9),
+    op=st.sampled_from([ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]),
+)
+def test_tensors_reduced_as_one_get_what_they_get_one_by_one(
+    size: int, lengths: list[int], op: dist.ReduceOp, dtype: torch.dtype
+) -> None:
+    """Bit for bit, however the chunks of the whole are cut by the tensors' ends."""
+    run("threads", size, reduce_as_one_by_one, lengths, op, dtype)
+
+
+def reduce_odd_layouts() -> None:
+    rank = dist.get_rank()
+    whole = torch.full((4, 6), rank + 1.0)
+    tensors = [whole[:, ::2], whole.t()[1::2]]
+    work = dist.all_reduce_coalesced(tensors, async_op=True)
+    work.wait()
+    assert torch.equal(whole, torch.full((4, 6), 3.0))
+
+
+def test_tensors_reduced_as_one_may_have_any_strides() -> None:
+    run("threads", 2, reduce_odd_layouts)
 
 
 def gather_lists() -> None:

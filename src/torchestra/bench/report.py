@@ -56,10 +56,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class SideRow:
-    """A row of a side table: a value per column, None or missing where there is none."""
+    """A row of a side table.
+
+    Attributes:
+        label: of what.
+        values: by column, None or missing where there is none.
+        intervals: by column, between what the true value lies with 95 % probability, where that is known.
+    """
 
     label: str
     values: Mapping[str, float | None]
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

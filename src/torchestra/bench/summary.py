@@ -6,7 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Timing", "geometric_mean", "percentile", "plan_batches", "slowest", "summarise"]
+__all__ = [
+    "Timing",
+    "geometric_mean",
+    "median_interval",
+    "percentile",
+    "plan_batches",
+    "slowest",
+    "summarise",
+]
 
 # Where ranks share cores they run ahead of each other by a few operations. In short batches the slowest rank
 # is then always one that has just been waiting, and all peers look up to twice as slow as they are.
@@ -54,6 +62,28 @@ def percentile(samples: Sequence[float], share: float) -> float:
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def median_interval(samples: Sequence[float], certainty: float = 0.95) -> tuple[float, float]:
+    """An interval that holds the median of what the samples are drawn from, with this probability at least.
+
+    It runs between two of the samples: how many lie below the true median is a matter of tossing coins,
+    whatever the distribution. Of too few samples it is their whole range.
+
+    Raises:
+        ValueError: there are no samples.
+    """
+    if not samples:
+        raise ValueError("an interval needs at least one sample")
+    ordered, count = sorted(samples), len(samples)
+    outside, left_out = 0.0, 0
+    while left_out < (count - 1) // 2:
+        outside += 2 * math.comb(count, left_out) / 2**count
+        if outside > 1 - certainty:
+            break
+        left_out += 1
+    first = max(0, left_out - 1)
+    return ordered[first], ordered[-1 - first]
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:

@@ -215,11 +215,26 @@ def _side_rows(table: SideTable) -> list[list[str]]:
     rows = []
     ours = table.columns[0][0] if table.columns else ""
     for row in table.rows:
-        values = [row.values.get(key) for key, _ in table.columns]
-        mine = row.values.get(ours)
-        ratios = [value / mine if value is not None and mine else None for value in values[1:]]
-        rows.append([row.label, *map(format_seconds, values), *map(format_ratio, ratios)])
+        mine, own = row.values.get(ours), row.intervals.get(ours)
+        values, ratios = [], []
+        for key, _ in table.columns:
+            value, interval = row.values.get(key), row.intervals.get(key)
+            values.append(_with_interval(format_seconds, value, interval))
+            if key != ours:
+                ratio = value / mine if value is not None and mine else None
+                between = (interval[0] / own[1], interval[1] / own[0]) if interval and own else None
+                ratios.append(_with_interval(format_ratio, ratio, between))
+        rows.append([row.label, *values, *ratios])
     return rows
+
+
+def _with_interval(
+    shown: Callable[[float | None], str], value: float | None, interval: tuple[float, float] | None
+) -> str:
+    """A value, and in brackets between what it lies."""
+    if value is None or interval is None:
+        return shown(value)
+    return f"{shown(value)} ({shown(interval[0])} to {shown(interval[1])})"
 
 
 def _side_ratio_titles(table: SideTable) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from torchestra.bench.options import BenchOptions
 from torchestra.bench.peers import torchestra_environment
 from torchestra.bench.report import SideRow, SideTable
 from torchestra.bench.startup import end_launcher
+from torchestra.bench.summary import median_interval
 
 __all__ = ["measure_training", "training_steps"]
 
@@ -21,28 +23,43 @@ _SCRIPT = Path(__file__).resolve().parent / "ranks" / "training_step.py"
 _COLUMNS = (("torchestra", "torchestra DDP adds"), ("gloo", "torch's DDP on Gloo adds"))
 # Where a model's own steps vary more than DDP adds, the difference may not be positive.
 _LEAST_US = 0.1
+# What is looked for is a small difference of large times: many short turns tell more than few long ones.
+_TURNS_PER_ROUND = 8
+_SHARE_OF_A_TURN = 0.6
 
 
 def measure_training(options: BenchOptions) -> tuple[SideTable, list[str]]:
-    """For each model and world size: microseconds that are added to a step, and what failed."""
+    """For each model and world size: microseconds that are added to a step, and what failed.
+
+    They are the median of the differences between turns that came next to each other, with the interval in
+    which the true median lies with 95 % probability.
+    """
     notes: list[str] = []
     rows = []
     for world in options.nproc:
         try:
-            found = training_steps(world, options.seconds, options.rounds)
+            found = training_steps(
+                world, options.seconds * _SHARE_OF_A_TURN, options.rounds * _TURNS_PER_ROUND
+            )
         except (OSError, RuntimeError) as error:
             notes.append(f"training with {world} ranks: {error}")
             continue
         for model, times in found.items():
             alone = times["alone"]
-            added = {key: max(_LEAST_US, times[key] - alone) for key, _ in _COLUMNS}
-            rows.append(SideRow(f"{world} ranks, {model}: alone {alone / 1000:.2f} ms", added))
+            added, intervals = {}, {}
+            for way, _ in _COLUMNS:
+                differences = [own - bare for own, bare in zip(times[way], alone, strict=True)]
+                added[way] = max(_LEAST_US, statistics.median(differences))
+                low, high = median_interval(differences)
+                intervals[way] = max(_LEAST_US, low), max(_LEAST_US, high)
+            label = f"{world} ranks, {model}: alone {statistics.median(alone) / 1000:.2f} ms"
+            rows.append(SideRow(label, added, intervals))
     title = "Training: what data parallelism adds to a forward and a backward"
     return SideTable("training", title, "µs", _COLUMNS, tuple(rows)), notes
 
 
-def training_steps(world: int, seconds: float, turns: int) -> dict[str, dict[str, float]]:
-    """The microseconds of a step, by model and by way: ``alone``, ``torchestra``, ``gloo``.
+def training_steps(world: int, seconds: float, turns: int) -> dict[str, dict[str, list[float]]]:
+    """The microseconds of a step in each turn, by model and by way: ``alone``, ``torchestra``, ``gloo``.
 
     Args:
         world: how many ranks.
@@ -73,5 +90,5 @@ def training_steps(world: int, seconds: float, turns: int) -> dict[str, dict[str
             end_launcher(process)
         if code != 0:
             raise RuntimeError(f"exit code {code}: {last_line(output)}")
-        found: dict[str, dict[str, float]] = json.loads((Path(directory) / "found.json").read_text())
+        found: dict[str, dict[str, list[float]]] = json.loads((Path(directory) / "found.json").read_text())
         return found

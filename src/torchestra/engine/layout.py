@@ -152,6 +152,7 @@ CORES = 248  # how many cores the ranks here may use
 MASKS = 256  # address of two affinity masks
 UNTIL_LOOK = 264  # how many waits that yield until this rank looks where the others are
 NEXT_LOOK = 272  # how many it will be after the next move
+WHOLE = 280  # a table of parts (kernels/parts.py) for one tensor: 0, its elements, its address
 CONTEXT_BYTES = 320
 MASK_BYTES = 128  # of one affinity mask
 TABLES = (POINTERS, SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES)

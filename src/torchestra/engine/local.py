@@ -10,8 +10,10 @@ question to a tensor 0.04 µs, a Python call 0.06 µs.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +70,7 @@ class LocalEngine:
         )
         self._context = member.context
         self._all_reduce = entry_point(reduce.all_reduce)
+        self._all_reduce_parts = entry_point(reduce.all_reduce_parts)
         self._reduce_scatter = entry_point(reduce.reduce_scatter)
         self._reduce_scatter_even = entry_point(reduce.reduce_scatter_even)
         self._barrier = entry_point(move.barrier)
@@ -117,6 +120,16 @@ class LocalEngine:
         except BaseException as error:
             self._leave_halfway(error)
             raise
+
+    def all_reduce_parts(
+        self, tensors: Sequence[torch.Tensor], plan: Plan, seconds: float, site: str | None = None
+    ) -> None:
+        """:meth:`all_reduce` of several tensors as if they were one: their elements, one after the other."""
+        places = [*accumulate((tensor.numel() for tensor in tensors), initial=0)]
+        parts = array("q", places)
+        parts.extend([tensor.data_ptr() for tensor in tensors])
+        address, _ = parts.buffer_info()
+        self._run(self._all_reduce_parts, (plan.address, places[-1], address, len(tensors)), seconds, site)
 
     def broadcast(self, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None) -> None:
         """Replace every rank's tensor by the root's."""
@@ -314,7 +327,8 @@ class LocalEngine:
             self.member.leave_halfway(error)
             # Not a method of this object, which would then hold itself, and the arena, after it is closed.
             refuse = partial(_refuse, self.member)
-            self._all_reduce = self._reduce_scatter = self._reduce_scatter_even = refuse
+            self._all_reduce = self._all_reduce_parts = refuse
+            self._reduce_scatter = self._reduce_scatter_even = refuse
             self._barrier = self._broadcast = self._share = self._all_gather = refuse
             self._exchange = self._all_to_all_even = refuse
 

@@ -1,8 +1,9 @@
 """A rank of the training benchmark: steps of a model alone, in torchestra's DDP, and in torch's on Gloo.
 
-All three run in the same processes, by turns, so that whatever disturbs the machine disturbs them alike. A
-step is a forward and a backward, from gradients that are None. Its time is that of the slowest rank, and of
-many steps the median. Rank 0 writes them as JSON, in microseconds by model and way, into the directory that
+All three run in the same processes, and take turns of a few steps each, in every order equally often, so
+that whatever disturbs the machine, or is left in its caches, disturbs them alike. A step is a forward and a
+backward, from gradients that are None. Its time is that of the slowest rank, a turn's the median of its
+steps. Rank 0 writes the times of all turns as JSON, in microseconds by model and way, into the directory that
 TORCHESTRA_BENCH_DIRECTORY names.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -75,7 +77,7 @@ def _turn(step: Step, count: int) -> list[float]:
     return found
 
 
-def _measure(model: Model, seconds: float, turns: int) -> dict[str, float]:
+def _measure(model: Model, seconds: float, turns: int) -> dict[str, list[float]]:
     samples = torch.randn(model.samples)
     ways = {
         "alone": _step(model.make(), samples),
@@ -84,19 +86,21 @@ def _measure(model: Model, seconds: float, turns: int) -> dict[str, float]:
     }
     counts = {}
     for way, step in ways.items():
-        _turn(step, 3)
-        slowest = sorted(_turn(step, 5))[2]
-        counts[way] = max(2, int(seconds / slowest))
+        # Both libraries make their buckets anew after the first step, and take notes in the first ten.
+        _turn(step, 11)
+        counts[way] = max(3, int(seconds / statistics.median(_turn(step, 5))))
     taken: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(turns):
-        for way, step in ways.items():
+    orders = itertools.cycle(itertools.permutations(ways))
+    for order in itertools.islice(orders, turns):
+        for way in order:
             # The first step after another way's turn finds the caches as that has left them.
-            taken[way] += _turn(step, counts[way] + 1)[1:]
-    return {way: sorted(times)[len(times) // 2] * 1e6 for way, times in taken.items()}
+            steps = _turn(ways[way], counts[way] + 1)[1:]
+            taken[way].append(statistics.median(steps) * 1e6)
+    return taken
 
 
 def main(seconds: float, turns: int) -> None:
-    """Measure every model, each way in so many turns of so many seconds."""
+    """Measure every model, each way in so many turns of so many seconds (of three steps at least)."""
     directory = Path(os.environ["TORCHESTRA_BENCH_DIRECTORY"])
     torch.set_num_threads(1)
     torch.manual_seed(0)

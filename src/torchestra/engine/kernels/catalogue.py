@@ -26,6 +26,7 @@ _KERNELS: dict[Any, int] = {
     move.exchange: 2,
     move.all_to_all_even: 4,
     reduce.all_reduce: 3,
+    reduce.all_reduce_parts: 4,
     reduce.reduce_scatter: 4,
     reduce.reduce_scatter_even: 4,
     control.read: 1,

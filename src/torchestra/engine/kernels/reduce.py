@@ -15,6 +15,7 @@ from numba import njit
 from torchestra.engine import layout as at
 from torchestra.engine.atomics import KERNEL_OPTIONS, call_reduction, load, memcpy, store
 from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, place
+from torchestra.engine.kernels.parts import copy_in, copy_out, reduce_in
 from torchestra.engine.waiting import (
     arrive,
     begin,
@@ -30,7 +31,7 @@ from torchestra.engine.waiting import (
 
 RANK, SIZE, RESUME, POINTERS, SOURCES = at.RANK, at.SIZE, at.RESUME, at.POINTERS, at.SOURCES
 SOURCE_BYTES, NOT_SHARED = at.SOURCE_BYTES, at.NOT_SHARED
-DIRECT, CHUNK, PART = at.DIRECT, at.CHUNK, at.PART
+DIRECT, CHUNK, PART, WHOLE = at.DIRECT, at.CHUNK, at.PART, at.WHOLE
 PLAN_CONTEXT, PLAN_META, PLAN_UNIT = at.PLAN_CONTEXT, at.PLAN_META, at.PLAN_UNIT
 PLAN_FUNCTION, PLAN_ROOT = at.PLAN_FUNCTION, at.PLAN_ROOT
 DONE = at.DONE
@@ -47,19 +48,34 @@ def all_reduce(plan, count, address):
     function = load(plan + PLAN_FUNCTION)
     root = load(plan + PLAN_ROOT)
     if count * unit <= load(context + DIRECT):
-        return _all_reduce_direct(context, meta, count, address, address, unit, function, root)
-    chunk = load(context + CHUNK) // unit
+        return _all_reduce_direct(context, meta, count, address, unit, function, root)
+    parts = context + WHOLE
+    store(parts + 8, count)
+    store(parts + 16, address)
     shared = offset_in_heap(context, address)
-    return _all_reduce_chunked(context, meta, count, address, address, unit, function, root, chunk, shared)
+    return _all_reduce_chunked(context, meta, count, parts, 1, unit, function, root, shared)
 
 
 @njit(**KERNEL_OPTIONS)
-def _all_reduce_direct(context, meta, count, source, target, unit, function, root):
+def all_reduce_parts(plan, count, parts, number):
+    """:func:`all_reduce` of several tensors taken as one (parts.py), of ``count`` elements together."""
+    context = load(plan + PLAN_CONTEXT)
+    meta = load(plan + PLAN_META)
+    unit = load(plan + PLAN_UNIT)
+    function = load(plan + PLAN_FUNCTION)
+    root = load(plan + PLAN_ROOT)
+    if count * unit <= load(context + DIRECT):
+        return _all_reduce_parts_direct(context, meta, count, parts, number, unit, function)
+    return _all_reduce_chunked(context, meta, count, parts, number, unit, function, root, NOT_SHARED)
+
+
+@njit(**KERNEL_OPTIONS)
+def _all_reduce_direct(context, meta, count, address, unit, function, root):
     """Everybody writes its tensor into its slot, meets, and reduces all slots: one synchronisation."""
     rank = load(context + RANK)
     if load(context + RESUME) == 0:
         begin(context, meta, count, count * unit)
-        memcpy(buffer_of(context, rank, 0), source, count * unit)
+        memcpy(buffer_of(context, rank, 0), address, count * unit)
         arrive(context, meta, count, NOT_SHARED)
     code = meet(context, meta, count)
     if code != DONE:
@@ -70,8 +86,26 @@ def _all_reduce_direct(context, meta, count, source, target, unit, function, roo
         pointers = load(context + POINTERS)
         for peer in range(size):
             store(pointers + peer * 8, buffer_of(context, peer, 0))
-        store(pointers + rank * 8, source)
-        call_reduction(function, target, pointers, size, count)
+        store(pointers + rank * 8, address)
+        call_reduction(function, address, pointers, size, count)
+    end(context)
+    return DONE
+
+
+@njit(**KERNEL_OPTIONS)
+def _all_reduce_parts_direct(context, meta, count, parts, number, unit, function):
+    if load(context + RESUME) == 0:
+        begin(context, meta, count, count * unit)
+        copy_in(parts, number, 0, count, unit, buffer_of(context, load(context + RANK), 0))
+        arrive(context, meta, count, NOT_SHARED)
+    code = meet(context, meta, count)
+    if code != DONE:
+        store(context + RESUME, 1)
+        return code
+    pointers = load(context + POINTERS)
+    for peer in range(load(context + SIZE)):
+        store(pointers + peer * 8, buffer_of(context, peer, 0))
+    reduce_in(context, parts, number, 0, count, unit, function, True, 0)
     end(context)
     return DONE
 
@@ -83,7 +117,7 @@ def _piece(peer, size, length):
 
 
 @njit(**KERNEL_OPTIONS)
-def _all_reduce_chunked(context, meta, count, source, target, unit, function, root, chunk, shared):
+def _all_reduce_chunked(context, meta, count, parts, number, unit, function, root, shared):
     """Reduce-scatter and all-gather, pipelined over chunks: one synchronisation a chunk.
 
     In iteration t a rank (1) copies the peers' pieces of chunk t into its buffer, (2) reduces its own
@@ -95,6 +129,7 @@ def _all_reduce_chunked(context, meta, count, source, target, unit, function, ro
     rank = load(context + RANK)
     size = load(context + SIZE)
     pointers = load(context + POINTERS)
+    chunk = load(context + CHUNK) // unit
     chunks = (count + chunk - 1) // chunk
     wanted = root < 0 or root == rank
     iteration = load(context + RESUME)
@@ -121,7 +156,7 @@ def _all_reduce_chunked(context, meta, count, source, target, unit, function, ro
                 if peer != rank:
                     first = _piece(peer, size, length)
                     last = _piece(peer + 1, size, length)
-                    memcpy(buffer + first * unit, source + (offset + first) * unit, (last - first) * unit)
+                    copy_in(parts, number, offset + first, last - first, unit, buffer + first * unit)
         if 0 < iteration <= chunks:
             offset = (iteration - 1) * chunk
             length = min(chunk, count - offset)
@@ -131,15 +166,8 @@ def _all_reduce_chunked(context, meta, count, source, target, unit, function, ro
                 for peer in range(size):
                     buffer = buffer_of(context, peer, iteration - 1)
                     store(pointers + peer * 8, buffer + first * unit)
-                own = load(pointers + rank * 8)
-                store(pointers + rank * 8, source + (offset + first) * unit)
-                if wanted:
-                    result = target + (offset + first) * unit
-                    call_reduction(function, result, pointers, size, last - first)
-                    if root < 0:
-                        memcpy(own, result, (last - first) * unit)
-                else:
-                    call_reduction(function, own, pointers, size, last - first)
+                copy = load(pointers + rank * 8) if root < 0 or not wanted else 0
+                reduce_in(context, parts, number, offset + first, last - first, unit, function, wanted, copy)
         if iteration > 1 and wanted:
             offset = (iteration - 2) * chunk
             length = min(chunk, count - offset)
@@ -147,8 +175,8 @@ def _all_reduce_chunked(context, meta, count, source, target, unit, function, ro
                 if peer != rank:
                     first = _piece(peer, size, length)
                     last = _piece(peer + 1, size, length)
-                    buffer = buffer_of(context, peer, iteration - 2)
-                    memcpy(target + (offset + first) * unit, buffer + first * unit, (last - first) * unit)
+                    buffer = buffer_of(context, peer, iteration - 2) + first * unit
+                    copy_out(parts, number, offset + first, last - first, unit, buffer)
         if iteration == 0:
             arrive(context, meta, count, shared)
         elif iteration < chunks + 1:

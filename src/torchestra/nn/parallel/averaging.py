@@ -1,26 +1,32 @@
 """What happens to one bucket: its gradients are gathered, reduced over the ranks, and handed out again.
 
-``start`` is called when all gradients of a bucket are there, ``finish`` at the end of backward; in between
-other buckets are started. On every rank both are called for the same buckets in the same order.
+``start`` is called when all gradients of a bucket are there; in between other buckets are started. At the end
+of backward ``complete`` is called for all buckets, then ``hand_out``. On every rank each is called for the
+same buckets in the same order.
+
+Gradients are reduced where they are, all of a bucket in one operation. Where a bucket has memory (buckets.py)
+they are copied into it first.
 
 The gradient of a parameter that this rank has not used in the round is not to be touched before it is known,
 at the end, whether another rank has used it. So such gradients are reduced in a copy.
 
 Where the host has cores to spare, reductions run on the group's own thread while backward goes on. Where it
-has none, they would only take turns with backward, and run at once where they are started. Ranks need not do
-the same: the order of operations is.
+has none, they could only take turns with backward, which then finds its caches emptied, and waits for the
+slowest rank once more for each of them; so they run at the end of backward. Ranks need not do the same: the
+order of operations is.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from torchestra.errors import GradientReductionError, InvalidArgumentError
-from torchestra.nn.parallel.buckets import Bucket, Piece
+from torchestra.nn.parallel.buckets import Bucket
 from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket, run_comm_hook, wait_for_hook
 from torchestra.nn.parallel.sink import GradientSink
 from torchestra.nn.parallel.sparse import empty_like_sparse, reduce_sparse
@@ -34,24 +40,27 @@ _AVG, _SUM = ReduceOp.AVG, ReduceOp.SUM
 _now = time.perf_counter_ns
 
 
-class _Flight(NamedTuple):
-    """A bucket between its start and its finish.
+@dataclass(eq=False)
+class _Flight:
+    """A bucket between its start and its end.
 
     Attributes:
         gradients: of its parameters, None where there is none.
         unused: the places of parameters that this rank has not used.
-        sources: by place, what is reduced in the stead of a gradient that must not be touched.
+        copies: by place, what is reduced in the stead of a gradient that must not be touched.
         kept: by place, a gradient that lies in the bucket's memory, and may have to be put back.
-        pending: reductions that run, and tensors that are to be reduced at the end.
+        tensors: what is reduced.
+        work: the reduction, if it runs already.
         future: what the communication hook has returned.
         shadow: nothing is of this rank, and nothing is to be handed out.
     """
 
     gradients: list[torch.Tensor | None]
-    unused: Collection[int]
-    sources: dict[int, torch.Tensor]
-    kept: dict[int, torch.Tensor]
-    pending: list[Work | torch.Tensor]
+    unused: Collection[int] = ()
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    work: Work | None = None
     future: torch.futures.Future[torch.Tensor] | None = None
     shadow: bool = False
 
@@ -64,7 +73,7 @@ class Averager:
         sink: where gradients are.
         names: what to call each parameter in messages.
         as_views: leave each gradient as a view of its bucket's memory, instead of a copy of it.
-        overlap: run reductions on the group's thread.
+        overlap: run reductions on the group's thread, beside backward.
         counters: where to count what was done.
 
     Attributes:
@@ -97,12 +106,17 @@ class Averager:
         return self._hook is not None
 
     @property
+    def begins_early(self) -> bool:
+        """Whether the reduction of a bucket begins when it is started, while backward goes on."""
+        return self._overlap or self.has_hook
+
+    @property
     def whole(self) -> bool:
-        """Whether each bucket must be one piece."""
+        """Whether each bucket must have memory for all its gradients."""
         return self._as_views or self.has_hook
 
     def set_hook(self, hook: CommHook, state: Any) -> None:
-        """Let this hook average. Buckets must be whole from now on."""
+        """Let this hook average. Buckets must have memory from now on."""
         self._hook = hook, state
 
     def take_over(self, former: Averager) -> None:
@@ -112,9 +126,8 @@ class Averager:
     def reset(self) -> None:
         """Forget the buckets that were started, when what runs of them has ended."""
         for flight in self._flights.values():
-            for pending in flight.pending:
-                if isinstance(pending, Work):
-                    pending._done.wait()
+            if flight.work is not None:
+                flight.work._done.wait()
         self._flights.clear()
 
     # -- start
@@ -130,110 +143,94 @@ class Averager:
             GradientReductionError: a gradient is missing or not as expected.
         """
         began = _now()
-        gradients = self._sink.take(bucket.parameters)
-        flight = self._flights[bucket.number] = _Flight(gradients, unused, {}, {}, [])
+        flight = self._flights[bucket.number] = _Flight(self._sink.take(bucket.parameters), unused)
         # With create_graph=True the gradients are part of a graph, and are left as they are.
         if torch.is_grad_enabled():
             self._copy_graph(bucket, flight)
         if bucket.sparse:
-            tensors = [self._sparse_gradient(bucket, flight)]
+            flight.tensors = [self._sparse_gradient(bucket, flight)]
+        elif bucket.flat is not None:
+            self._fill(bucket, flight)
+            flight.tensors = [bucket.flat]
         else:
-            tensors = [self._gather(bucket, piece, flight) for piece in bucket.pieces]
+            flight.tensors = self._in_place(bucket, flight)
         self._counters.copy_ns += _now() - began
-        self._send(bucket, tensors, flight, is_last)
+        self._send(bucket, flight, is_last)
 
     def start_shadow(self, bucket: Bucket, is_last: bool) -> None:
         """Begin to reduce a bucket to which this rank contributes nothing; its gradients stay as they are."""
-        flight = self._flights[bucket.number] = _Flight([], (), {}, {}, [], shadow=True)
+        flight = self._flights[bucket.number] = _Flight([], shadow=True)
         if bucket.sparse:
-            tensors = [empty_like_sparse(bucket.parameters[0])]
+            flight.tensors = [empty_like_sparse(bucket.parameters[0])]
         else:
-            dtype = bucket.parameters[0].dtype
-            sizes = [
-                sum(parameter.numel() for parameter in bucket.parameters[piece.place])
-                for piece in bucket.pieces
-            ]
-            tensors = [torch.zeros(size, dtype=dtype) for size in sizes]
-        self._send(bucket, tensors, flight, is_last)
+            numel = sum(parameter.numel() for parameter in bucket.parameters)
+            flight.tensors = [torch.zeros(numel, dtype=bucket.parameters[0].dtype)]
+        self._send(bucket, flight, is_last)
 
-    def _send(self, bucket: Bucket, tensors: list[torch.Tensor], flight: _Flight, is_last: bool) -> None:
-        """Begin to reduce these tensors."""
+    def _send(self, bucket: Bucket, flight: _Flight, is_last: bool) -> None:
+        """Begin to reduce, or leave it for the end."""
         if self._hook is not None:
             hook, state = self._hook
-            grad_bucket = GradBucket(bucket.number, tensors[0], bucket.parameters, is_last)
-            future = run_comm_hook(hook, state, grad_bucket)
-            self._flights[bucket.number] = flight._replace(future=future)
-            return
-        for tensor in tensors:
-            if is_last and tensor.layout is torch.strided and tensor.nbytes <= _INLINE_BYTES:
-                # There is nothing left to overlap with, and another thread would take longer to begin.
-                flight.pending.append(tensor)
-            else:
-                self._reduce(bucket, tensor, flight)
+            grad_bucket = GradBucket(bucket.number, flight.tensors[0], bucket.parameters, is_last)
+            flight.future = run_comm_hook(hook, state, grad_bucket)
+        # After the last there is nothing left to overlap with, and another thread would take longer to begin.
+        elif self._overlap and not (is_last and bucket.nbytes <= _INLINE_BYTES):
+            self._reduce(bucket, flight, beside=True)
 
-    def _reduce(self, bucket: Bucket, tensor: torch.Tensor, flight: _Flight) -> None:
+    def _reduce(self, bucket: Bucket, flight: _Flight, *, beside: bool) -> None:
+        """Reduce a bucket's tensors, ``beside`` what this thread does if it can be."""
+        tensors, op = flight.tensors, self._op
         if bucket.sparse:
-            flight.sources[0] = reduce_sparse(self._communicator, tensor, self._op)
-        elif self._overlap:
-            work = self._communicator.all_reduce(tensor, self._op, async_op=True)
-            assert work is not None
-            flight.pending.append(work)
+            flight.copies[0] = reduce_sparse(self._communicator, tensors[0], op)
+            flight.tensors = []
+        elif len(tensors) == 1:
+            flight.work = self._communicator.all_reduce(tensors[0], op, async_op=beside)
         else:
-            began = _now()
-            self._communicator.all_reduce(tensor, self._op)
-            self._counters.wait_ns += _now() - began
+            flight.work = self._communicator.all_reduce_list(tensors, op, async_op=beside)
 
     @property
     def _op(self) -> ReduceOp:
         return _AVG if self.divisor is None else _SUM
 
-    def _gather(self, bucket: Bucket, piece: Piece, flight: _Flight) -> torch.Tensor:
-        """The tensor in which a piece is reduced, with the gradients in it."""
-        place = piece.place
-        if piece.flat is None:
-            return self._alone(bucket, place.start, flight)
-        views: list[torch.Tensor] = piece.views
-        gradients: list[Any] = flight.gradients[place]
+    def _fill(self, bucket: Bucket, flight: _Flight) -> None:
+        """Copy the gradients into the bucket's memory."""
+        views, gradients = bucket.views, flight.gradients
+        for place in flight.unused:
+            if gradients[place] is None:
+                views[place].zero_()
+            elif gradients[place] is views[place]:
+                flight.kept[place] = views[place].clone()
+        pairs: list[Any] = list(zip(views, gradients, strict=True))
         if flight.unused:
-            for index, (gradient, view) in enumerate(zip(gradients, views, strict=True), place.start):
-                if index in flight.unused and gradient is None:
-                    view.zero_()
-                elif index in flight.unused and gradient is view:
-                    flight.kept[index] = view.clone()
-            pairs = [
-                pair
-                for index, pair in enumerate(zip(views, gradients, strict=True), place.start)
-                if not (index in flight.unused and pair[1] is None)
-            ]
-            views, gradients = [view for view, _ in pairs], [gradient for _, gradient in pairs]
-        if views:
+            absent = {place for place in flight.unused if gradients[place] is None}
+            pairs = [pair for place, pair in enumerate(pairs) if place not in absent]
+        if pairs:
             try:
                 # Where a gradient is its view already, this does nothing.
-                torch._foreach_copy_(views, gradients)
+                torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
             except (RuntimeError, TypeError):
-                for index in range(place.start, place.stop):
-                    if index not in flight.unused:
-                        self._check(bucket, index, flight)
+                for place in range(len(views)):
+                    if place not in flight.unused:
+                        self._check(bucket, place, flight)
                 raise
         if self._as_views:
             # Now, not when the average is there: the memory that this frees serves the next gradients.
-            for index, view in enumerate(piece.views, place.start):
-                if flight.gradients[index] is not view and index not in flight.unused:
-                    self._sink.put(bucket.parameters[index], view)
-        return piece.flat
+            for place, view in enumerate(views):
+                if gradients[place] is not view and place not in flight.unused:
+                    self._sink.put(bucket.parameters[place], view)
 
-    def _alone(self, bucket: Bucket, index: int, flight: _Flight) -> torch.Tensor:
-        """The gradient of a large parameter, or a copy of it if it must not be touched."""
-        gradient = flight.gradients[index]
-        if index in flight.unused:
-            source = (
-                torch.zeros_like(bucket.parameters[index]) if gradient is None else gradient.detach().clone()
-            )
-            flight.sources[index] = source
-            return source.detach()
-        gradient = self._check(bucket, index, flight)
-        torch.autograd.graph.increment_version(gradient)
-        return gradient.detach()
+    def _in_place(self, bucket: Bucket, flight: _Flight) -> list[torch.Tensor]:
+        """The gradients themselves, or copies of those that must not be touched."""
+        tensors: list[Any] = list(flight.gradients)
+        for place in flight.unused:
+            gradient = tensors[place]
+            copy = torch.zeros_like(bucket.parameters[place]) if gradient is None else gradient.clone()
+            tensors[place] = flight.copies[place] = copy.detach()
+        for place, tensor in enumerate(tensors):
+            if tensor is None or tensor.layout is not torch.strided:
+                self._check(bucket, place, flight)
+        torch.autograd.graph.increment_version(tensors)
+        return tensors
 
     def _check(self, bucket: Bucket, index: int, flight: _Flight) -> torch.Tensor:
         """The gradient, which must be there and dense."""
@@ -270,84 +267,76 @@ class Averager:
                 flight.gradients[index] = copy
                 self._sink.put(bucket.parameters[index], copy)
 
-    # -- finish
+    # -- the end
 
-    def finish(self, bucket: Bucket, used: Sequence[int]) -> None:
-        """Wait for a bucket's averages, and hand them out.
+    def complete(self, bucket: Bucket) -> None:
+        """Wait for a bucket's averages, or sums."""
+        flight = self._flights[bucket.number]
+        began = _now()
+        if flight.future is not None:
+            self._take_from_hook(bucket, flight)
+        elif flight.work is not None:
+            flight.work.wait()
+        elif flight.tensors:
+            self._reduce(bucket, flight, beside=False)
+        self._counters.wait_ns += _now() - began
+
+    def hand_out(self, bucket: Bucket, used: Sequence[int]) -> None:
+        """Make the averages of a bucket that is complete the gradients of its parameters.
 
         Args:
             used: for each parameter, how many ranks have used it; only asked of those unused here.
         """
         flight = self._flights.pop(bucket.number)
-        began = _now()
-        if flight.future is not None:
-            self._take_from_hook(bucket, flight)
-        for pending in flight.pending:
-            if isinstance(pending, Work):
-                pending.wait()
-            else:
-                self._communicator.all_reduce(pending, self._op)
-        waited = _now()
-        self._counters.wait_ns += waited - began
         if flight.shadow:
             return
+        began = _now()
         with torch.no_grad():
             if self.divisor is not None and flight.future is None:
-                for tensor in self._reduced(bucket, flight):
+                for tensor in [flight.copies[0]] if bucket.sparse else flight.tensors:
                     tensor.div_(self.divisor)
             if bucket.sparse:
                 if not flight.unused or used[bucket.indices[0]]:
-                    self._sink.put(bucket.parameters[0], flight.sources[0])
+                    self._sink.put(bucket.parameters[0], flight.copies[0])
             else:
-                for piece in bucket.pieces:
-                    self._hand_out(bucket, piece, flight, used)
-        self._counters.copy_ns += _now() - waited
-
-    def _reduced(self, bucket: Bucket, flight: _Flight) -> list[torch.Tensor]:
-        """The tensors that a bucket was reduced in."""
-        if bucket.sparse:
-            return [flight.sources[0]]
-        tensors: list[Any] = []
-        for piece in bucket.pieces:
-            first = piece.place.start
-            tensors.append(
-                flight.sources.get(first, flight.gradients[first]) if piece.flat is None else piece.flat
-            )
-        return [tensor.detach() for tensor in tensors]
+                if bucket.flat is not None and not self._as_views:
+                    self._copy_out(bucket, flight)
+                for place in flight.unused:
+                    self._settle_unused(bucket, place, flight, used[bucket.indices[place]] > 0)
+        self._counters.copy_ns += _now() - began
 
     def _take_from_hook(self, bucket: Bucket, flight: _Flight) -> None:
         assert flight.future is not None
-        expected = empty_like_sparse(bucket.parameters[0]) if bucket.sparse else bucket.flat
+        expected = empty_like_sparse(bucket.parameters[0]) if bucket.flat is None else bucket.flat
         result = wait_for_hook(flight.future, expected, self._communicator.seconds)
         if flight.shadow:
             return
         if bucket.sparse:
-            flight.sources[0] = result
+            flight.copies[0] = result
         elif result.data_ptr() != expected.data_ptr() or result.dtype is not expected.dtype:
             with torch.no_grad():
                 expected.copy_(result.view(-1))
 
-    def _hand_out(self, bucket: Bucket, piece: Piece, flight: _Flight, used: Sequence[int]) -> None:
-        """Make a piece's averages the gradients of its parameters."""
-        place, gradients = piece.place, flight.gradients
-        if not flight.unused:
-            if piece.flat is not None and not self._as_views:
-                torch._foreach_copy_(gradients[place], piece.views)  # type: ignore[arg-type]
+    @staticmethod
+    def _copy_out(bucket: Bucket, flight: _Flight) -> None:
+        """Copy the averages from the bucket's memory into the gradients that were used here."""
+        gradients: list[Any] = flight.gradients
+        places = [place for place in range(len(gradients)) if place not in flight.unused]
+        if places:
+            torch._foreach_copy_(
+                [gradients[place] for place in places], [bucket.views[place] for place in places]
+            )
+
+    def _settle_unused(self, bucket: Bucket, place: int, flight: _Flight, used: bool) -> None:
+        """A parameter that was not used here gets the average if it was used elsewhere."""
+        parameter, gradient = bucket.parameters[place], flight.gradients[place]
+        if not used:
+            if place in flight.kept:
+                bucket.views[place].copy_(flight.kept[place])
             return
-        for index in range(place.start, place.stop):
-            gradient, parameter = gradients[index], bucket.parameters[index]
-            average = flight.sources.get(index) if piece.flat is None else piece.views[index - place.start]
-            if index in flight.unused:
-                if not used[bucket.indices[index]]:
-                    if index in flight.kept:
-                        piece.views[index - place.start].copy_(flight.kept[index])
-                    continue
-                assert average is not None
-                if self._as_views:
-                    self._sink.put(parameter, average)
-                    continue
-                if gradient is None:
-                    self._sink.put(parameter, average if piece.flat is None else average.clone())
-                    continue
-            if gradient is not None and average is not None and not self._as_views:
-                gradient.copy_(average)
+        average = flight.copies[place] if bucket.flat is None else bucket.views[place]
+        if self._as_views or gradient is None:
+            is_own = self._as_views or bucket.flat is None
+            self._sink.put(parameter, average if is_own else average.clone())
+        else:
+            gradient.copy_(average)

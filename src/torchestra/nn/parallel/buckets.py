@@ -3,10 +3,9 @@
 Gradients travel in *buckets*: few operations instead of one per parameter, and still several of them, so that
 the first can be on its way while backward computes the rest. A bucket has one dtype.
 
-A bucket's memory is cut into *pieces*. A parameter of a megabyte or more is a piece of its own that needs no
-memory: its gradient is reduced where it is. The others are copied together into memory that the group's ranks
-share. Where all of a bucket must be in one tensor (a communication hook is given it, or gradients are to be
-views of it) it is one piece.
+Gradients are reduced where they are, so a bucket needs no memory. Only where all of it must be in one tensor
+(a communication hook is given it, or gradients are to be views of it) it has memory that the group's ranks
+share.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from torchestra.process_group import ProcessGroup
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_CAP_MB = 25.0
-
-_ALONE_BYTES = 1 << 20
 
 
 def compute_bucket_assignment_by_size(
@@ -92,21 +89,6 @@ def compute_bucket_assignment_by_size(
 
 
 @dataclass(eq=False)
-class Piece:
-    """A part of a bucket that is reduced by one operation.
-
-    Attributes:
-        place: which of the bucket's parameters.
-        flat: their gradients one after the other; None for a gradient that is reduced where it is.
-        views: the part of ``flat`` for each parameter, with its shape and strides.
-    """
-
-    place: slice
-    flat: torch.Tensor | None
-    views: list[torch.Tensor]
-
-
-@dataclass(eq=False)
 class Bucket:
     """Some parameters whose gradients are reduced together.
 
@@ -114,7 +96,8 @@ class Bucket:
         number: the place of the bucket in the order in which they are reduced.
         indices: which parameters, in the order in which they lie in the bucket.
         parameters: these parameters.
-        pieces: how they are reduced; none for a sparse gradient.
+        flat: memory for all its gradients, one after the other, if it has any.
+        views: the part of ``flat`` for each parameter, with its shape and strides.
         sparse: whether the only parameter has sparse gradients.
         nbytes: of all its gradients, were they dense.
         limit: the bytes at which the bucket was closed.
@@ -123,17 +106,11 @@ class Bucket:
     number: int
     indices: tuple[int, ...]
     parameters: tuple[torch.Tensor, ...]
-    pieces: tuple[Piece, ...]
+    flat: torch.Tensor | None
+    views: list[torch.Tensor]
     sparse: bool
     nbytes: int
     limit: int
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """All its gradients one after the other. Of a bucket that is one piece."""
-        (piece,) = self.pieces
-        assert piece.flat is not None
-        return piece.flat
 
 
 def make_bucket(
@@ -149,42 +126,17 @@ def make_bucket(
     """A bucket for the parameters with these indices.
 
     Args:
-        whole: make it one piece.
+        whole: give it memory, unless its gradient is sparse.
     """
     chosen = tuple(parameters[index] for index in indices)
-    pieces: list[Piece] = []
-    if not sparse:
-        runs = [slice(0, len(chosen))] if whole else _runs(chosen)
-        pieces = [_make_piece(chosen, run, group, whole=whole) for run in runs]
+    flat: torch.Tensor | None = None
+    views: list[torch.Tensor] = []
+    if whole and not sparse:
+        sizes = [parameter.numel() for parameter in chosen]
+        flat = shared_memory(sum(sizes), chosen[0].dtype, group).zero_()
+        views = [like(part, parameter) for part, parameter in zip(flat.split(sizes), chosen, strict=True)]
     nbytes = sum(parameter.nbytes for parameter in chosen)
-    return Bucket(number, tuple(indices), chosen, tuple(pieces), sparse, nbytes, limit)
-
-
-def _runs(parameters: Sequence[torch.Tensor]) -> list[slice]:
-    """Each large parameter alone, and what is between them together."""
-    runs: list[slice] = []
-    first = 0
-    for index, parameter in enumerate(parameters):
-        if parameter.nbytes >= _ALONE_BYTES:
-            if first < index:
-                runs.append(slice(first, index))
-            runs.append(slice(index, index + 1))
-            first = index + 1
-    if first < len(parameters):
-        runs.append(slice(first, len(parameters)))
-    return runs
-
-
-def _make_piece(
-    parameters: Sequence[torch.Tensor], place: slice, group: ProcessGroup, *, whole: bool
-) -> Piece:
-    chosen = parameters[place]
-    if not whole and len(chosen) == 1 and chosen[0].nbytes >= _ALONE_BYTES:
-        return Piece(place, None, [])
-    sizes = [parameter.numel() for parameter in chosen]
-    flat = shared_memory(sum(sizes), chosen[0].dtype, group).zero_()
-    views = [like(part, parameter) for part, parameter in zip(flat.split(sizes), chosen, strict=True)]
-    return Piece(place, flat, views)
+    return Bucket(number, tuple(indices), chosen, flat, views, sparse, nbytes, limit)
 
 
 def shared_memory(numel: int, dtype: torch.dtype, group: ProcessGroup) -> torch.Tensor:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ import torch
 from torchestra.engine.algorithms import spare_cores
 from torchestra.errors import GradientReductionError
 from torchestra.nn.parallel import messages
+from torchestra.nn.parallel.autograd_hooks import queue_callback, remove_all, weakly
 from torchestra.nn.parallel.averaging import Averager
 from torchestra.nn.parallel.buckets import (
     BUCKET_CAP_MB,
@@ -121,7 +122,7 @@ class Reducer:
         self._as_views = gradient_as_bucket_view
         self._sink = sink or GradAttribute()
         self._averager = self._make_averager()
-        self.expected = Expectations(self.names, self._group.rank(), _weakly(self._start_complete_buckets))
+        self.expected = Expectations(self.names, self._group.rank(), weakly(self._start_complete_buckets))
         self._used_by = torch.zeros(count, dtype=torch.int32)
         self._lay_out(bucket_indices, per_bucket_size_limits)
 
@@ -141,7 +142,7 @@ class Reducer:
             parameter.register_post_accumulate_grad_hook(hook)
             for parameter, hook in zip(self.parameters, self._gradient_hooks, strict=True)
         ]
-        self._remove_hooks = weakref.finalize(self, _remove_all, handles)
+        self._remove_hooks = weakref.finalize(self, remove_all, handles)
         self._remove_hooks.atexit = False
 
     def _make_averager(self) -> Averager:
@@ -309,7 +310,7 @@ class Reducer:
 
     def _backward_reached(self, unused: Sequence[int], _: torch.Tensor) -> None:
         """Hook on the outputs of a forward pass: backward has begun to go through it."""
-        _queue_callback(self._backward_ended)
+        queue_callback(self._backward_ended)
         if not self.expected.is_open:
             self._begin(unused)
         if not self.counters.backward_started:
@@ -325,7 +326,7 @@ class Reducer:
             bucket = buckets[self._next]
             is_last = self._next + 1 == len(buckets)
             if not self._next:
-                counters.communication_started = _now()
+                counters.communication_started = _now() if self._averager.begins_early else 0
             if is_last:
                 counters.backward_ended = _now()
             if self._find_unused:
@@ -335,7 +336,7 @@ class Reducer:
                 self._averager.start(bucket, unused, is_last)
             self._next += 1
             if is_last and not counters.backward_started:
-                _queue_callback(self._backward_ended)
+                queue_callback(self._backward_ended)
 
     def _see_undefined(self, bucket: Bucket) -> None:
         gradients = self._sink.take(bucket.parameters)
@@ -369,14 +370,20 @@ class Reducer:
     def _finish(self) -> None:
         """Wait for the averages, hand them out, and close the round."""
         counters = self.counters
+        counters.communication_started = counters.communication_started or _now()
         try:
+            reduced = [
+                bucket
+                for bucket in self.buckets
+                if not self._skips(bucket, self.expected.unused_in(bucket.indices))
+            ]
+            counters.reduced = len(reduced)
+            for bucket in reduced:
+                self._averager.complete(bucket)
             self._tell_what_was_used(self.expected.used())
             used: Sequence[int] = self._used_by.tolist() if self.expected.unused else ()
-            counters.reduced = 0
-            for bucket in self.buckets:
-                if not self._skips(bucket, self.expected.unused_in(bucket.indices)):
-                    self._averager.finish(bucket, used)
-                    counters.reduced += 1
+            for bucket in reduced:
+                self._averager.hand_out(bucket, used)
             self._agree_on_order()
             for future in self._futures:
                 await_future(future, self._group.communicator.seconds)
@@ -454,9 +461,11 @@ class Reducer:
                     self._averager.start(bucket, (), bucket is self.buckets[-1])
                 else:
                     self._averager.start_shadow(bucket, bucket is self.buckets[-1])
+            for bucket in reduced:
+                self._averager.complete(bucket)
             self._tell_what_was_used(torch.zeros_like(self._used_by))
             for bucket in reduced:
-                self._averager.finish(bucket, ())
+                self._averager.hand_out(bucket, ())
             if hand_out and (self._looks_each_time or self.expected.static):
                 for index, ranks in enumerate(self._used_by.tolist()):
                     if not ranks:
@@ -471,24 +480,3 @@ class Reducer:
             self._sink.put(
                 parameter, empty_like_sparse(parameter) if bucket.sparse else torch.zeros_like(parameter)
             )
-
-
-def _queue_callback(callback: Callable[[], None]) -> None:
-    """Call it at the end of the backward that is running on this thread."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """The method, without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        if (found := reference()) is not None:
-            found()
-
-    return call
-
-
-def _remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
