@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
@@ -94,6 +94,7 @@ def outcomes(
     timeout: float = OP_SECONDS,
     limit: float = WORLD_SECONDS,
     init: bool = True,
+    hosts: Sequence[str] = (),
 ) -> list[Outcome]:
     """Call ``fn(*args)`` on every rank; how each ended.
 
@@ -102,9 +103,10 @@ def outcomes(
         limit: for the whole, in seconds.
         init: whether the ranks are in a default group already. Without, a thread may call
             ``init_process_group()``, and ``fn`` in a process is given a FileStore, rank and size first.
+        hosts: for threads, which host each pretends to be on; default: all on one.
     """
     if kind == "threads":
-        return _run_threads(size, fn, args, timeout, limit, init)
+        return _run_threads(size, fn, args, timeout, limit, init, hosts or [""] * size)
     with processes(size, fn, *args, timeout=timeout, init=init) as world:
         return world.finish(limit)
 
@@ -113,14 +115,20 @@ def outcomes(
 
 
 def _run_threads(
-    size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, limit: float, init: bool
+    size: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
+    limit: float,
+    init: bool,
+    hosts: Sequence[str],
 ) -> list[Outcome]:
     store = HashStore()
     ended: list[Outcome | None] = [None] * size
 
     def body(rank: int) -> None:
         try:
-            with thread_rank(rank, size, store):
+            with thread_rank(rank, size, store, hosts[rank]):
                 if init:
                     dist.init_process_group(timeout=timeout)
                 ended[rank] = Outcome(fn(*args))

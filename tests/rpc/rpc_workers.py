@@ -1,6 +1,8 @@
 """Ranks that are workers: ``run(kind, size, fn, *args)`` calls ``fn(rank, *args)`` on each of them.
 
 Workers are called worker0, worker1, ... When ``fn`` has returned they shut down, gracefully.
+
+Of the kind "hosts" they are threads that pretend to be on two hosts by turns: neighbours talk over ZeroMQ.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import torchestra as dist
 import worlds
 from torchestra import rpc
 
-KINDS = worlds.KINDS
+KINDS = (*worlds.KINDS, "hosts")
+SECRET = "a secret of the tests"
 
 
 def begin(rank: int | None = None, **options: Any) -> int:
@@ -46,12 +49,21 @@ def _worker(fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, An
 
 def run(kind: str, size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     """Call ``fn(rank, *args)`` on every worker; the results."""
+    if kind == "hosts":
+        return worlds.run(
+            "threads", size, _worker, fn, args, {"secret": SECRET, **options}, hosts=hosts(size)
+        )
     return worlds.run(kind, size, _worker, fn, args, options)
+
+
+def hosts(size: int) -> list[str]:
+    """By rank, one of two hosts."""
+    return [f"host{rank % 2}" for rank in range(size)]
 
 
 def first(kind: str, size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call ``fn(*args)`` on worker 0 alone, while the others answer; the result."""
-    return worlds.run(kind, size, _worker, _only_first, (fn, args), options)[0]
+    return run(kind, size, _only_first, fn, args, **options)[0]
 
 
 def _only_first(rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ import torchestra as dist
 import worlds
 from torchestra import rpc
 from torchestra.errors import RpcTimeoutError, WorkerFailedError
+from torchestra.rpc.current import current_agent
 
 
 def sleep_long() -> None:
@@ -29,8 +31,17 @@ def make() -> torch.Tensor:
     return torch.ones(2)
 
 
-def live_on() -> tuple[float, str]:
-    rank = rpc_workers.begin()
+def begin_on(road: str, **options: object) -> int:
+    """On a process rank: become a worker, to which this road leads from all others."""
+    rank = dist.get_rank()
+    if road == "wire":
+        os.environ["TORCHESTRA_HOST_ID"] = f"host{rank}"
+        options["secret"] = rpc_workers.SECRET
+    return rpc_workers.begin(rank, **options)
+
+
+def live_on(road: str) -> tuple[float, str]:
+    rank = begin_on(road)
     if rank == 2:
         worlds.leave_note("ready")
         time.sleep(60)
@@ -38,7 +49,7 @@ def live_on() -> tuple[float, str]:
     rref = rpc.remote("worker2", make)
     assert rref.to_here().tolist() == [1, 1]
     futures = [rpc.rpc_async("worker2", sleep_long) for _ in range(5)]
-    futures += [rpc.rpc_async("worker2", echo, (torch.ones(1 << 20),)) for _ in range(20)]
+    futures += [rpc.rpc_async("worker2", echo, (torch.ones(1 << 18),)) for _ in range(20)]
     worlds.leave_note(f"calls-{rank}")
     began = None
     errors = []
@@ -61,8 +72,9 @@ def live_on() -> tuple[float, str]:
     return took, str(errors[0])
 
 
-def test_a_worker_that_is_killed_is_named_and_the_others_go_on() -> None:
-    with worlds.processes(3, live_on) as world:
+@pytest.mark.parametrize("road", ["arena", "wire"])
+def test_a_worker_that_is_killed_is_named_and_the_others_go_on(road: str) -> None:
+    with worlds.processes(3, live_on, road) as world:
         for rank in (0, 1):
             world.await_file(f"calls-{rank}")
         world.signal(2, signal.SIGKILL)
@@ -70,8 +82,73 @@ def test_a_worker_that_is_killed_is_named_and_the_others_go_on() -> None:
     for outcome in ended:
         took, message = outcome.result()
         assert took < 20
-        assert "died (killed by SIGKILL)" in message
+        assert f"died ({'killed by SIGKILL' if road == 'arena' else 'its connection has ended'})" in message
         assert "'worker2' (rank 2)" in message
+
+
+def interrupted(road: str) -> int:
+    rank = begin_on(road)
+    large = torch.arange(1 << 24, dtype=torch.int32)
+    count = 0
+    if rank == 0:
+        worlds.leave_note("calling")
+        try:
+            while True:
+                rpc.rpc_sync("worker1", echo, (large,))
+                count += 1
+        except KeyboardInterrupt:
+            pass
+        for _ in range(3):
+            assert torch.equal(rpc.rpc_sync("worker1", echo, (large,)), large)
+    rpc.shutdown()
+    return count
+
+
+@pytest.mark.parametrize("road", ["arena", "wire"])
+def test_ctrl_c_while_a_large_message_moves_leaves_the_workers_usable(road: str) -> None:
+    with worlds.processes(2, interrupted, road) as world:
+        world.await_file("calling")
+        world.signal(0, signal.SIGINT)
+        for ended in world.finish():
+            ended.result()
+
+
+def fork_in_between(road: str) -> None:
+    rank = begin_on(road)
+    for _ in range(3):
+        rpc.rpc_sync(1 - rank, echo, (torch.ones(100_000),))
+        child = os.fork()
+        if child == 0:
+            current_agent().close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("road", ["arena", "wire"])
+def test_a_forked_child_that_closes_what_it_inherited_disturbs_nobody(road: str) -> None:
+    worlds.run("processes", 2, fork_in_between, road)
+
+
+def miss_a_silent_one() -> str:
+    rank = begin_on("wire", heartbeat_timeout=1.0)
+    if rank == 1:
+        worlds.leave_note("ready")
+        time.sleep(60)
+    worlds.await_note("stopped")
+    with pytest.raises(WorkerFailedError, match=r"'worker1' \(rank 1\) died or is cut off") as caught:
+        rpc.rpc_sync("worker1", echo, (1,))
+    rpc.shutdown(graceful=False)
+    return str(caught.value)
+
+
+def test_a_worker_on_another_host_that_falls_silent_is_given_up() -> None:
+    with worlds.processes(2, miss_a_silent_one) as world:
+        world.await_file("ready")
+        world.signal(1, signal.SIGSTOP)
+        with open(world.path("stopped"), "w"):
+            pass
+        assert "nothing has been heard of it for 1." in world.wait(0).result()
 
 
 def shut_down_without_one() -> str:
@@ -96,13 +173,14 @@ def test_a_graceful_shutdown_with_a_dead_worker_is_an_error() -> None:
 _passed = threading.Event()
 
 
-def test_a_shutdown_that_nobody_joins_times_out() -> None:
+@pytest.mark.parametrize("hosts", [["", ""], ["here", "there"]], ids=["arena", "wire"])
+def test_a_shutdown_that_nobody_joins_times_out(hosts: list[str]) -> None:
     _passed.clear()
-    worlds.run("threads", 2, _time_out_alone)
+    worlds.run("threads", 2, _time_out_alone, hosts=hosts)
 
 
 def _time_out_alone() -> None:
-    rank = rpc_workers.begin()
+    rank = rpc_workers.begin(secret=rpc_workers.SECRET)
     if rank == 0:
         with pytest.raises(RpcTimeoutError, match="'worker1' had not called shutdown"):
             rpc.shutdown(timeout=0.3)
@@ -124,9 +202,10 @@ def call_back(depth: int) -> None:
 _calls: list[int] = []
 
 
-def test_a_graceful_shutdown_waits_for_calls_that_calls_make() -> None:
+@pytest.mark.parametrize("kind", ["threads", "hosts"])
+def test_a_graceful_shutdown_waits_for_calls_that_calls_make(kind: str) -> None:
     _calls.clear()
-    rpc_workers.run("threads", 3, _start_calls)
+    rpc_workers.run(kind, 3, _start_calls)
     assert len(_calls) == 30
 
 
@@ -135,28 +214,32 @@ def _start_calls(rank: int) -> None:
         rpc.rpc_async((rank + 1) % 3, call_back, (12,))
 
 
-def _begin_again() -> None:
+def _begin_again(road: str) -> None:
     for _ in range(3):
-        rank = rpc_workers.begin()
+        rank = begin_on(road) if dist.get_backend() == "native" else rpc_workers.begin()
         assert rpc.rpc_sync(1 - rank, echo, (rank,)) == rank
         rpc.shutdown()
 
 
-def test_rpc_can_begin_again_and_leaves_no_thread_and_no_memory(kind: str) -> None:
-    worlds.run(kind, 2, _begin_again_and_look if kind == "processes" else _begin_again)
+@pytest.mark.parametrize(
+    ("kind", "road"), [("threads", "arena"), ("processes", "arena"), ("processes", "wire")]
+)
+def test_rpc_can_begin_again_and_leaves_nothing(kind: str, road: str) -> None:
+    worlds.run(kind, 2, _begin_again_and_look if kind == "processes" else _begin_again, road)
     deadline = time.monotonic() + 10
     while left := [each.name for each in threading.enumerate() if each.name.startswith("rpc-")]:
         assert time.monotonic() < deadline, left
 
 
-def _begin_again_and_look() -> None:
+def _begin_again_and_look(road: str) -> None:
+    _begin_again(road)  # what is made once and kept has been made
     gc.collect()
-    before = len(worlds.mappings())
-    _begin_again()
-    left = [each.name for each in threading.enumerate() if each.name.startswith("rpc-")]
-    assert left == []
+    before = len(worlds.mappings()), worlds.descriptors(), threading.active_count()
+    _begin_again(road)
     gc.collect()
-    assert len(worlds.mappings()) <= before
+    assert len(worlds.mappings()) <= before[0]
+    assert worlds.descriptors() - before[1] == set()
+    assert threading.active_count() <= before[2], threading.enumerate()
 
 
 def test_a_name_must_be_unique_and_valid() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchestra as dist
+import worlds
 from torchestra import rpc
 from torchestra.rpc.current import current_agent
 from torchestra.rpc.encoding import decode, encode, in_own_memory
@@ -142,7 +143,7 @@ def test_everybody_sends_to_everybody_more_than_the_channels_hold(kind: str) -> 
 
 def lent() -> int:
     gc.collect()
-    return current_agent().lender.lent
+    return current_agent().roads.lender.lent
 
 
 def lend_and_take_back() -> None:
@@ -156,6 +157,7 @@ def lend_and_take_back() -> None:
     assert lent() == 0
 
 
+@pytest.mark.parametrize("kind", worlds.KINDS)
 def test_lent_memory_comes_back_when_the_tensors_that_lie_in_it_die(kind: str) -> None:
     rpc_workers.first(kind, 2, lend_and_take_back)
 

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from torchestra.engine.channels import Message, PostOffice
-from torchestra.engine.member import Member
+from torchestra.engine.channels import Message
 from torchestra.errors import RemoteNameError, RpcError, RpcTimeoutError, WorkerFailedError
 from torchestra.rpc import failures
 from torchestra.rpc.calls import Call, Named, name_of
@@ -38,8 +37,8 @@ from torchestra.rpc.encoding import (
 )
 from torchestra.rpc.envelopes import Outbound
 from torchestra.rpc.functions import is_async
-from torchestra.rpc.lending import Lender
 from torchestra.rpc.references import References
+from torchestra.rpc.roads import Roads
 from torchestra.rpc.worker_info import WorkerInfo
 
 CALL = 1
@@ -53,15 +52,15 @@ class Agent:
     """One worker among those that met in ``init_rpc``.
 
     Args:
-        member: its place in the arena of the workers.
+        roads: what leads to the others.
         names: of all workers, by rank.
         timeout: of calls that are given none, in seconds; 0 is without end.
         kept, limit: how many threads, see :class:`Crew`.
     """
 
-    def __init__(self, member: Member, names: list[str], timeout: float, kept: int, limit: int) -> None:
-        self.member = member
-        self.rank = member.rank
+    def __init__(self, roads: Roads, names: list[str], timeout: float, kept: int, limit: int) -> None:
+        self.roads = roads
+        self.rank = roads.rank
         self.workers = [WorkerInfo(name, rank) for rank, name in enumerate(names)]
         self.info = self.workers[self.rank]
         self.by_name = {info.name: info for info in self.workers}
@@ -72,22 +71,11 @@ class Agent:
         self.gathered: dict[int, dict[int, Any]] = {}
         self.rounds = itertools.count()  # of what the workers gather: each of them counts the same
         self.references = References(self)
-        self.lender = Lender(member)
         self._numbers = itertools.count(1)
         self._ending: set[int] = set()  # calls whose answer is here, and not yet told of
         self.calls_made = 0
         self._gone: dict[int, str] = {}
-        self.office = (
-            PostOffice(
-                member.context,
-                member.arena.address + member.arena.layout.channels,
-                member.rank,
-                member.size,
-                self._is_lost,
-            )
-            if member.size > 1
-            else None
-        )
+        self.office = roads.office(self._is_lost)
         self.crew = Crew(self.info.name, self.office, self._sort, self._look, kept, limit)
 
     def start(self) -> None:
@@ -127,12 +115,7 @@ class Agent:
 
     def _lost(self) -> dict[int, str]:
         """What has become of workers that are gone."""
-        dead = self.member.peers.dead() if self.member.peers is not None else ()
-        lost = {rank: f"died ({self.member.how(rank)})" for rank in dead if rank not in self._gone}
-        for rank in range(self.member.size):
-            if rank != self.rank and self.member.has_left(rank):
-                lost[rank] = "has shut down"
-        return lost
+        return self.roads.lost(self._gone)
 
     @property
     def is_quiet(self) -> bool:
@@ -208,7 +191,7 @@ class Agent:
         try:
             if outbound is None:
                 return encode_plain((function, args, kwargs))
-            lender = self.lender if to != self.rank else None
+            lender = self.roads.lender_to(to)
             return encode((function, args, kwargs), outbound.reducers, outbound.envelope, lender)
         except BaseException as error:
             if outbound is not None:
@@ -296,7 +279,7 @@ class Agent:
         self._end(call, value, error)
 
     def _read(self, message: Message, inbound: Any) -> Any:
-        borrow = partial(self.lender.borrow, message.source)
+        borrow = partial(self.roads.borrow, message.source)
         return decode(message.text, message.storages, inbound, borrow)
 
     def _end(self, call: Call, value: Any, error: BaseException | None) -> None:
@@ -358,7 +341,7 @@ class Agent:
                 result,
                 outbound.reducers,
                 outbound.envelope,
-                self.lender if source != self.rank else None,
+                self.roads.lender_to(source),
             )
         except BaseException as error:
             outbound.take_back()
@@ -378,7 +361,7 @@ class Agent:
         """Fail calls whose time is over or whose worker is gone."""
         if self.closed:
             return
-        if not self.member.program.is_alive():
+        if not self.roads.member.program.is_alive():
             self.close()  # a rank that is a thread has ended without shutdown()
             return
         now = time.monotonic()
@@ -442,7 +425,7 @@ class Agent:
         if self.closed:
             return
         self.closed = True
-        self.member.leave()
+        self.roads.leave()
         self.crew.close()
         ended = RpcError(f"worker {self.info.name!r} has shut down before the answer came")
         for number in tuple(self.pending):

@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from torchestra.engine.channels import LostPeerError, Message, PostOffice
+from torchestra.engine.channels import LostPeerError, Message
+from torchestra.rpc.offices import Office
 
 _LOOK_SECONDS = 0.05
 _JOIN_SECONDS = 2.0
@@ -59,7 +60,7 @@ class Crew:
     def __init__(
         self,
         name: str,
-        office: PostOffice | None,
+        office: Office | None,
         sort: Callable[[Message], tuple[bool, Job]],
         look: Callable[[], None],
         kept: int,
@@ -212,7 +213,7 @@ class Crew:
     def _at_work(self, thread: threading.Thread) -> bool:
         return getattr(thread, "at_work", False)
 
-    def _receive(self, office: PostOffice) -> tuple[bool, Job] | None:
+    def _receive(self, office: Office) -> tuple[bool, Job] | None:
         """With the lead: receive and sort a message, if one comes."""
         try:
             message = office.receive(eager=True)

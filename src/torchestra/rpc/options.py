@@ -9,6 +9,7 @@ from typing import Any
 
 from torchestra.errors import InvalidArgumentError
 from torchestra.rpc.constants import (
+    DEFAULT_HEARTBEAT_SEC,
     DEFAULT_INIT_METHOD,
     DEFAULT_MAX_WORKER_THREADS,
     DEFAULT_NUM_WORKER_THREADS,
@@ -17,7 +18,7 @@ from torchestra.rpc.constants import (
 
 
 class BackendType(enum.Enum):
-    """How messages travel. Both names mean the same: the memory that the workers of a host share."""
+    """How messages travel. Both names mean the same: through shared memory within a host, ZeroMQ between."""
 
     NATIVE = "native"
     TENSORPIPE = NATIVE
@@ -35,6 +36,12 @@ class RpcBackendOptions:
         device_maps, devices: refused; only CPU tensors are sent.
         store: meet over this store instead of at ``init_method``.
         secret: as for ``init_process_group``.
+        address: where this host listens for workers on other hosts, and how they reach it; default: what the
+            environment variable TORCHESTRA_RPC_ADDRESS says, else the address of the interface that leads to
+            the store's server.
+        ports: the first and the last that it may listen at; default: what TORCHESTRA_RPC_PORTS says
+            (``29600-29700``), else any.
+        heartbeat_timeout: a worker on another host that nothing is heard of for so many seconds is given up.
 
     Raises:
         InvalidArgumentError: a number is out of range, or a device is named.
@@ -51,6 +58,9 @@ class RpcBackendOptions:
         max_worker_threads: int = DEFAULT_MAX_WORKER_THREADS,
         store: Any = None,
         secret: Any = None,
+        address: str | None = None,
+        ports: tuple[int, int] | None = None,
+        heartbeat_timeout: float = DEFAULT_HEARTBEAT_SEC,
     ) -> None:
         self.rpc_timeout = rpc_timeout
         self.init_method = init_method
@@ -68,6 +78,15 @@ class RpcBackendOptions:
         self.set_devices(devices or ())
         self.store = store
         self.secret = secret
+        self.address = address
+        if ports is not None and not 0 < ports[0] <= ports[1] < 65536:
+            raise InvalidArgumentError(
+                f"ports must be the first and the last, as in (29600, 29700); got {ports}"
+            )
+        self.ports = ports
+        if not heartbeat_timeout > 0:
+            raise InvalidArgumentError(f"heartbeat_timeout must be above 0, got {heartbeat_timeout}")
+        self.heartbeat_timeout = float(heartbeat_timeout)
 
     @property
     def rpc_timeout(self) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchestra.engine import warm_up
 from torchestra.engine.joining import join
+from torchestra.engine.multihost.finding import find_hosts
 from torchestra.errors import InvalidArgumentTypeError, RemoteReferenceError, RpcError
 from torchestra.process_group.starting import choose_backend
 from torchestra.rendezvous import rendezvous
@@ -20,9 +21,10 @@ from torchestra.rpc.closing import Closing
 from torchestra.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
 from torchestra.rpc.current import agent_or_none, current_agent, set_agent
 from torchestra.rpc.options import BackendType, RpcBackendOptions
+from torchestra.rpc.roads import Roads
 from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.store import PrefixStore
-from torchestra.thread_ranks import current_thread_rank
+from torchestra.thread_ranks import ThreadRank, current_thread_rank
 
 _MEETING_SECONDS = 1800.0
 
@@ -80,13 +82,38 @@ def init_rpc(
     own = PrefixStore("torchestra/rpc", met.store)
     names = _meet(own, name, met.rank, met.world_size, seconds)
     warm_up()
-    threads = choose_backend(None) == "threads"
-    program = here.thread if here is not None else threading.current_thread()
-    member = join(own, met.rank, met.world_size, f"rpc of {name}", seconds, threads=threads, thread=program)
-    agent = Agent(member, names, options.rpc_timeout, options.num_worker_threads, options.max_worker_threads)
+    roads = _open_roads(own, name, met.rank, met.world_size, seconds, here)
+    agent = Agent(roads, names, options.rpc_timeout, options.num_worker_threads, options.max_worker_threads)
+    try:
+        if far := roads.far():
+            from torchestra.rpc.wire import connect
+
+            roads.wire = connect(own, met.rank, far, names, seconds, options, roads.deliver)
+    except BaseException:
+        agent.close()
+        raise
     set_agent(agent)
     _open.add(agent)
     agent.start()
+
+
+def _open_roads(
+    store: PrefixStore, name: str, rank: int, size: int, seconds: float, here: ThreadRank | None
+) -> Roads:
+    """Find out who is on this host, and meet them in an arena."""
+    threads = choose_backend(None) == "threads"
+    hosts = find_hosts(PrefixStore("hosts", store), rank, size, f"rpc of {name}", seconds, threads=threads)
+    number, place = hosts.host_of[rank], hosts.place_of[rank]
+    member = join(
+        PrefixStore(f"arena/{number}", store),
+        place,
+        len(hosts.members[number]),
+        f"rpc of {name}",
+        seconds,
+        threads=threads,
+        thread=here.thread if here is not None else threading.current_thread(),
+    )
+    return Roads(member, rank, hosts)
 
 
 def _meet(store: PrefixStore, name: str, rank: int, size: int, seconds: float) -> list[str]:

@@ -13,6 +13,8 @@ which answers it without waking another, and a function that runs for long keeps
 
 *Room.* What a thread sleeps on that found a channel full.
 
+A rank may post to itself, from one thread: so what comes in by other ways is found among the messages.
+
 No wake-up is lost: a sleeper writes that it sleeps and then looks, a peer publishes and then reads who
 sleeps, all sequentially consistent; and a futex compares RUNG again. A leader that leaves looks once more
 and wakes the watchman if there is mail, because peers that saw it lead have woken nobody.
@@ -175,7 +177,7 @@ def _find(state, only):
     start = load(state + w.NEXT_SOURCE)
     for step in range(size):
         peer = (start + step) % size
-        if peer != load(state + w.RANK) and _has(state, peer):
+        if _has(state, peer):
             return peer + 1
     return 0
 

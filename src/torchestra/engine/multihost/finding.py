@@ -1,0 +1,184 @@
+"""Which ranks share a host, found by attaching.
+
+The first rank to come under a host id opens the host's *lobby* and says so in the store; whoever comes
+later under the same id tries to get into it. A lobby is memory that is handed over as an arena is
+(admission.py), so who has it shares memory with the rank that opened it, and who cannot get it, although
+its host has the same id, is on another host and tries the next lobby of that id. When all ranks are in some
+lobby, the ranks that opened them tell each other who is in theirs, and write the outcome into the lobby's
+memory, from where the others read it. A rank makes two requests to the store, one that has opened a lobby
+five more and one for each that gets in: O(ranks) in all, and long answers only go to one rank per host::
+
+    finding/here/R          rank R has come
+    finding/lobby/ID/N      "R:host:invitation", the N-th lobby of that id, and who has opened it
+    finding/hosts           how many lobbies there are; each is numbered by it
+    finding/arrived         how many ranks are in a lobby
+    finding/all             set by whoever brings that to the number of ranks
+    finding/members/H       the ranks in lobby H, and the host's name
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from datetime import timedelta
+
+from torchestra.engine.admission import Admission, fetch
+from torchestra.engine.multihost.host_id import host_id, host_name
+from torchestra.engine.multihost.hosts import Hosts
+from torchestra.errors import CollectiveTimeoutError, DistBackendError, StoreTimeoutError
+from torchestra.store import PrefixStore, Store
+
+__all__ = ["find_hosts"]
+
+_FIRST_LOOK, _LONGEST_LOOK = 0.0005, 0.02
+_DONE = b"!"
+
+
+def find_hosts(
+    store: Store, rank: int, size: int, name: str, seconds: float, *, threads: bool = False
+) -> Hosts:
+    """Find out which ranks share a host. Must be called by every rank.
+
+    Args:
+        store: a store that only these ranks, and only for this purpose, use.
+        rank, size: of the group.
+        name: of the group, for messages.
+        seconds: how long to wait for the others.
+        threads: the ranks are threads of one process, and their ids are taken at their word.
+
+    Raises:
+        CollectiveTimeoutError: not all ranks came in time; names those that did not.
+    """
+    visit = _Visit(PrefixStore("finding", store), rank, size, name, seconds)
+    if threads:
+        return visit.ask_everybody()
+    visit.store.set(f"here/{rank}", b"")
+    identity = hashlib.sha256(host_id().encode()).hexdigest()[:16]
+    with _Lobby(visit) as lobby:
+        for attempt in range(size):
+            said = visit.store.compare_set(f"lobby/{identity}/{attempt}", "", lobby.sign)
+            if said == lobby.sign.encode():
+                return lobby.lead()
+            if (found := visit.follow(said.decode())) is not None:
+                return found
+    raise DistBackendError(f"rank {rank} of group {name!r}: no lobby of its host lets it in")
+
+
+class _Visit:
+    """One call of :func:`find_hosts`."""
+
+    def __init__(self, store: Store, rank: int, size: int, name: str, seconds: float) -> None:
+        self.store = store
+        self.rank, self.size, self.name, self.seconds = rank, size, name, seconds
+        self.deadline = time.monotonic() + seconds
+
+    def follow(self, sign: str) -> Hosts | None:
+        """Get into another rank's lobby and wait there for the outcome; None if it is on another host."""
+        _, _, invitation = sign.partition(":")
+        try:
+            descriptor = fetch(invitation, self.store.secret, self.rank, self.name, self.deadline)
+        except CollectiveTimeoutError:
+            raise
+        except DistBackendError as error:
+            if isinstance(error.__cause__, OSError):
+                return None
+            raise
+        try:
+            look = _FIRST_LOOK
+            while os.pread(descriptor, 1, 0) != _DONE:
+                if time.monotonic() > self.deadline:
+                    raise self.late()
+                time.sleep(look)
+                look = min(look * 1.3, _LONGEST_LOOK)
+            return Hosts.decode(os.pread(descriptor, os.fstat(descriptor).st_size, 1))
+        finally:
+            os.close(descriptor)
+
+    def ask_everybody(self) -> Hosts:
+        """Among threads: go by what they say."""
+        self.store.set(f"here/{self.rank}", json.dumps([host_id(), host_name()]))
+        keys = [f"here/{peer}" for peer in range(self.size)]
+        self.wait(keys)
+        found: dict[str, list[int]] = {}
+        names: list[str] = []
+        for peer, text in enumerate(self.store.multi_get(keys)):
+            identity, called = json.loads(text)
+            if identity not in found:
+                names.append(called)
+            found.setdefault(identity, []).append(peer)
+        return Hosts(list(found.values()), names)
+
+    def wait(self, keys: list[str]) -> None:
+        """Wait for keys that are there when the others have come."""
+        try:
+            self.store.wait(keys, timedelta(seconds=max(0.001, self.deadline - time.monotonic())))
+        except StoreTimeoutError as error:
+            raise self.late() from error
+
+    def late(self) -> CollectiveTimeoutError:
+        """The error that says who has not come."""
+        missing = tuple(peer for peer in range(self.size) if not self.store.check([f"here/{peer}"]))
+        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "a rank"
+        return CollectiveTimeoutError(
+            f"{who} of group {self.name!r} did not come within {self.seconds:.1f} s (seen from rank"
+            f" {self.rank} of {self.size}): are they running, and do they use the same rendezvous?",
+            missing,
+        )
+
+
+class _Lobby:
+    """What a rank opens in case it is the first of its host."""
+
+    def __init__(self, visit: _Visit) -> None:
+        self._visit = visit
+        self._closed = threading.Event()
+        self._members = [visit.rank]
+        others = set(range(visit.size)) - {visit.rank}
+        self._admission = Admission(others, visit.store.secret, visit.name)
+        self._descriptor = os.memfd_create("torchestra-lobby", os.MFD_CLOEXEC)
+        self.sign = f"{visit.rank}:{self._admission.invitation}"
+        self._server = threading.Thread(
+            target=self._serve, name=f"torchestra-lobby-{visit.rank}", daemon=True
+        )
+
+    def __enter__(self) -> _Lobby:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        if self._server.is_alive():
+            self._server.join()
+        self._admission.close()
+        os.close(self._descriptor)
+
+    def lead(self) -> Hosts:
+        """Let ranks of this host in until all ranks are somewhere."""
+        visit, store = self._visit, self._visit.store
+        host = store.add("hosts", 1) - 1
+        self._count(1)
+        self._server.start()
+        visit.wait(["all"])
+        store.set(f"members/{host}", json.dumps([self._members, host_name()]))
+        keys = [f"members/{other}" for other in range(store.add("hosts", 0))]
+        visit.wait(keys)
+        told = [json.loads(text) for text in store.multi_get(keys)]
+        found = Hosts([ranks for ranks, _ in told], [called for _, called in told])
+        os.pwrite(self._descriptor, found.encode(), 1)
+        os.pwrite(self._descriptor, _DONE, 0)
+        return found
+
+    def _count(self, ranks: int) -> None:
+        if self._visit.store.add("arrived", ranks) == self._visit.size:
+            self._visit.store.set("all", b"")
+
+    def _serve(self) -> None:
+        admission = self._admission
+        while not self._closed.is_set() and admission.waited_for:
+            before = set(admission.waited_for)
+            admission.serve(self._descriptor)
+            if came := before - admission.waited_for:
+                self._members.extend(came)
+                self._count(len(came))

@@ -1,0 +1,163 @@
+"""A worker on another host, as its connection sees it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from torchestra.rpc.wire.cards import Card
+from torchestra.rpc.wire.framing import Assembly, frames
+
+ALIVE = b""
+GOODBYE = b"\0"
+HELLO = b"\0\0"  # all its connections are there
+FRAMES_IN_ADVANCE = 64  # that ZeroMQ keeps at either end of a connection
+_MOST_QUEUED = 1 << 26  # bytes
+_ENDED_SECONDS = 0.15
+_FAILED = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this worker's key",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what answers there is another program",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended the handshake",
+    zmq.EVENT_CLOSED: "nobody listens there",
+    zmq.EVENT_DISCONNECTED: "it ended the connection",
+}
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILED)
+
+
+class Peer:
+    """What one worker knows of another one. All but :meth:`post` is for the thread of the connections.
+
+    Times are by the clock of that thread, which stands still while the process does.
+
+    Attributes:
+        joined: the handshake has succeeded.
+        greeted: it has said hello.
+        refused: why there is no connection, while none has been.
+        how: what has become of the worker, once it is gone.
+        heard, told: when something came from it, and was sent to it.
+        blocked: ZeroMQ takes no more at the moment.
+    """
+
+    def __init__(self, rank: int, socket: zmq.Socket[Any], card: Card) -> None:
+        self.rank = rank
+        self.socket = socket
+        self.joined = False
+        self.greeted = False
+        self.refused = ""
+        self.how = ""
+        self.heard = self.told = 0.0
+        self.blocked = False
+        self.assembly = Assembly(rank)
+        self._monitor: zmq.Socket[Any] | None = socket.get_monitor_socket(_EVENTS)
+        self._ended: float | None = None
+        self._queue: deque[tuple[int, Callable[[], Iterator[bytes | memoryview]]]] = deque()
+        self._frames: Iterator[bytes | memoryview] | None = None
+        self._frame: bytes | memoryview | None = None
+        self._size = 0  # of the message that is being sent
+        # Callers may come again from a finaliser that interrupts them.
+        self._lock = threading.RLock()
+        self._posted = 0
+        self._sent = 0
+        self._room = threading.Event()
+        socket.connect(card.address)
+
+    # -- every thread
+
+    def post(self, kind: int, tag: int, parts: Any, keep: object) -> None:
+        """Queue a message."""
+        size = sum(length for _, length in parts)
+        with self._lock:
+            self._posted += size
+        self._queue.append((size, lambda: frames(kind, tag, parts, keep)))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is queued that callers should wait."""
+        return self._posted - self._sent > _MOST_QUEUED and not self.how
+
+    def await_room(self, seconds: float) -> None:
+        """Wait until something has been sent, or for so long."""
+        self._room.clear()
+        if self.is_full:
+            self._room.wait(seconds)
+
+    def say(self, control: bytes) -> None:
+        """Queue one of the frames above, which are shorter than the first of any message."""
+        self._queue.append((0, lambda: iter((control,))))
+
+    # -- the thread of the connections
+
+    @property
+    def has_mail(self) -> bool:
+        """Whether anything is to be sent."""
+        return bool(self._queue) or self._frames is not None
+
+    def flush(self, clock: float) -> None:
+        """Send what ZeroMQ takes."""
+        self.blocked = False
+        while True:
+            if self._frame is None:
+                if self._frames is None:
+                    if not self._queue:
+                        return
+                    self._size, made = self._queue.popleft()
+                    self._frames = made()
+                self._frame = next(self._frames, None)
+                if self._frame is None:
+                    self._frames = None
+                    self._sent += self._size
+                    self._room.set()
+                    continue
+            try:
+                self.socket.send(self._frame, zmq.NOBLOCK)
+            except zmq.Again:
+                self.blocked = True
+                return
+            self._frame = None
+            self.told = clock
+
+    def show_life(self, clock: float) -> None:
+        """Let it hear something, if there is nothing else."""
+        if self.has_mail:
+            return
+        try:
+            self.socket.send(ALIVE, zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        self.told = clock
+
+    def look(self, clock: float, heartbeat: float) -> None:
+        """Note what has become of the connection."""
+        while self._monitor is not None and self._monitor.poll(0):
+            event = zmq.Event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.joined, self.heard = True, clock
+            elif self.joined:
+                if self._ended is None:
+                    self._ended = clock
+            elif not self.refused:
+                self.refused = _FAILED.get(event, str(event))
+        if self.how or not self.joined:
+            return
+        if self._ended is not None:
+            # What it sent before may still be on its way from ZeroMQ, on a connection of its own.
+            if clock - max(self._ended, self.heard) > _ENDED_SECONDS:
+                self.how = "died (its connection has ended)"
+        elif clock - self.heard > heartbeat:
+            self.how = f"died or is cut off (nothing has been heard of it for {clock - self.heard:.1f} s)"
+
+    def close(self, linger: int) -> None:
+        """End the connection; ``linger``: milliseconds for what ZeroMQ still has."""
+        self._queue.clear()
+        self._frames = self._frame = None
+        self._room.set()
+        if self._monitor is not None:
+            self.socket.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
+        self.socket.close(linger)

@@ -1,0 +1,332 @@
+"""The road between hosts: who is let in, how messages are cut, and what leads where."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import rpc_workers
+import torch
+import zmq
+import zmq.utils.monitor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import worlds
+from torchestra import rpc
+from torchestra.engine.channels import Message
+from torchestra.errors import InvalidArgumentError, RpcError
+from torchestra.rpc.current import current_agent
+from torchestra.rpc.wire.cards import Card, read_card
+from torchestra.rpc.wire.connections import Wire
+from torchestra.rpc.wire.framing import LARGEST_FRAME, PIECE_BYTES, Assembly, frames
+from torchestra.rpc.wire.meeting import ADDRESS_VARIABLE, PORTS_VARIABLE, given_ports, own_address
+from torchestra.store import HashStore
+
+HERE = "127.0.0.1"
+
+
+def echo(value):
+    return value
+
+
+# -- frames
+
+
+def parts_of(arrays: list[np.ndarray]) -> list[tuple[int, int]]:
+    return [(array.ctypes.data, array.nbytes) for array in arrays]
+
+
+LENGTHS = st.sampled_from([0, 1, 100, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 7])
+
+
+@given(text=LENGTHS, storages=st.lists(LENGTHS, max_size=3), tag=st.integers(0, 2**62))
+@settings(max_examples=40, deadline=None)
+def test_a_message_of_any_size_comes_out_of_its_frames_as_it_was(text, storages, tag) -> None:
+    arrays = [
+        np.random.default_rng(length).integers(0, 256, length, np.uint8) for length in (text, *storages)
+    ]
+    assembly = Assembly(3)
+    pieces = [bytes(frame) for frame in frames(7, tag, parts_of(arrays), arrays)]
+    assert max(map(len, pieces)) <= LARGEST_FRAME
+    found = [assembly.feed(piece) for piece in pieces]
+    assert found[:-1] == [None] * (len(found) - 1)
+    message = found[-1]
+    assert (message.source, message.kind, message.tag) == (3, 7, tag)
+    assert bytes(message.text) == arrays[0].tobytes()
+    found = [
+        torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes() for storage in message.storages
+    ]
+    assert found == [array.tobytes() for array in arrays[1:]]
+    assert not assembly.under_way
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [[b"short"], [b"\1" * 60], [struct.pack("=HqIQ", 1, 1, 0, 5), b"123456"]],
+    ids=["short", "long", "piece"],
+)
+def test_frames_that_are_no_message_are_refused(rubbish: list[bytes]) -> None:
+    assembly = Assembly(0)
+    *before, last = rubbish
+    for frame in before:
+        assembly.feed(frame)
+    with pytest.raises(ValueError, match=r"frame|piece"):
+        assembly.feed(last)
+
+
+# -- trust
+
+
+def test_a_card_is_believed_from_who_knows_the_secret_only() -> None:
+    card = Card("tcp://10.0.0.1:4000", b"k" * 40)
+    text = card.written(b"secret", 1, "meeting").encode()
+    assert read_card(text, b"secret", 1, "meeting", "worker1") == card
+    forged = text.replace(b"10.0.0.1", b"10.0.0.2")
+    for wrong in (
+        (forged, b"secret", 1, "meeting"),
+        (text, b"other", 1, "meeting"),
+        (text, b"secret", 2, "meeting"),
+    ):
+        with pytest.raises(
+            RpcError, match=r"'worker1'.*does not know this worker's secret.*TORCHESTRA_SECRET"
+        ):
+            read_card(*wrong, "worker1")
+    for wrong in ((text, b"secret", 1, "another"), (b"rubbish", b"secret", 1, "meeting")):
+        with pytest.raises(RpcError, match="not trusted"):
+            read_card(*wrong, "worker1")
+
+
+_exploded = threading.Event()
+
+
+def explode() -> None:
+    _exploded.set()
+
+
+class Explosive:
+    def __reduce__(self):
+        return explode, ()
+
+
+def strangers(address: str, key: bytes) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """How a stranger's socket may be set up."""
+    public, private = zmq.curve_keypair()
+    other, _ = zmq.curve_keypair()
+    yield "no key", {}
+    yield "an unknown key", {"curve_serverkey": key, "curve_publickey": public, "curve_secretkey": private}
+    yield (
+        "a wrong server key",
+        {"curve_serverkey": other, "curve_publickey": public, "curve_secretkey": private},
+    )
+
+
+def refuse_strangers(rank: int) -> None:
+    if rank != 0:
+        return
+    agent = current_agent()
+    wire = agent.roads.wire
+    address, key = wire.card
+    host, port = address.removeprefix("tcp://").rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as rubbish:
+        rubbish.sendall(b"GET / HTTP/1.0\r\n\r\n" * 200)
+        while True:  # the other side ends it
+            try:
+                if not rubbish.recv(1000):
+                    break
+            except ConnectionError:
+                break
+    call = pickle.dumps((Explosive(), (), None), 5)
+    text = np.frombuffer(bytes(8) + call, np.uint8)
+    with zmq.Context() as context:
+        for who, options in strangers(address, key):
+            stranger = context.socket(zmq.PUSH)
+            stranger.linger = 0
+            stranger.reconnect_ivl = -1
+            for name, value in options.items():
+                setattr(stranger, name, value)
+            events = stranger.get_monitor_socket(zmq.EVENT_ALL)
+            stranger.connect(address)
+            for frame in frames(1, 1, [(text.ctypes.data, text.nbytes)], text):
+                stranger.send(frame, zmq.NOBLOCK) if who == "no key" else None
+            seen = []
+            while not seen or seen[-1] not in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
+                assert events.poll(20_000), f"{who} is let in: {seen}"
+                seen.append(zmq.utils.monitor.recv_monitor_message(events)["event"])
+            assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in seen, who
+            stranger.disable_monitor()
+            events.close(0)
+            stranger.close()
+    assert wire.strangers >= 1
+    assert rpc.rpc_sync("worker1", echo, (3,)) == 3
+    assert not _exploded.is_set()
+
+
+def test_strangers_on_the_port_are_dropped_and_nothing_of_them_is_unpickled() -> None:
+    _exploded.clear()
+    rpc_workers.run("hosts", 2, refuse_strangers)
+
+
+def begin_with(secrets: list[str | None]) -> None:
+    from torchestra.thread_ranks import current_thread_rank
+
+    rpc_workers.begin(secret=secrets[current_thread_rank().rank])
+
+
+@pytest.mark.parametrize(
+    ("secrets", "kind", "message"),
+    [
+        (["one", "another"], RpcError, "does not know this worker's secret"),
+        ([None, None], InvalidArgumentError, "on different hosts and have no secret"),
+    ],
+)
+def test_workers_on_two_hosts_need_one_secret(monkeypatch, secrets, kind, message) -> None:
+    monkeypatch.delenv("TORCHESTRA_SECRET", raising=False)
+    for ended in worlds.outcomes("threads", 2, begin_with, secrets, hosts=["here", "there"]):
+        assert isinstance(ended.error, kind)
+        assert message in ended.message
+    assert not [each for each in threading.enumerate() if each.name.startswith("rpc-")]
+
+
+# -- roads
+
+
+def take_both_roads(rank: int) -> list[int]:
+    roads = current_agent().roads
+    large = torch.arange(1 << 18)
+    for peer in range(4):
+        assert torch.equal(rpc.rpc_sync(peer, echo, (large,)), large)
+        assert rpc.rpc_sync(peer, ask_onwards, (3 - peer, rank)) == rank
+    assert [roads.lender_to(peer) is not None for peer in range(4)] == [
+        peer != rank and peer % 2 == rank % 2 for peer in range(4)
+    ]
+    return roads.far()
+
+
+def ask_onwards(peer: int, value: int) -> int:
+    return rpc.rpc_sync(peer, echo, (value,))
+
+
+def test_two_hosts_of_two_workers_use_the_arena_within_and_the_wire_between() -> None:
+    assert rpc_workers.run("hosts", 4, take_both_roads) == [[1, 3], [0, 2], [1, 3], [0, 2]]
+
+
+# -- connections
+
+
+@contextlib.contextmanager
+def two_wires(arrived) -> Iterator[tuple[Wire, Wire]]:
+    """Two ends; messages that come to the second are given to ``arrived``."""
+    wires = [Wire(f"w{rank}", HERE, None, 30.0) for rank in range(2)]
+    failed = []
+
+    def join(rank: int) -> None:
+        try:
+            wires[rank].join({1 - rank: wires[1 - rank].card}, ["w0", "w1"], 30, arrived)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
+        yield wires[0], wires[1]
+    finally:
+        for wire in wires:
+            wire.close()
+
+
+def test_senders_wait_when_the_receiver_does_not_take_what_they_send() -> None:
+    taken, came = threading.Event(), []
+
+    def arrived(message: Message) -> None:
+        taken.wait(30)
+        came.append(message.tag)
+
+    text, large = np.zeros(10, np.uint8), np.zeros(1 << 24, np.uint8)
+    sent = []
+
+    def send(wire: Wire) -> None:
+        for tag in range(12):
+            wire.send(1, 1, tag, parts_of([text, large]), None)
+            sent.append(tag)
+
+    with two_wires(arrived) as (wire, _):
+        sender = threading.Thread(target=send, args=(wire,))
+        sender.start()
+        sender.join(0.5)
+        assert len(sent) < 12
+        taken.set()
+        sender.join(30)
+        assert sent == list(range(12))
+        deadline = time.monotonic() + 30
+        while came != sent:
+            assert time.monotonic() < deadline, came
+            time.sleep(0.01)
+
+
+def test_the_last_messages_arrive_although_the_sender_closes() -> None:
+    came = []
+    text = np.zeros(10, np.uint8)
+    with two_wires(lambda message: came.append(message.tag)) as (wire, other):
+        for tag in range(500):
+            wire.send(1, 1, tag, parts_of([text]), None)
+        wire.close()
+        deadline = time.monotonic() + 30
+        while other.lost() != {0: "has shut down"}:
+            assert time.monotonic() < deadline, other.lost()
+            time.sleep(0.01)
+    assert came == list(range(500))
+
+
+def test_an_address_where_nobody_listens_is_told() -> None:
+    with socket.create_server((HERE, 0)) as free:
+        port = free.getsockname()[1]
+    wire = Wire("lonely", HERE, None, 30.0)
+    public, _ = zmq.curve_keypair()
+    try:
+        with pytest.raises(
+            RpcError, match=r"'lonely' cannot reach worker 'other' \(rank 0\).*TORCHESTRA_RPC_PORTS"
+        ):
+            wire.join({0: Card(f"tcp://{HERE}:{port}", public)}, ["other", "lonely"], 20, lambda _: None)
+    finally:
+        wire.close()
+
+
+def test_ports_and_address_are_those_that_are_given(monkeypatch) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, "10.1.2.3")
+    assert own_address(HashStore()) == "10.1.2.3"
+    monkeypatch.delenv(ADDRESS_VARIABLE)
+    socket.inet_pton(
+        socket.AF_INET6 if ":" in own_address(HashStore()) else socket.AF_INET, own_address(HashStore())
+    )
+    assert given_ports() is None
+    for text, ports in (("4000", (4000, 4000)), ("4000-4010", (4000, 4010))):
+        monkeypatch.setenv(PORTS_VARIABLE, text)
+        assert given_ports() == ports
+    for text in ("many", "0", "10-x", "70000", "5-4"):
+        monkeypatch.setenv(PORTS_VARIABLE, text)
+        with pytest.raises(InvalidArgumentError, match=PORTS_VARIABLE):
+            given_ports()
+    with pytest.raises(InvalidArgumentError, match="ports must be"):
+        rpc.RpcBackendOptions(ports=(5, 4))
+    with pytest.raises(InvalidArgumentError, match="heartbeat_timeout"):
+        rpc.RpcBackendOptions(heartbeat_timeout=0)
+    with socket.create_server((HERE, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RpcError, match=rf"cannot listen for remote calls at {HERE}, port {port}-{port}"):
+            Wire("w", HERE, (port, port), 30.0)
+    before = worlds.descriptors()
+    with pytest.raises(RpcError, match="cannot listen"):
+        Wire("w", "203.0.113.1", None, 30.0)
+    assert worlds.descriptors() - before == set()
