@@ -47,7 +47,10 @@ written (``floors.py``); for all_reduce in place of n bytes on N ranks R = W = N
 **Start-up.** The time from the launch of ``python -m torchestra run`` and of ``torchrun`` to the moment
 when the last rank has finished its first all_reduce.
 
-To add a section (a training step, remote calls): measure it in a module of its own that returns a
+**Remote calls.** Two workers of each library in the same two processes, which take turns; a call's time is
+that of the caller, from the call to its result, or the time of 2,000 calls at once divided by their number.
+
+To add a section: measure it in a module of its own that returns a
 :class:`~torchestra.bench.report.SideTable`, and add its name to ``SECTIONS`` in ``options.py`` and to
 ``run_benchmark``; table, Markdown and JSON follow.
 """

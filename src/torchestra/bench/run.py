@@ -21,6 +21,7 @@ from torchestra.bench.measuring import (
 )
 from torchestra.bench.options import BenchOptions, size_label
 from torchestra.bench.peers import Column, Peer, find_peers
+from torchestra.bench.remote_calls import measure_remote_calls
 from torchestra.bench.report import BenchReport, Cell, ColumnInfo, SideTable
 from torchestra.bench.startup import measure_startup
 from torchestra.bench.training import measure_training
@@ -52,6 +53,8 @@ def run_benchmark(options: BenchOptions, watch: Watch | None = None) -> BenchRep
         run.startup()
     if "training" in options.sections:
         run.training()
+    if "rpc" in options.sections:
+        run.remote_calls()
     return run.report(time.monotonic() - start)
 
 
@@ -87,6 +90,12 @@ class _Run:
     def training(self) -> None:
         self._tell("training")
         table, notes = measure_training(self._options)
+        self._tables.append(table)
+        self._notes += notes
+
+    def remote_calls(self) -> None:
+        self._tell("remote calls")
+        table, notes = measure_remote_calls(self._options)
         self._tables.append(table)
         self._notes += notes
 

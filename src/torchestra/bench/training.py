@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
-from torchestra.bench.fleet import last_line
 from torchestra.bench.options import BenchOptions
-from torchestra.bench.peers import torchestra_environment
 from torchestra.bench.report import SideRow, SideTable
-from torchestra.bench.startup import end_launcher
+from torchestra.bench.scripted import found_by
 from torchestra.bench.summary import median_interval
 
 __all__ = ["measure_training", "training_steps"]
 
-_LIMIT_SECONDS = 300.0
-_SCRIPT = Path(__file__).resolve().parent / "ranks" / "training_step.py"
 _COLUMNS = (("torchestra", "torchestra DDP adds"), ("gloo", "torch's DDP on Gloo adds"))
 # Where a model's own steps vary more than DDP adds, the difference may not be positive.
 _LEAST_US = 0.1
@@ -69,26 +60,5 @@ def training_steps(world: int, seconds: float, turns: int) -> dict[str, dict[str
     Raises:
         RuntimeError: a rank failed, or they took more than five minutes.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="torchestra-bench-") as directory,
-        tempfile.TemporaryFile() as output,
-    ):
-        command = [sys.executable, "-m", "torchestra", "run", f"--nproc={world}", str(_SCRIPT)]
-        process = subprocess.Popen(
-            [*command, str(seconds), str(turns)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=torchestra_environment({"TORCHESTRA_BENCH_DIRECTORY": directory}),
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(_LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"did not end within {_LIMIT_SECONDS:.0f} s") from None
-        finally:
-            end_launcher(process)
-        if code != 0:
-            raise RuntimeError(f"exit code {code}: {last_line(output)}")
-        found: dict[str, dict[str, list[float]]] = json.loads((Path(directory) / "found.json").read_text())
-        return found
+    found: dict[str, dict[str, list[float]]] = found_by("training_step.py", world, seconds, turns)
+    return found

@@ -1,0 +1,36 @@
+"""What a remote call takes between two workers of one host: torchestra's, and torch's over TensorPipe."""
+
+from __future__ import annotations
+
+import statistics
+
+from torchestra.bench.options import BenchOptions
+from torchestra.bench.report import SideRow, SideTable
+from torchestra.bench.scripted import found_by
+from torchestra.bench.summary import median_interval
+
+__all__ = ["measure_remote_calls"]
+
+_COLUMNS = (("torchestra", "torchestra.rpc"), ("tensorpipe", "torch.distributed.rpc"))
+_TURNS_PER_ROUND = 5
+
+
+def measure_remote_calls(options: BenchOptions) -> tuple[SideTable, list[str]]:
+    """For each workload: microseconds per call there and back, and what failed.
+
+    They are the medians over the turns, with the interval in which the true median lies with 95 %
+    probability.
+    """
+    notes: list[str] = []
+    rows = []
+    try:
+        found = found_by("remote_calls.py", 2, options.seconds, options.rounds * _TURNS_PER_ROUND)
+    except (OSError, RuntimeError) as error:
+        found = {}
+        notes.append(f"remote calls: {error}")
+    for workload, times in found.items():
+        values = {way: statistics.median(turns) for way, turns in times.items()}
+        intervals = {way: median_interval(turns) for way, turns in times.items()}
+        rows.append(SideRow(workload, values, intervals))
+    title = "Remote calls: there and back, what is sent coming back"
+    return SideTable("rpc", title, "µs", _COLUMNS, tuple(rows)), notes
