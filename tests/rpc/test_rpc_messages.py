@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 import pytest
@@ -14,7 +15,7 @@ import torchestra as dist
 import worlds
 from torchestra import rpc
 from torchestra.rpc.current import current_agent
-from torchestra.rpc.encoding import decode, encode, in_own_memory
+from torchestra.rpc.encoding import address_of, decode, encode, in_own_memory
 
 
 def through(value):
@@ -74,6 +75,11 @@ def test_a_sparse_view_of_a_large_tensor_is_sent_alone() -> None:
     message = encode(base[::1000])
     assert [length for _, length in message.parts[1:]] == [20_000]
     assert torch.equal(decode(*in_own_memory(message)), base[::1000])
+
+
+def test_the_address_of_bytes_is_where_they_are() -> None:
+    for text in (b"x", b"torchestra" * 1000):
+        assert ctypes.string_at(address_of(text), len(text)) == text
 
 
 def test_memory_is_not_copied_into_the_pickle() -> None:

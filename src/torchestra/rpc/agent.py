@@ -27,6 +27,7 @@ from torchestra.rpc.calls import Call, Named, name_of
 from torchestra.rpc.crew import Crew, Job
 from torchestra.rpc.encoding import (
     Outgoing,
+    address_of,
     decode,
     encode,
     encode_plain,
@@ -441,11 +442,8 @@ def _nothing() -> None:
 
 def _plain(value: object) -> Outgoing:
     """A value as a message without envelope or storages."""
-    import numpy as np
-
     text = pickle.dumps(value, 5)
-    address = np.frombuffer(text, dtype=np.uint8).__array_interface__["data"][0]
-    return Outgoing([(address, len(text))], text)
+    return Outgoing([(address_of(text), len(text))], text)
 
 
 def _with_hint(error: Exception, source: str, here: str) -> Exception:

@@ -78,6 +78,7 @@ class Crew:
         self._watching = threading.Lock()
         self._looking = threading.Lock()
         self._next_look = 0.0
+        self._stand_back = False
         # Guards what follows; held for moments.
         self._gate = threading.Lock()
         self._threads: set[threading.Thread] = set()
@@ -143,6 +144,7 @@ class Crew:
         """Wake who waits for this, if anybody sleeps: whether so. To be called when it is done."""
         latch, awaited.latch = awaited.latch, None
         if latch is not None:
+            self._stand_back = True
             try:
                 latch.release()
             except RuntimeError:  # another thread was quicker
@@ -245,7 +247,9 @@ class Crew:
                     return
                 self.look()
                 continue
-            if (must_lead or not self._waiting) and self._lead.acquire(False):
+            # Who has just been woken with an answer will mostly call again, and should lead then itself.
+            stand_back, self._stand_back = self._stand_back and not must_lead, False
+            if not (stand_back or (self._waiting and not must_lead)) and self._lead.acquire(False):
                 try:
                     found = self._receive(office)
                 finally:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchestra.rpc.lending import LEND_FROM, Lender
@@ -33,6 +32,23 @@ _WITHIN_BELOW = 1 << 14  # bytes: to copy so few twice is quicker than to send t
 _HEAD = struct.Struct("=ii")  # how long the envelope is, how many storages there are
 _ALIGNMENT = 16
 _reading = threading.local()
+# The common types by number: their names take longer to write and to look up than all else about a tensor.
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_BYTES_AT = bytes.__basicsize__ - 1  # where in a bytes object its bytes begin; they end with a zero
 _writing = threading.local()
 
 
@@ -78,23 +94,24 @@ class _Storages:
     def reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.device.type not in ("cpu", "meta"):
             raise TypeError(f"only CPU tensors can be sent, got one on {tensor.device}: call .cpu() first")
-        plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-        if not plain:
+        if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_quantized:
             return tensor.detach().__reduce_ex__(5)
-        data = tensor.detach()
-        if data.is_conj() or data.is_neg():
-            data = data.resolve_conj().resolve_neg()
-        shape, strides, size = tuple(data.shape), data.stride(), data.element_size()
-        span = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
-        count = data.numel()
+        data = tensor
+        if tensor.is_conj() or tensor.is_neg():
+            data = tensor.detach().resolve_conj().resolve_neg()
+        shape, strides, size, count = tuple(data.shape), data.stride(), data.element_size(), data.numel()
+        dtype = _CODES.get(data.dtype, data.dtype)
         if count == 0:
-            return _empty, (data.dtype, shape, tensor.requires_grad)
-        if span > 2 * count:
-            data = data.contiguous()
-            strides, span = data.stride(), count
+            return _empty, (dtype, shape, tensor.requires_grad)
+        span = count
+        if not data.is_contiguous():
+            span = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
+            if span > 2 * count:
+                data = data.detach().contiguous()
+                strides, span = data.stride(), count
         offset = int(data.storage_offset())
         number = self.number(data.untyped_storage(), offset * size, (offset + span) * size)
-        return _tensor, (number, data.dtype, shape, strides, offset * size, tensor.requires_grad)
+        return _tensor, (number, dtype, shape, strides, offset * size, tensor.requires_grad)
 
     def reduce_parameter(self, parameter: torch.nn.Parameter) -> Any:
         return _parameter, (parameter.data, parameter.requires_grad)
@@ -114,15 +131,22 @@ def _received(number: int) -> tuple[torch.UntypedStorage, int]:
 
 
 def _tensor(
-    number: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], place: int, grad: bool
+    number: int,
+    dtype: int | torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    place: int,
+    grad: bool,
 ) -> torch.Tensor:
     storage, begin = _received(number)
+    dtype = _DTYPES[dtype] if isinstance(dtype, int) else dtype
     tensor = torch.empty(0, dtype=dtype)
     tensor.set_(storage, (place - begin) // dtype.itemsize, shape, strides)
     return tensor.requires_grad_() if grad else tensor
 
 
-def _empty(dtype: torch.dtype, shape: tuple[int, ...], grad: bool) -> torch.Tensor:
+def _empty(dtype: int | torch.dtype, shape: tuple[int, ...], grad: bool) -> torch.Tensor:
+    dtype = _DTYPES[dtype] if isinstance(dtype, int) else dtype
     return torch.empty(shape, dtype=dtype, requires_grad=grad)
 
 
@@ -169,7 +193,7 @@ def encode(
     ranges = storages.ranges
     if not ranges:
         text = _HEAD.pack(len(wrapper), 0) + wrapper + file.getvalue()
-        return Outgoing([(_address(text), len(text))], text)
+        return Outgoing([(address_of(text), len(text))], text)
     table = []
     within: list[bytes] = []
     parts = [(0, 0)]
@@ -185,7 +209,7 @@ def encode(
             parts.append((address, length))
         table.append(_RANGE.pack(begin, length, place))
     text = b"".join((_HEAD.pack(len(wrapper), len(ranges)), wrapper, *table, *within, file.getvalue()))
-    parts[0] = (_address(text), len(text))
+    parts[0] = (address_of(text), len(text))
     return Outgoing(parts, text, storages.kept)
 
 
@@ -208,11 +232,12 @@ def is_plain_value(value: object) -> bool:
 def encode_plain(message: object) -> Outgoing:
     """:func:`encode`, several times as fast, for a plain call or for None, a number or a text."""
     text = _NOTHING_AROUND + pickle.dumps(message, 5)
-    return Outgoing([(_address(text), len(text))], text)
+    return Outgoing([(address_of(text), len(text))], text)
 
 
-def _address(text: bytes) -> int:
-    return np.frombuffer(text, dtype=np.uint8).__array_interface__["data"][0]  # type: ignore[no-any-return]
+def address_of(text: bytes) -> int:
+    """Where the bytes of a bytes object lie (in CPython, which numba needs as well)."""
+    return id(text) + _BYTES_AT
 
 
 class _DispatchTable(dict[type, Callable[[Any], Any]]):

@@ -182,27 +182,29 @@ class PostOffice:
             if code != DONE or not self._look(state, -1):
                 return None
         source, tag, length, word = self._out.tolist()
+        more = (word >> _PARTS_SHIFT) - 1
         text: bytes | npt.NDArray[np.uint8]
         if length <= _SCRATCH_BYTES:
-            self._take(source, self._scratch_address)
+            self._take(source, self._scratch_address, more)
             text = bytes(self._scratch_view[:length])
         else:
             text = np.empty(length, dtype=np.uint8)
-            self._take(source, text.ctypes.data)
+            self._take(source, text.ctypes.data, more)
         storages = []
-        for _ in range((word >> _PARTS_SHIFT) - 1):
+        while more:
+            more -= 1
             while not self._look(state, source):
                 code = self._await_mail(state, 1, source)
                 if code != DONE and (self._closed or self._lost(source)):
                     self._abandon(state, source)
                     raise LostPeerError
             storage = torch.UntypedStorage(int(self._out[2]))
-            self._take(source, storage.data_ptr())
+            self._take(source, storage.data_ptr(), more)
             storages.append(storage)
         return Message(source, word & ((1 << _PARTS_SHIFT) - 1), tag, text, storages)
 
-    def _take(self, source: int, address: int) -> None:
-        code = self._begin_take(self._state, source, address)
+    def _take(self, source: int, address: int, more: int) -> None:
+        code = self._begin_take(self._state, source, address, int(not more))
         while code != DONE:
             code = self._go_on_take(self._state, source)
             if code != DONE and (self._closed or self._lost(source)):

@@ -17,7 +17,8 @@ A rank may post to itself, from one thread: so what comes in by other ways is fo
 
 No wake-up is lost: a sleeper writes that it sleeps and then looks, a peer publishes and then reads who
 sleeps, all sequentially consistent; and a futex compares RUNG again. A leader that leaves looks once more
-and wakes the watchman if there is mail, because peers that saw it lead have woken nobody.
+and wakes the watchman if there is mail, because peers that saw it lead have woken nobody; one that leaves
+with a message looks when it has taken that, so that the watchman sleeps on while messages come one by one.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -44,6 +45,7 @@ from torchestra.engine.atomics import (
 from torchestra.engine.channels import ring
 from torchestra.engine.channels import words as w
 from torchestra.engine.layout import DONE, PATIENCE, PENDING, SPINS, YIELDS
+from torchestra.engine.placement import settle
 from torchestra.engine.waiting import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE
 
 # Byte offsets in a rank's bell.
@@ -217,14 +219,30 @@ def _pull(state, peer):
     return load(known + w.LEFT) == 0
 
 
+@njit(**KERNEL_OPTIONS)
+def _wake_watchman_to_mail(state):
+    """If there is mail and nobody leads, wake the watchman."""
+    if _find(state, -1) != 0:
+        watch = _bell(state, load(state + w.RANK)) + WATCH
+        if load_ordered(watch + WHO) > 0:
+            _wake(watch)
+
+
 @njit(**_HELD)
-def begin_take(state, peer, address):
-    """Take the message that :func:`look` has found: DONE, or PENDING if some is still to come."""
+def begin_take(state, peer, address, is_last):
+    """Take the message that :func:`look` has found: DONE, or PENDING if some is still to come.
+
+    ``is_last``: the leader takes no other directly after it.
+    """
     take_header(state, peer, next_header(state, peer), address)
     full_fence()
     _ring_room(state, peer)
     _take(state, peer)
-    return DONE if load(peer_of(state, peer) + w.LEFT) == 0 else PENDING
+    if load(peer_of(state, peer) + w.LEFT) != 0:
+        return PENDING
+    if is_last != 0:
+        _wake_watchman_to_mail(state)
+    return DONE
 
 
 @njit(**KERNEL_OPTIONS)
@@ -250,13 +268,9 @@ def go_on_take(state, peer):
 @njit(**KERNEL_OPTIONS)
 def leave(state):
     """Give the lead up: peers that publish from now on wake the watchman, who hears now of what is there."""
-    rank = load(state + w.RANK)
-    store_ordered(_bell(state, rank) + LEAD + WHO, NOBODY)
+    store_ordered(_bell(state, load(state + w.RANK)) + LEAD + WHO, NOBODY)
     full_fence()
-    if _find(state, -1) != 0:
-        watch = _bell(state, rank) + WATCH
-        if load_ordered(watch + WHO) > 0:
-            _wake(watch)
+    _wake_watchman_to_mail(state)
     return 0
 
 
@@ -280,6 +294,7 @@ def await_mail(state, eager, only):
         if number < spins:
             spin_hint()
         else:
+            settle(context)
             sched_yield()
     if code == PENDING:
         rung = load_ordered(lead)
@@ -291,7 +306,11 @@ def await_mail(state, eager, only):
             code = DONE
     if load_acquire(state + w.ATTENTION) != 0:
         code = INTERRUPTED
-    leave(state)
+    if code == DONE:
+        store_ordered(lead + WHO, NOBODY)
+        full_fence()
+    else:
+        leave(state)
     return code
 
 
@@ -344,7 +363,7 @@ _ENTRIES: tuple[tuple[Any, int], ...] = (
     (begin_post, 7),
     (go_on_post, 3),
     (look, 2),
-    (begin_take, 3),
+    (begin_take, 4),
     (go_on_take, 2),
     (leave, 1),
     (await_mail, 3),
