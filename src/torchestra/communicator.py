@@ -408,10 +408,10 @@ class Communicator(Order):
         buffer = made_plain(checks.check_tensor(fetched(tensor), "tensor", "isend"))
         self._refuse_if_closed("isend")
         work = Work(f"isend to rank {rank} of group {self.name!r}")
-        self.engine.begin_send(
+        transfer = self.engine.begin_send(
             buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, tensor, buffer, None)
         )
-        return work
+        return self._hastened(work, transfer)
 
     def irecv(
         self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None
@@ -429,9 +429,16 @@ class Communicator(Order):
             self._write_back([tensor], [buffer])
             land()
 
-        self.engine.begin_receive(
+        transfer = self.engine.begin_receive(
             buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, given, buffer, put)
         )
+        return self._hastened(work, transfer)
+
+    def _hastened(self, work: Work, transfer: Transfer) -> Work:
+        """The Work of a message, for which the mailbox works while the program waits."""
+        work.hasten = partial(self.engine.mailbox.wait, transfer)
+        if work.is_completed():  # maybe before that was set
+            work.hasten = None
         return work
 
     @staticmethod

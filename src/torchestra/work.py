@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import traceback
@@ -67,6 +68,8 @@ class Work:
         self._description = description
         self.held = held
         """Whether the operation waits for the end of the ``with`` block that collects it."""
+        self.hasten: Callable[[], object] | None = None
+        """What a thread that waits may call, to work for the operation until that has ended."""
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._exception: BaseException | None = None
@@ -103,6 +106,9 @@ class Work:
                     " after that"
                 )
             seconds = None if timeout is None else timeout_seconds(timeout)
+            if seconds is None and (hasten := self.hasten) is not None:
+                with contextlib.suppress(DistError):  # which is raised below
+                    hasten()
             if not self._done.wait(seconds):
                 raise CollectiveTimeoutError(
                     f"{self._description} is not done after waiting {seconds} s for it"
@@ -186,6 +192,7 @@ class Work:
             if future is None and let_go is not None:
                 let_go()
             self._done.set()
+        self.hasten = None  # it refers to this
         if future is not None:
             self._settle(future)
             if let_go is not None:

@@ -246,10 +246,10 @@ class LocalEngine:
 
     def begin_send(
         self, tensor: torch.Tensor, rank: int, tag: int, seconds: float, done: Callable[[Transfer], None]
-    ) -> None:
+    ) -> Transfer:
         """:meth:`send` in the background; ``done`` is called at its end and keeps the tensor alive."""
         kind, waiter = self.kind_of_message(tensor.dtype), self.waiter(seconds)
-        self.mailbox.isend(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter, done)
+        return self.mailbox.isend(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter, done)
 
     def begin_receive(
         self,
@@ -258,10 +258,10 @@ class LocalEngine:
         tag: int,
         seconds: float,
         done: Callable[[Transfer], None],
-    ) -> None:
+    ) -> Transfer:
         """:meth:`receive` in the background; ``done`` is called at its end and keeps the tensor alive."""
         kind, waiter = self.kind_of_message(tensor.dtype), self.waiter(seconds)
-        self.mailbox.irecv(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter, done)
+        return self.mailbox.irecv(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter, done)
 
     def waiter(self, seconds: float) -> MessageWaiter:
         """Who ends the waits of messages that may wait for so long."""

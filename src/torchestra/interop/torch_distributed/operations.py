@@ -107,14 +107,10 @@ class Operations:
             and len(tensors) == 1
             and tensors[0].is_cpu
         ):
-            op, timeout = opts.reduceOp, opts.timeout
+            op = opts.reduceOp
+            chosen = ReduceOp.SUM if op == _SUM else reduction(op)
             try:
-                work = quick.all_reduce(
-                    tensors[0],
-                    ReduceOp.SUM if op == _SUM else reduction(op),
-                    opts.asyncOp,
-                    None if timeout == _UNSET else timeout.total_seconds(),
-                )
+                work = quick.all_reduce(tensors[0], chosen, opts.asyncOp, _seconds(opts))
             except DistError as error:
                 raise as_torch_error(error) from error.__cause__
             return FinishedWork(tensors) if work is None else TorchestraWork(work)
@@ -131,14 +127,8 @@ class Operations:
             and tensors[0].is_cpu
             and 0 <= opts.rootRank < self._size
         ):
-            timeout = opts.timeout
             try:
-                work = quick.broadcast(
-                    tensors[0],
-                    opts.rootRank,
-                    opts.asyncOp,
-                    None if timeout == _UNSET else timeout.total_seconds(),
-                )
+                work = quick.broadcast(tensors[0], opts.rootRank, opts.asyncOp, _seconds(opts))
             except DistError as error:
                 raise as_torch_error(error) from error.__cause__
             return FinishedWork(tensors) if work is None else TorchestraWork(work)
@@ -148,11 +138,8 @@ class Operations:
         """Put every rank's tensor, one after the other, into the output."""
         quick = self._quick
         if quick is not None and opts.__class__ is c10d.AllgatherOptions and output.is_cpu and input.is_cpu:
-            timeout = opts.timeout
             try:
-                work = quick.all_gather_into_tensor(
-                    output, input, opts.asyncOp, None if timeout == _UNSET else timeout.total_seconds()
-                )
+                work = quick.all_gather_into_tensor(output, input, opts.asyncOp, _seconds(opts))
             except DistError as error:
                 raise as_torch_error(error) from error.__cause__
             return FinishedWork([output]) if work is None else TorchestraWork(work)
@@ -167,24 +154,58 @@ class Operations:
             and output.is_cpu
             and input.is_cpu
         ):
-            op, timeout = opts.reduceOp, opts.timeout
+            op = opts.reduceOp
+            chosen = ReduceOp.SUM if op == _SUM else reduction(op)
             try:
-                work = quick.reduce_scatter_tensor(
-                    output,
-                    input,
-                    ReduceOp.SUM if op == _SUM else reduction(op),
-                    opts.asyncOp,
-                    None if timeout == _UNSET else timeout.total_seconds(),
-                )
+                work = quick.reduce_scatter_tensor(output, input, chosen, opts.asyncOp, _seconds(opts))
             except DistError as error:
                 raise as_torch_error(error) from error.__cause__
             return FinishedWork([output]) if work is None else TorchestraWork(work)
         return self._reduce_scatter_single(output, input, opts)
 
+    def all_to_all_single(
+        self,
+        output: Any,
+        input: Any,  # noqa: A002
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Send each rank a range of the input's rows, and receive a range of the output's from each."""
+        quick = self._quick
+        if (
+            quick is not None
+            and opts.__class__ is c10d.AllToAllOptions
+            and not output_split_sizes
+            and not input_split_sizes
+            and output.is_cpu
+            and input.is_cpu
+        ):
+            try:
+                work = quick.all_to_all_single(output, input, None, None, opts.asyncOp, _seconds(opts))
+            except DistError as error:
+                raise as_torch_error(error) from error.__cause__
+            return FinishedWork([output]) if work is None else TorchestraWork(work)
+        return self._all_to_all_single(output, input, output_split_sizes, input_split_sizes, opts, **kwargs)
+
+    def barrier(self, opts: Any = None, **kwargs: Any) -> Any:
+        """Be done when every rank has called this, and all that it called before is done."""
+        quick = self._quick
+        if quick is not None and opts.__class__ is c10d.BarrierOptions:
+            try:
+                work = quick.barrier(opts.asyncOp, _seconds(opts))
+            except DistError as error:
+                raise as_torch_error(error) from error.__cause__
+            return FinishedWork([]) if work is None else TorchestraWork(work)
+        return self._barrier(opts, **kwargs)
+
     _allreduce = _handed_on("allreduce", "allreduce")
     _broadcast = _handed_on("broadcast", "broadcast")
     _all_gather_single = _handed_on("all_gather_single", "allgather_into_tensor")
     _reduce_scatter_single = _handed_on("reduce_scatter_single", "reduce_scatter_tensor")
+    _all_to_all_single = _handed_on("all_to_all_single", "alltoall_base")
+    _barrier = _handed_on("barrier", "barrier")
     allreduce_coalesced = _handed_on("allreduce_coalesced", "allreduce_coalesced")
     reduce = _handed_on("reduce", "reduce")
     allgather = _handed_on("allgather", "allgather")
@@ -196,9 +217,7 @@ class Operations:
     reduce_scatter_single_coalesced = _handed_on(
         "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
     )
-    all_to_all_single = _handed_on("all_to_all_single", "alltoall_base")
     alltoall = _handed_on("alltoall", "alltoall")
-    barrier = _handed_on("barrier", "barrier")
 
     # Earlier versions of torch call them by these names.
     _allgather_base = all_gather_single
@@ -253,6 +272,12 @@ class Operations:
         if block is None:
             raise RuntimeError("_end_coalescing() was called without _start_coalescing()")
         return TorchestraWork(block.run())
+
+
+def _seconds(opts: Any) -> float | None:
+    """The time-out of an operation's options, None for the group's."""
+    timeout = opts.timeout
+    return None if timeout == _UNSET else timeout.total_seconds()
 
 
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
