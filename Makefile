@@ -10,13 +10,17 @@ DEFINED_BY := pyproject.toml constraints.txt
 # Constraints for the builds that pip runs in environments of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test lint docs bench conformance clean
+.PHONY: demo test test-interop lint docs bench conformance clean
 
 demo: $(VENV)/.examples
 	$(RUN) -m torchestra run --nproc 2 examples/digits.py
 
 test: $(VENV)/.test
 	$(RUN) -m pytest $(ARGS)
+
+# With libraries that run on torch.distributed, which are large.
+test-interop: $(VENV)/.interop
+	$(RUN) -m pytest tests/interop $(ARGS)
 
 lint: $(VENV)/.lint
 	$(RUN) -m ruff check
@@ -46,14 +50,16 @@ $(VENV)/.lint: $(DEFINED_BY)
 $(VENV)/.bench: $(DEFINED_BY)
 $(VENV)/.docs: $(DEFINED_BY)
 $(VENV)/.conformance: $(DEFINED_BY)
+$(VENV)/.interop: $(DEFINED_BY)
 $(VENV)/.test: EXTRAS := test,examples
 $(VENV)/.lint: EXTRAS := lint,test,examples
 $(VENV)/.examples: EXTRAS := examples
 $(VENV)/.bench: EXTRAS := bench
 $(VENV)/.docs: EXTRAS := docs
 $(VENV)/.conformance: EXTRAS := conformance
+$(VENV)/.interop: EXTRAS := test,examples,interop
 
-INSTALLED := $(addprefix $(VENV)/.,examples test lint bench docs conformance)
+INSTALLED := $(addprefix $(VENV)/.,examples test lint bench docs conformance interop)
 $(INSTALLED): | $(VENV)/bin/python
 	@echo "installing torchestra[$(EXTRAS)] into $(VENV)"
 	$(RUN) $(INSTALL) -e '.[$(EXTRAS)]'
