@@ -288,7 +288,8 @@ class Averager:
             used: for each parameter, how many ranks have used it; only asked of those unused here.
         """
         flight = self._flights.pop(bucket.number)
-        if flight.shadow:
+        is_done = bucket.flat is None and not (bucket.sparse or flight.unused or self.divisor)
+        if flight.shadow or is_done:
             return
         began = _now()
         with torch.no_grad():

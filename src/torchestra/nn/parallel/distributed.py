@@ -359,7 +359,8 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
             took = time.perf_counter_ns() - began
             self._counters.communication_ns += took
             self._counters.wait_ns += took
-        self._buffers_may_differ = reducing
+        if self._buffers_may_differ is not reducing:  # setting a module's attribute takes long
+            self._buffers_may_differ = reducing
 
     # -- uneven inputs
 
