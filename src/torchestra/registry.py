@@ -37,6 +37,7 @@ class World:
         made: how many groups all ranks have made together.
         made_locally: the same for groups that only their members made, by :func:`label` of the ranks.
         thread: the one that the rank's program runs in: while it lives the rank does.
+        known_as: what the program calls a backend, where that is not its name.
     """
 
     default: ProcessGroup | None = None
@@ -44,6 +45,7 @@ class World:
     made: int = 0
     made_locally: dict[str, int] = field(default_factory=dict)
     thread: threading.Thread | None = None
+    known_as: dict[str, str] = field(default_factory=dict)
     _tags: dict[str, str] = field(default_factory=dict)
     _acquaintances: weakref.WeakValueDictionary[str, ProcessGroup] = field(
         default_factory=weakref.WeakValueDictionary
@@ -86,6 +88,7 @@ class World:
         self.default = None
         self.made = 0
         self.made_locally.clear()
+        self.known_as.clear()
         for each in groups:
             unwaited.report(each)
 

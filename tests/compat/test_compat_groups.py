@@ -11,6 +11,7 @@ import torchestra.compat._functional_collectives as ft_c
 from torchestra.compat import distributed_c10d as c10d
 from torchestra.compat.testing import MultiThreadedTestCase, spawn_threads_and_init_comms
 from torchestra.compat.utils import _sync_module_states, _verify_param_shape_across_processes
+from torchestra.nn.parallel import DistributedDataParallel
 from torchestra.registry import thread_rank
 from torchestra.store import FakeStore, HashStore
 
@@ -33,6 +34,18 @@ def test_names_of_gloo_mean_the_engine(backend: str | None) -> None:
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
         assert torchestra.get_backend() == "threads"
+
+
+def test_logging_data_name_the_backend_as_it_was_asked_for() -> None:
+    def name() -> object:
+        return DistributedDataParallel(torch.nn.Linear(1, 1))._get_ddp_logging_data()["backend_name"]
+
+    with thread_rank(0, 1, HashStore()):
+        dist.init_process_group("gloo")
+        assert name() == dist.get_backend() == "gloo"
+        dist.destroy_process_group()
+        torchestra.init_process_group()
+        assert name() == torchestra.get_backend() == "threads"
 
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi", "cpu:gloo,cuda:nccl", "nonsense"])

@@ -79,6 +79,7 @@ def init_process_group(
     world.init_process_group(
         engine_of(backend), init_method, timeout, world_size, rank, store, group_name, pg_options, device_id
     )
+    current_world().known_as = {"native": "gloo", "threads": "gloo"}
 
 
 def new_group(

@@ -14,6 +14,7 @@ import torch
 
 from torchestra.nn.parallel.reducer import Reducer
 from torchestra.process_group import ProcessGroup
+from torchestra.registry import current_world
 
 _FIRST_STEPS = 10
 _SAMPLE_RATE = 100
@@ -39,7 +40,7 @@ class Logger:
         self._epoch = time.time_ns() - time.perf_counter_ns()
         self.set("world_size", group.size())
         self.set("rank", group.rank())
-        self.set("backend_name", group.name())
+        self.set("backend_name", current_world().known_as.get(group.backend, group.backend))
         for name in _ENVIRONMENT:
             self.set(name.lower(), os.environ.get(name, "N/A"))
 
