@@ -1,0 +1,26 @@
+"""The examples of remote calls run as their first lines say, and end with the result that they check."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SECONDS = 100
+
+
+def run_example(name: str, nproc: int, *arguments: str) -> list[str]:
+    """What the first rank has printed."""
+    command = [sys.executable, "-m", "torchestra", "run", "--nproc", str(nproc), str(EXAMPLES / name)]
+    ended = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return [line.partition("] ")[2] for line in ended.stdout.splitlines()]
+
+
+def test_the_actors_learn_to_catch() -> None:
+    lines = run_example("actor_learner.py", 3, "--rounds", "60", "--lr", "0.03", "--require-caught", "0.4")
+    assert [line.split()[1] for line in lines[:-1]] == [f"{done}/60" for done in range(6, 61, 6)]
+    assert lines[-1].startswith("2 observers, 3,840 games")
