@@ -91,7 +91,7 @@ class Offered(SphinxDirective):
                 continue
             if package is not other and getattr(other, name, _NOTHING) is value:
                 elsewhere.append(f":py:obj:`~{other.__name__}.{name}`")
-                lines += [f".. py:data:: {package.__name__}.{name}", "   :no-typesetting:", ""]
+                lines += [*_data(package, name), "   :no-typesetting:", ""]
             else:
                 lines += _description(package, name, value)
         if elsewhere:
@@ -99,6 +99,10 @@ class Offered(SphinxDirective):
         place = nodes.Element()
         self.state.nested_parse(StringList(lines, source=package.__name__), self.content_offset, place)
         return place.children
+
+
+def _data(package: ModuleType, name: str) -> list[str]:
+    return [f".. py:data:: {name}", f"   :module: {package.__name__}"]
 
 
 def _description(package: ModuleType, attribute: str, value: object) -> list[str]:
@@ -111,7 +115,7 @@ def _description(package: ModuleType, attribute: str, value: object) -> list[str
         places = [place for place, names in names_by_module(package).items() if attribute in names]
         module = ".".join([package.__name__, *places])
         docstring = ModuleAnalyzer.for_module(module).find_attr_docs()["", attribute]
-        return [f".. py:data:: {name}", "", *(f"   {line}" for line in docstring), ""]
+        return [*_data(package, attribute), "", *(f"   {line}" for line in docstring), ""]
     members = ", ".join(own_members(value))
     kind = "autoexception" if issubclass(value, BaseException) else "autoclass"
     return [f".. {kind}:: {name}", *([f"   :members: {members}"] if members else []), ""]

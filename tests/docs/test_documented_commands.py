@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -14,10 +15,12 @@ from pathlib import Path
 import pytest
 from pages import PAGES, ROOT, Commands, Page, read
 
+import torchestra
 from torchestra.cli import COMMANDS
 
 READ = [read(path) for path in PAGES]
 BLOCKS = [(page, block) for page in READ for block in page.commands]
+RUN = [(page, block) for page, block in BLOCKS if block.run]
 # Other people's programs, whose arguments are not checked here.
 NOT_OURS = {"export", "mpiexec", "srun", "torchrun"}
 RUN_SECONDS = 60
@@ -68,6 +71,9 @@ def check(words: list[str]) -> None:
         options = parser_of(arguments[0]).parse_args(arguments[1:])
         if hasattr(options, "script"):
             check_file(options.script)
+    elif program.startswith("torchestra."):
+        assert importlib.util.find_spec(program) is not None
+        check_file(arguments[0])
     elif program == "make":
         assert {each for each in arguments if "=" not in each} <= make_targets()
     elif program in ("pip", "pytest"):
@@ -106,8 +112,11 @@ def test_commands_within_a_text_have_such_options(path: Path) -> None:
         assert target in make_targets()
 
 
-@pytest.mark.parametrize(("page", "block"), [each for each in BLOCKS if each[1].run], ids=str)
-def test_commands_print_what_the_page_shows(page: Page, block: Commands, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "block"), RUN, ids=[str(block) for _, block in RUN])
+def test_commands_print_what_the_page_shows(
+    page: Page, block: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(torchestra.__file__).parents[1]))
     for name, text in page.files.items():
         (tmp_path / name).write_text(text)
     printed = ""

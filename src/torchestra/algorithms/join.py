@@ -89,7 +89,7 @@ class Joinable(ABC):
     @property
     @abstractmethod
     def join_process_group(self) -> Any:
-        """The group whose ranks join (None: the default group); all joinables of a context have the same."""
+        """The group whose ranks join, None for the default group; one for all joinables of a context."""
         ...
 
 
