@@ -1,6 +1,6 @@
 """What torchestra offers, and where each name is defined: the one list of them."""
 
-from . import algorithms, device_mesh, functional, nn, optim, rpc, sharded
+from . import algorithms, autograd, device_mesh, functional, nn, optim, rpc, sharded
 from .coalescing import (
     CoalescingManager,
     P2POp,
@@ -36,6 +36,7 @@ from .collectives import (
 )
 from .comm_tensor import CommTensor
 from .errors import (
+    BackwardError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     DistBackendError,
@@ -139,6 +140,7 @@ __all__ = [
     "AllgatherOptions",
     "AllreduceCoalescedOptions",
     "AllreduceOptions",
+    "BackwardError",
     "BarrierOptions",
     "BroadcastOptions",
     "BuiltinCommHookType",
@@ -209,6 +211,7 @@ __all__ = [
     "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
+    "autograd",
     "barrier",
     "batch_isend_irecv",
     "broadcast",

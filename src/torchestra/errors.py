@@ -10,7 +10,7 @@ a peer                    :class:`RankFailedError`, :class:`GroupAbortedError`,
                           :class:`RankExcludedError`, :class:`JoinInterruptedError`
 a rank you launched       :class:`RankError`
 a worker you called       :class:`RemoteError`, :class:`WorkerFailedError`,
-                          :class:`RemoteNameError`, :class:`RemoteReferenceError`
+                          :class:`RemoteNameError`, :class:`RemoteReferenceError`, :class:`BackwardError`
 time                      :class:`CollectiveTimeoutError`, :class:`StoreTimeoutError`,
                           :class:`LaunchTimeoutError`, :class:`RpcTimeoutError`
 the machine, the network  :class:`DistNetworkError`, :class:`DistStoreError`
@@ -23,6 +23,7 @@ those by name keeps its meaning. A failed ``assert`` inside torchestra is a bug 
 from __future__ import annotations
 
 __all__ = [
+    "BackwardError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DistBackendError",
@@ -233,6 +234,14 @@ class RemoteError(RpcError):
 
 class RemoteNameError(RpcError, AttributeError):
     """The worker that was called does not know a function or class by the name that it was sent by."""
+
+
+class BackwardError(RpcError):
+    """A distributed backward pass failed, or cannot begin: something raised an error in it on some worker.
+
+    The message names the worker by its rank and has the traceback; the cause is the error itself, where it
+    can be rebuilt here.
+    """
 
 
 class RemoteReferenceError(RpcError):

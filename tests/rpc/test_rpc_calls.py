@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
-import rpc_workers
 import torch
 
+import rpc_workers
 import torchestra as dist
 from torchestra import rpc
 from torchestra.errors import InvalidArgumentError, RemoteError, RpcError, RpcTimeoutError

@@ -9,9 +9,9 @@ import threading
 import time
 
 import pytest
-import rpc_workers
 import torch
 
+import rpc_workers
 import torchestra as dist
 import worlds
 from torchestra import rpc

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import rpc_workers
 import torch
 
+import rpc_workers
 from torchestra import rpc
 from torchestra.errors import RpcError, RpcTimeoutError
 from torchestra.rpc import gathering

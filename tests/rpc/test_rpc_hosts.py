@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import rpc_workers
 import torch
 import zmq
 import zmq.utils.monitor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rpc_workers
 import worlds
 from torchestra import rpc
 from torchestra.engine.channels import Message

@@ -6,12 +6,11 @@ import ctypes
 import gc
 
 import pytest
-import rpc_workers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import torchestra as dist
+import rpc_workers
 import worlds
 from torchestra import rpc
 from torchestra.rpc.current import current_agent
@@ -166,23 +165,3 @@ def lend_and_take_back() -> None:
 @pytest.mark.parametrize("kind", worlds.KINDS)
 def test_lent_memory_comes_back_when_the_tensors_that_lie_in_it_die(kind: str) -> None:
     rpc_workers.first(kind, 2, lend_and_take_back)
-
-
-def send_around(rank: int) -> None:
-    agent = current_agent()
-    seen = []
-    perform = agent.perform
-
-    def look_and_perform(message, inbound) -> None:
-        seen.append(inbound and (inbound.envelope.context, inbound.envelope.metadata))
-        perform(message, inbound)
-
-    agent.perform = look_and_perform
-    dist.barrier()
-    assert agent.call(1 - rank, echo, (3,), context=12, metadata={"sent": 4}).wait() == 3
-    dist.barrier()
-    assert seen == [(12, {"sent": 4})]
-
-
-def test_a_call_can_carry_the_number_of_an_autograd_context_and_metadata(kind: str) -> None:
-    rpc_workers.run(kind, 2, send_around)

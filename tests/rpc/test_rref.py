@@ -7,9 +7,9 @@ import pickle
 import time
 
 import pytest
-import rpc_workers
 import torch
 
+import rpc_workers
 from torchestra import rpc
 from torchestra.errors import RemoteReferenceError, RpcTimeoutError
 from torchestra.rpc.current import current_agent

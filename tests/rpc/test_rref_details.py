@@ -6,9 +6,9 @@ import logging
 import time
 
 import pytest
-import rpc_workers
 import torch
 
+import rpc_workers
 import worlds
 from torchestra import rpc
 from torchestra.errors import RemoteError, RemoteReferenceError, RpcError, RpcTimeoutError

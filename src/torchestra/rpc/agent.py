@@ -1,9 +1,10 @@
 """A worker: makes calls, answers those of others, and knows who lives.
 
-A message is one of four kinds. A *call* has the function and its arguments; its envelope may have the number
-of a distributed autograd context and further metadata, and tells of the remote references within
-(references.py), which must be known in the order in which messages come. An *answer* or a *failure* has the
-number of the call. *Gathered* values are what the workers agree by when they shut down (closing.py).
+A message is one of five kinds. A *call* has the function and its arguments; its envelope may have the number
+of a distributed autograd context, and tells of the remote references within (references.py), which must be
+known in the order in which messages come. An *answer* or a *failure* has the number of the call. *Gathered*
+values are what the workers agree by when they shut down (closing.py). What distributed autograd has to tell
+is a kind of its own (autograd/contexts.py).
 
 Every call goes through :meth:`Agent.call`, and every one that comes through :meth:`Agent.perform`: what has
 to be done around calls is done there.
@@ -14,14 +15,16 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.futures import Future
 
+from torchestra.autograd.here import here
 from torchestra.engine.channels import Message
-from torchestra.errors import RemoteNameError, RpcError, RpcTimeoutError, WorkerFailedError
+from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
 from torchestra.rpc import failures
 from torchestra.rpc.calls import Call, Named, name_of
 from torchestra.rpc.crew import Crew, Job
@@ -42,10 +45,14 @@ from torchestra.rpc.references import References
 from torchestra.rpc.roads import Roads
 from torchestra.rpc.worker_info import WorkerInfo
 
+if TYPE_CHECKING:
+    from torchestra.autograd.contexts import Context
+
 CALL = 1
 ANSWER = 2
 FAILURE = 3
 GATHER = 4
+AUTOGRAD = 5
 _MOST = 3600.0 * 24 * 365
 
 
@@ -72,6 +79,10 @@ class Agent:
         self.gathered: dict[int, dict[int, Any]] = {}
         self.rounds = itertools.count()  # of what the workers gather: each of them counts the same
         self.references = References(self)
+        from torchestra.autograd.contexts import Contexts
+
+        self.contexts = Contexts(self)
+        self.watchers: set[Callable[[], None]] = set()  # called some 20 times a second
         self._numbers = itertools.count(1)
         self._ending: set[int] = set()  # calls whose answer is here, and not yet told of
         self.calls_made = 0
@@ -139,8 +150,7 @@ class Agent:
         timeout: float = -1.0,
         creates: tuple[Any, Any] | None = None,
         keep: object = None,
-        context: int | None = None,
-        metadata: object = None,
+        context: Context | None = None,
         doing: Any = None,
     ) -> Future[Any]:
         """Have a worker call a function; a future of what it returns.
@@ -151,8 +161,7 @@ class Agent:
             creates: the reference that the result is to be kept under, instead of being sent back: the
                 numbers of the reference and of the caller's fork of it.
             keep: what must live until the answer is there.
-            context: the number of the distributed autograd context that the call belongs to.
-            metadata: what the callee is to know besides, small and picklable.
+            context: the distributed autograd context that the call belongs to.
             doing: what to call it in messages; default: the function's name.
 
         Raises:
@@ -162,10 +171,13 @@ class Agent:
         if self.closed:
             raise RpcError(f"worker {self.info.name!r} has shut down: no calls can be made any more")
         seconds = self.timeout if timeout < 0 else timeout
-        if creates is None and context is None and metadata is None and is_plain(function, args, kwargs):
+        sending = None
+        if context is not None:
+            sending = context.outgoing(to, (args, kwargs), is_call=True)
+        if creates is None and sending is None and is_plain(function, args, kwargs):
             outgoing = self._pickled(to, function, args, kwargs, None)
         else:
-            outbound = self.references.outbound(to, creates, context, metadata)
+            outbound = self.references.outbound(to, creates, sending)
             outgoing = self._pickled(to, function, args, kwargs, outbound)
         now = time.monotonic()
         number = self.calls_made = next(self._numbers)
@@ -178,6 +190,8 @@ class Agent:
             self._fail(number, self._gone_error(to, call))
         else:
             self._post(to, CALL, number, outgoing)
+            if sending is not None:
+                sending.has_gone()
         return future
 
     def _pickled(
@@ -193,7 +207,8 @@ class Agent:
             if outbound is None:
                 return encode_plain((function, args, kwargs))
             lender = self.roads.lender_to(to)
-            return encode((function, args, kwargs), outbound.reducers, outbound.envelope, lender)
+            message = (function, args, kwargs)
+            return encode(message, outbound.reducers, outbound.envelope, lender, outbound.takes)
         except BaseException as error:
             if outbound is not None:
                 outbound.take_back()
@@ -248,7 +263,12 @@ class Agent:
             values = self.gathered.setdefault(message.tag, {})
             values[message.source] = pickle.loads(bytes(message.text))
             return False, _nothing
+        if message.kind == AUTOGRAD:
+            return False, partial(self._autograd_told, message)
         inbound = self.references.inbound(message.source, open_envelope(message.text))
+        if inbound is not None and (number := inbound.envelope.context) is not None:
+            find = self.contexts.enter if message.kind == CALL else self.contexts.find
+            inbound.context = find(number, message.source)
         if message.kind == CALL:
             job = partial(self.perform, message, inbound)
             if inbound is not None and inbound.defer(partial(self.crew.give, job)):
@@ -260,8 +280,10 @@ class Agent:
         self._ending.add(message.tag)
         try:
             call = self.pending.pop(message.tag, None)
-            if call is not None:  # it may have timed out
+            if call is not None:
                 self._finish_call(call, message, inbound)
+            elif inbound is not None:  # it has timed out
+                self.contexts.read(inbound, message.source)
         finally:
             self._ending.discard(message.tag)
 
@@ -281,7 +303,19 @@ class Agent:
 
     def _read(self, message: Message, inbound: Any) -> Any:
         borrow = partial(self.roads.borrow, message.source)
-        return decode(message.text, message.storages, inbound, borrow)
+        try:
+            return decode(message.text, message.storages, inbound, borrow)
+        finally:
+            if inbound is not None:
+                self.contexts.read(inbound, message.source)
+
+    def _autograd_told(self, message: Message) -> None:
+        self.contexts.told(message.source, self._read(message, None))
+
+    def tell_autograd(self, to: int, note: object) -> None:
+        """Let the distributed autograd of a worker know something."""
+        lender = self.roads.lender_to(to)
+        self._post(to, AUTOGRAD, 0, encode(note, lender=lender))
 
     def _end(self, call: Call, value: Any, error: BaseException | None) -> None:
         # The future knows the call: what it has shall die with it, and not wait for the garbage collector.
@@ -301,12 +335,13 @@ class Agent:
     def perform(self, message: Message, inbound: Any) -> None:
         """Answer a call, on a thread of the crew."""
         source, number = message.source, message.tag
-        entry = inbound.entry if inbound is not None else None
+        entry, context = (inbound.entry, inbound.context) if inbound is not None else (None, None)
+        here.context = context
         try:
             try:
                 function, args, kwargs = self._read(message, inbound)
             except Exception as error:
-                raise _with_hint(error, self.workers[source].name, self.info.name) from error
+                raise failures.unreadable(error, self.workers[source].name, self.info.name) from error
             result = function(*args, **kwargs) if kwargs else function(*args)
             if is_async(function):
                 if not isinstance(result, torch._C.Future):
@@ -314,36 +349,37 @@ class Agent:
                         "Functions decorated with @rpc.async_function must return a torch.futures.Future"
                         f" object, but got {type(result)}"
                     )
-                result.then(partial(self._answer_later, source, number, entry))
+                result.then(partial(self._answer_later, source, number, entry, context))
                 return
         except BaseException as error:
             self._answer_failure(source, number, entry, error)
             return
-        self._answer(source, number, entry, result)
+        finally:
+            here.context = None
+        self._answer(source, number, entry, context, result)
 
-    def _answer_later(self, source: int, number: int, entry: Any, future: Future[Any]) -> None:
+    def _answer_later(
+        self, source: int, number: int, entry: Any, context: Context | None, future: Future[Any]
+    ) -> None:
         try:
             value = future.value()
         except BaseException as error:
             self._answer_failure(source, number, entry, error)
             return
-        self._answer(source, number, entry, value)
+        self._answer(source, number, entry, context, value)
 
-    def _answer(self, source: int, number: int, entry: Any, result: Any) -> None:
+    def _answer(self, source: int, number: int, entry: Any, context: Context | None, result: Any) -> None:
         if entry is not None:
             entry.set(result)
             result = None
         if is_plain_value(result):
             self._post(source, ANSWER, number, encode_plain(result))
             return
-        outbound = self.references.outbound(source)
+        sending = context.outgoing(source, result, is_call=False) if context is not None else None
+        outbound = self.references.outbound(source, None, sending)
+        lender = self.roads.lender_to(source)
         try:
-            outgoing = encode(
-                result,
-                outbound.reducers,
-                outbound.envelope,
-                self.roads.lender_to(source),
-            )
+            outgoing = encode(result, outbound.reducers, outbound.envelope, lender, outbound.takes)
         except BaseException as error:
             outbound.take_back()
             self._answer_failure(source, number, None, error)
@@ -375,6 +411,8 @@ class Agent:
                 self._end(call, None, self._timeout_error(call, now))
         self.references.clear_dropped()
         self._see_who_is_gone()
+        for watcher in tuple(self.watchers):
+            watcher()
         for number, call in tuple(self.pending.items()):
             if call.peer in self._gone:
                 self._fail(number, self._gone_error(call.peer, call))
@@ -386,6 +424,7 @@ class Agent:
             self._gone.update(lost)
             for rank in lost:
                 self.crew.give(partial(self.references.lost, rank))
+                self.crew.give(partial(self.contexts.lost, rank))
 
     def _gone_error(self, rank: int, call: Call) -> WorkerFailedError:
         name = self.workers[rank].name
@@ -434,6 +473,7 @@ class Agent:
         for number in tuple(self.waits):
             self._end(self.waits.pop(number), None, ended)
         self.references.close()
+        self.contexts.close()
 
 
 def _nothing() -> None:
@@ -444,13 +484,3 @@ def _plain(value: object) -> Outgoing:
     """A value as a message without envelope or storages."""
     text = pickle.dumps(value, 5)
     return Outgoing([(address_of(text), len(text))], text)
-
-
-def _with_hint(error: Exception, source: str, here: str) -> Exception:
-    """Why a call cannot be read."""
-    message = (
-        f"a call from worker {source!r} cannot be unpickled on worker {here!r}: {type(error).__name__}:"
-        f" {error}. RPC pickler does not serialize code, functions and classes are sent by name: they must be"
-        " importable, by the same name, on both workers"
-    )
-    return RemoteNameError(message) if isinstance(error, AttributeError) else RpcError(message)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.futures import Future
 
+from torchestra.autograd.here import calling_context
 from torchestra.errors import InvalidArgumentTypeError
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
@@ -56,7 +57,8 @@ def rpc_async(
     """
     agent = current_agent()
     _check(func)
-    return agent.call(agent.find(to).id, func, tuple(args or ()), kwargs, timeout=_seconds(timeout))
+    rank, seconds = agent.find(to).id, _seconds(timeout)
+    return agent.call(rank, func, tuple(args or ()), kwargs, timeout=seconds, context=calling_context())
 
 
 def remote(

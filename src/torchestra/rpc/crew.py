@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from torchestra.autograd.here import aside
 from torchestra.engine.channels import LostPeerError, Message
 from torchestra.rpc.offices import Office
 
@@ -114,7 +115,7 @@ class Crew:
                 elif found[0]:
                     self.give(found[1])
                 else:
-                    found[1]()
+                    aside(found[1])
             else:
                 self._sleep(awaited)
         if self._waiting:
@@ -191,7 +192,7 @@ class Crew:
         """Call ``look`` if it is time to."""
         if time.monotonic() >= self._next_look and self._looking.acquire(False):
             try:
-                self._look()
+                aside(self._look)
             finally:
                 self._next_look = time.monotonic() + _LOOK_SECONDS
                 self._looking.release()

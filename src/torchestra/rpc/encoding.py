@@ -4,7 +4,8 @@ A tensor is pickled as its shape and the number of its storage; storages travel 
 (post_office.py), each once, however many views of it there are, and only the range of it that these reach.
 A view that uses less than half of the range it spans is copied first, and shares nothing.
 
-Received tensors are leaves: what autograd knew of them stays behind, but for ``requires_grad``.
+Received tensors are leaves: what autograd knew of them stays behind, but for ``requires_grad``. Within a
+distributed autograd context those that require gradients are noted on both sides, and attached to its graph.
 """
 
 from __future__ import annotations
@@ -72,9 +73,10 @@ class Outgoing:
 class _Storages:
     """The storages that a message needs, and the range of each."""
 
-    __slots__ = ("kept", "ranges")
+    __slots__ = ("kept", "ranges", "takes")
 
-    def __init__(self) -> None:
+    def __init__(self, takes: Callable[[torch.Tensor], bool] | None) -> None:
+        self.takes = takes
         self.kept: dict[int, tuple[int, torch.UntypedStorage]] = {}
         self.ranges: list[list[int]] = []
 
@@ -94,6 +96,8 @@ class _Storages:
     def reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.device.type not in ("cpu", "meta"):
             raise TypeError(f"only CPU tensors can be sent, got one on {tensor.device}: call .cpu() first")
+        if self.takes is not None and tensor.requires_grad and self.takes(tensor):
+            return _attached, (tensor.detach(),)
         if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_quantized:
             return tensor.detach().__reduce_ex__(5)
         data = tensor
@@ -114,6 +118,8 @@ class _Storages:
         return _tensor, (number, dtype, shape, strides, offset * size, tensor.requires_grad)
 
     def reduce_parameter(self, parameter: torch.nn.Parameter) -> Any:
+        if self.takes is not None and parameter.requires_grad and self.takes(parameter):
+            return _attached, (parameter.detach(),)
         return _parameter, (parameter.data, parameter.requires_grad)
 
     def reduce_untyped(self, storage: torch.UntypedStorage) -> Any:
@@ -145,6 +151,11 @@ def _tensor(
     return tensor.requires_grad_() if grad else tensor
 
 
+def _attached(tensor: torch.Tensor) -> torch.Tensor:
+    being_read().attached.append(tensor)
+    return tensor
+
+
 def _empty(dtype: int | torch.dtype, shape: tuple[int, ...], grad: bool) -> torch.Tensor:
     dtype = _DTYPES[dtype] if isinstance(dtype, int) else dtype
     return torch.empty(shape, dtype=dtype, requires_grad=grad)
@@ -167,6 +178,7 @@ def encode(
     reducers: dict[type, Callable[[Any], Any]] | None = None,
     envelope: Callable[[], object] | None = None,
     lender: Lender | None = None,
+    takes: Callable[[torch.Tensor], bool] | None = None,
 ) -> Outgoing:
     """Pickle an object and set the memory of its tensors aside.
 
@@ -174,11 +186,13 @@ def encode(
         reducers: how objects of further types are pickled.
         envelope: asked after that for something small that is read before the object, or for None.
         lender: where large memory is copied to.
+        takes: whether a tensor, which requires gradients, is to be attached on the other side to the graph
+            of a distributed autograd context.
 
     Raises:
         Exception: what pickling raised.
     """
-    storages = _Storages()
+    storages = _Storages(takes)
     file = io.BytesIO()
     pickler = pickle.Pickler(file, 5)
     pickler.dispatch_table = _DispatchTable(storages, reducers)

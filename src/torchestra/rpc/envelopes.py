@@ -6,10 +6,14 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from torchestra.rpc.encoding import being_read
 from torchestra.rpc.holdings import Entry, Number, User
 
 if TYPE_CHECKING:
+    from torchestra.autograd.contexts import Context
+    from torchestra.autograd.crossing import Sending
     from torchestra.rpc.references import References
     from torchestra.rpc.rref import RRef
 
@@ -30,45 +34,40 @@ class Envelope(NamedTuple):
         creates: the numbers of the reference that the result is kept under, and of its creator's fork.
         passed: the references within.
         context: the number of a distributed autograd context.
-        metadata: whatever else.
+        attached: the number of the message in that context, if tensors in it are attached to its graph.
     """
 
     creates: tuple[Number, Number | None] | None
     passed: list[Passed]
     context: int | None
-    metadata: object
+    attached: int | None
 
 
 class Outbound:
     """The references in a message that is being pickled."""
 
-    __slots__ = ("_context", "_creates", "_metadata", "_passed", "_references", "_to", "reducers")
+    __slots__ = ("_creates", "_passed", "_references", "_sending", "_to", "reducers", "takes")
 
     def __init__(
         self,
         references: References,
         to: int,
         creates: tuple[Number, Number | None] | None,
-        context: int | None,
-        metadata: object,
+        sending: Sending | None,
     ) -> None:
         self._references = references
         self._to = to
         self._creates = creates
-        self._context = context
-        self._metadata = metadata
+        self._sending = sending
+        self.takes = None if sending is None else sending.takes
         self._passed: list[Passed] = []
         self.reducers: dict[type, Callable[[Any], Any]] = {references.rref_class: self._pass}
 
     def envelope(self) -> tuple[Any, ...] | None:
         """What to send around the pickle."""
-        if (
-            self._passed
-            or self._creates is not None
-            or self._context is not None
-            or self._metadata is not None
-        ):
-            return (self._creates, [tuple(each) for each in self._passed], self._context, self._metadata)
+        context, attached = (None, None) if self._sending is None else self._sending.close()
+        if self._passed or self._creates is not None or context is not None:
+            return (self._creates, [tuple(each) for each in self._passed], context, attached)
         return None
 
     def _pass(self, rref: RRef) -> Any:
@@ -93,9 +92,11 @@ class Inbound:
         envelope: what it said.
         entry: what the result of the call is to be kept in, if so.
         rrefs: the references within.
+        context: the distributed autograd context that it belongs to, if that is here.
+        attached: the tensors within that are attached to the graph of that.
     """
 
-    __slots__ = ("_job", "_lock", "_unconfirmed", "entry", "envelope", "rrefs")
+    __slots__ = ("_job", "_lock", "_unconfirmed", "attached", "context", "entry", "envelope", "rrefs")
 
     def __init__(
         self, envelope: Envelope, entry: Entry | None, rrefs: list[RRef], unconfirmed: list[User]
@@ -103,6 +104,8 @@ class Inbound:
         self.envelope = envelope
         self.entry = entry
         self.rrefs = rrefs
+        self.context: Context | None = None
+        self.attached: list[torch.Tensor] = []
         self._unconfirmed = len(unconfirmed)
         self._job: Callable[[], Any] | None = None
         self._lock = threading.Lock()

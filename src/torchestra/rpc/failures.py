@@ -7,7 +7,7 @@ import pickle
 import traceback
 from typing import Any
 
-from torchestra.errors import RemoteError
+from torchestra.errors import RemoteError, RemoteNameError, RpcError
 
 _log = logging.getLogger(__name__)
 
@@ -72,3 +72,13 @@ def _made(kind: Any, text: str) -> BaseException:
         error = both.__new__(both, text)
     error.args = (text,)
     return error
+
+
+def unreadable(error: Exception, source: str, here: str) -> Exception:
+    """Why a call cannot be read."""
+    message = (
+        f"a call from worker {source!r} cannot be unpickled on worker {here!r}: {type(error).__name__}:"
+        f" {error}. RPC pickler does not serialize code, functions and classes are sent by name: they must be"
+        " importable, by the same name, on both workers"
+    )
+    return RemoteNameError(message) if isinstance(error, AttributeError) else RpcError(message)

@@ -47,6 +47,7 @@ from torchestra.rpc.functions import async_execution
 from torchestra.rpc.holdings import Entry, Number, User
 
 if TYPE_CHECKING:
+    from torchestra.autograd.crossing import Sending
     from torchestra.rpc.agent import Agent
     from torchestra.rpc.rref import RRef
 
@@ -178,11 +179,10 @@ class References:
         self,
         to: int,
         creates: tuple[Number, Number | None] | None = None,
-        context: int | None = None,
-        metadata: object = None,
+        sending: Sending | None = None,
     ) -> Outbound:
         """For the references in a message to a worker."""
-        return Outbound(self, to, creates, context, metadata)
+        return Outbound(self, to, creates, sending)
 
     def fork(self, rref: RRef, to: int) -> Passed:
         """Make a fork for a worker that a reference is passed to."""
@@ -213,7 +213,7 @@ class References:
         nothing."""
         if envelope is None:
             return None
-        creates, passed, context, metadata = envelope
+        creates, passed, context, attached = envelope
         entry = None
         with self._lock:
             if creates is not None:
@@ -223,7 +223,7 @@ class References:
                     entry.forks[creates[1]] = source
             unconfirmed: list[User] = []
             rrefs = [self._receive(source, Passed(*each), unconfirmed) for each in passed]
-        inbound = Inbound(Envelope(creates, passed, context, metadata), entry, rrefs, unconfirmed)
+        inbound = Inbound(Envelope(creates, passed, context, attached), entry, rrefs, unconfirmed)
         for user in unconfirmed:
             self._later(partial(self._ask_to_list, user, source))
         return inbound

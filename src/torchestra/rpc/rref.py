@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
 
+from torchestra.autograd.here import calling_context
 from torchestra.errors import RemoteReferenceError, RpcError, RpcTimeoutError
 from torchestra.rpc.calls import Named
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
@@ -134,7 +135,13 @@ class RRef:
             return self._agent.await_future(held.future, timeout, "RRef.to_here")
         self._check(held, "to_here")
         return self._agent.call(
-            held.owner, fetch, (held.reference,), timeout=timeout, keep=self, doing=RRef.to_here
+            held.owner,
+            fetch,
+            (held.reference,),
+            timeout=timeout,
+            keep=self,
+            context=calling_context(),
+            doing=RRef.to_here,
         ).wait()
 
     def _check(self, user: User, doing: str) -> None:
@@ -216,7 +223,10 @@ class RRefProxy:
             return remote_call(
                 agent, owner, call_method, to_call, None, self._timeout, keep=rref, doing=doing
             )
-        future = agent.call(owner, call_method, to_call, timeout=self._timeout, keep=rref, doing=doing)
+        context = calling_context()
+        future = agent.call(
+            owner, call_method, to_call, timeout=self._timeout, keep=rref, context=context, doing=doing
+        )
         return future if self._kind == "rpc_async" else future.wait()
 
 
@@ -298,7 +308,15 @@ def remote_call(
         entry = known.entry_to_fill()
         rref = RRef._of(agent, entry)
         agent.call(
-            to, function, args, kwargs, timeout=timeout, creates=(entry.number, None), keep=keep, doing=doing
+            to,
+            function,
+            args,
+            kwargs,
+            timeout=timeout,
+            creates=(entry.number, None),
+            keep=keep,
+            context=calling_context(),
+            doing=doing,
         )
         return rref
     user = User(known.new_number(), known.new_number(), to, False)
@@ -313,6 +331,7 @@ def remote_call(
             timeout=timeout,
             creates=(user.reference, user.fork),
             keep=keep,
+            context=calling_context(),
             doing=doing,
         )
     except BaseException:

@@ -1,0 +1,176 @@
+"""Where the graph of autograd crosses between workers: tensors that are sent, and that are received.
+
+For the tensors of one message that require gradients there is one node on each side, found by the number of
+the message. The *send* is a source of the graph of the worker that sent them: gradients come into it there.
+The *receipt* is where gradients leave the graph of the worker that received them, back to the send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd.function import FunctionMeta
+
+from torchestra.autograd.here import here
+
+if TYPE_CHECKING:
+    from torchestra.autograd.contexts import Context
+
+_EARLY = 1 << 62  # in the order in which autograd runs nodes that are ready
+
+
+class Send(NamedTuple):
+    """What a worker knows of tensors that it has sent.
+
+    Attributes:
+        message: its number.
+        peer: the rank of who got it.
+        order: how many messages the context had seen here before.
+        token: a tensor that depends on the tensors sent: backward begins there.
+        kinds: the shape, dtype and layout of each.
+    """
+
+    message: int
+    peer: int
+    order: int
+    token: torch.Tensor
+    kinds: list[tuple[torch.Size, torch.dtype, torch.layout]]
+
+    def zeros(self, slot: int) -> torch.Tensor:
+        """A gradient of zeros for one of the tensors."""
+        shape, dtype, layout = self.kinds[slot]
+        return torch.zeros(shape, dtype=dtype, layout=layout)
+
+
+class Receipt(NamedTuple):
+    """What a worker knows of tensors that it has received.
+
+    Attributes:
+        message: its number.
+        peer: the rank of who sent it.
+        order: how many messages the context had seen here before.
+        node: the node of autograd; None for a message that nobody could read any more.
+    """
+
+    message: int
+    peer: int
+    order: int
+    node: Any
+
+
+class _SendFunction:
+    """Forward, of the tensors sent, gives a token; backward of that has the gradients that come for them."""
+
+    @staticmethod
+    def forward(ctx: Any, message: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.message = message
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        assert here.part is not None
+        return (None, *here.part.gradients_for(ctx.message))
+
+
+class _ReceiptFunction:
+    """Forward makes received tensors depend on the message; backward sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, message: int, tensors: list[torch.Tensor]) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.message = message
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        part = here.part
+        if part is None:
+            raise RuntimeError(
+                "backward() has come to a tensor that was received from another worker: call"
+                " torchestra.autograd.backward(context_id, [loss]) instead of loss.backward()"
+            )
+        part.send_back(ctx.message, gradients)
+        return None, None, None
+
+
+def _function(name: str, behaviour: type) -> Any:
+    # The nodes are named as those of torch.distributed, for those who look at graphs and profiles.
+    members = {"forward": behaviour.__dict__["forward"], "backward": behaviour.__dict__["backward"]}
+    return FunctionMeta(f"torch::distributed::autograd::{name}", (torch.autograd.Function,), members)
+
+
+_send: Any = _function("SendRpc", _SendFunction)
+_receive: Any = _function("RecvRpc", _ReceiptFunction)
+_anchor = torch.empty(0, requires_grad=True)
+
+SendNode: type = _send._backward_cls
+ReceiptNode: type = _receive._backward_cls
+
+
+def record_send(message: int, peer: int, order: int, tensors: Sequence[torch.Tensor]) -> Send:
+    """Make tensors that are being sent depend on the gradients that will come."""
+    with torch.enable_grad():
+        token = _send.apply(message, *tensors)
+    # The later a message was sent, the earlier its gradients are waited for; see passes.py.
+    token.grad_fn._set_sequence_nr(order)
+    kinds = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors]
+    return Send(message, peer, order, token, kinds)
+
+
+def record_receipt(message: int, peer: int, order: int, tensors: list[torch.Tensor]) -> Receipt:
+    """Make received tensors depend on the message."""
+    with torch.enable_grad():
+        _receive.apply(_anchor, message, tensors)
+    node = tensors[0].grad_fn
+    node._set_sequence_nr(_EARLY)  # type: ignore[union-attr]
+    return Receipt(message, peer, order, node)
+
+
+class Sending:
+    """The tensors in a message that is being pickled, within a context.
+
+    A parameter takes part if it is an argument or result itself, or in a list, tuple or dict that is; the
+    parameters of a module that is sent are copied with it.
+    """
+
+    __slots__ = ("_content", "_context", "_direct", "_is_call", "_tensors", "_to")
+
+    def __init__(self, context: Context, to: int, content: object, is_call: bool) -> None:
+        self._context = context
+        self._to = to
+        self._content = content
+        self._is_call = is_call
+        self._tensors: list[torch.Tensor] = []
+        self._direct: set[int] | None = None
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that requires gradients is to depend on those that come back; then it will."""
+        if isinstance(tensor, torch.nn.Parameter):
+            if self._direct is None:
+                self._direct = {id(each) for each in _parameters(self._content)}
+            if id(tensor) not in self._direct:
+                return False
+        self._tensors.append(tensor)
+        return True
+
+    def close(self) -> tuple[int | None, int | None]:
+        """All is pickled: the numbers of the context and of the message, None where there is no need."""
+        if not self._tensors:
+            return (self._context.number if self._is_call else None), None
+        return self._context.number, self._context.note_send(self._to, self._tensors)
+
+    def has_gone(self) -> None:
+        """The message was sent."""
+        self._context.see_release(self._to)
+
+
+def _parameters(content: object) -> Iterator[torch.nn.Parameter]:
+    if isinstance(content, torch.nn.Parameter):
+        yield content
+    elif isinstance(content, (tuple, list)):
+        for each in content:
+            yield from _parameters(each)
+    elif isinstance(content, dict):
+        yield from _parameters(list(content.values()))

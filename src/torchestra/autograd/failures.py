@@ -1,0 +1,40 @@
+"""How an error of a backward pass gets from where it happened to where the pass began."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from torchestra.errors import BackwardError, RpcTimeoutError, WorkerFailedError
+from torchestra.rpc import failures
+
+if TYPE_CHECKING:
+    from torchestra.rpc.agent import Agent
+
+Described: TypeAlias = "tuple[int, str, bytes | None, str]"
+"""The rank, what the error said, and what rpc.failures makes of it."""
+
+
+def describe(agent: Agent, error: BaseException) -> Described:
+    """An error that has happened here, for the way."""
+    described, text = failures.describe(error, f"worker {agent.info.name!r} (rank {agent.rank})")
+    return agent.rank, str(error) or type(error).__name__, described, text
+
+
+def rebuild(described: Described) -> Exception:
+    """The error to raise where the pass began, for one that happened elsewhere."""
+    rank, message, pickled, text = described
+    cause = failures.rebuild(pickled, text)
+    if isinstance(cause, WorkerFailedError):
+        return WorkerFailedError(message, cause.worker)
+    if isinstance(cause, RpcTimeoutError):
+        return RpcTimeoutError(message)
+    return located(rank, f"{message}\n\n{text}" if text else message, cause)
+
+
+def located(rank: int, message: str, cause: BaseException) -> Exception:
+    """The error to raise where the pass began, for one that happened on a worker."""
+    if isinstance(cause, (WorkerFailedError, RpcTimeoutError)):
+        return cause
+    error = BackwardError(f"Error on Node {rank}: {message}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,101 @@
+"""The gradients of a context: how they add up, and what is told when one lands."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchestra.autograd.here import here
+
+# What a gradient's tensor is held by when autograd hands it over and nothing else has it: a list of
+# autograd's own, and the Python object.
+_OWN_USES = 2
+_MARK = "torchestra: gradients may land in a context"
+
+
+class Gradients:
+    """Gradients by parameter. They are added out of place: whoever has got one keeps it as it was."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[torch.Tensor, torch.Tensor] = {}
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor, *, shared: bool) -> None:
+        """A gradient has come for a parameter.
+
+        Args:
+            shared: its memory belongs to others, too.
+        """
+        with self._lock:
+            before = self._found.get(parameter)
+            if before is None:
+                self._found[parameter] = _own(gradient, shared)
+            elif before.is_sparse and not gradient.is_sparse:
+                self._found[parameter] = gradient + before
+            else:
+                self._found[parameter] = before + gradient
+
+    def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of a parameter, if it has one."""
+        return self._found.get(parameter)
+
+    def put(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Make a tensor the gradient of a parameter; with None, it has none."""
+        with self._lock:
+            if gradient is None:
+                self._found.pop(parameter, None)
+            else:
+                self._found[parameter] = gradient
+
+    def own_views(self) -> None:
+        """Copy gradients that lie in the memory of others, which goes on to use it."""
+        with self._lock:
+            for parameter, gradient in self._found.items():
+                if gradient._is_view():
+                    self._found[parameter] = gradient.clone()
+
+    def all(self) -> dict[torch.Tensor, torch.Tensor]:
+        """All of them."""
+        with self._lock:
+            return dict(self._found)
+
+
+def _own(gradient: torch.Tensor, shared: bool) -> torch.Tensor:
+    """The gradient with memory of its own, and laid out plainly."""
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        plain = gradient._indices().is_contiguous() and gradient._values().is_contiguous()
+        return gradient if plain and not shared else gradient.clone()
+    plain = gradient.is_contiguous() or gradient.is_contiguous(memory_format=torch.channels_last)
+    return gradient if plain and not shared else gradient.clone(memory_format=torch.contiguous_format)
+
+
+def watch(node: Any) -> None:
+    """Have the gradients of a parameter land in contexts, for backward passes that run for one.
+
+    Args:
+        node: the parameter's node in the graph.
+    """
+    if _MARK not in node.metadata:
+        node.register_prehook(partial(_land, node.variable))
+        node.metadata[_MARK] = True
+
+
+def _land(parameter: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
+    """Hook on a parameter's node: it gets no gradient where a context has taken it."""
+    part = here.part
+    if part is None:
+        return None
+    gradient = gradients[0]
+    if gradient is not None:
+        uses: int = gradient._use_count()  # type: ignore[attr-defined]
+        shared = not part.is_first_use_of(gradient) or uses > _OWN_USES
+        part.context.gradients.add(parameter, gradient, shared=shared)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            # Those that DistributedDataParallel counts gradients with; others expect to find .grad.
+            if getattr(hook, "counts_gradients", False):
+                hook(parameter)
+    return (None,)

@@ -1,0 +1,81 @@
+"""Looking through the graph of autograd that one worker has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from torchestra.autograd.crossing import ReceiptNode, SendNode
+from torchestra.autograd.gradients import watch
+
+_Accumulate: type = type(torch.empty((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+_REENTRANT = "CheckpointFunctionBackward"
+
+
+class Reached(NamedTuple):
+    """What backward will come to.
+
+    Attributes:
+        receipts: the nodes of received messages.
+        reentrant: there is checkpointing that runs a backward within the backward.
+    """
+
+    receipts: set[Any]
+    reentrant: bool
+
+
+def prepare(starts: Iterable[Any], floor: int) -> Reached:
+    """Look through all that nodes lead to; have the gradients of parameters land in contexts.
+
+    Args:
+        starts: nodes.
+        floor: nodes that are ready run before any with a sequence number below this.
+    """
+    stack = [node for node in starts if node is not None]
+    seen = set(stack)
+    receipts = set()
+    reentrant = False
+    while stack:
+        node = stack.pop()
+        kind = type(node)
+        if kind is _Accumulate:
+            watch(node)
+            continue
+        if kind is ReceiptNode:
+            receipts.add(node)
+            continue
+        if kind.__name__ == _REENTRANT:
+            reentrant = True
+        if node._sequence_nr() < floor and kind is not SendNode:
+            node._set_sequence_nr(floor)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return Reached(receipts, reentrant)
+
+
+class WatchingParameters(TorchFunctionMode):
+    """Has the gradients of every parameter that is used meanwhile land in contexts.
+
+    A checkpointed function runs again within the backward pass, in a graph that nobody has seen before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nodes: list[Any] = []  # to be kept: a parameter gets a new node when nothing has the old one
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.is_grad_enabled():
+            for each in (*args, *(kwargs or {}).values()):
+                for tensor in each if isinstance(each, (tuple, list)) else (each,):
+                    if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf:
+                        node = torch.autograd.graph.get_gradient_edge(tensor).node
+                        watch(node)
+                        self._nodes.append(node)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,321 @@
+"""Backward passes: what one worker does in one, and how the workers come to an end of it together.
+
+The worker where ``backward()`` was called is the *origin*. Every worker takes part once, from the first that
+it is told of the pass: it runs torch's own engine once, over all that its roots and its sends lead to.
+
+*Sends* are sources of that graph. Their nodes run after everything else that is ready, and of them the one
+that was made last; it waits until its gradients have come. *Receipts* send gradients back as soon as they
+run. A receipt that nothing leads to tells so at once: its message was not used, and its send has no gradient
+to wait for. So every message that has tensors in it is answered by exactly one.
+
+*Nobody waits for ever.* Say that a worker's send or receipt is older than another's if it was made earlier,
+by one clock for all. Let s be the youngest send that waits. Its message was received after s was made, in a
+receipt r, and what uses what r received was made later still: all sends among that are younger than s, so
+none waits. So whatever leads to r has run, on a worker that takes part; r has run or was found unused, and
+has sent what s waits for. Each worker takes part: it gets gradients of a younger message, or, where the last
+message between two of them was sent by the one that takes part, it is told to *start*.
+
+*The end.* A worker that has run its graph tells the origin so, with the ranks it has sent to. The origin is
+done when all of whom it knows are. An error is told to the origin as well; it tells everyone to stop.
+
+(torch.distributed's FAST mode also has every message of the context take part, but waits for ever for one
+that was not used.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from torchestra.autograd import graph
+from torchestra.autograd.failures import Described, describe, located, rebuild
+from torchestra.autograd.here import here
+from torchestra.errors import RpcTimeoutError, WorkerFailedError
+
+if TYPE_CHECKING:
+    from torchestra.autograd.contexts import Context
+    from torchestra.autograd.crossing import Receipt, Send
+
+Key: TypeAlias = tuple[int, int]
+"""Of a pass: the rank of its origin, and how many had begun there before."""
+
+_ONE = torch.ones(())
+
+
+class _Wait:
+    """Something that a thread waits for; see crew.py."""
+
+    __slots__ = ("done", "latch", "leading")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.leading = False
+        self.latch: threading.Lock | None = None
+
+
+class Part:
+    """One worker's part in one backward pass.
+
+    Args:
+        context: which the pass belongs to.
+        key: of the pass.
+        retain: keep the graph for further passes.
+        engager: the rank that told this one of the pass.
+    """
+
+    def __init__(self, context: Context, key: Key, retain: bool, engager: int) -> None:
+        self.context = context
+        self._contexts = context.contexts
+        self._agent = context.contexts.agent
+        self._key = key
+        self._retain = retain
+        self._engager = engager
+        self._lock = threading.Lock()
+        self._sends: dict[int, Send] | None = None
+        self._arrived: dict[int, list[torch.Tensor | None] | None] = {}
+        self._told: set[int] = set()  # the ranks that know of the pass from here
+        self._awaited: set[int] = set()  # at the origin: the ranks that take part and are not done
+        self._done: set[int] = set()
+        self._failure: BaseException | None = None
+        self._wait: _Wait | None = None
+        self._is_ready: Callable[[], bool] = bool
+        self._storages: set[int] = set()
+
+    # -- running
+
+    def run_at_origin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Run the whole pass. Called by the origin's thread.
+
+        Raises:
+            Exception: what went wrong, here or elsewhere.
+        """
+        try:
+            self._run(roots)
+            with self._lock:
+                self._awaited |= self._told - self._done
+            self._await(lambda: not self._awaited, lambda: self._awaited, "the end of the backward pass")
+        except BaseException as error:
+            self._give_up(error)
+            if isinstance(error, Exception) and error is not self._failure:
+                raise located(self._agent.rank, str(error) or type(error).__name__, error) from error
+            raise
+        self.context.leave_part(self._key)
+
+    def _give_up(self, error: BaseException) -> None:
+        """At the origin: have everybody stop."""
+        self.context.leave_part(self._key)
+        why = (str(error) or type(error).__name__).partition("\n")[0]
+        for rank in tuple(self.context.neighbours - {self._agent.rank}):
+            self._tell(rank, "abort", f"the backward pass was given up, for: {why}")
+
+    def run_here(self) -> None:
+        """Run this worker's part. On a thread of the crew."""
+        failed: Described | None = None
+        try:
+            self._run(())
+        except BaseException as error:
+            failed = describe(self._agent, error)
+        self.context.leave_part(self._key)
+        self._tell(self._key[0], "done", tuple(self._told), failed)
+
+    def _run(self, roots: Sequence[torch.Tensor]) -> None:
+        context = self.context
+        with context.lock:
+            sends = dict(context.sends)
+            receipts = tuple(context.receipts.values())
+            seen = context.seen
+        with self._lock:
+            self._sends = sends
+        tokens = [send.token for send in sends.values()]
+        starts = {tensor.grad_fn for tensor in (*roots, *tokens)}
+        reached = graph.prepare(starts, seen)
+        for receipt in receipts:
+            if receipt.node not in reached.receipts:
+                self._send(receipt, None)
+        for rank in self._peers_to_start(sends.values(), receipts):
+            self._told.add(rank)
+            self._tell(rank, "start", self._retain)
+        if not starts:
+            return
+        try:
+            with self._landing_here(reached.reentrant):
+                torch.autograd.backward(
+                    [*roots, *tokens],
+                    [None] * len(roots) + [_ONE] * len(tokens),
+                    retain_graph=self._retain,
+                )
+        finally:
+            if not self._retain:
+                context.retire(tuple(sends.values()), receipts)
+        context.gradients.own_views()
+
+    @contextlib.contextmanager
+    def _landing_here(self, reentrant: bool) -> Iterator[None]:
+        before, here.part = here.part, self
+        try:
+            with graph.WatchingParameters() if reentrant else contextlib.nullcontext():
+                yield
+        finally:
+            here.part = before
+
+    def _peers_to_start(self, sends: Collection[Send], receipts: Collection[Receipt]) -> list[int]:
+        """Whom to tell of the pass, because it may come to them in no other way."""
+        last: dict[int, tuple[int, bool]] = {}
+        for is_send, messages in ((True, sends), (False, receipts)):
+            for message in messages:
+                if message.peer not in last or last[message.peer][0] < message.order:
+                    last[message.peer] = (message.order, is_send)
+        know = (self._agent.rank, self._key[0], self._engager)
+        return [rank for rank, (_, is_send) in last.items() if is_send and rank not in know]
+
+    # -- called by the nodes of the graph
+
+    def gradients_for(self, message: int) -> list[torch.Tensor | None]:
+        """The gradients of what was sent in a message, when they have come.
+
+        Raises:
+            Exception: the pass has failed, or they did not come.
+        """
+        assert self._sends is not None
+        send = self._sends[message]
+        peer = self._agent.workers[send.peer].name
+        self._await(
+            lambda: message in self._arrived,
+            lambda: (send.peer,),
+            f"the gradients of a message to worker {peer!r}",
+        )
+        gradients = self._arrived.pop(message)
+        if gradients is None:
+            return [None] * len(send.kinds)
+        return [send.zeros(slot) if each is None else each for slot, each in enumerate(gradients)]
+
+    def send_back(self, message: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of what was received in a message are there.
+
+        Raises:
+            RuntimeError: the message takes no part in this pass.
+        """
+        receipt = self.context.receipts.get(message)
+        if receipt is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time, or through what was received in another"
+                " context: a backward() of this context without retain_graph=True has freed the graph of a"
+                " message, or a tensor has been kept from an earlier context (detach() it)"
+            )
+        self._send(receipt, gradients)
+
+    def is_first_use_of(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing that was sent, and no gradient of another parameter, has had this memory."""
+        memory = tensor._values() if tensor.is_sparse else tensor
+        address = memory.untyped_storage().data_ptr() if memory.layout is torch.strided else id(tensor)
+        is_first = address not in self._storages
+        self._storages.add(address)
+        return is_first
+
+    def _send(self, receipt: Receipt, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        found = [each for each in gradients or () if each is not None]
+        for each in found:
+            self.is_first_use_of(each)
+        told = [None if each is None else each.detach() for each in gradients or ()] if found else None
+        if self._agent.is_gone(receipt.peer):
+            raise self._gone(receipt.peer, "it could be sent gradients")
+        if receipt.peer != self._agent.rank:
+            self._told.add(receipt.peer)
+        self._tell(receipt.peer, "gradients", self._retain, receipt.message, told)
+
+    def _tell(self, rank: int, what: str, *rest: Any) -> None:
+        self._contexts.tell(rank, "backward", self.context.number, self._key, what, *rest)
+
+    # -- what others tell
+
+    def gradients_came(self, source: int, message: int, gradients: list[torch.Tensor | None] | None) -> None:
+        """The gradients of what was sent in a message; None if it was not used."""
+        with self._lock:
+            unknown = self._sends is not None and message not in self._sends
+            if not unknown:
+                self._arrived[message] = gradients
+        if unknown and gradients is not None:
+            self.fail(
+                RuntimeError(
+                    f"gradients have come from worker {self._agent.workers[source].name!r} for a message that"
+                    " was sent while the backward pass ran: wait for calls before backward()"
+                )
+            )
+        self._stir()
+
+    def peer_done(self, rank: int, told: Collection[int], failed: Described | None) -> None:
+        """At the origin: a worker has done its part, and told these of the pass."""
+        if failed is not None:
+            self.fail(rebuild(failed))
+            return
+        with self._lock:
+            self._done.add(rank)
+            self._awaited |= set(told)
+            self._awaited -= self._done | {self._agent.rank}
+        self._stir()
+
+    def fail(self, error: BaseException) -> None:
+        """It cannot go on."""
+        if self._failure is None:
+            self._failure = error
+        self._stir()
+
+    # -- waiting
+
+    def _stir(self) -> None:
+        wait = self._wait
+        if wait is not None and (self._failure is not None or self._is_ready()):
+            wait.done = True
+            self._agent.crew.nudge(wait)
+
+    def _await(self, is_ready: Callable[[], bool], peers: Callable[[], Collection[int]], doing: str) -> None:
+        """Wait until something is there that these peers are to send."""
+        if self._failure is None and not is_ready():
+            agent = self._agent
+            began = time.monotonic()
+            self._is_ready = is_ready
+            wait = self._wait = _Wait()
+
+            def look() -> None:
+                gone = [rank for rank in peers() if agent.is_gone(rank)]
+                if gone:
+                    self.fail(self._gone(gone[0], f"{doing} came"))
+                elif agent.timeout and time.monotonic() - began > agent.timeout:
+                    self.fail(self._late(peers(), doing, agent.timeout))
+
+            agent.watchers.add(look)
+            try:
+                self._stir()
+                agent.crew.wait(wait)
+            finally:
+                agent.watchers.discard(look)
+                self._wait = None
+        if self._failure is not None:
+            raise self._failure
+        if not is_ready():
+            raise WorkerFailedError(
+                f"worker {self._agent.info.name!r} has shut down during a backward pass",
+                self._agent.info.name,
+            )
+
+    def _gone(self, rank: int, before: str) -> WorkerFailedError:
+        agent = self._agent
+        name = agent.workers[rank].name
+        return WorkerFailedError(
+            f"worker {name!r} (rank {rank}) {agent.how_gone(rank)} in a backward pass of context"
+            f" {self.context.number}, before {before} on worker {agent.info.name!r}",
+            name,
+        )
+
+    def _late(self, ranks: Collection[int], doing: str, seconds: float) -> RpcTimeoutError:
+        names = ", ".join(repr(self._agent.workers[rank].name) for rank in sorted(ranks))
+        return RpcTimeoutError(
+            f"worker {self._agent.info.name!r} (rank {self._agent.rank}) has waited {seconds:g} s in a"
+            f" backward pass of context {self.context.number} for {doing}, from {names}; set_rpc_timeout()"
+            " changes how long it waits"
+        )
