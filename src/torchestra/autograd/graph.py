@@ -71,6 +71,8 @@ class WatchingParameters(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.autograd.backward:
+            return self._backward(*args, **(kwargs or {}))
         if torch.is_grad_enabled():
             for each in (*args, *(kwargs or {}).values()):
                 for tensor in each if isinstance(each, (tuple, list)) else (each,):
@@ -79,3 +81,17 @@ class WatchingParameters(TorchFunctionMode):
                         watch(node)
                         self._nodes.append(node)
         return func(*args, **(kwargs or {}))
+
+    def _backward(self, tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
+        """Backward with this mode on.
+
+        It is off within what it is told of, and is not told of a backward that begins at edges.
+        """
+        gradients = [None] * len(tensors) if grad_tensors is None else grad_tensors
+        gradients = [
+            torch.ones_like(tensor) if gradient is None and tensor.numel() == 1 else gradient
+            for tensor, gradient in zip(tensors, gradients, strict=True)
+        ]
+        edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
+        with self:
+            torch.autograd.backward(edges, gradients, **options)
