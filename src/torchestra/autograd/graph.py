@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -61,12 +62,14 @@ def prepare(starts: Iterable[Any], floor: int) -> Reached:
 class WatchingParameters(TorchFunctionMode):
     """Has the gradients of every parameter that is used meanwhile land in contexts.
 
-    A checkpointed function runs again within the backward pass, in a graph that nobody has seen before.
+    A checkpointed function runs again within the backward pass, in a graph that nobody has seen before. The
+    leaves that checkpointing itself makes, in the place of the function's inputs, are none of them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._nodes: list[Any] = []  # to be kept: a parameter gets a new node when nothing has the old one
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -77,10 +80,18 @@ class WatchingParameters(TorchFunctionMode):
             for each in (*args, *(kwargs or {}).values()):
                 for tensor in each if isinstance(each, (tuple, list)) else (each,):
                     if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf:
-                        node = torch.autograd.graph.get_gradient_edge(tensor).node
-                        watch(node)
-                        self._nodes.append(node)
-        return func(*args, **(kwargs or {}))
+                        self._watch(tensor)
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result.requires_grad:
+            self._made[id(result)] = weakref.ref(result)
+        return result
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        made = self._made.get(id(tensor))
+        if made is None or made() is not tensor:
+            node = torch.autograd.graph.get_gradient_edge(tensor).node
+            watch(node)
+            self._nodes.append(node)
 
     def _backward(self, tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
         """Backward with this mode on.
