@@ -19,7 +19,12 @@ import torchestra
 SOURCE = Path(torchestra.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES = 800
-SPEAKS_TO_TORCH_DISTRIBUTED = ("interop/", "bench/", "store/torch_agent.py")
+SPEAKS_TO_TORCH_DISTRIBUTED = (
+    "interop/",
+    "bench/",
+    "store/torch_agent.py",
+    "engine/multihost/gloo_bridge.py",
+)
 
 
 def name_of(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchestra.deferred import DeferredCommunicator
 from torchestra.engine.flight import FlightEntry, FlightRecord, RankRecord
 from torchestra.engine.local import LocalEngine
+from torchestra.engine.multihost.engine import MultiHostEngine
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import ProcessGroup
 from torchestra.world import AnyGroup, default_group
@@ -35,7 +36,7 @@ def flight_record(group: AnyGroup | None = None) -> FlightRecord:
             raise InvalidArgumentError(
                 f"flight_record: {chosen!r} was not used yet, so its ranks have not met"
             )
-        if isinstance(communicator.engine, LocalEngine):
+        if isinstance(communicator.engine, (LocalEngine, MultiHostEngine)):
             return communicator.engine.flight_record()
         raise InvalidArgumentError(f"flight_record: {chosen!r} does nothing that could be recorded")
     if hasattr(chosen, "group_name"):

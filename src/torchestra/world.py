@@ -21,6 +21,7 @@ from torchestra.errors import (
     NothingToDestroyError,
     NotInitializedError,
 )
+from torchestra.hosts import Hosts, hosts_of
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
 from torchestra.process_group.starting import choose_backend, start
 from torchestra.registry import World, compact, current_world, label
@@ -193,12 +194,13 @@ def _make_group(
     seconds: float,
     description: str,
     deferred: bool = False,
+    hosts: Hosts | None = None,
 ) -> ProcessGroup:
     size = len(ranks)
     program = current_world().thread
 
     def meet(seconds: float) -> Communicator:
-        return start(store, rank, size, name, seconds, backend, program)
+        return start(store, rank, size, name, seconds, backend, program, hosts)
 
     def made_of(communicator: Communicator) -> ProcessGroup:
         options = GroupOptions(seconds, backend=backend)
@@ -306,6 +308,7 @@ def make_group(
         seconds=seconds,
         description=group_desc or "undefined",
         deferred=deferred,
+        hosts=hosts_of(parent.communicator, chosen),
     )
     _register(world, group, tag)
     return group

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from worlds import start_server
+
+# The table of collectives serves here too.
+sys.path.append(str(Path(__file__).parents[1] / "collectives"))
 
 
 @pytest.fixture(scope="session", autouse=True)

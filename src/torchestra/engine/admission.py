@@ -216,7 +216,7 @@ def fetch(invitation: str, secret: bytes | None, rank: int, name: str, deadline:
             except OSError as error:
                 raise DistBackendError(
                     f"{who} cannot reach rank 0 on this host ({error}): either rank 0 has failed, or the two"
-                    " are on different hosts, which torchestra does not span yet"
+                    " are on different hosts, whose ranks must meet by env:// or tcp://"
                 ) from error
         if time.monotonic() > deadline:
             raise CollectiveTimeoutError(f"{who}: rank 0 did not give it the group's memory in time", (0,))

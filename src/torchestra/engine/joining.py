@@ -13,6 +13,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -48,6 +49,7 @@ def join(
     *,
     threads: bool,
     thread: threading.Thread | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> Member:
     """Enter a group; returns when all ranks have. Must be called by every rank of the group.
 
@@ -58,6 +60,7 @@ def join(
         seconds: how long to wait for the others.
         threads: whether the ranks are threads of this process.
         thread: the one that the rank's program runs in; default: the one that calls.
+        numbers: what messages call the ranks, where these are only some of a group's; default: their own.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
@@ -66,15 +69,18 @@ def join(
     deadline = time.monotonic() + seconds
     program = threading.current_thread() if thread is None else thread
     spins, yields = waiting_policy(size)
+    called = range(size) if numbers is None else numbers
     if size == 1:
         arena, descriptor = Arena.create(layout_for(1), name)
         os.close(descriptor)
         member = Member(arena, 0, name, spins=spins, yields=yields)
+        member.numbers = called
         member.announce()
         return member
     if threads:
         shared = _meet_threads(store, rank, size, name, deadline)
         member = Member(shared.arena, rank, name, spins=spins, yields=yields)
+        member.numbers = called
         shared.threads[rank] = program
         member.meet_peers(shared.threads, program)
         member.announce()
@@ -86,6 +92,7 @@ def join(
     else:
         arena = _meet_processes(store, rank, size, name, deadline)
         member = Member(arena, rank, name, spins=spins, yields=yields)
+        member.numbers = called
         member.announce()
         _first_barrier(member, deadline)
         member.meet_peers(None, program)

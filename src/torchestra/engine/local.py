@@ -234,6 +234,10 @@ class LocalEngine:
         """Return when all ranks have called."""
         self._run(self._barrier, (self._barrier_plan.address, 0), seconds, site)
 
+    def agree(self, plan: Plan, count: int, seconds: float, site: str | None = None) -> None:
+        """Return when all ranks have called, with the same kind of operation and the same count."""
+        self._run(self._barrier, (plan.address, count), seconds, site)
+
     def send(self, tensor: torch.Tensor, rank: int, tag: int, seconds: float) -> None:
         """Send a message; the tensor may be changed afterwards, though the message may not have arrived."""
         kind, waiter = self.kind_of_message(tensor.dtype), self.waiter(seconds)

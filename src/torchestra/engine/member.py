@@ -37,6 +37,7 @@ from torchestra.engine.patience import Patience
 from torchestra.engine.placement import LOOK_EVERY
 from torchestra.engine.standing import describe_standing
 from torchestra.engine.succession import Succession
+from torchestra.engine.watcher import Watcher
 from torchestra.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -53,16 +54,24 @@ _CUT = " ..."
 
 
 class Member:
-    """Rank ``rank`` of the group that meets in ``arena``. One operation runs at a time."""
+    """Rank ``rank`` of the group that meets in ``arena``. One operation runs at a time.
+
+    Attributes:
+        numbers: by rank of the arena, what messages and errors call it. Differs where the arena holds only
+            some ranks of a group.
+        when_aborted: called with what :meth:`abort` wrote, on the rank that did so.
+    """
 
     def __init__(self, arena: Arena, rank: int, name: str, *, spins: int, yields: int) -> None:
         self.arena = arena
         self.rank = rank
         self.size = arena.layout.size
+        self.numbers: Sequence[int] = range(self.size)
         self.name = name
         self.heap = Heap(arena, rank)
         self.succession = Succession(arena, rank)
         self.shrinking = threading.Lock()
+        self.when_aborted: Callable[[str, tuple[int, ...], str], None] | None = None
         self.program = threading.current_thread()
         self.peers: Peers | None = None
         self.closed = False
@@ -167,7 +176,7 @@ class Member:
 
     def leave_halfway(self, error: BaseException) -> None:
         """Abort the group because this rank has left its current operation with an exception."""
-        self.abort(f"rank {self.rank} left {self._now()} with {type(error).__name__}: {error}")
+        self.abort(f"rank {self.own_number} left {self._now()} with {type(error).__name__}: {error}")
 
     def check(
         self,
@@ -202,7 +211,7 @@ class Member:
             raise self.aborted()
         if self.closed:
             raise GroupDestroyedError(
-                f"rank {self.rank} destroyed group {self.name!r} while it was in {doing}"
+                f"rank {self.own_number} destroyed group {self.name!r} while it was in {doing}"
             )
         dead = self._dead()
         gone = self._gone(blocked, dead, alone)
@@ -211,11 +220,12 @@ class Member:
             if suspect != gone:
                 return gone
             if gone in dead:
-                died = ", ".join(f"rank {rank} died ({self.how(rank)})" for rank in dead)
-                self.abort(f"{died}; rank {self.rank} saw it in {doing}", dead, explain)
+                died = ", ".join(f"rank {self.numbers[rank]} died ({self.how(rank)})" for rank in dead)
+                self.abort(f"{died}; rank {self.own_number} saw it in {doing}", self.called(dead), explain)
             else:
                 self.abort(
-                    f"rank {gone} has destroyed the group, and rank {self.rank} waits for it in {doing}:"
+                    f"rank {self.numbers[gone]} has destroyed the group, and rank {self.own_number} waits for"
+                    f" it in {doing}:"
                     " do all ranks call the same operations?",
                     explain=explain,
                 )
@@ -225,19 +235,28 @@ class Member:
             if alone:
                 asked = tuple(range(self.size)) if blocked is None else (blocked,)
                 raise CollectiveTimeoutError(
-                    f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.rank};"
-                    f" the group stays usable.{self.report(asked)}",
-                    asked,
+                    f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank"
+                    f" {self.own_number}; the group stays usable.{self.report(asked)}",
+                    self.called(asked),
                 )
-            missing = self.missing()
+            missing = self.called(self.missing())
             message = (
-                f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.rank}:"
+                f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.own_number}:"
                 f" {_ranks(missing) if missing else 'no rank'} had not arrived."
             )
             self.abort(message, explain=explain)
             # The same lines on every rank, though several may have come to the end of their time at once.
             raise CollectiveTimeoutError(message + self._told()["standing"], missing)
         return None
+
+    @property
+    def own_number(self) -> int:
+        """What messages call this rank."""
+        return self.numbers[self.rank]
+
+    def called(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """What messages and errors call some ranks."""
+        return tuple(self.numbers[rank] for rank in ranks)
 
     def _dead(self) -> tuple[int, ...]:
         """The ranks that have ended without destroying the group."""
@@ -273,9 +292,10 @@ class Member:
     def abort_to_shrink(self) -> None:
         """Make the group unusable because this rank is shrinking it; ranks that have died are named."""
         if dead := self._dead():
-            self.abort(f"{_ranks(dead)} died; rank {self.rank} saw it in shrink()", failed=dead)
+            died = self.called(dead)
+            self.abort(f"{_ranks(died)} died; rank {self.own_number} saw it in shrink()", failed=died)
         else:
-            self.abort(f"rank {self.rank} has called shrink()")
+            self.abort(f"rank {self.own_number} has called shrink()")
 
     def abort(self, why: str, failed: tuple[int, ...] = (), explain: Callable[[], str] | None = None) -> None:
         """Make the group unusable for all ranks, unless one of them has done so already.
@@ -286,8 +306,10 @@ class Member:
             explain: tells where every rank stands. Called only if nobody else has aborted the group.
         """
         header = self.arena.address
+        standing: str | None
         if control.claim(header + at.HEADER_ABORT_CLAIM) == 0:
-            told = _told(why, failed, explain() if explain is not None else "")
+            standing = explain() if explain is not None else ""
+            told = _told(why, failed, standing)
             length = self.arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, told)
             control.tell(header + at.HEADER_ABORT_LENGTH, length)
         else:
@@ -298,12 +320,15 @@ class Member:
             if self.is_aborted:
                 return
             self._aborted = self._error_for(why, failed)
+            standing = None
         control.tell(header + at.HEADER_ABORT, 1)
         control.wake_everybody(self.context)
         keep_record(self.arena)
+        if standing is not None and self.when_aborted is not None:
+            self.when_aborted(why, failed, standing)
 
     def _error_for(self, why: str, failed: tuple[int, ...]) -> GroupAbortedError:
-        message = f"rank {self.rank}: group {self.name!r} can no longer be used: {why}"
+        message = f"rank {self.own_number}: group {self.name!r} can no longer be used: {why}"
         return RankFailedError(message, failed) if failed else GroupAbortedError(message)
 
     def aborted(self) -> GroupAbortedError:
@@ -382,7 +407,7 @@ class Member:
     def _raise_mismatch(self, meta: int, count: int, site: str | None, seconds: float) -> None:
         """Tell the others what this rank called, hear what they called, and raise it all."""
         mine = f"{operations.describe(meta, count)}{self._lengths(meta, count)} at {site or call_site()}"
-        self._set_text(mine)
+        self.set_text(mine)
         deadline = time.monotonic() + min(seconds, 10)
         for step in (2, 3):
             control.publish_step(self.context, step)
@@ -396,7 +421,9 @@ class Member:
                 suspect = self._gone(blocked, self._dead(), alone=True)
             if step == 2:
                 calls = [mine if rank == self.rank else self._text_of(rank) for rank in range(self.size)]
-        lines = "".join(f"\n  rank {rank} called {call}" for rank, call in enumerate(calls))
+        lines = "".join(
+            f"\n  rank {number} called {call}" for number, call in zip(self.numbers, calls, strict=True)
+        )
         raise CollectiveMismatchError(
             f"the ranks of group {self.name!r} called different operations (number"
             f" {self.word(at.SEQUENCE)} of the group):{lines}\nNothing was sent; the group stays usable."
@@ -415,7 +442,8 @@ class Member:
             return ""
         return f" of {sent if kind is operations.Kind.reduce_scatter else expected} elements by rank"
 
-    def _set_text(self, text: str) -> None:
+    def set_text(self, text: str) -> None:
+        """Write a text into this rank's block, for the others."""
         offset = self._control
         length = self.arena.set_text(offset + at.TEXT, at.TEXT_BYTES, text)
         control.tell(self.arena.address + offset + at.TEXT_LENGTH, length)
@@ -434,7 +462,7 @@ class Member:
     def report(self, ranks: Iterable[int], site: str | None = None) -> str:
         """A line for each of the ranks (standing.py); ``site`` as for :meth:`finish`."""
         own = (self.rank, site or call_site())
-        return describe_standing(self.arena, self.peers, ranks, self._dead(), own)
+        return describe_standing(self.arena, self.peers, ranks, self._dead(), own, self.numbers)
 
 
 class MessageWaiter:
@@ -453,30 +481,6 @@ class MessageWaiter:
     def abort(self, reason: str) -> None:
         """A message was left halfway."""
         self._member.abort(reason)
-
-
-class Watcher(threading.Thread):
-    """Answers peers that ask where this rank's program is: one sleeping thread per group and rank.
-
-    It sleeps on the ASKED word and is woken only when a peer's wait has timed out.
-    """
-
-    def __init__(self, member: Member, thread: threading.Thread) -> None:
-        super().__init__(name=f"torchestra-watcher-{member.name}-{member.rank}", daemon=True)
-        self._member = member
-        self._thread = thread
-
-    def run(self) -> None:
-        member = self._member
-        block = member.arena.address + member.arena.control(member.rank)
-        answered = 0
-        while not member.closed:
-            asked = control.await_question(member.context, block + at.ASKED, answered)
-            if asked == answered or member.closed:
-                continue
-            member._set_text(f"is at {call_site(self._thread.ident)}")
-            control.tell(block + at.ANSWERED, asked)
-            answered = asked
 
 
 def _told(why: str, failed: tuple[int, ...], standing: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from torchestra.engine import layout as at
 from torchestra.engine.arena import Arena
@@ -24,6 +24,7 @@ def describe_standing(
     ranks: Iterable[int],
     dead: Collection[int],
     own: tuple[int, str],
+    numbers: Sequence[int],
 ) -> str:
     """A line for each of the ranks: what it does or did last, for whom it waits, where its program is.
 
@@ -35,6 +36,7 @@ def describe_standing(
         ranks: which to tell of.
         dead: those that are known to have died.
         own: the rank that asks, and the line of its program.
+        numbers: by rank, what to call it.
     """
     ranks = list(ranks)
     where = _places(arena, peers, [rank for rank in ranks if rank not in dead and rank != own[0]])
@@ -51,11 +53,11 @@ def describe_standing(
             place = "has destroyed the group"
         else:
             place = where[rank]
-        lines.append(f"\n  rank {rank} {_doing(record, scale.now)}; {place}")
+        lines.append(f"\n  rank {numbers[rank]} {_doing(record, scale.now, numbers)}; {place}")
     return "".join(lines)
 
 
-def _doing(record: RankRecord, now: float) -> str:
+def _doing(record: RankRecord, now: float, numbers: Sequence[int]) -> str:
     """The last operation of a rank, and the message that it blocks in."""
     last = record.last_operation
     if last is None or (last.number == 1 and last.state == "done"):
@@ -64,7 +66,7 @@ def _doing(record: RankRecord, now: float) -> str:
         words = f"is in operation {last.number}, {last}, for {now - last.started:.1f} s"
         awaited = record.waiting_for if record.waiting_for is not None else last.waited_for
         if awaited is not None:
-            words += f", and waits for rank {awaited}"
+            words += f", and waits for rank {numbers[awaited]}"
     else:
         ended = now - (last.ended or now)
         how = "" if last.state == "done" else ", which failed"

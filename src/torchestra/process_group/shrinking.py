@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.shrinking import shrink
 from torchestra.errors import GroupDestroyedError, InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.hosts import HostsCommunicator
 from torchestra.quick import QuickCommunicator
 from torchestra.types import Timeout, timeout_seconds
 
@@ -62,6 +63,11 @@ def _check(group: ProcessGroup, exclude: Sequence[int]) -> None:
         raise InvalidArgumentTypeError(
             f"shrink: Process group backend for {group.group_name!r} does not support shrinking operations: a"
             " fake world has no other ranks"
+        )
+    if isinstance(group.communicator, HostsCommunicator):
+        raise InvalidArgumentTypeError(
+            f"shrink: Process group backend for {group.group_name!r} does not support shrinking operations:"
+            f" its ranks are on {len(group.communicator.hosts)} hosts"
         )
     for rank in exclude:
         if not isinstance(rank, int) or not 0 <= rank < group.size() or rank == group.rank():

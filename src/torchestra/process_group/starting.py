@@ -8,8 +8,12 @@ from torchestra.communicator import Communicator
 from torchestra.engine import warm_up
 from torchestra.engine.joining import join
 from torchestra.engine.local import LocalEngine
+from torchestra.engine.multihost.finding import find_hosts, may_span_hosts
+from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.multihost.joining import join_hosts
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.fake import FakeCommunicator
+from torchestra.hosts import HostsCommunicator
 from torchestra.quick import QuickCommunicator
 from torchestra.store import PrefixStore, Store
 from torchestra.thread_ranks import current_thread_rank
@@ -43,6 +47,7 @@ def start(
     seconds: float,
     backend: str,
     program: threading.Thread | None = None,
+    hosts: Hosts | None = None,
 ) -> Communicator:
     """Enter a group; returns when all ranks have.
 
@@ -53,6 +58,7 @@ def start(
         seconds: how long to wait for the others, and later for their operations.
         backend: as :func:`choose_backend` gives it.
         program: the thread that the rank's program runs in; default: the one that calls.
+        hosts: where the ranks are, if that is known; else it is found out.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
@@ -65,5 +71,11 @@ def start(
     if program is None and (here := current_thread_rank()) is not None:
         program = here.thread
     own = PrefixStore(f"group/{name}", store)
-    member = join(own, rank, size, name, seconds, threads=backend == "threads", thread=program)
+    threads = backend == "threads"
+    if hosts is None and may_span_hosts(own, size):
+        hosts = find_hosts(own, rank, size, name, seconds, threads=threads)
+    if hosts is not None and len(hosts) > 1:
+        engine = join_hosts(own, hosts, rank, name, seconds, threads=threads, thread=program)
+        return HostsCommunicator(engine, name, seconds)
+    member = join(own, rank, size, name, seconds, threads=threads, thread=program)
     return QuickCommunicator(LocalEngine(member), name, seconds)

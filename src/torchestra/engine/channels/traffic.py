@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from torchestra.engine.channels import words as w
 from torchestra.engine.channels import working
-from torchestra.engine.channels.transfer import Record, Transfer, Waiter
+from torchestra.engine.channels.transfer import Record, Retracted, Transfer, Waiter
 from torchestra.engine.channels.wording import Wording
 from torchestra.engine.compilation import entry_point
 from torchestra.engine.layout import ABORTED, DONE
@@ -130,6 +130,25 @@ class Traffic:
             self._inbox.append(transfer)
         self._have_posted()
         transfer.sleep(CLOSE_SECONDS)
+
+    def retract(self, transfer: Transfer) -> bool:
+        """Take back a receive, unless a message for it has begun to come; whether it was taken back.
+
+        Its ``done`` is not called then.
+        """
+        done, transfer.done = transfer.done, None
+        with self._gate:
+            transfer.retracting = True
+            self._inbox.append(transfer)
+        self._have_posted()
+        while transfer.retracting and not transfer.finished:
+            transfer.sleep(_GRACE_SECONDS)
+        if transfer.finished and isinstance(transfer.error, Retracted):
+            return True
+        transfer.done = done
+        if transfer.finished:
+            transfer.tell()
+        return False
 
     def _have_posted(self) -> None:
         """Have the inbox looked into: by this thread, or by the one that is at work."""
@@ -235,6 +254,11 @@ class Traffic:
             return
         if transfer.withdrawn is not None:
             self._drop(transfer, transfer.withdrawn)
+            return
+        if transfer.retracting and transfer.record is not None:
+            if transfer.record.word(w.STAGE) == w.QUEUED:
+                self._drop(transfer, Retracted())
+            transfer.retracting = False
             return
         reason = self._broken.get((transfer.sending, transfer.peer))
         if reason is not None:

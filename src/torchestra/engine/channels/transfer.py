@@ -12,7 +12,11 @@ import numpy.typing as npt
 
 from torchestra.engine.patience import Patience
 
-__all__ = ["Record", "Transfer", "Waiter"]
+__all__ = ["Record", "Retracted", "Transfer", "Waiter"]
+
+
+class Retracted(Exception):
+    """In place of an error, of a receive that was taken back."""
 
 
 class Waiter(Protocol):
@@ -68,6 +72,7 @@ class Transfer:
         "length",
         "peer",
         "record",
+        "retracting",
         "sending",
         "source",
         "suspect",
@@ -101,6 +106,7 @@ class Transfer:
         self.record: Record | None = None
         self.watched = False  # somebody waits for it, and lets the waiter check
         self.withdrawn: BaseException | None = None  # what made its caller give it up
+        self.retracting = False  # its caller wants it back, if nothing has come for it
         self.finished = False
         self.error: BaseException | None = None
         self.source = -1

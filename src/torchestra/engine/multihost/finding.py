@@ -1,12 +1,12 @@
 """Which ranks share a host, found by attaching.
 
-The first rank to come under a host id opens the host's *lobby* and says so in the store; whoever comes
-later under the same id tries to get into it. A lobby is memory that is handed over as an arena is
-(admission.py), so who has it shares memory with the rank that opened it, and who cannot get it, although
-its host has the same id, is on another host and tries the next lobby of that id. When all ranks are in some
-lobby, the ranks that opened them tell each other who is in theirs, and write the outcome into the lobby's
-memory, from where the others read it. A rank makes two requests to the store, one that has opened a lobby
-five more and one for each that gets in: O(ranks) in all, and long answers only go to one rank per host::
+The first rank to come under a host id opens the host's *lobby* and says so in the store; whoever comes later
+under the same id tries to get into it. A lobby is memory that is handed over as an arena is (admission.py),
+so who has it shares memory with the rank that opened it, and who cannot get it, although its host has the
+same id, is on another host and tries the next lobby of that id. When all ranks are in some lobby, the ranks
+that opened them tell each other who is in theirs, and write the outcome into the lobby's memory, from where
+the others read it. A rank makes two requests to the store, one that has opened a lobby five more and one for
+each that gets in: O(ranks) in all, and long answers only go to one rank per host::
 
     finding/here/R          rank R has come
     finding/lobby/ID/N      "R:host:invitation", the N-th lobby of that id, and who has opened it
@@ -26,15 +26,33 @@ import time
 from datetime import timedelta
 
 from torchestra.engine.admission import Admission, fetch
-from torchestra.engine.multihost.host_id import host_id, host_name
+from torchestra.engine.multihost.host_id import HOST_VARIABLE, host_id, host_name
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, StoreTimeoutError
-from torchestra.store import PrefixStore, Store
+from torchestra.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torchestra.thread_ranks import current_thread_rank
 
-__all__ = ["find_hosts"]
+__all__ = ["find_hosts", "may_span_hosts"]
 
 _FIRST_LOOK, _LONGEST_LOOK = 0.0005, 0.02
 _DONE = b"!"
+
+
+def may_span_hosts(store: Store, size: int) -> bool:
+    """Whether ranks that share a store may be on several hosts; the same on all of them.
+
+    Stores in this process, in a file, or reached through a Unix socket are shared within one host only,
+    unless ranks pretend to be elsewhere.
+    """
+    if size == 1:
+        return False
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if HOST_VARIABLE in os.environ or ((here := current_thread_rank()) is not None and here.host):
+        return True
+    if isinstance(store, (FileStore, HashStore)):
+        return False
+    return not (isinstance(store, TCPStore) and store.host.startswith("unix:"))
 
 
 def find_hosts(

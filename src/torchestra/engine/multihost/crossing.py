@@ -1,0 +1,335 @@
+"""What the operations of a group on several hosts are made of: steps within the host, and between hosts.
+
+Every operation begins by finding out that all ranks of all hosts have called the same
+(:meth:`Crossing.agree`): within the host by the fingerprints of the arena, between hosts by an *envelope*
+that the ranks at place 0 send each other. It has one size, so that envelopes of different operations fit each
+other, and room for a small tensor, so that a small operation is one trip. Only then do lengths depend on what
+was called.
+
+Waits between hosts look around as those within a host do (member.py): for an abort, a rank of this host that
+died, a host or a rank elsewhere that is gone (warden.py), the deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from torchestra.engine import operations
+from torchestra.engine.callsites import call_site
+from torchestra.engine.local import LocalEngine, Plan
+from torchestra.engine.multihost.bridge import Bridge, BridgeError, Pending
+from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.multihost.warden import Outlook, Warden
+from torchestra.engine.operations import Kind
+from torchestra.engine.patience import Patience
+from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
+
+__all__ = ["INLINE_BYTES", "Call", "Crossing", "bytes_of", "split_evenly"]
+
+INLINE_BYTES = 4096
+"""What goes along in an envelope: at 1 Gbit/s it takes as long as half a trip."""
+
+_HEAD_WORDS = 4
+_HEAD_BYTES = 8 * _HEAD_WORDS
+_TEXT_BYTES = 768
+_LOOK_SECONDS = 0.05
+_EXPLANATION_SECONDS = 0.01
+
+_Suspects = tuple[int | None, frozenset[int]]
+_NOBODY: _Suspects = (None, frozenset())
+
+
+@dataclass
+class Call:
+    """One call of an operation, on one rank.
+
+    Attributes:
+        meta, count: its fingerprint (operations.py).
+        seconds: how long it may wait.
+        site: the line of the program that called, where it is not on this thread's stack.
+        lengths: what the fingerprint only has the hash of, for messages.
+    """
+
+    meta: int
+    count: int
+    seconds: float
+    site: str | None
+    lengths: str = ""
+    patience: Patience = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.patience = Patience(self.seconds)
+
+    def __str__(self) -> str:
+        return operations.describe(self.meta, self.count)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, as bytes. (Not every dtype can be viewed as another.)"""
+    start = tensor.storage_offset() * tensor.element_size()
+    memory = torch.empty(0, dtype=torch.uint8)
+    memory.set_(tensor.untyped_storage(), start, (tensor.nbytes,))  # type: ignore[call-overload]
+    return memory
+
+
+def split_evenly(number: int, parts: int) -> list[int]:
+    """The lengths of ``parts`` parts of something, that differ by one at most."""
+    least, more = divmod(number, parts)
+    return [least + (part < more) for part in range(parts)]
+
+
+class Crossing:
+    """One rank's means. One operation runs at a time.
+
+    Args:
+        local: the engine of the ranks of this host.
+        hosts: of the group.
+        rank: this one.
+        bridge: its end of a rail; None for a rank beyond the last rail.
+        outlook: what can be known of the other hosts; a Warden at place 0.
+        name: of the group.
+    """
+
+    def __init__(
+        self,
+        local: LocalEngine,
+        hosts: Hosts,
+        rank: int,
+        bridge: Bridge | None,
+        outlook: Outlook,
+        name: str,
+    ) -> None:
+        self.local = local
+        self.member = local.member
+        self.hosts = hosts
+        self.rank = rank
+        self.host, self.place = hosts.host_of[rank], hosts.place_of[rank]
+        self.here = hosts.members[self.host]
+        self.bridge = bridge
+        self.outlook = outlook
+        self.name = name
+        self.sequence = 0
+        self._plans: dict[tuple[int, int, int, int], Plan] = {}
+
+    # -- within the host
+
+    def plan(self, call: Call, unit: int = 1, function: int = 0, root: int = -1) -> Plan:
+        """A plan for a step of an operation: its fingerprint is the operation's."""
+        key = (call.meta, unit, function, root)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = Plan(self.member.context, call.meta, unit, function, root)
+        return plan
+
+    def share_from(self, place: int, tensor: torch.Tensor, call: Call) -> None:
+        """Replace every rank's tensor, on this host, by that of the rank at a place."""
+        self.local.broadcast(bytes_of(tensor), self.plan(call, root=place), call.seconds, call.site)
+
+    def share(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, call: Call) -> None:
+        """Put the tensor of every rank of this host into an output of its own; sizes may differ."""
+        targets = [bytes_of(output) for output in outputs]
+        self.local.all_gather(targets, bytes_of(tensor), self.plan(call), call.seconds, call.site)
+
+    # -- between hosts
+
+    def wait(self, pending: Pending, call: Call) -> None:
+        """Wait for the end of what a bridge has begun.
+
+        Raises:
+            GroupAbortedError, RankFailedError, CollectiveTimeoutError: as from :meth:`Member.check`.
+        """
+        suspects = _NOBODY
+        try:
+            while not pending.wait(_LOOK_SECONDS):
+                suspects = self._look_around(call, suspects)
+        except BridgeError as error:
+            self._explain(error, call)
+
+    def _look_around(self, call: Call, suspects: _Suspects) -> _Suspects:
+        """Raise if waiting any longer is in vain; who is gone, to be handed in the next time.
+
+        A rank may have done its part before it went, so it takes two looks.
+        """
+        here = self.member.check(str(call), self.place, time.monotonic(), float("inf"), suspects[0])
+        gone = self._gone_elsewhere()
+        if gone & suspects[1]:
+            self._give_up_on(gone & suspects[1], call)
+        waited = time.monotonic() - call.patience.started()
+        if waited > call.seconds:
+            self._time_out(call, waited)
+        return here, gone
+
+    def _gone_elsewhere(self) -> frozenset[int]:
+        outlook = self.outlook
+        return frozenset(outlook.dead | outlook.left) if isinstance(outlook, Warden) else frozenset()
+
+    def _give_up_on(self, gone: frozenset[int], call: Call) -> None:
+        outlook = self.outlook
+        assert isinstance(outlook, Warden)
+        seen = f"{self.hosts.describe(self.rank)} saw it in {call}"
+        if died := tuple(sorted(gone & outlook.dead)):
+            told = ", ".join(f"{self.hosts.describe(rank)} died" for rank in died)
+            self.member.abort(f"{told}; {seen}", died, self._report_all)
+        else:
+            told = ", ".join(map(self.hosts.describe, sorted(gone)))
+            self.member.abort(
+                f"{told} destroyed the group; {seen}: do all ranks call the same operations?",
+                explain=self._report_all,
+            )
+        raise self.member.aborted()
+
+    def _report_all(self) -> str:
+        return self.outlook.ask_where_they_are() + self.member.report(range(self.member.size))
+
+    def _time_out(self, call: Call, waited: float) -> None:
+        """End an operation for which other hosts have not come."""
+        report = self._report_all()
+        message = (
+            f"{call} of group {self.name!r} timed out after {waited:.1f} s on"
+            f" {self.hosts.describe(self.rank)}: other hosts had not arrived."
+        )
+        self.member.abort(message, explain=lambda: report)
+        raise CollectiveTimeoutError(
+            message + report, tuple(rank for rank in range(len(self.hosts.host_of)) if rank not in self.here)
+        )
+
+    def _explain(self, error: BridgeError, call: Call) -> None:
+        """The bridge has failed: find out why within the heartbeat bound, and raise it."""
+        deadline = time.monotonic() + self.outlook.bound
+        suspects = _NOBODY
+        while time.monotonic() < deadline:
+            suspects = self._look_around(call, suspects)
+            time.sleep(_EXPLANATION_SECONDS)
+        self.member.abort(
+            f"the way from {self.hosts.describe(self.rank)} to other hosts failed in {call}: {error}"
+        )
+        raise self.member.aborted() from error
+
+    # -- all ranks of all hosts
+
+    def agree(self, call: Call, *, checked: bool = False, inline: torch.Tensor | None = None) -> torch.Tensor:
+        """Make sure that all ranks have called the same.
+
+        Args:
+            checked: the ranks of this host have done so among themselves already.
+            inline: at place 0, bytes that go along, at most :data:`INLINE_BYTES`.
+
+        Returns:
+            At place 0, by host, what went along; elsewhere nothing that means anything.
+
+        Raises:
+            CollectiveMismatchError: they have not; on all ranks. The group stays usable.
+        """
+        differs = False
+        if not checked:
+            differs = not self.agree_here(call)
+        received, differs = self.send_envelope(call, differs, inline)
+        self.settle(call, differs)
+        return received
+
+    def settle(self, call: Call, differs: bool) -> None:
+        """Have all ranks of this host know from place 0 whether all ranks of all hosts called the same.
+
+        Raises:
+            CollectiveMismatchError: they did not.
+        """
+        verdict = torch.tensor([int(differs)])
+        self.share_from(0, verdict, _harmless(call))
+        if verdict.item():
+            self.raise_mismatch(call)
+
+    def agree_here(self, call: Call) -> bool:
+        """Whether all ranks of this host have called the same."""
+        try:
+            self.local.agree(self.plan(call), call.count, call.seconds, call.site)
+        except CollectiveMismatchError:
+            return False
+        return True
+
+    def reduce_here(self, tensor: torch.Tensor, plan: Plan, call: Call) -> bool:
+        """Reduce the tensors of this host's ranks into place 0's; False if they called different ones."""
+        try:
+            self.local.all_reduce(tensor, plan, call.seconds, call.site)
+        except CollectiveMismatchError:
+            return False
+        return True
+
+    def send_envelope(
+        self, call: Call, differs: bool, inline: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, bool]:
+        """At place 0: tell the other hosts what was called here; what went along, and whether they differ."""
+        if self.place != 0:
+            return _NOTHING, differs
+        assert self.bridge is not None
+        envelope = torch.empty(_HEAD_BYTES + INLINE_BYTES, dtype=torch.uint8)
+        head = np.array([self.sequence, call.meta, call.count, int(differs)], dtype=np.int64)
+        envelope[:_HEAD_BYTES] = torch.from_numpy(head.view(np.uint8))
+        if inline is not None:
+            envelope[_HEAD_BYTES : _HEAD_BYTES + inline.numel()] = inline
+        received = torch.empty((len(self.hosts), envelope.numel()), dtype=torch.uint8)
+        self.wait(self.bridge.all_gather(received.view(-1), envelope, call.seconds), call)
+        heads = received[:, :_HEAD_BYTES].contiguous().view(torch.int64)
+        same = bool((heads == heads[0]).all()) and not bool(heads[:, 3].any())
+        return received[:, _HEAD_BYTES:], not same
+
+    def raise_mismatch(self, call: Call) -> None:
+        """Tell everybody what everybody has called, and raise it."""
+        harmless = _harmless(call)
+        text = f"{call}{call.lengths} at {call.site or call_site()}".encode()[:_TEXT_BYTES]
+        mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        own = torch.empty((len(self.here), _TEXT_BYTES), dtype=torch.uint8)
+        self.share(list(own), mine, harmless)
+        blocks = self.spread(
+            own.view(-1), [len(ranks) * _TEXT_BYTES for ranks in self.hosts.members], harmless
+        )
+        said: dict[int, str] = {}
+        for ranks, block in zip(self.hosts.members, blocks, strict=True):
+            for rank, row in zip(ranks, block.view(-1, _TEXT_BYTES), strict=True):
+                said[rank] = row.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        lines = "".join(f"\n  {self.hosts.describe(rank)} called {said[rank]}" for rank in sorted(said))
+        raise CollectiveMismatchError(
+            f"the ranks of group {self.name!r} called different operations (number {self.sequence} of the"
+            f" group):{lines}\nNothing was sent; the group stays usable."
+        )
+
+    def spread(self, own: torch.Tensor, lengths: Sequence[int], call: Call) -> list[torch.Tensor]:
+        """The blocks of all hosts, on all their ranks. Each rail moves a part of each block.
+
+        Args:
+            own: the block of this host, the same on all its ranks.
+            lengths: by host, the bytes of its block, the same on all ranks.
+        """
+        rails = self.hosts.rails
+        cuts = [split_evenly(length, rails) for length in lengths]
+        longest = [max(cut[rail] for cut in cuts) for rail in range(rails)]
+        hosts = len(self.hosts)
+        carried = [torch.empty(hosts * length, dtype=torch.uint8) for length in longest]
+        carried += [_NOTHING] * (len(self.here) - rails)
+        received = _NOTHING
+        if self.bridge is not None:
+            part = own.split(cuts[self.host])[self.place]
+            padded = torch.zeros(longest[self.place], dtype=torch.uint8)
+            padded[: part.numel()] = part
+            received = torch.empty(hosts * padded.numel(), dtype=torch.uint8)
+            if padded.numel():
+                self.wait(self.bridge.all_gather(received, padded, call.seconds), call)
+        self.share(carried, received, call)
+        blocks = []
+        for host, cut in enumerate(cuts):
+            rows = (carried[rail].view(hosts, longest[rail])[host, : cut[rail]] for rail in range(rails))
+            blocks.append(own if host == self.host else torch.cat(list(rows)))
+        return blocks
+
+
+def _harmless(call: Call) -> Call:
+    """A call with a fingerprint that is the same on all ranks, whatever they have called."""
+    return Call(operations.pack(Kind.barrier), 0, call.seconds, call.site)
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,39 @@
+"""The thread that answers for a rank when others ask where its program is."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from torchestra.engine import layout as at
+from torchestra.engine.callsites import call_site
+from torchestra.engine.kernels import control
+
+if TYPE_CHECKING:
+    from torchestra.engine.member import Member
+
+__all__ = ["Watcher"]
+
+
+class Watcher(threading.Thread):
+    """Answers peers that ask where this rank's program is: one sleeping thread per group and rank.
+
+    It sleeps on the ASKED word and is woken only when a peer's wait has timed out.
+    """
+
+    def __init__(self, member: Member, thread: threading.Thread) -> None:
+        super().__init__(name=f"torchestra-watcher-{member.name}-{member.rank}", daemon=True)
+        self._member = member
+        self._thread = thread
+
+    def run(self) -> None:
+        member = self._member
+        block = member.arena.address + member.arena.control(member.rank)
+        answered = 0
+        while not member.closed:
+            asked = control.await_question(member.context, block + at.ASKED, answered)
+            if asked == answered or member.closed:
+                continue
+            member.set_text(f"is at {call_site(self._thread.ident)}")
+            control.tell(block + at.ANSWERED, asked)
+            answered = asked
