@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import GenericAlias
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.futures import Future
 
 from torchestra.autograd.here import calling_context
@@ -63,6 +65,11 @@ class RRef:
         held = getattr(self, "_held", None)
         if held is not None:
             self._agent.references.drop(held)
+
+    def __class_getitem__(cls, kind: Any) -> Any:
+        """``RRef[T]``, for annotations: what TorchScript, which has a type of that name, takes for it."""
+        known = getattr(torch._jit_internal, "rpc", None)
+        return GenericAlias(cls, kind) if known is None else known.RRef[kind]
 
     def __reduce__(self) -> Any:
         raise RemoteReferenceError(

@@ -1,0 +1,50 @@
+"""As ``torch.distributed.autograd``."""
+
+from __future__ import annotations
+
+from torchestra.autograd import DistAutogradContext, backward, context, get_gradients, is_available
+from torchestra.autograd import debug_info as _get_debug_info
+from torchestra.autograd.api import current_context as _current_context
+from torchestra.autograd.api import new_context as _new_context
+from torchestra.autograd.api import release_context as _release_context
+from torchestra.rpc.current import agent_or_none, current_agent
+
+__all__ = [
+    "DistAutogradContext",
+    "_current_context",
+    "_get_debug_info",
+    "_get_max_id",
+    "_init",
+    "_is_valid_context",
+    "_new_context",
+    "_release_context",
+    "_retrieve_context",
+    "backward",
+    "context",
+    "get_gradients",
+    "is_available",
+]
+
+
+def _init(worker_id: int) -> None:
+    """Nothing: a rank that has become a worker has all it takes."""
+
+
+def _get_max_id() -> int:
+    """The greatest number that a context made here could have."""
+    return current_agent().contexts.max_number
+
+
+def _is_valid_context(context_id: int) -> bool:
+    """Whether there is a context of this number here."""
+    agent = agent_or_none()
+    return agent is not None and agent.contexts.find(context_id) is not None
+
+
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    """The context of a number.
+
+    Raises:
+        RpcError: it is not here.
+    """
+    return current_agent().contexts.get(context_id)
