@@ -347,3 +347,23 @@ def call_own_again(depth: int) -> int:
 def test_a_world_of_one_and_calls_to_oneself(kind: str) -> None:
     rpc_workers.first(kind, 1, call_oneself)
     rpc_workers.first(kind, 2, call_oneself)
+
+
+def wait_in_a_callback() -> None:
+    def again(done: torch.futures.Future) -> int:
+        # Neither this nor the caller waits for a call, but for futures of futures: nobody receives meanwhile.
+        return rpc.rpc_async("worker1", add_one, (done.value(),)).then(lambda more: more.value() + 1).wait()
+
+    assert rpc.rpc_async("worker1", add_one, (1,)).then(again).wait() == 4
+    nested = rpc.rpc_async("worker1", add_one, (1,)).then(
+        lambda done: rpc.rpc_async("worker1", add_one, (done.value(),)).then(again).wait()
+    )
+    assert nested.wait() == 5
+
+
+def add_one(value: int) -> int:
+    return value + 1
+
+
+def test_callbacks_may_wait_for_calls(kind: str) -> None:
+    rpc_workers.first(kind, 2, wait_in_a_callback)

@@ -53,6 +53,10 @@ def ask_for_types() -> None:
     with pytest.raises(RpcTimeoutError):
         late.remote(timeout=0.05).numel()
     rpc.rpc_sync("worker1", let_go)
+    failed = rpc.remote("worker1", fail_with_two)
+    for blocking in (True, False):
+        with pytest.raises(NeedsTwo):
+            failed._get_type(blocking=blocking).wait()
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         rref.remote().nothing()
     module = rpc.remote("worker1", torch.nn.Sequential, (torch.nn.Identity(),))
@@ -174,3 +178,17 @@ def test_names_that_no_worker_can_have(name: str, says: str) -> None:
 def test_without_a_worker_there_are_no_references() -> None:
     with pytest.raises(RpcError, match="Current RPC agent is not set! Did you initialize the RPC framework"):
         rpc.RRef(1)
+
+
+def profile_calls() -> None:
+    with torch.autograd.profiler.profile(use_kineto=True) as profile:
+        assert rpc.rpc_sync("worker1", echo, (1,)) == 1
+        assert rpc.rpc_async("worker1", echo, (2,)).wait() == 2
+        assert rpc.remote("worker1", echo, (3,)).to_here() == 3
+    names = [event.name for event in profile.function_events]
+    for mode in ("sync", "async", "remote"):
+        assert f"rpc_{mode}#echo(worker0 -> worker1)" in names
+
+
+def test_calls_are_ranges_of_the_profiler() -> None:
+    rpc_workers.first("processes", 2, profile_calls)

@@ -4,7 +4,7 @@
 that torch.distributed.rpc has for them. See docs/rpc.md.
 """
 
-from torchestra.rpc import functions, gathering, leaks, scripts
+from torchestra.rpc import functions, gathering, leaks
 from torchestra.rpc.api import (
     debug_info,
     get_rpc_timeout,
@@ -44,7 +44,6 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
-    "scripts",
     "set_rpc_timeout",
     "shutdown",
 ]

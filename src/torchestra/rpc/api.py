@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.futures import Future
@@ -13,6 +14,7 @@ from torchestra.rpc.agent import Agent
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
 from torchestra.rpc.current import current_agent
 from torchestra.rpc.options import checked_timeout
+from torchestra.rpc.profiling import profiler_is_on, recorded
 from torchestra.rpc.rref import RRef, remote_call
 from torchestra.rpc.worker_info import WorkerInfo
 
@@ -40,7 +42,7 @@ def rpc_sync(
             unpickled.
         Exception: what the function raised there, with the remote traceback; or what pickling raised here.
     """
-    return rpc_async(to, func, args, kwargs, timeout).wait()
+    return _call("sync", to, func, args, kwargs, timeout).wait()
 
 
 def rpc_async(
@@ -55,10 +57,17 @@ def rpc_async(
     Tensors in the arguments must not be changed before the future is done. Arguments and errors as for
     :func:`rpc_sync`; what goes wrong later is raised by the future's ``wait()``.
     """
+    return _call("async", to, func, args, kwargs, timeout)
+
+
+def _call(mode: str, to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Future[Any]:
     agent = current_agent()
     _check(func)
-    rank, seconds = agent.find(to).id, _seconds(timeout)
-    return agent.call(rank, func, tuple(args or ()), kwargs, timeout=seconds, context=calling_context())
+    rank, seconds, context = agent.find(to).id, _seconds(timeout), calling_context()
+    if profiler_is_on():
+        call = partial(agent.call, rank, func, tuple(args or ()), kwargs, timeout=seconds, context=context)
+        return recorded(mode, func, agent, rank, call)
+    return agent.call(rank, func, tuple(args or ()), kwargs, timeout=seconds, context=context)
 
 
 def remote(
@@ -74,7 +83,11 @@ def remote(
     """
     agent = current_agent()
     _check(func)
-    return remote_call(agent, agent.find(to).id, func, tuple(args or ()), kwargs, _seconds(timeout))
+    rank = agent.find(to).id
+    rref = remote_call(agent, rank, func, tuple(args or ()), kwargs, _seconds(timeout))
+    if profiler_is_on():
+        recorded("remote", func, agent, rank, rref._get_future)
+    return rref
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

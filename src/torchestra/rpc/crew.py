@@ -6,9 +6,10 @@ its answer itself; so a call wakes no thread at the caller, and one at the worke
 
 *The crew* are threads of our own. One that has received a call answers it itself. While it does,
 nobody leads: so there must be a *watchman* (posting.py), who takes the lead over when a message stays
-unreceived. The invariant: **a thread of the crew begins to run a function only while another one is free**
-(leading, watching, parked with the watch taken, or on its way to one of these). Threads are added as this
-asks for, up to a limit; at the limit, calls wait in ``todo``, and everything else goes on.
+unreceived. The invariant: **a thread of the crew begins to run a function, or to deal with an answer, whose
+callbacks may wait for others, only while another one is free** (leading, watching, parked with the watch
+taken, or on its way to one of these). Threads are added as this asks for, up to a limit; at the limit, calls
+wait in ``todo``, and everything else goes on.
 """
 
 from __future__ import annotations
@@ -259,12 +260,12 @@ class Crew:
                 if found is None:
                     self.look()
                     office.send_leftovers()
-                elif not found[0]:
-                    found[1]()
                 elif self._begin_work():
                     self._work(thread, found[1])
-                else:
+                elif found[0]:
                     self.todo.append(found[1])
+                else:
+                    found[1]()  # an answer: those who are at work may wait for it
                 if self._waiting:
                     self._pass_lead()
             elif self._watching.acquire(False):

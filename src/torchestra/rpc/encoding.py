@@ -2,7 +2,7 @@
 
 A tensor is pickled as its shape and the number of its storage; storages travel as parts of the message
 (post_office.py), each once, however many views of it there are, and only the range of it that these reach.
-A view that uses less than half of the range it spans is copied first, and shares nothing.
+A large view that uses less than half of the range it spans is copied first, and shares nothing.
 
 Received tensors are leaves: what autograd knew of them stays behind, but for ``requires_grad``. Within a
 distributed autograd context those that require gradients are noted on both sides, and attached to its graph.
@@ -31,6 +31,7 @@ _PART = -1
 _WITHIN = -2
 _WITHIN_BELOW = 1 << 14  # bytes: to copy so few twice is quicker than to send them apart
 _HEAD = struct.Struct("=ii")  # how long the envelope is, how many storages there are
+_WASTE_FROM = 1 << 13  # bytes: what a view spans, but does not use, is sent with it if it is less than that
 _ALIGNMENT = 16
 _reading = threading.local()
 # The common types by number: their names take longer to write and to look up than all else about a tensor.
@@ -110,7 +111,7 @@ class _Storages:
         span = count
         if not data.is_contiguous():
             span = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
-            if span > 2 * count:
+            if span > 2 * count and span * size >= _WASTE_FROM:
                 data = data.detach().contiguous()
                 strides, span = data.stride(), count
         offset = int(data.storage_offset())

@@ -381,9 +381,3 @@ def _accept(fork: Number) -> None:
 def fetch(reference: Number) -> Future[Any]:
     """The value of a reference of the worker called."""
     return _references().value(reference)
-
-
-@async_execution
-def fetch_type(reference: Number) -> Future[Any]:
-    """The type of the value."""
-    return _references().value(reference).then(lambda future: type(future.value()))

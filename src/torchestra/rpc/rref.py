@@ -17,7 +17,8 @@ from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
 from torchestra.rpc.current import agent_or_none, current_agent
 from torchestra.rpc.functions import MARK, async_execution
 from torchestra.rpc.holdings import Entry, Number, User, told
-from torchestra.rpc.references import fetch, fetch_type
+from torchestra.rpc.profiling import profiler_is_on, recorded
+from torchestra.rpc.references import fetch
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
@@ -169,11 +170,12 @@ class RRef:
         future = self._type
         if future is None or _has_failed(future):
             if isinstance(held, Entry):
-                future = held.future.then(lambda done: type(done.value()))
+                future = _used(held.future, lambda value: _done(type(value)))
             else:
                 self._check(held, "_get_type")
-                asked = fetch_type, (held.reference,)
-                future = agent.call(held.owner, *asked, timeout=timeout, keep=self)
+                asked = _rref_typeof_on_owner, (held.reference,)
+                call = partial(agent.call, held.owner, *asked, timeout=timeout, keep=self)
+                future = recorded("async", asked[0], agent, held.owner, call) if profiler_is_on() else call()
             self._type = future
         if not blocking:
             return future
@@ -189,6 +191,32 @@ class RRef:
         if held.created is None:
             raise RemoteReferenceError("only the RRef that remote() returned knows when its value is there")
         return held.created
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run a backward pass from the value, which must be a tensor with one element, on its owner.
+
+        Args:
+            dist_autograd_ctx_id: the distributed autograd context whose gradients are computed. On the owner
+                it may be left out: gradients go to ``.grad`` then, and the pass stays on this worker.
+            retain_graph: keep the graph for further passes.
+
+        Raises:
+            RemoteReferenceError: the value is no tensor, or this is not the owner and there is no context.
+            RuntimeError: torch cannot run backward from the value.
+            Exception: as for :func:`torchestra.autograd.backward`, and as for :meth:`to_here`.
+        """
+        held = self._holding()
+        if isinstance(held, Entry):
+            _run_backward(self.local_value(), dist_autograd_ctx_id, retain_graph)
+            return
+        if dist_autograd_ctx_id < 0:
+            raise RemoteReferenceError(
+                "User RRefs require 'dist_autograd_ctx_id' to be specified: only the owner can run backward"
+                " without a context"
+            )
+        self._check(held, "backward")
+        asked = held.reference, dist_autograd_ctx_id, retain_graph
+        self._agent.call(held.owner, _backward_on_owner, asked, keep=self).wait()
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """A proxy: ``rref.rpc_sync().method(...)`` calls the value's method on its owner and waits."""
@@ -240,13 +268,40 @@ class RRefProxy:
 @async_execution
 def call_method(number: Number, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the value of a reference that this worker owns."""
-    return _used(number, lambda value: _called(value, name, args, kwargs))
+    return _used(_value(number), lambda value: _called(value, name, args, kwargs))
 
 
 @async_execution
 def check_method(number: Number, name: str) -> Future[None]:
     """Fail unless the value of a reference that this worker owns has a method."""
-    return _used(number, lambda value: _done(getattr(value, name) and None))
+    return _used(_value(number), lambda value: _done(getattr(value, name) and None))
+
+
+@async_execution
+def _rref_typeof_on_owner(number: Number) -> Future[Any]:
+    """The type of the value of a reference that this worker owns."""
+    return _used(_value(number), lambda value: _done(type(value)))
+
+
+def _backward_on_owner(number: Number, context_id: int, retain_graph: bool) -> None:
+    agent = current_agent()
+    value = agent.await_future(_value(number), UNSET_RPC_TIMEOUT, "RRef.backward")
+    _run_backward(value, context_id, retain_graph)
+
+
+def _run_backward(value: Any, context_id: int, retain_graph: bool) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise RemoteReferenceError(f"RRef should contain a tensor for .backward(), it contains {type(value)}")
+    if context_id < 0:
+        value.backward(retain_graph=retain_graph)
+        return
+    from torchestra.autograd.api import backward  # which is built on calls
+
+    backward(context_id, [value], retain_graph)
+
+
+def _value(number: Number) -> Future[Any]:
+    return current_agent().references.value(number)
 
 
 def _has_failed(future: Future[Any]) -> bool:
@@ -273,12 +328,11 @@ def _done(value: Any) -> Future[Any]:
     return done
 
 
-def _used(number: Number, use: Callable[[Any], Future[Any]]) -> Future[Any]:
-    """Do something with the value of a reference, as soon as it is there; a future of what comes of that.
+def _used(value: Future[Any], use: Callable[[Any], Future[Any]]) -> Future[Any]:
+    """Do something with a value as soon as it is there; a future of what comes of that.
 
     Errors are what they are: what a callback of a future raises would become a RuntimeError.
     """
-    value = current_agent().references.value(number)
     if value.done():
         return use(value.value())
     result: Future[Any] = Future()

@@ -34,5 +34,7 @@ def _module(text: bytes) -> Any:
     return torch.jit.load(io.BytesIO(text))
 
 
-register_reducer(torch.jit.ScriptFunction, _reduce_function)
-register_reducer(RecursiveScriptModule, _reduce_module)
+def register() -> None:
+    """Have this process's calls send them so."""
+    register_reducer(torch.jit.ScriptFunction, _reduce_function)
+    register_reducer(RecursiveScriptModule, _reduce_module)

@@ -15,7 +15,7 @@ from torchestra.engine.multihost.finding import find_hosts
 from torchestra.errors import InvalidArgumentTypeError, RemoteReferenceError, RpcError
 from torchestra.process_group.starting import choose_backend
 from torchestra.rendezvous import rendezvous
-from torchestra.rpc import leaks
+from torchestra.rpc import leaks, scripts
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.closing import Closing
 from torchestra.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
@@ -82,6 +82,7 @@ def init_rpc(
     own = PrefixStore("torchestra/rpc", met.store)
     names = _meet(own, name, met.rank, met.world_size, seconds)
     warm_up()
+    scripts.register()
     roads = _open_roads(own, name, met.rank, met.world_size, seconds, here)
     agent = Agent(roads, names, options.rpc_timeout, options.num_worker_threads, options.max_worker_threads)
     try:

@@ -123,11 +123,11 @@ def _init_rpc_backend(
     """:func:`init_rpc` over a store.
 
     Raises:
-        RpcError: this is a worker already.
+        RpcError: this is a worker already; or the backend is not our own, and has made an agent.
     """
     if _is_current_rpc_agent_set():
         raise RpcError("RPC is already initialized")
-    backend_registry.init_backend(
+    agent = backend_registry.init_backend(
         backend,
         store=store,
         name=name,
@@ -135,6 +135,8 @@ def _init_rpc_backend(
         world_size=world_size,
         rpc_backend_options=rpc_backend_options,
     )
+    if agent is not None:
+        api._set_and_start_rpc_agent(agent)
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:

@@ -42,6 +42,7 @@ __all__ = [
     "_require_initialized",
     "_rref_typeof_on_owner",
     "_rref_typeof_on_user",
+    "_set_and_start_rpc_agent",
     "_thread_local_var",
     "_to_worker_info",
     "_use_rpc_pickler",
@@ -145,6 +146,15 @@ def _is_current_rpc_agent_set() -> bool:
 def _get_current_rpc_agent() -> TensorPipeAgent:
     """The worker, by torch's methods."""
     return TensorPipeAgent(current_agent())
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    """Have an agent of another backend be this worker.
+
+    Raises:
+        RpcError: calls are made and answered by torchestra's own.
+    """
+    raise RpcError(f"calls are made by torchestra's own agents: {agent!r} cannot be run")
 
 
 def _to_worker_info(to: Any) -> WorkerInfo:
