@@ -98,9 +98,29 @@ NAMES = {
         _register_builtin_comm_hook _register_comm_hook _resolve_process_group _set_pg_timeout
         _store_based_barrier
     """,
+    "torchestra.compat.nn": """
+        RemoteModule
+    """,
+    "torchestra.compat.nn.api.remote_module": """
+        RemoteModule _REMOTE_MODULE_PICKLED_ATTRIBUTES _RemoteModule
+    """,
     "torchestra.compat.optim": """
-        PostLocalSGDOptimizer ZeroRedundancyOptimizer _apply_optimizer_in_backward
-        _get_in_backward_optimizers
+        DistributedOptimizer PostLocalSGDOptimizer ZeroRedundancyOptimizer _FunctionalAdadelta
+        _FunctionalAdagrad _FunctionalAdam _FunctionalAdamW _FunctionalAdamax _FunctionalRMSprop
+        _FunctionalRprop _FunctionalSGD _apply_optimizer_in_backward _get_in_backward_optimizers
+        as_functional_optim
+    """,
+    "torchestra.compat.optim.functional_adadelta": "_FunctionalAdadelta",
+    "torchestra.compat.optim.functional_adagrad": "_FunctionalAdagrad",
+    "torchestra.compat.optim.functional_adam": "_FunctionalAdam",
+    "torchestra.compat.optim.functional_adamax": "_FunctionalAdamax",
+    "torchestra.compat.optim.functional_adamw": "_FunctionalAdamW",
+    "torchestra.compat.optim.functional_rmsprop": "_FunctionalRMSprop",
+    "torchestra.compat.optim.functional_rprop": "_FunctionalRprop",
+    "torchestra.compat.optim.functional_sgd": "_FunctionalSGD",
+    "torchestra.compat.optim.optimizer": "DistributedOptimizer",
+    "torchestra.compat.optim.utils": """
+        as_functional_optim functional_optim_map register_functional_optim
     """,
     "torchestra.compat.optim.post_localSGD_optimizer": """
         PostLocalSGDOptimizer
@@ -159,7 +179,6 @@ NAMES = {
 
 MISSING_YET = [
     "torchestra.compat.autograd",
-    "torchestra.compat.nn",
 ]
 """Modules of remote calls and distributed autograd."""
 

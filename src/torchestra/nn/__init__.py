@@ -2,5 +2,7 @@
 
 from torchestra.nn import parallel
 from torchestra.nn.batchnorm import SyncBatchNorm
+from torchestra.nn.remote_device import RemoteDevice
+from torchestra.nn.remote_module import RemoteModule
 
-__all__ = ["SyncBatchNorm", "parallel"]
+__all__ = ["RemoteDevice", "RemoteModule", "SyncBatchNorm", "parallel"]

@@ -1,0 +1,102 @@
+"""As ``torch.distributed.optim.utils``, and its functional optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import optim
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.optim import FunctionalOptimizer
+
+__all__ = [
+    "_FunctionalAdadelta",
+    "_FunctionalAdagrad",
+    "_FunctionalAdam",
+    "_FunctionalAdamW",
+    "_FunctionalAdamax",
+    "_FunctionalRMSprop",
+    "_FunctionalRprop",
+    "_FunctionalSGD",
+    "as_functional_optim",
+    "functional_optim_map",
+    "register_functional_optim",
+]
+
+
+class _Functional(FunctionalOptimizer):
+    """:class:`torchestra.optim.FunctionalOptimizer` of one class, by torch's arguments."""
+
+    of: type[optim.Optimizer]
+
+    def __init__(
+        self, params: Iterable[torch.Tensor], *args: Any, _allow_empty_param_list: bool = False, **kwargs: Any
+    ) -> None:
+        params = list(params)
+        if not params and not _allow_empty_param_list:
+            raise InvalidArgumentError("optimizer got an empty parameter list")
+        super().__init__(self.of, params, *args, **kwargs)
+
+
+class _FunctionalAdadelta(_Functional):
+    of = optim.Adadelta
+
+
+class _FunctionalAdagrad(_Functional):
+    of = optim.Adagrad
+
+
+class _FunctionalAdam(_Functional):
+    of = optim.Adam
+
+
+class _FunctionalAdamW(_Functional):
+    of = optim.AdamW
+
+
+class _FunctionalAdamax(_Functional):
+    of = optim.Adamax
+
+
+class _FunctionalRMSprop(_Functional):
+    of = optim.RMSprop
+
+
+class _FunctionalRprop(_Functional):
+    of = optim.Rprop
+
+
+class _FunctionalSGD(_Functional):
+    of = optim.SGD
+
+
+_OURS = (
+    _FunctionalAdadelta,
+    _FunctionalAdagrad,
+    _FunctionalAdam,
+    _FunctionalAdamW,
+    _FunctionalAdamax,
+    _FunctionalRMSprop,
+    _FunctionalRprop,
+    _FunctionalSGD,
+)
+functional_optim_map: dict[Any, Callable[..., Any]] = {each.of: each for each in _OURS}
+"""The functional optimizer of each of torch's."""
+
+
+def register_functional_optim(key: Any, optim: Callable[..., Any]) -> None:
+    """Add one, for :func:`as_functional_optim`, unless the key has one."""
+    functional_optim_map.setdefault(key, optim)
+
+
+def as_functional_optim(optim_cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """A functional optimizer that gets to know parameters by their steps.
+
+    Raises:
+        InvalidArgumentError: there is none of that class.
+    """
+    if optim_cls not in functional_optim_map:
+        raise InvalidArgumentError(f"Optimizer {optim_cls} does not have a functional counterpart!")
+    return functional_optim_map[optim_cls]([], *args, _allow_empty_param_list=True, **kwargs)

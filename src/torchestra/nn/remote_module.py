@@ -1,0 +1,203 @@
+"""A module on another worker, that is called like one here: :class:`RemoteModule`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.futures import Future
+from torch.utils._pytree import tree_map_only
+
+from torchestra.errors import InvalidArgumentError, RemoteReferenceError
+from torchestra.nn.remote_device import RemoteDevice
+from torchestra.rpc import RRef, get_worker_info, remote, rpc_async, rpc_sync
+from torchestra.rpc.current import agent_or_none
+from torchestra.rpc.encoding import reducer_in_progress
+
+__all__ = ["PICKLED_ATTRIBUTES", "RemoteModule"]
+
+M = TypeVar("M", bound="RemoteModule")
+
+PICKLED_ATTRIBUTES = ("on", "device", "is_device_map_set", "is_scriptable", "module_rref")
+"""What of a RemoteModule is sent with it."""
+
+_METHODS = ("forward_async", "forward")
+_log = logging.getLogger(__name__)
+
+
+class RemoteModule(torch.nn.Module):
+    """A module that is made, and whose ``forward`` is run, on another worker.
+
+    Within a distributed autograd context its gradients are computed there. It may be passed to other workers
+    in calls, as a reference may: all use the one module. Its parameters are :meth:`remote_parameters`. What
+    else a module has, hooks and states among it, is not to be had from here: use ``module_rref``.
+
+    Args:
+        remote_device: where: ``"<worker>/<device>"`` or ``"rank:<rank>/<device>"``. Without a device: its
+            CPU. Inputs are moved to a device that is not the CPU, and results back from it.
+        module_cls: makes the module; anything callable that can be sent.
+        args, kwargs: for it.
+
+    Attributes:
+        on: the worker's name or rank.
+        device: the device there.
+        module_rref: refers to the module.
+
+    Raises:
+        RpcError: ``init_rpc`` has not been called, or there is no such worker.
+        InvalidArgumentError: ``remote_device`` cannot be read.
+        ValueError: by whatever uses the module first: ``module_cls`` makes none.
+    """
+
+    def __init__(
+        self,
+        remote_device: str | torch.device,
+        module_cls: Callable[..., torch.nn.Module],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        _module_interface_cls: Any = None,
+    ) -> None:
+        super().__init__()
+        self._place(remote_device, _module_interface_cls)
+        to_make = (module_cls, tuple(args or ()), kwargs or {}, self.device)
+        self.module_rref = remote(self.on, _make_module, to_make)
+
+    def _place(self, remote_device: str | torch.device, interface: Any) -> None:
+        if agent_or_none() is None:
+            raise RemoteReferenceError("RemoteModule only works in RPC: call init_rpc first")
+        if interface is not None:
+            raise InvalidArgumentError(
+                "a RemoteModule of a TorchScript interface cannot be made: scripts cannot make calls"
+            )
+        place = RemoteDevice.parse(remote_device)
+        self.on: str | int = get_worker_info().name
+        if place.worker is not None:
+            self.on = place.worker
+        elif place.rank is not None:
+            self.on = place.rank
+        self.device = str(place.device)
+        self.is_device_map_set = False
+        self.is_scriptable = False
+
+    @staticmethod
+    def init_from_module_rref(
+        remote_device: str | torch.device, module_rref: RRef, _module_interface_cls: Any = None
+    ) -> RemoteModule:
+        """One of a module that is there already.
+
+        Args:
+            remote_device: as for the constructor; the module's device.
+            module_rref: refers to the module, wherever that is.
+        """
+        made = RemoteModule.__new__(RemoteModule)
+        torch.nn.Module.__init__(made)
+        made._place(remote_device, _module_interface_cls)
+        made.module_rref = module_rref
+        return made
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run the module's forward; a future of what it returns."""
+        return rpc_async(self.module_rref.owner(), _forward, (self.module_rref, self.device, args, kwargs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, and return what it returns."""
+        return self.forward_async(*args, **kwargs).wait()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`forward`."""
+        return self.forward(*args, **kwargs)
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef]:
+        """References to the module's parameters; without ``recurse`` those of its submodules are left out."""
+        found: list[RRef] = rpc_sync(self.module_rref.owner(), _parameters, (self.module_rref, recurse))
+        return found
+
+    def get_module_rref(self) -> RRef:
+        """The reference to the module."""
+        return self.module_rref
+
+    def train(self: M, mode: bool = True) -> M:
+        """Put the module into training mode, or evaluation mode."""
+        rpc_sync(self.module_rref.owner(), _train, (self.module_rref, mode))
+        return self
+
+    def eval(self: M) -> M:
+        """Put the module into evaluation mode."""
+        return self.train(False)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(on={self.on!r}, device={self.device!r}, {self.module_rref!r})"
+
+    def __reduce__(self) -> Any:
+        if reducer_in_progress(RRef) is None:
+            raise RemoteReferenceError(
+                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using"
+                " RPC"
+            )
+        left = vars(self).keys() - vars(torch.nn.Module()).keys() - set(PICKLED_ATTRIBUTES) - set(_METHODS)
+        if left:
+            _log.warning("not sent with a RemoteModule: its attributes %s", ", ".join(sorted(left)))
+        return _received, (type(self), [vars(self)[name] for name in PICKLED_ATTRIBUTES])
+
+
+def _received(kind: type[RemoteModule], attributes: list[Any]) -> RemoteModule:
+    """What a worker gets: these attributes and methods, and no state of a module."""
+    made = kind.__new__(kind)
+    vars(made).update(zip(PICKLED_ATTRIBUTES, attributes, strict=True))
+    vars(made).update({name: getattr(made, name) for name in _METHODS})
+    return made
+
+
+def _not_supported(name: str, hint: str = "") -> Callable[..., Any]:
+    def method(self: RemoteModule, *args: Any, **kwargs: Any) -> Any:
+        """Not to be had from here: raises an InvalidArgumentError."""
+        raise InvalidArgumentError(f"Method ``{name}`` not supported for RemoteModule{hint}")
+
+    method.__name__ = name
+    return method
+
+
+_NOT_SUPPORTED = """
+    add_module apply bfloat16 buffers children cpu cuda double extra_repr float half ipu load_state_dict
+    modules named_buffers named_children named_modules named_parameters register_backward_hook
+    register_buffer register_forward_hook register_forward_pre_hook register_parameter requires_grad_
+    share_memory state_dict to type xpu zero_grad
+"""
+for _name in _NOT_SUPPORTED.split():
+    setattr(RemoteModule, _name, _not_supported(_name))
+RemoteModule.parameters = _not_supported(  # type: ignore[method-assign]
+    "parameters", ". Please use ``remote_parameters`` instead."
+)
+
+
+# What is called where the module is.
+
+
+def _make_module(
+    module_cls: Callable[..., torch.nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
+) -> torch.nn.Module:
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, torch.nn.Module):
+        raise InvalidArgumentError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an"
+            f" instance of {type(module)}."
+        )
+    return module.to(device)
+
+
+def _forward(module_rref: RRef, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    module: torch.nn.Module = module_rref.local_value()
+    if device == "cpu":
+        return module(*args, **kwargs)
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), module(*args, **kwargs))
+
+
+def _parameters(module_rref: RRef, recurse: bool) -> list[RRef]:
+    return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
+
+
+def _train(module_rref: RRef, mode: bool) -> None:
+    module_rref.local_value().train(mode)

@@ -1,0 +1,107 @@
+"""Optimizers that are given gradients, instead of finding them in ``.grad``.
+
+So several of them, on several threads, and programs that do use ``.grad``, can have gradients for the same
+parameters at the same time. An optimizer of torch's works here on *aliases*: tensors that share a parameter's
+memory and version, but not its ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.optim.subset import step_some
+
+__all__ = ["FunctionalOptimizer"]
+
+
+class FunctionalOptimizer:
+    """Any optimizer of torch's whose steps are given gradients.
+
+    Args:
+        optimizer_class: of torch.optim, or made like those.
+        params: parameters; groups are not for it. If there are none, each is known from when it is stepped.
+        args, kwargs: for the optimizer.
+
+    Attributes:
+        optimizer: torch's, of aliases; None before it has parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        params: Iterable[torch.Tensor] = (),
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._make: Callable[..., torch.optim.Optimizer] = partial(_made, optimizer_class, args, kwargs)
+        self._params = list(params)
+        self._aliases = {id(param): _alias(param) for param in self._params}
+        self.optimizer: torch.optim.Optimizer | None = None
+        if self._params:
+            self.optimizer = self._make(list(self._aliases.values()))
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those it updates."""
+        return list(self._params)
+
+    def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Update all parameters.
+
+        Args:
+            gradients: of each, None for those that are to stay as they are.
+
+        Raises:
+            InvalidArgumentError: there are more or fewer than parameters.
+        """
+        if len(gradients) != len(self._params):
+            raise InvalidArgumentError(
+                "the gradients passed in does not equal to the size of the parameters! Params length:"
+                f" {len(self._params)}. Gradients length: {len(gradients)}"
+            )
+        if self.optimizer is None:
+            return
+        aliases = [self._alias_of(param) for param in self._params]
+        try:
+            for alias, gradient in zip(aliases, gradients, strict=True):
+                alias.grad = gradient
+            self.optimizer.step()
+        finally:
+            for alias in aliases:
+                alias.grad = None
+
+    def step_param(self, param: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """Update one parameter."""
+        if id(param) not in self._aliases:
+            self._params.append(param)
+            alias = self._aliases[id(param)] = _alias(param)
+            if self.optimizer is None:
+                self.optimizer = self._make([alias])
+            else:
+                self.optimizer.add_param_group({"params": [alias]})
+        if grad is not None and self.optimizer is not None:
+            step_some(self.optimizer, [self._alias_of(param)], [grad])
+
+    def _alias_of(self, param: torch.Tensor) -> torch.Tensor:
+        alias = self._aliases[id(param)]
+        if alias.data_ptr() != param.data_ptr():  # its ``data`` has been replaced
+            alias.data = param.data
+        return alias
+
+
+def _made(
+    optimizer_class: type[torch.optim.Optimizer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    params: list[torch.Tensor],
+) -> torch.optim.Optimizer:
+    return optimizer_class(params, *args, **kwargs)
+
+
+def _alias(param: torch.Tensor) -> torch.Tensor:
+    return param.detach().requires_grad_(param.requires_grad)
