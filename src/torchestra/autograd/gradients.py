@@ -94,8 +94,4 @@ def _land(parameter: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -
         uses: int = gradient._use_count()  # type: ignore[attr-defined]
         shared = not part.is_first_use_of(gradient) or uses > _OWN_USES
         part.context.gradients.add(parameter, gradient, shared=shared)
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-            # Those that DistributedDataParallel counts gradients with; others expect to find .grad.
-            if getattr(hook, "counts_gradients", False):
-                hook(parameter)
     return (None,)

@@ -45,7 +45,7 @@ from torchestra.nn.parallel.buckets import (
 from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, CommHook, await_future, builtin_hook
 from torchestra.nn.parallel.expectations import Expectations
 from torchestra.nn.parallel.outputs import tensors_in, unused_parameters
-from torchestra.nn.parallel.sink import GradAttribute, GradientSink
+from torchestra.nn.parallel.sink import GradientSink, WhereTheyLand
 from torchestra.nn.parallel.sparse import empty_like_sparse
 from torchestra.nn.parallel.statistics import Counters
 from torchestra.process_group import ProcessGroup
@@ -75,7 +75,7 @@ class Reducer:
         skip_all_reduce_unused_params: do not reduce buckets of which all parameters are unused; all ranks
             must find the same ones.
         bucket_size_limits_for_rebuilding: instead of the two caps.
-        sink: where gradients are; default: in ``.grad``.
+        sink: where gradients are; default: where backward leaves them.
         counters: where to count what was done.
 
     Raises:
@@ -120,7 +120,7 @@ class Reducer:
         self._limits = list(bucket_size_limits_for_rebuilding) or [first_bucket_bytes_cap, bucket_bytes_cap]
         self.counters = counters or Counters()
         self._as_views = gradient_as_bucket_view
-        self._sink = sink or GradAttribute()
+        self._sink = sink or WhereTheyLand()
         self._averager = self._make_averager()
         self.expected = Expectations(self.names, self._group.rank(), weakly(self._start_complete_buckets))
         self._used_by = torch.zeros(count, dtype=torch.int32)

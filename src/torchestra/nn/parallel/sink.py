@@ -1,7 +1,7 @@
 """Where gradients are: the one place that a reducer reads them from and writes averages to.
 
 A program that calls ``loss.backward()`` finds them in ``parameter.grad``. A distributed autograd context
-keeps them to itself; it can give a reducer a sink of its own.
+keeps them to itself.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+
+from torchestra.autograd.here import here
 
 
 class GradientSink(Protocol):
@@ -22,13 +24,19 @@ class GradientSink(Protocol):
         """Make this tensor the parameter's gradient; with None, it has none."""
 
 
-class GradAttribute:
-    """Gradients in ``parameter.grad``."""
+class WhereTheyLand:
+    """Gradients in the context whose backward pass this thread runs, else in ``parameter.grad``."""
 
     def take(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """See :class:`GradientSink`."""
-        return [parameter.grad for parameter in parameters]
+        if here.part is None:
+            return [parameter.grad for parameter in parameters]
+        gradients = here.part.context.gradients
+        return [gradients.get(parameter) for parameter in parameters]
 
     def put(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """See :class:`GradientSink`."""
-        parameter.grad = gradient
+        if here.part is None:
+            parameter.grad = gradient
+        else:
+            here.part.context.gradients.put(parameter, gradient)
