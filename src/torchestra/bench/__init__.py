@@ -47,6 +47,9 @@ written (``floors.py``); for all_reduce in place of n bytes on N ranks R = W = N
 **Start-up.** The time from the launch of ``python -m torchestra run`` and of ``torchrun`` to the moment
 when the last rank has finished its first all_reduce.
 
+**Interop.** torch.distributed with torchestra as its backend and with Gloo, by turns: all_reduce, and steps
+(forward, backward, update) of PyTorch's own DDP, FSDP2 and tensor parallel, whose losses must agree.
+
 **Remote calls.** Two workers of each library in the same two processes, which take turns; a call's time is
 that of the caller, from the call to its result, or the time of 2,000 calls at once divided by their number.
 

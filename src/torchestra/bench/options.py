@@ -31,7 +31,7 @@ _UNITS = {
 
 DEFAULT_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK_SIZES = (4, 64 << 10, 1 << 20)
-SECTIONS = ("collectives", "startup", "training", "rpc")
+SECTIONS = ("collectives", "startup", "training", "interop", "rpc")
 
 
 def parse_size(text: str) -> int:

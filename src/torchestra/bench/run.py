@@ -10,6 +10,7 @@ from typing import Any
 
 from torchestra.bench.fleet import Fleet, PeerError
 from torchestra.bench.floors import FLOOR_FROM_BYTES, floor_us
+from torchestra.bench.interop import measure_interop
 from torchestra.bench.machine import available_memory, busy_share, describe_machine
 from torchestra.bench.measuring import (
     STREAMS,
@@ -53,6 +54,8 @@ def run_benchmark(options: BenchOptions, watch: Watch | None = None) -> BenchRep
         run.startup()
     if "training" in options.sections:
         run.training()
+    if "interop" in options.sections:
+        run.interop()
     if "rpc" in options.sections:
         run.remote_calls()
     return run.report(time.monotonic() - start)
@@ -90,6 +93,12 @@ class _Run:
     def training(self) -> None:
         self._tell("training")
         table, notes = measure_training(self._options)
+        self._tables.append(table)
+        self._notes += notes
+
+    def interop(self) -> None:
+        self._tell("interop")
+        table, notes = measure_interop(self._options)
         self._tables.append(table)
         self._notes += notes
 
