@@ -34,7 +34,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def extras() -> set[str]:
@@ -108,7 +108,7 @@ def test_commands_within_a_text_have_such_options(path: Path) -> None:
         # What follows a script is the script's.
         for word in arguments[: next((i for i, each in enumerate(arguments) if each.endswith(".py")), None)]:
             assert not word.startswith("-") or word.partition("=")[0] in known, line
-    for target in re.findall(r"`make ([a-z]+)", text):
+    for target in re.findall(r"`make ([a-z-]+)", text):
         assert target in make_targets()
 
 
