@@ -1,0 +1,223 @@
+"""Contexts: their numbers, where they are known, and that they end everywhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from crossings import leaf
+
+import rpc_workers
+from torchestra import autograd, rpc
+from torchestra.autograd.api import current_context, new_context, release_context
+from torchestra.autograd.here import here
+from torchestra.rpc.current import current_agent
+
+
+def known(context_id: int) -> bool:
+    return current_agent().contexts.find(context_id) is not None
+
+
+def counts() -> dict[str, Any]:
+    return autograd.debug_info()
+
+
+NOTHING = {"num_current_backward_passes": "0", "num_autograd_contexts": "0"}
+
+
+def await_nothing(*workers: int) -> None:
+    """Wait until no worker knows of a context any more: they are told after the context has ended."""
+    deadline = time.monotonic() + 20
+    while any(rpc.rpc_sync(worker, counts) != NOTHING for worker in workers):
+        assert time.monotonic() < deadline
+
+
+def numbers() -> None:
+    seen = []
+    for _ in range(20):
+        with autograd.context() as context_id:
+            assert current_context().number == context_id
+            assert context_id >> 48 == current_agent().rank
+            seen.append(context_id)
+    assert len(set(seen)) == 20
+    assert current_agent().contexts.max_number == 281474976710655 + (current_agent().rank << 48)
+    for context_id in seen:
+        with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context_id}"):
+            autograd.get_gradients(context_id)
+    with pytest.raises(RuntimeError, match="Current thread doesn't have a valid autograd context"):
+        current_context()
+    with (
+        autograd.context() as context_id,
+        pytest.raises(
+            RuntimeError, match=f"Already have an autograd context id for this thread: {context_id}"
+        ),
+        autograd.context(),
+    ):
+        pass
+    assert counts() == NOTHING
+
+
+def test_numbers_name_the_worker_and_contexts_do_not_nest() -> None:
+    rpc_workers.run("threads", 2, lambda rank: numbers())
+
+
+def add(one: Any, other: Any) -> Any:
+    return one + other
+
+
+def add_by_way_of(worker: int, *args: Any) -> Any:
+    return rpc.rpc_sync(worker, add, args)
+
+
+def fail(_: torch.Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+def is_in(context_id: int) -> bool:
+    return here.context is not None and here.context.number == context_id
+
+
+def calls_that_fail() -> None:
+    with autograd.context() as context_id:
+        with pytest.raises(ValueError, match="on purpose"):
+            rpc.rpc_sync(1, fail, (leaf(2),))
+        with pytest.raises(RuntimeError):
+            rpc.rpc_sync(2, torch.matmul, (leaf(3, 3), leaf(6, 6)))
+        loss = rpc.rpc_sync(2, torch.sum, (leaf(2),))
+        autograd.backward(context_id, [loss])  # they do not hold it up
+        raise ZeroDivisionError
+
+
+def spread() -> None:
+    for args in ((leaf(2), leaf(2)), (torch.ones(2), torch.ones(2)), (1, 2)):
+        with autograd.context() as context_id:
+            rpc.rpc_sync(1, add_by_way_of, (2, *args))
+            assert rpc.rpc_sync(1, is_in, (context_id,))
+            assert all(rpc.rpc_sync(worker, known, (context_id,)) for worker in (0, 1, 2))
+            assert current_context()._known_worker_ids() == {1, 2}
+        await_nothing(0, 1, 2)
+    assert not rpc.rpc_sync(1, is_in, (context_id,))
+    with pytest.raises(ZeroDivisionError):
+        calls_that_fail()
+    await_nothing(0, 1, 2)
+    with autograd.context():
+        late = rpc.rpc_async(1, add_by_way_of, (2, leaf(2), leaf(2)))
+    late.wait()
+    await_nothing(0, 1, 2)
+
+
+def test_contexts_spread_with_calls_and_end_everywhere(kind: str) -> None:
+    rpc_workers.first(kind, 3, spread)
+
+
+def node_names(functions: dict[int, Any]) -> list[list[str]]:
+    return [[node.name() for node, _ in function.next_functions] for function in functions.values()]
+
+
+def graph_there(context_id: int) -> Any:
+    context = current_agent().contexts.get(context_id)
+    return node_names(context._send_functions()), len(context._recv_functions())
+
+
+def graph() -> None:
+    one, other = leaf(3, 3), leaf(3, 3)
+    received = "torch::distributed::autograd::RecvRpcBackward"
+    leaf_node = "torch::autograd::AccumulateGrad"
+    with autograd.context() as context_id:
+        result = rpc.rpc_sync(
+            1,
+            add_by_way_of,
+            (
+                0,
+                one,
+                other,
+            ),
+        )
+        context = current_context()
+        sends, receipts = context._send_functions(), context._recv_functions()
+        assert node_names(sends) == [[leaf_node, leaf_node], ["AddBackward0"]]
+        assert next(iter(sends.values())).next_functions[0][0].variable is one
+        assert result.grad_fn is list(receipts.values())[-1]
+        assert result.grad_fn.name() == received
+        assert rpc.rpc_sync(1, graph_there, (context_id,)) == ([[received, received], [received]], 2)
+    with autograd.context() as context_id:
+        rpc.rpc_sync(1, add, (torch.ones(2), 1))
+        assert not current_context()._send_functions()
+        assert not current_context()._recv_functions()
+        assert rpc.rpc_sync(1, known, (context_id,))
+
+
+def test_each_message_with_tensors_has_one_node_on_each_side() -> None:
+    rpc_workers.first("threads", 2, graph)
+
+
+def one_of_many(errors: list[BaseException]) -> None:
+    try:
+        one, other = leaf(3, 3), leaf(3, 3)
+        for _ in range(5):
+            with autograd.context() as context_id:
+                third = rpc.rpc_sync(1, torch.add, (one, other))
+                fourth = rpc.rpc_sync(1, torch.mul, (other, third))
+                autograd.backward(context_id, [rpc.rpc_sync(1, torch.matmul, (third, fourth)).sum()])
+                found = autograd.get_gradients(context_id)
+            third = one + other
+            (third @ (other * third)).sum().backward()
+            torch.testing.assert_close(found[one], one.grad)
+            torch.testing.assert_close(found[other], other.grad)
+            one.grad = other.grad = None
+    except BaseException as error:
+        errors.append(error)
+
+
+def many(rank: int) -> None:
+    errors: list[BaseException] = []
+    if rank != 1:
+        import contextvars
+
+        threads = [
+            threading.Thread(target=contextvars.copy_context().run, args=(one_of_many, errors))
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors, errors
+        await_nothing(rank)
+
+
+def test_many_contexts_at_once_from_many_threads(kind: str) -> None:
+    rpc_workers.run(kind, 3, many)
+
+
+def across_threads() -> None:
+    context = new_context()
+    value = leaf(2)
+    loss = rpc.rpc_sync(1, torch.sum, (value,))
+    agent = current_agent()
+    ended: list[Any] = []
+
+    def end() -> None:
+        with pytest.raises(RuntimeError):
+            current_context()  # a context belongs to the thread that made it
+        agent.contexts.release(context.number)
+        ended.append(True)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    assert ended
+    with pytest.raises(RuntimeError, match="Could not find autograd context"):
+        autograd.backward(context.number, [loss])
+    assert torch.equal(rpc.rpc_sync(1, add, (torch.ones(1), 1)), torch.full((1,), 2.0))
+    release_context(context.number)
+    with autograd.context():
+        pass
+    await_nothing(0, 1)
+
+
+def test_a_context_that_another_thread_has_ended_is_over() -> None:
+    rpc_workers.first("threads", 2, across_threads)
