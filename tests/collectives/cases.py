@@ -24,10 +24,11 @@ def pattern(rank: int, length: int, salt: int = 0) -> torch.Tensor:
 
 
 class Maker:
-    """Makes tensors of one dtype, in ordinary memory or in the arena, with guards on both sides."""
+    """Makes tensors of one dtype, in ordinary memory, the arena or on a device; guards on both sides."""
 
-    def __init__(self, dtype: torch.dtype, in_arena: bool, salt: int = 0) -> None:
+    def __init__(self, dtype: torch.dtype, in_arena: bool, salt: int = 0, device: str = "cpu") -> None:
         self.dtype = dtype
+        self.device = device
         self.in_arena = in_arena
         self.salt = salt
         self._guarded: list[tuple[torch.Tensor, int]] = []
@@ -52,8 +53,11 @@ class Maker:
 
     def blank(self, length: int) -> torch.Tensor:
         """A tensor that holds what no operation here gives."""
-        allocate = dist.empty if self.in_arena else torch.empty
-        whole = allocate(length + 2 * _GUARD, dtype=self.dtype)
+        shape = (length + 2 * _GUARD,)
+        if self.in_arena:
+            whole = dist.empty(shape, dtype=self.dtype)
+        else:
+            whole = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.fill(whole, torch.tensor(_GUARD_VALUE).expand(whole.shape))
         self._guarded.append((whole, length))
         return whole[_GUARD : _GUARD + length]
@@ -89,7 +93,8 @@ class Maker:
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes, which compare whatever the dtype; a row for each element."""
+    """Its bytes on the CPU, which compare whatever the dtype; a row for each element."""
+    tensor = tensor.cpu()
     if not tensor.numel():
         return torch.empty(0, 1)
     return tensor.contiguous().view(torch.uint8).view(tensor.numel(), -1)
@@ -340,7 +345,11 @@ WHERE = {"ordinary": lambda rank: False, "arena": lambda rank: True, "mixed": la
 
 
 def check_case(
-    case: Case, lengths: Sequence[int], dtypes: Sequence[torch.dtype], where: Sequence[str] = ()
+    case: Case,
+    lengths: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    where: Sequence[str] = (),
+    device: str = "cpu",
 ) -> None:
     """On every rank: the case for all these lengths and dtypes, in all kinds of memory."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -348,7 +357,7 @@ def check_case(
         for dtype in dtypes:
             for memory in where:
                 with saying(f"{case.__name__} of {length} {dtype}, {memory}, rank {rank} of {size}"):
-                    make = Maker(dtype, WHERE[memory](rank))
+                    make = Maker(dtype, WHERE[memory](rank), device=device)
                     case(make, rank, size, length)
                     make.check_guards(case.__name__)
 

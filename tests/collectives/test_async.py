@@ -15,6 +15,7 @@ import torch
 from cases import ONE_OF_EACH, Maker, pattern
 
 import torchestra as dist
+from devices import DEVICES
 from torchestra.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -26,18 +27,19 @@ from worlds import KINDS, run
 SOON = 20.0
 
 
-def a_thousand() -> None:
+def a_thousand(device: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    tensors = [torch.full((7,), float(rank + number)) for number in range(1000)]
+    tensors = [torch.full((7,), float(rank + number), device=device) for number in range(1000)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for number, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
         assert work.wait() is True
         assert tensor.tolist() == [sum(range(size)) + size * number] * 7
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thousand_operations_may_be_in_flight(kind: str) -> None:
-    run(kind, 2, a_thousand)
+def test_a_thousand_operations_may_be_in_flight(kind: str, device: str) -> None:
+    run(kind, 2, a_thousand, device)
 
 
 def mix(seed: int) -> None:
@@ -76,10 +78,11 @@ def test_the_order_of_the_program_holds_whatever_is_asynchronous(seed: int) -> N
     run("threads", 3, mix, seed)
 
 
-def every_operation() -> None:
+def every_operation(device: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    inputs, outputs = [torch.full((3,), float(rank))] * size, [torch.empty(3) for _ in range(size)]
-    whole, into = torch.full((3 * size,), float(rank)), torch.empty(3 * size)
+    outputs = [torch.empty(3, device=device) for _ in range(size)]
+    inputs = [torch.full((3,), float(rank), device=device)] * size
+    whole, into = torch.full((3 * size,), float(rank), device=device), torch.empty(3 * size, device=device)
     total = sum(range(size))
     gathered = outputs if rank == 0 else None
     calls: list[tuple[Callable[[], dist.Work], torch.Tensor, list[float]]] = [
@@ -117,8 +120,9 @@ def every_operation() -> None:
     assert torch.cat(outputs).tolist() == in_order
 
 
-def test_every_operation_can_be_asynchronous() -> None:
-    run("threads", 2, every_operation)
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_operation_can_be_asynchronous(device: str) -> None:
+    run("threads", 2, every_operation, device)
 
 
 def ask_the_work(gate: threading.Event) -> None:

@@ -7,6 +7,7 @@ import torch
 from cases import CASES, Case, check_case
 
 import torchestra as dist
+from devices import gpu
 from thresholds import thresholds_in_use, use_thresholds
 from worlds import KINDS, run
 
@@ -42,3 +43,16 @@ def around_the_thresholds(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_lengths_around_the_thresholds_that_are_in_use(case: Case, size: int, kind: str) -> None:
     run(kind, size, around_the_thresholds, case)
+
+
+def on_device(case: Case, device: str) -> None:
+    dtypes = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
+    check_case(case, (0, 1, 33, 40_000), dtypes, ("ordinary",), device)
+
+
+@gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_every_operation_on_a_gpu_gives_the_same(case: Case, size: int, kind: str) -> None:
+    run(kind, size, on_device, case, "cuda")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchestra as dist
+from devices import gpu
 from torchestra import communicator
 from torchestra.errors import CollectiveMismatchError, InvalidArgumentError
 from worlds import KINDS, run
@@ -211,7 +212,7 @@ def test_gradients_of_an_embedding() -> None:
     run("threads", 2, gradients)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@gpu
 def test_sums_of_tensors_on_a_gpu() -> None:
     run("threads", 2, on_a_gpu)
 

@@ -75,7 +75,7 @@ class Odd(nn.Module):
         (
             lambda: mlp().to("meta"),
             InvalidArgumentError,
-            r"`0\.weight` is on device meta .*only dense tensors on the",
+            r"`0\.weight` is on device meta .*only dense tensors on the CPU or a GPU",
         ),
         (
             lambda: Odd(a=nn.Parameter(torch.ones(2)), b=torch.ones(2).to_sparse()),

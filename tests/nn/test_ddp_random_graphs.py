@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from ddp_models import batch, gradients, loss, seeded
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchestra as dist
-from torchestra.nn.parallel import DistributedDataParallel
+from torchestra.nn.parallel import DistributedDataParallel, reducer
 from worlds import run
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -82,6 +83,7 @@ NODES = st.builds(
     views=st.booleans(),
     static=st.booleans(),
     keep=st.booleans(),
+    spare=st.integers(0, 1),
 )
 def test_gradients_are_those_of_the_ranks_losses_on_average(
     dtypes: list[torch.dtype],
@@ -92,8 +94,9 @@ def test_gradients_are_those_of_the_ranks_losses_on_average(
     views: bool,
     static: bool,
     keep: bool,
+    spare: int,
 ) -> None:
-    """``keep``: gradients of the step before are kept, and added to."""
+    """``keep``: gradients of the step before are kept, and added to. ``spare``: cores to reduce on beside."""
     model, size, steps = seeded(lambda: Drawn(dtypes, shared, nodes)), 2, 3
 
     def objective(outputs: dict[str, list[torch.Tensor]]) -> torch.Tensor:
@@ -120,7 +123,8 @@ def test_gradients_are_those_of_the_ranks_losses_on_average(
             found.append(gradients(wrapped))
         return found
 
-    found = run("threads", size, body)
+    with mock.patch.object(reducer, "spare_cores", return_value=spare):
+        found = run("threads", size, body)
     alone = [copy.deepcopy(model) for _ in range(size)]
     for step in range(steps):
         everybodys = []

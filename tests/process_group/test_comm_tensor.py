@@ -10,6 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchestra as dist
+from devices import DEVICES
 from torchestra.comm_tensor import CommTensor, wait_comm
 from torchestra.errors import InvalidArgumentTypeError
 from torchestra.types import ReduceOp
@@ -83,14 +84,14 @@ CALLS = [
 ]
 
 
-def trace(call: Callable[[torch.Tensor], tuple[Any, torch.Tensor]]) -> None:
+def trace(call: Callable[[torch.Tensor], tuple[Any, torch.Tensor]], device: str) -> None:
 
     def program(tensor: torch.Tensor) -> torch.Tensor:
         work, result = call(CommTensor(tensor + tensor))
         work.wait()
         return result * 2
 
-    start = torch.ones(2, 2) * dist.get_rank()
+    start = torch.ones(2, 2, device=device) * dist.get_rank()
     traced = make_fx(program)(start.clone())
     traced.graph.lint()
     traced.graph.eliminate_dead_code()
@@ -109,7 +110,7 @@ def trace(call: Callable[[torch.Tensor], tuple[Any, torch.Tensor]]) -> None:
     assert not torch.equal(traced(start + 2), first)
 
 
-def overlap() -> None:
+def overlap(device: str) -> None:
     """What is computed between a collective and the use of its result stands between them in the trace."""
 
     def program(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,29 +119,30 @@ def overlap() -> None:
         other = torch.sin(tensor)
         return reduced * other
 
-    start = torch.ones(3)
+    start = torch.ones(3, device=device)
     traced = make_fx(program)(start)
     names = [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"]
     assert names == ["add.Tensor", "all_reduce_", "sin.default", "wait_comm", "mul.Tensor"]
     assert torch.equal(traced(start), program(start))
 
 
-def trace_all() -> list[str]:
+def trace_all(device: str) -> list[str]:
     """In one world, because the first trace of a process takes seconds."""
     failed = []
     for call in (*CALLS, None):
         try:
             if call is None:
-                overlap()
+                overlap(device)
             else:
-                trace(call)
+                trace(call, device)
         except AssertionError as error:
             failed.append(f"{call}: {error}")
     return failed
 
 
-def test_a_traced_program_waits_where_the_result_of_a_collective_is_used() -> None:
-    assert run("processes", 2, trace_all) == [[], []]
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_traced_program_waits_where_the_result_of_a_collective_is_used(device: str) -> None:
+    assert run("processes", 2, trace_all, device) == [[], []]
 
 
 def eager() -> None:

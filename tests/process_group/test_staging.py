@@ -6,7 +6,6 @@ Without a GPU, tensors of one dtype play the part of those of a device, and copi
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import torchestra as dist
+from devices import gpu
 from torchestra import several
 from torchestra.communicator import Communicator
 from torchestra.errors import InvalidArgumentError
@@ -21,10 +21,6 @@ from torchestra.staging import POSSIBLE, Stage, run_staged, staged
 from torchestra.types import ReduceOp
 from torchestra.work import Work
 from worlds import KINDS, run
-
-# Asked so, torch does not start CUDA, which the ranks that are forked from this process could not use then.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 class NotedCopies:

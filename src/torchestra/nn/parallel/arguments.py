@@ -14,6 +14,7 @@ from torchestra.types import ReduceOp
 from torchestra.world import AnyGroup, default_group
 
 NAME = "DistributedDataParallel"
+_DEVICES = ("cpu", "cuda")
 
 
 def choose_group(process_group: AnyGroup | None, device_mesh: Any) -> ProcessGroup:
@@ -34,27 +35,41 @@ def choose_group(process_group: AnyGroup | None, device_mesh: Any) -> ProcessGro
     return group
 
 
-def check_devices(
+def choose_devices(
     device_ids: Sequence[Any] | None, output_device: Any, dim: int, parameters: Sequence[torch.Tensor]
-) -> None:
-    """Refuse what would only make sense for modules on accelerators.
+) -> tuple[torch.device | None, torch.device | None]:
+    """The device that inputs are moved to (None: they are not), and the one that outputs are said to be on.
 
     Raises:
-        InvalidArgumentError: devices are named, or there is something to scatter.
+        InvalidArgumentError: devices are named though the module is not on one GPU, or is on another; or
+            there is something to scatter.
     """
     if device_ids is not None and len(device_ids) > 1:
         raise InvalidArgumentError("device_ids can only be None or contain a single element.")
-    if device_ids or output_device is not None:
-        devices = {str(parameter.device) for parameter in parameters}
+    devices = {parameter.device for parameter in parameters}
+    if (device_ids or output_device is not None) and {each.type for each in devices} != {"cuda"}:
         raise InvalidArgumentError(
             f"{NAME} device_ids and output_device arguments only work with single-device/multiple-device GPU"
             f" modules or CPU modules, but got device_ids {device_ids}, output_device {output_device}, and"
-            f" module parameters {devices}: leave both None, only modules on the CPU are served"
+            f" module parameters {set(map(str, devices))}: leave both None for modules on the CPU"
+        )
+    chosen = _cuda(device_ids[0]) if device_ids else None
+    if chosen is not None and devices != {chosen}:
+        raise InvalidArgumentError(
+            f"{NAME}: device_ids names {chosen}, but the module's parameters are on"
+            f" {sorted(map(str, devices))}; move the module there first, or leave device_ids None"
         )
     if dim != 0:
         raise InvalidArgumentError(
             f"{NAME}: `dim` must be 0 (a rank has one device, so nothing is scattered), got {dim!r}"
         )
+    return chosen, chosen if output_device is None else _cuda(output_device)
+
+
+def _cuda(device: Any) -> torch.device:
+    """A GPU that is named by its number or as torch.device does."""
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return found if found.index is not None else torch.device(found.type, torch.cuda.current_device())
 
 
 def bucket_limits(
@@ -132,10 +147,10 @@ def check_module(
                 f"Modules with uninitialized parameters can't be used with `{NAME}`. `{name}` is not"
                 " initialized yet; run a forward pass through the module first"
             )
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if tensor.device.type not in _DEVICES or tensor.layout is not torch.strided:
             raise InvalidArgumentError(
                 f"{NAME}: `{name}` is on device {tensor.device} with layout {tensor.layout}, and only dense"
-                " tensors on the CPU are served"
+                " tensors on the CPU or a GPU (cuda) are served"
             )
         if not engine.moves(tensor.dtype):
             raise InvalidArgumentError(f"{NAME}: `{name}` has dtype {tensor.dtype}, which cannot be sent")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,20 @@ def weakly(method: Callable[[], None]) -> Callable[[], None]:
             found()
 
     return call
+
+
+def one_at_a_time(hooks: Sequence[Callable[[torch.Tensor], None]]) -> list[Callable[[torch.Tensor], None]]:
+    """The same hooks, of which no two run at once: autograd has a thread for each device."""
+    lock = threading.RLock()
+
+    def guarded(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        def call(parameter: torch.Tensor) -> None:
+            with lock:
+                hook(parameter)
+
+        return call
+
+    return [guarded(hook) for hook in hooks]
 
 
 def remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:

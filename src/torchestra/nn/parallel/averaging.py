@@ -164,7 +164,8 @@ class Averager:
             flight.tensors = [empty_like_sparse(bucket.parameters[0])]
         else:
             numel = sum(parameter.numel() for parameter in bucket.parameters)
-            flight.tensors = [torch.zeros(numel, dtype=bucket.parameters[0].dtype)]
+            first = bucket.parameters[0]
+            flight.tensors = [torch.zeros(numel, dtype=first.dtype, device=first.device)]
         self._send(bucket, flight, is_last)
 
     def _send(self, bucket: Bucket, flight: _Flight, is_last: bool) -> None:

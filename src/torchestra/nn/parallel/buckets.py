@@ -1,7 +1,7 @@
 """Which gradients are reduced together, and the memory in which they are.
 
 Gradients travel in *buckets*: few operations instead of one per parameter, and still several of them, so that
-the first can be on its way while backward computes the rest. A bucket has one dtype.
+the first can be on its way while backward computes the rest. A bucket has one dtype, and is on one device.
 
 Gradients are reduced where they are, so a bucket needs no memory. Only where all of it must be in one tensor
 (a communication hook is given it, or gradients are to be views of it) it has memory that the group's ranks
@@ -21,6 +21,8 @@ from torchestra.process_group import ProcessGroup
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_CAP_MB = 25.0
 
+_Kind = tuple[torch.dtype, torch.device]
+
 
 def compute_bucket_assignment_by_size(
     tensors: Sequence[torch.Tensor],
@@ -28,11 +30,11 @@ def compute_bucket_assignment_by_size(
     expect_sparse_gradient: Sequence[bool] = (),
     tensor_indices: Sequence[int] = (),
 ) -> tuple[list[list[int]], list[int]]:
-    """Which tensors share a bucket: neighbours of one dtype, until they have reached a size.
+    """Which tensors share a bucket: neighbours of one dtype and device, until they have reached a size.
 
     Args:
         tensors: what to put into buckets.
-        bucket_size_limits: in bytes: the first bucket of each dtype is closed when it has reached the first
+        bucket_size_limits: in bytes: the first bucket of each kind is closed when it has reached the first
             of them, the second the second, and so on; the last limit holds for all further ones.
         expect_sparse_gradient: by index; a tensor of which this is true gets a bucket of its own.
         tensor_indices: the index of each of ``tensors``, where they are not 0, 1, 2, ...; then the order of
@@ -58,13 +60,13 @@ def compute_bucket_assignment_by_size(
             "compute_bucket_assignment_by_size: `tensor_indices` and `expect_sparse_gradient` must have one"
             f" entry for each of {len(tensors)} tensors"
         )
-    filling: dict[torch.dtype, list[int]] = {}
-    bytes_in: dict[torch.dtype, int] = {}
-    closed_of: dict[torch.dtype, int] = {}
+    filling: dict[_Kind, list[int]] = {}
+    bytes_in: dict[_Kind, int] = {}
+    closed_of: dict[_Kind, int] = {}
     found: list[tuple[list[int], int]] = []
 
-    def limit_of(dtype: torch.dtype) -> int:
-        return bucket_size_limits[min(closed_of.get(dtype, 0), len(bucket_size_limits) - 1)]
+    def limit_of(kind: _Kind) -> int:
+        return bucket_size_limits[min(closed_of.get(kind, 0), len(bucket_size_limits) - 1)]
 
     for index, tensor in zip(indices, tensors, strict=True):
         if tensor.layout is not torch.strided:
@@ -72,14 +74,14 @@ def compute_bucket_assignment_by_size(
         if expect_sparse_gradient and expect_sparse_gradient[index]:
             found.append(([index], 0))
             continue
-        dtype = tensor.dtype
-        filling.setdefault(dtype, []).append(index)
-        bytes_in[dtype] = bytes_in.get(dtype, 0) + tensor.nbytes
-        if bytes_in[dtype] >= limit_of(dtype):
-            found.append((filling.pop(dtype), limit_of(dtype)))
-            bytes_in[dtype] = 0
-            closed_of[dtype] = closed_of.get(dtype, 0) + 1
-    found += [(members, limit_of(dtype)) for dtype, members in filling.items()]
+        kind = tensor.dtype, tensor.device
+        filling.setdefault(kind, []).append(index)
+        bytes_in[kind] = bytes_in.get(kind, 0) + tensor.nbytes
+        if bytes_in[kind] >= limit_of(kind):
+            found.append((filling.pop(kind), limit_of(kind)))
+            bytes_in[kind] = 0
+            closed_of[kind] = closed_of.get(kind, 0) + 1
+    found += [(members, limit_of(kind)) for kind, members in filling.items()]
     if tensor_indices:
         place = {index: position for position, index in enumerate(indices)}
         found.sort(key=lambda bucket: place[bucket[0][-1]])
@@ -133,14 +135,19 @@ def make_bucket(
     views: list[torch.Tensor] = []
     if whole and not sparse:
         sizes = [parameter.numel() for parameter in chosen]
-        flat = shared_memory(sum(sizes), chosen[0].dtype, group).zero_()
+        flat = shared_memory(sum(sizes), chosen[0].dtype, group, chosen[0].device).zero_()
         views = [like(part, parameter) for part, parameter in zip(flat.split(sizes), chosen, strict=True)]
     nbytes = sum(parameter.nbytes for parameter in chosen)
     return Bucket(number, tuple(indices), chosen, flat, views, sparse, nbytes, limit)
 
 
-def shared_memory(numel: int, dtype: torch.dtype, group: ProcessGroup) -> torch.Tensor:
-    """Memory that the group's ranks share, where there is room, else ordinary memory. Uninitialised."""
+def shared_memory(numel: int, dtype: torch.dtype, group: ProcessGroup, device: torch.device) -> torch.Tensor:
+    """Memory that the group's ranks share, where there is room, else ordinary memory. Uninitialised.
+
+    That of a GPU is nobody else's.
+    """
+    if device.type != "cpu":
+        return torch.empty(numel, dtype=dtype, device=device)
     try:
         return group.communicator.engine.empty((numel,), dtype)
     except InvalidArgumentError:
@@ -158,7 +165,8 @@ def like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def check_plan(
     plan: Sequence[Sequence[int]], parameters: Sequence[torch.Tensor], sparse: Sequence[bool]
 ) -> None:
-    """Refuse buckets that do not name each parameter once, mix dtypes, or have others beside a sparse one.
+    """Refuse buckets that do not name each parameter once, mix dtypes or devices, or do not leave a sparse
+    gradient alone.
 
     Raises:
         InvalidArgumentError: as that.
@@ -182,6 +190,13 @@ def check_plan(
             names = ", ".join(sorted(map(str, dtypes)))
             raise InvalidArgumentError(
                 f"Reducer: All parameters in a bucket must have the same dtype; bucket {number} has {names}"
+            )
+        devices = {parameters[index].device for index in indices}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise InvalidArgumentError(
+                f"Reducer: All parameters in a bucket must be placed on the same device; bucket {number}"
+                f" is on {names}"
             )
         if len(indices) > 1 and any(sparse[index] for index in indices):
             raise InvalidArgumentError(

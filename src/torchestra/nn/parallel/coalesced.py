@@ -6,23 +6,20 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from torchestra.errors import InvalidArgumentError
+from torchestra.nn.parallel.buckets import shared_memory
 from torchestra.process_group import ProcessGroup
 
 _MOST_BYTES = 32 << 20
 
 
 class CoalescedBroadcast:
-    """Tensors of one dtype, packed one after the other. The same on every rank: dtype, shapes, order."""
+    """Tensors of one dtype and device, packed. On every rank the same: dtype, shapes, order."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
         self._group = group
         self._tensors = list(tensors)
         numel = sum(tensor.numel() for tensor in tensors)
-        try:
-            self._flat = group.communicator.engine.empty((numel,), tensors[0].dtype)
-        except InvalidArgumentError:
-            self._flat = torch.empty(numel, dtype=tensors[0].dtype)
+        self._flat = shared_memory(numel, tensors[0].dtype, group, tensors[0].device)
         parts = self._flat.split([tensor.numel() for tensor in tensors])
         self._views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
@@ -48,11 +45,14 @@ def broadcast_coalesced(
 
 
 def batches(tensors: Sequence[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """The tensors by dtype, in their order, as many together as have ``most_bytes`` (but one at least)."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    """The tensors of each dtype and device, in their order, as many together as have ``most_bytes``.
+
+    A batch has one at least.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_dtype.values():
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in by_kind.values():
         batch: list[torch.Tensor] = []
         size = 0
         for tensor in same:

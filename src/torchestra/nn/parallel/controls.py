@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_map
 
 from torchestra.errors import (
     DistError,
@@ -227,8 +228,13 @@ class Controls:
         return (inputs,), (kwargs,)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> tuple[Any, Any]:
-        """The inputs on a device: on the CPU, where they are."""
-        return (inputs,), (kwargs,)
+        """The inputs on a device (its number, or a torch.device): those that are not there are copied."""
+        device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+
+        def moved(leaf: Any) -> Any:
+            return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+        return (tree_map(moved, inputs),), (tree_map(moved, kwargs),)
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """The outputs of this rank's devices: those of the only one."""

@@ -41,7 +41,7 @@ class DelayedReduction:
         self._parameters = list(parameters)
         self._group = group
         sizes = [parameter.numel() for parameter in parameters]
-        self._flat = shared_memory(sum(sizes), dtypes.pop(), group).zero_()
+        self._flat = shared_memory(sum(sizes), dtypes.pop(), group, self._parameters[0].device).zero_()
         self._views = [
             like(part, parameter) for part, parameter in zip(self._flat.split(sizes), parameters, strict=True)
         ]

@@ -20,9 +20,9 @@ from torchestra.nn.parallel.agreement import check_agreement, describe
 from torchestra.nn.parallel.arguments import (
     bucket_limits,
     check_delayed,
-    check_devices,
     check_is_module,
     check_module,
+    choose_devices,
     choose_group,
     ignored_names,
 )
@@ -94,10 +94,13 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
     none of the ranks waits for another in making or loading it.
 
     Args:
-        module: what to train. Its parameters are on the CPU, and one at least requires a gradient. Parameters
-            must not be added, removed or frozen afterwards. An ``nn.Embedding`` or ``nn.EmbeddingBag`` with
+        module: what to train. Its parameters are on the CPU or on GPUs (whose gradients travel through the
+            host), and one at least requires a gradient. Parameters must not be added, removed or frozen
+            afterwards. An ``nn.Embedding`` or ``nn.EmbeddingBag`` with
             ``sparse=True`` gets sparse averages.
-        device_ids, output_device: must be None; modules on other devices are not served.
+        device_ids: of a module on one GPU, a list of it (its number, or a torch.device): inputs are moved
+            there. Else None.
+        output_device: of such a module, where outputs are said to be.
         dim: must be 0; it concerns several devices per rank, which are not served.
         broadcast_buffers: replace buffers, such as BatchNorm's statistics, by rank 0's at construction,
             before every forward pass that is to be reduced, and before the first one after it that is not.
@@ -170,7 +173,7 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         self.parameters_to_ignore = ignored_names(module)
         delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.parameters_to_ignore |= delayed.keys()
-        check_devices(device_ids, output_device, dim, list(module.parameters()))
+        device, output_device = choose_devices(device_ids, output_device, dim, list(module.parameters()))
         check_module(module, self.parameters_to_ignore, group, may_be_empty=bool(delayed))
         if check_reduction:
             warnings.warn(
@@ -182,8 +185,9 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         self.module = module
         self.process_group = group
         self.device_mesh = device_mesh
-        self.device = torch.device("cpu")
-        self.device_ids = self.output_device = None
+        self.device = next(module.parameters()).device
+        self.device_ids = None if device is None else [device.index]
+        self.output_device = None if output_device is None else output_device.index
         self.dim = dim
         self.forward_sync_buffers = (
             broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
@@ -265,6 +269,8 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         self.logger.set_construction_data(
             type(self.module).__name__,
             parameters,
+            device=None if self.device_ids is None else self.device,
+            output_device=None if self.output_device is None else torch.device("cuda", self.output_device),
             broadcast_buffers=self.forward_sync_buffers,
             bucket_cap_bytes=self.bucket_bytes_cap,
             find_unused_parameters=self.find_unused_parameters,
@@ -310,6 +316,8 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
                 self.logger.set_error(str(error))
                 raise
         self._sync_buffers(reducing, root)
+        if self.device_ids is not None:
+            (inputs,), (kwargs,) = self.to_kwargs(inputs, kwargs, self.device)
         if self._precision is not None:
             inputs, kwargs = self._precision.lower((inputs, kwargs))
         return inputs, kwargs
@@ -394,7 +402,7 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of a join context (the CPU)."""
+        """The device of a join context: the module's."""
         return self.device
 
     @property

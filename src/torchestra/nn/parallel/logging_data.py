@@ -53,6 +53,8 @@ class Logger:
         module_name: str,
         parameters: Sequence[torch.Tensor],
         *,
+        device: torch.device | None,
+        output_device: torch.device | None,
         broadcast_buffers: bool,
         bucket_cap_bytes: int,
         find_unused_parameters: bool,
@@ -63,9 +65,9 @@ class Logger:
         dtypes = sorted({_TYPE_NAMES.get(each.dtype, str(each.dtype)) for each in parameters})
         self._fields |= {
             "module_name": module_name,
-            "device_ids": "",
-            "output_device": -1,
-            "is_multi_device_module": 0,
+            "device_ids": "" if device is None else str(device.index),
+            "output_device": -1 if output_device is None else output_device.index,
+            "is_multi_device_module": int(len({each.device for each in parameters}) > 1),
             "broadcast_buffers": int(broadcast_buffers),
             "bucket_cap_bytes": bucket_cap_bytes,
             "find_unused_parameters": int(find_unused_parameters),

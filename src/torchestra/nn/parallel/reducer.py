@@ -15,8 +15,9 @@ outputs begin the next.
 After the first round the ranks take rank 0's order of arrival, and the next forward pass makes new buckets
 after it. Not where unused parameters are looked for: there every round may have an order of its own.
 
-Hooks run on the thread that runs backward; for CPU tensors autograd does that on the calling thread. They
-hold the reducer weakly and are removed when it dies, so the module can outlive it.
+Hooks run on the thread that runs backward; for CPU tensors autograd does that on the calling thread, for
+those of a GPU on one of its own. They hold the reducer weakly and are removed when it dies, so the module can
+outlive it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 from torchestra.engine.algorithms import spare_cores
 from torchestra.errors import GradientReductionError
 from torchestra.nn.parallel import messages
-from torchestra.nn.parallel.autograd_hooks import queue_callback, remove_all, weakly
+from torchestra.nn.parallel.autograd_hooks import one_at_a_time, queue_callback, remove_all, weakly
 from torchestra.nn.parallel.averaging import Averager
 from torchestra.nn.parallel.buckets import (
     BUCKET_CAP_MB,
@@ -62,9 +63,9 @@ class Reducer:
     """Averages the gradients of some parameters over the ranks of a group.
 
     Args:
-        params: which; all of them on the CPU, and requiring gradients.
+        params: which; on the CPU or GPUs, and requiring gradients.
         bucket_indices: the indices of the parameters in each bucket, in the order in which buckets are
-            expected to be complete; a bucket is of one dtype.
+            expected to be complete; a bucket is of one dtype and on one device.
         per_bucket_size_limits: the bytes at which each bucket was closed; for logging.
         process_group: whose ranks have the same parameters and the same buckets.
         expect_sparse_gradients: by parameter, whether its gradients are sparse; then it is alone in a bucket.
@@ -138,6 +139,8 @@ class Reducer:
         self._forgotten: Sequence[torch.Tensor] = ()
 
         self._gradient_hooks = [self.expected.hook_for(index) for index in range(count)]
+        if len({parameter.device for parameter in self.parameters}) > 1:
+            self._gradient_hooks = one_at_a_time(self._gradient_hooks)
         handles = [
             parameter.register_post_accumulate_grad_hook(hook)
             for parameter, hook in zip(self.parameters, self._gradient_hooks, strict=True)

@@ -10,8 +10,9 @@ from torchestra.types import ReduceOp
 
 def empty_like_sparse(parameter: torch.Tensor) -> torch.Tensor:
     """The gradient that an embedding's weight has when none of its rows was looked up."""
-    indices = torch.empty(1, 0, dtype=torch.int64)
-    values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype)
+    device = parameter.device
+    indices = torch.empty(1, 0, dtype=torch.int64, device=device)
+    values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=device)
     return torch.sparse_coo_tensor(
         indices, values, parameter.shape, is_coalesced=True, check_invariants=False
     )
