@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rpc_workers
+import torchestra.rpc.wire.peer
 import worlds
 from torchestra import rpc
 from torchestra.engine.channels import Message
@@ -216,6 +217,28 @@ def ask_onwards(peer: int, value: int) -> int:
 
 def test_two_hosts_of_two_workers_use_the_arena_within_and_the_wire_between() -> None:
     assert rpc_workers.run("hosts", 4, take_both_roads) == [[1, 3], [0, 2], [1, 3], [0, 2]]
+
+
+def give_much(number: int) -> torch.Tensor:
+    return torch.full((1 << 15,), number)
+
+
+@rpc.functions.async_execution
+def ask_for_much(peer: int, number: int) -> torch.futures.Future:
+    """What the answer is sent from is the thread that completes the future."""
+    return rpc.rpc_async(peer, give_much, (number,)).then(lambda future: future.value() + 1)
+
+
+def exchange_much(rank: int) -> None:
+    other = 1 - rank
+    futures = [rpc.rpc_async(other, ask_for_much, (rank, number)) for number in range(60)]
+    for number, future in enumerate(futures):
+        assert torch.equal(future.wait(), give_much(number + 1))
+
+
+def test_workers_whose_answers_wait_for_room_still_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchestra.rpc.wire.peer, "_MOST_QUEUED", 1 << 18)
+    rpc_workers.run("hosts", 2, exchange_much)
 
 
 # -- connections

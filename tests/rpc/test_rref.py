@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import threading
 import time
 
 import pytest
@@ -240,3 +241,26 @@ def _second_store():
 
 def test_a_leak_is_told_if_wanted_and_rpc_can_begin_again() -> None:
     rpc_workers.run("processes", 2, keep_at_shutdown)
+
+
+def die_at_any_moment() -> None:
+    agent = current_agent()
+    rref = rpc.remote("worker1", Box, (1,))
+    rref.to_here()
+    here, calls = threading.get_ident(), []
+    call = agent.call
+
+    def watched_call(*args, **kwargs):
+        calls.append(threading.get_ident())
+        return call(*args, **kwargs)
+
+    agent.call = watched_call
+    with agent.crew._gate:  # as if the garbage collector ran while a thread of the crew is added
+        del rref
+        assert here not in calls
+    await_counts(1, NOTHING)
+
+
+def test_a_reference_that_dies_sends_nothing_from_where_it_dies() -> None:
+    """The thread may hold any lock, and others may need that to receive what the send waits for."""
+    rpc_workers.first("threads", 2, die_at_any_moment)

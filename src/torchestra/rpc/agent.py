@@ -170,6 +170,8 @@ class Agent:
         """
         if self.closed:
             raise RpcError(f"worker {self.info.name!r} has shut down: no calls can be made any more")
+        if self.references.dropped:
+            self.references.clear_dropped()
         seconds = self.timeout if timeout < 0 else timeout
         sending = None
         if context is not None:

@@ -10,6 +10,9 @@ unreceived. The invariant: **a thread of the crew begins to run a function, or t
 callbacks may wait for others, only while another one is free** (leading, watching, parked with the watch
 taken, or on its way to one of these). Threads are added as this asks for, up to a limit; at the limit, calls
 wait in ``todo``, and everything else goes on.
+
+So somebody always receives, whatever functions and callbacks wait for, sends to a peer that is slow included;
+but the locks in here must not be held by anybody who waits. Finalisers run anywhere, so none may send.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class References:
         self._users: dict[Number, User] = {}  # by fork, until it is struck out
         self._kept: dict[Number, tuple[RRef, int]] = {}  # by the fork that is to be accepted, and by whom
         self._freed_by_loss: set[Number] = set()
-        self._dropped: deque[User | Entry] = deque()
+        self.dropped: deque[User | Entry] = deque()
         self._closed = False
 
     def new_number(self) -> Number:
@@ -98,17 +98,20 @@ class References:
         return user
 
     def drop(self, held: User | Entry) -> None:
-        """A reference on this worker is gone. May be called at any moment, by the garbage collector."""
-        self._dropped.append(held)
-        self.clear_dropped()
+        """A reference on this worker is gone.
+
+        May be called at any moment, by the garbage collector, on a thread that holds any lock: so all else is
+        left to :meth:`clear_dropped`, which the next call, or a thread of the crew within 50 ms, calls.
+        """
+        self.dropped.append(held)
 
     def clear_dropped(self) -> None:
         """Do what :meth:`drop` has left."""
-        while self._dropped and self._lock.acquire(False):
+        while self.dropped and self._lock.acquire(False):
             released: list[User] = []
             try:
-                while self._dropped:
-                    held = self._dropped.popleft()
+                while self.dropped:
+                    held = self.dropped.popleft()
                     if isinstance(held, Entry):
                         held.handles -= 1
                         self._free(held)
@@ -334,7 +337,7 @@ class References:
             self._entries.clear()
             self._users.clear()
             self._kept.clear()
-            self._dropped.clear()
+            self.dropped.clear()
 
     def counts(self) -> dict[str, int]:
         """How many there are, by the names of torch.distributed.rpc.
