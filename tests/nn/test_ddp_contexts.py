@@ -69,8 +69,15 @@ def _alone(net: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return net.weight.grad
 
 
-@pytest.mark.parametrize("kind", worlds.KINDS)
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-5}])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("processes", {}),
+        ("threads", {}),
+        ("threads", {"gradient_as_bucket_view": True}),
+        ("threads", {"bucket_cap_mb": 1e-5}),
+    ],
+)
 def test_gradients_are_averaged_in_the_context(kind: str, options: dict[str, Any]) -> None:
     rpc_workers.run(kind, 3, compare_dense, options)
 
@@ -289,9 +296,16 @@ def drive(where: str, uneven: bool) -> None:
                 torch.testing.assert_close(gradient, wanted, msg=f"{name} of trainer {rank} in step {step}")
 
 
-@pytest.mark.parametrize("kind", worlds.KINDS)
 @pytest.mark.parametrize(
-    ("where", "uneven"), [("nowhere", False), ("inside", False), ("outside", False), ("outside", True)]
+    ("kind", "where", "uneven"),
+    [
+        ("threads", "nowhere", False),
+        ("threads", "inside", False),
+        ("threads", "outside", False),
+        ("threads", "outside", True),
+        ("processes", "inside", False),
+        ("processes", "outside", True),
+    ],
 )
 def test_a_model_with_remote_parts_over_four_trainers(kind: str, where: str, uneven: bool) -> None:
     rpc_workers.run(kind, TRAINERS + 2, train_hybrid, where, uneven)

@@ -60,8 +60,8 @@ def use_in_every_way() -> None:
     assert there.owner_name() == "worker1"
     assert there.owner().id == 1
     assert there.to_here().value == 4
-    while not there.confirmed_by_owner():  # its word and the value may come in any order
-        pass
+    there._get_future().wait()  # that it is confirmed may be heard after the value
+    assert there.confirmed_by_owner()
     there.rpc_sync().put(5)
     assert there.rpc_async().get().wait() == 5
     assert there.remote().get().to_here() == 5

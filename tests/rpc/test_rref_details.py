@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 
@@ -12,6 +13,27 @@ import rpc_workers
 import worlds
 from torchestra import rpc
 from torchestra.errors import RemoteError, RemoteReferenceError, RpcError, RpcTimeoutError
+
+
+def take_twice(first: rpc.RRef, second: rpc.RRef) -> None:
+    """References that come with a call go with it."""
+
+
+def leave_nothing() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        rref = rpc.remote("worker2", torch.ones, (2,))
+        rpc.rpc_sync("worker1", take_twice, (rref, rref))
+        deadline = time.monotonic() + 20
+        while (found := rpc.rpc_sync("worker2", rpc.debug_info))["num_forks"] != "1":
+            assert time.monotonic() < deadline, found
+    finally:
+        gc.enable()
+
+
+def test_references_in_a_call_do_not_wait_for_the_garbage_collector() -> None:
+    rpc_workers.first("threads", 3, leave_nothing)
 
 
 def is_confirmed(rref: rpc.RRef) -> bool:

@@ -123,6 +123,8 @@ class Inbound:
         """One of the references within is confirmed, or never will be."""
         with self._lock:
             self._unconfirmed -= 1
-            job = None if self._unconfirmed else self._job
+            if self._unconfirmed:
+                return
+            job, self._job = self._job, None  # which has this: what it refers to shall go with the call
         if job is not None:
             job()

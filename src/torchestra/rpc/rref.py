@@ -398,18 +398,23 @@ def remote_call(
     except BaseException:
         known.forget(user)
         raise
-    user.created = future
+    # Done after what follows from the answer: who waits for it finds the reference as it is then.
+    created = user.created = Future()
 
     def answered(future: Future[Any]) -> None:
         try:
             future.value()
-        except RpcTimeoutError as error:
-            late = f"RRef creation via rpc.remote() timed out, so there may be no value: {error}"
-            known.disown(user, RpcTimeoutError(late))
         except Exception as error:
-            known.disown(user, error)
+            noted = error
+            if isinstance(error, RpcTimeoutError):
+                noted = RpcTimeoutError(
+                    f"RRef creation via rpc.remote() timed out, so there may be no value: {error}"
+                )
+            known.disown(user, noted)
+            created.set_exception(error)
         else:
             known.confirm(user)
+            created.set_result(None)
 
     future.add_done_callback(answered)
     return rref
