@@ -8,15 +8,18 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 
 from torchestra.engine.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
 from torchestra.launcher.cores import usable_cores
-from torchestra.launcher.job import Job, StopPlan
+from torchestra.launcher.job import AFTER_FAILURE, Job, StopPlan
+from torchestra.launcher.nodes import Nodes
 from torchestra.launcher.output import colours_wanted, open_devices
 from torchestra.launcher.recorder import Recorder
 from torchestra.launcher.report import (
+    failure_line,
     failure_report,
     survived_report,
     survivors_report,
@@ -45,6 +48,10 @@ The first rank to fail ends the job, and its exit code is the job's (128 + the n
 --max-failures N, up to N ranks may fail (be killed, raise, exit with a code other than 0) while the others go
 on; if these end well the exit code is 0. For programs that go on without the ranks they lose, by
 group.shrink(): see docs/guides/surviving-failures.md.
+
+With --nnodes N the job has ranks on N hosts: on each, run the same command with --rendezvous HOST:PORT (of
+node 0) and its own --node-rank; --nproc may differ. All need the same TORCHESTRA_SECRET in their environment.
+The first host to fail ends the job on all.
 
 Ctrl-C interrupts all ranks; SIGTERM and SIGHUP are passed on; a second one kills them at once.
 """
@@ -79,6 +86,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many ranks to start; 'auto', the default, is one per usable core",
     )
     parser.add_argument(
+        "--nnodes",
+        type=ranks_argument,
+        default=1,
+        metavar="N",
+        help="how many hosts the job has; the same command is run on each, with another --node-rank",
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=failures_argument,
+        default=0,
+        metavar="K",
+        help="which of the hosts this is, from 0",
+    )
+    parser.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="where node 0 listens for the others; the same on all",
+    )
+    parser.add_argument(
         "--max-failures",
         type=failures_argument,
         default=0,
@@ -102,19 +128,36 @@ def main(options: argparse.Namespace) -> int:
     if not options.module and not os.path.exists(options.script):
         print(f"torchestra run: there is no file {options.script!r}", file=sys.stderr)
         return _NO_SUCH_FILE
+    if options.nnodes > 1 and options.rendezvous is None:
+        print("torchestra run: --nnodes needs --rendezvous HOST:PORT of node 0", file=sys.stderr)
+        return _NO_SUCH_FILE
     _fill_standard_files()
-    meeting = MeetingPoint()
+    meeting = MeetingPoint("" if options.nnodes > 1 else "127.0.0.1")
     environment = meeting.environment(os.environ, options.nproc)
     # Before torch is imported, so that every library it brings reads the same number.
     os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
     if options.record is not None:
         environment[RECORD_VARIABLE] = os.path.abspath(options.record)
     server = WarmServer.forked()
+    nodes = None
+    if options.nnodes > 1:
+        try:
+            nodes = Nodes(
+                options.nnodes, options.node_rank, options.rendezvous, options.nproc, meeting.master_port
+            )
+        except DistError as error:
+            server.close()
+            meeting.close()
+            print(f"torchestra run: {error}", file=sys.stderr)
+            return 1
+        environment = nodes.environment(environment)
     spec = JobSpec(
         nproc=options.nproc,
         target=Script(options.script, tuple(options.arguments), options.module),
         environment=environment,
         directory=os.getcwd(),
+        first_rank=nodes.first_rank if nodes else 0,
+        world_size=nodes.world_size if nodes else None,
     )
     stdin = StandardInput()
     devices = open_devices(sys.stdout, sys.stderr)
@@ -123,6 +166,8 @@ def main(options: argparse.Namespace) -> int:
     recorder = Recorder(environment.get(RECORD_VARIABLE))
     job.when_stopped = lambda: recorder.hold(job.pids)
     stdin.relay(job)
+    if nodes is not None:
+        job.watch(nodes.news, partial(_end_with_others, job, nodes))
     received: list[int] = []
     try:
         with _signals_to(job, received):
@@ -139,10 +184,33 @@ def main(options: argparse.Namespace) -> int:
         server.close()
         job.close()
         recorder.write()
-    return _conclude(job, received)
+        if nodes is not None:
+            for signum in _PLANS:  # the ranks are gone, and this may wait for hours
+                signal.signal(signum, signal.SIG_DFL)
+            _tell_others(job, nodes, received)
+            nodes.close()
+    return _conclude(job, received, nodes)
 
 
-def _conclude(job: Job, received: list[int]) -> int:
+def _end_with_others(job: Job, nodes: Nodes) -> None:
+    """Another node has failed: end this one's ranks."""
+    job.unwatch(nodes.news)
+    job.stop(AFTER_FAILURE)
+
+
+def _tell_others(job: Job, nodes: Nodes, received: list[int]) -> None:
+    """Have the other nodes end, if this one has failed or was ended."""
+    if received:
+        nodes.tell_failed(128 + received[0], f"ended by {signal.Signals(received[0]).name}")
+    elif job.cause is not None and nodes.other is None:
+        nodes.tell_failed(job.cause.shell_code, failure_line(job, job.cause))
+
+
+def _conclude(job: Job, received: list[int], nodes: Nodes | None = None) -> int:
+    if nodes is not None and nodes.other is not None and not received:
+        node, code, why = nodes.other
+        sys.stderr.write(f"{tracebacks_report(job)}torchestra: ended because node {node} failed: {why}\n")
+        return code
     if received:
         name = signal.Signals(received[0]).name
         sys.stderr.write(f"{tracebacks_report(job)}torchestra: ended by {name}\n")

@@ -98,6 +98,7 @@ class Job:
     Attributes:
         ranks: what is known of each; empty until they are asked for.
         pids: the process id of each; empty until they exist.
+        first_rank: what the first of them is numbered where the job has ranks on other hosts as well.
         cause: the failure for which the job was stopped, or with which it ended.
         survived: the failures that the job has outlived, in the order in which these ranks ended.
         when_survived: called with each of them.
@@ -115,6 +116,7 @@ class Job:
     ) -> None:
         self.ranks: list[RankState] = []
         self.pids: tuple[int, ...] = ()
+        self.first_rank = spec.first_rank
         self.cause: Fault | None = None
         self.survived: list[Fault] = []
         self.when_stopped: Callable[[], None] = lambda: None
@@ -225,7 +227,7 @@ class Job:
             for device, colour in zip(self._devices, coloured, strict=True):
                 descriptor, ranks_end = os.pipe()
                 os.set_blocking(descriptor, False)
-                self._sources[descriptor] = Source(device, prefix(rank, self._spec.nproc, colour))
+                self._sources[descriptor] = Source(device, self._prefix(rank, colour))
                 self.watch(descriptor, partial(self._on_output, descriptor))
                 ends.append(ranks_end)
             stdin = self._stdin if rank == 0 and self._stdin is not None else null
@@ -234,6 +236,10 @@ class Job:
             for ranks_end in ends:
                 os.close(ranks_end)
         os.close(null)
+
+    def _prefix(self, rank: int, coloured: bool) -> bytes:
+        spec = self._spec
+        return prefix(self.first_rank + rank, spec.world_size or spec.nproc, coloured)
 
     def _on_server(self) -> None:
         message = receive(self._server.end)

@@ -39,7 +39,7 @@ def run(spec: JobSpec, rank: int, files: list[int]) -> NoReturn:
 
     Args:
         spec: the job.
-        rank: which rank this process is.
+        rank: which of the job's ranks on this host this process is.
         files: descriptors of the control channel, stdin, stdout and stderr.
     """
     control = socket.socket(fileno=files[0])
@@ -71,7 +71,7 @@ def _take_standard_files(files: list[int]) -> None:
 
 
 def _take_surroundings(spec: JobSpec, rank: int) -> None:
-    environment = {**spec.environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    environment = {**spec.environment, "RANK": str(spec.first_rank + rank), "LOCAL_RANK": str(rank)}
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     for name, value in environment.items():

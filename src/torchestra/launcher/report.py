@@ -7,7 +7,14 @@ from collections.abc import Container, Sequence
 from torchestra.launcher.blame import Fault, describe_exit
 from torchestra.launcher.job import Job, RankState
 
-__all__ = ["failure_report", "ranks_phrase", "survived_report", "survivors_report", "tracebacks_report"]
+__all__ = [
+    "failure_line",
+    "failure_report",
+    "ranks_phrase",
+    "survived_report",
+    "survivors_report",
+    "tracebacks_report",
+]
 
 
 def failure_report(job: Job, coloured: bool = False) -> str:
@@ -17,9 +24,11 @@ def failure_report(job: Job, coloured: bool = False) -> str:
     told = {cause.rank, *(fault.rank for fault in job.survived)}
     others = tracebacks_report(job, skip=told)
     trace = cause.failure.traceback if cause.failure is not None else ""
-    stopped = [state.rank for state in job.ranks if state.rank not in told and _failed(state)]
+    stopped = [
+        job.first_rank + state.rank for state in job.ranks if state.rank not in told and _failed(state)
+    ]
     rest = f"; {ranks_phrase(stopped)} ended with it" if stopped else ""
-    summary = f"torchestra: {_failure(job, cause)}{rest}"
+    summary = f"torchestra: {failure_line(job, cause)}{rest}"
     if coloured:
         summary = f"\x1b[1;31m{summary}\x1b[0m"
     return f"{others}{trace}{summary}\n"
@@ -28,22 +37,24 @@ def failure_report(job: Job, coloured: bool = False) -> str:
 def survived_report(job: Job, fault: Fault) -> str:
     """What to say at once of a rank that has failed while the others go on."""
     trace = fault.failure.traceback if fault.failure is not None else ""
-    left = ranks_phrase(job.unfinished)
+    left = ranks_phrase([job.first_rank + rank for rank in job.unfinished])
     verb = "goes" if len(job.unfinished) == 1 else "go"
     rest = f"; {left} {verb} on" if job.unfinished else ""
-    return f"{trace}torchestra: {_failure(job, fault)}{rest}\n"
+    return f"{trace}torchestra: {failure_line(job, fault)}{rest}\n"
 
 
 def survivors_report(job: Job) -> str:
     """The last word of a job that ended well though ranks had failed."""
-    lost = [fault.rank for fault in job.survived]
-    well = [state.rank for state in job.ranks if state.rank not in lost]
+    lost = [job.first_rank + fault.rank for fault in job.survived]
+    numbers = [job.first_rank + state.rank for state in job.ranks]
+    well = [number for number in numbers if number not in lost]
     return f"torchestra: {ranks_phrase(well)} ended well, without {ranks_phrase(sorted(lost))}\n"
 
 
-def _failure(job: Job, fault: Fault) -> str:
+def failure_line(job: Job, fault: Fault) -> str:
+    """Which rank failed, and how."""
     pid = f" (pid {job.pids[fault.rank]})" if job.pids else ""
-    return f"rank {fault.rank}{pid} failed: {describe_exit(fault.exit_code)}"
+    return f"rank {job.first_rank + fault.rank}{pid} failed: {describe_exit(fault.exit_code)}"
 
 
 def tracebacks_report(job: Job, skip: Container[int] = ()) -> str:
@@ -51,7 +62,8 @@ def tracebacks_report(job: Job, skip: Container[int] = ()) -> str:
     ranks_by_text: dict[str, list[int]] = {}
     for state in job.ranks:
         if state.failure is not None and state.failure.traceback and state.rank not in skip:
-            ranks_by_text.setdefault(state.failure.traceback, []).append(state.rank)
+            number = job.first_rank + state.rank
+            ranks_by_text.setdefault(state.failure.traceback, []).append(number)
     single = len(job.ranks) == 1
     lines = [
         line if single else f"[{ranks_phrase(ranks)}] {line}"

@@ -63,6 +63,8 @@ class JobSpec:
 
     Attributes:
         nproc: how many ranks, all on this host.
+        first_rank: the number of the first of them in the whole job.
+        world_size: how many ranks the whole job has; None: these.
         target: what each of them runs.
         environment: the whole environment of a rank, except the four variables that name the rank.
         directory: the working directory of the ranks.
@@ -74,6 +76,8 @@ class JobSpec:
     environment: Mapping[str, str]
     directory: str
     search_path: tuple[str, ...] | None = None
+    first_rank: int = 0
+    world_size: int | None = None
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,23 @@ class MeetingPoint:
     only held: a program that uses torch.distributed under this launcher lets its rank 0 listen there.
     It can (both sides set SO_REUSEADDR), and nobody is given that port by chance meanwhile.
 
+    Args:
+        host: the interface of MASTER_PORT; empty for all.
+
     Attributes:
         listener: the listening socket of the store.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = _HOST) -> None:
         self.listener = socket.create_server((_HOST, 0), backlog=_BACKLOG)
         self._held = socket.socket()
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._held.bind((_HOST, 0))
+        self._held.bind((host, 0))
+
+    @property
+    def master_port(self) -> int:
+        """MASTER_PORT."""
+        return int(self._held.getsockname()[1])
 
     def environment(self, base: Mapping[str, str], nproc: int) -> dict[str, str]:
         """What every rank of a job finds in its environment, RANK and LOCAL_RANK excepted."""
@@ -39,7 +47,7 @@ class MeetingPoint:
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": _HOST,
-            "MASTER_PORT": str(self._held.getsockname()[1]),
+            "MASTER_PORT": str(self.master_port),
             "TORCHESTRA_SECRET": base.get("TORCHESTRA_SECRET") or secrets.token_hex(16),
             "TORCHESTRA_STORE": f"{_HOST}:{self.listener.getsockname()[1]}",
         }

@@ -13,7 +13,7 @@ class Hosts:
 
     Args:
         members: by host, the ranks on it, in ascending order.
-        names: by host, what to call it.
+        names: by host, what to call it; several that have one name get numbers.
 
     Attributes:
         members, names: those.
@@ -26,7 +26,10 @@ class Hosts:
     def __init__(self, members: Sequence[Sequence[int]], names: Sequence[str]) -> None:
         order = sorted(range(len(members)), key=lambda host: min(members[host]))
         self.members = tuple(tuple(sorted(members[host])) for host in order)
-        self.names = tuple(names[host] for host in order)
+        called = [names[host] for host in order]
+        self.names = tuple(
+            name if called.count(name) == 1 else f"{name}:{host}" for host, name in enumerate(called)
+        )
         size = sum(map(len, self.members))
         self.host_of = [0] * size
         self.place_of = [0] * size

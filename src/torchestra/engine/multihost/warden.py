@@ -1,6 +1,6 @@
 """Whether the other hosts live, and what their ranks have to say to all.
 
-The rank at place 0 of each host runs one sleeping thread for each group. Through the group's store it says
+The rank at place 0 of each host runs two sleeping threads for each group. Through the group's store it says
 every so often that its host lives and which of its ranks have died or left, and hears the same of the others.
 A host that has said nothing for the *heartbeat bound* (TORCHESTRA_HEARTBEAT, default 10 s) is given up: the
 group is aborted on all hosts that are left. So it is if the store cannot be reached for so long: then this
@@ -23,7 +23,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torchestra.engine.callsites import call_site
@@ -41,6 +41,7 @@ _DEFAULT_BOUND = 10.0
 _BEATS_PER_BOUND = 8
 _ANSWER_SECONDS = 3.0
 _FATE_SECONDS = 1.0
+_TELL_SECONDS = 1.0
 
 
 def heartbeat_bound() -> float:
@@ -76,7 +77,8 @@ class Outlook:
 
     def tell_aborted(self, why: str, failed: tuple[int, ...], standing: str) -> None:
         """Have the ranks of all hosts know that the group can be used no more."""
-        self._publish({"abort": [why, list(failed), standing], "host": self.host})
+        news = {"abort": [why, list(failed), standing], "host": self.host}
+        _try_for(_TELL_SECONDS, lambda: self._publish(news))
 
     def fate(self, rank: int) -> str | None:
         """What has become of a rank elsewhere: ``"died"``, ``"destroyed the group"``, or None if it is there.
@@ -96,8 +98,10 @@ class Outlook:
 
     def leave(self) -> None:
         """Say that this rank has left the group."""
-        with contextlib.suppress(DistError, OSError):
-            self._store.set(f"left/{self._member.own_number}", b"")
+        _try_for(_TELL_SECONDS, self._say_left)
+
+    def _say_left(self) -> None:
+        self._store.set(f"left/{self._member.own_number}", b"")
 
     def _publish(self, news: dict[str, Any]) -> int:
         """Tell some news; their number, or 0 if nobody can be told."""
@@ -110,6 +114,12 @@ class Outlook:
 
     def ask_where_they_are(self) -> str:
         """A line for each rank of the other hosts: where it stands. Takes up to some seconds."""
+        told: list[str] = []
+        _try_for(min(self.bound, _ANSWER_SECONDS) + 0.5, lambda: told.append(self._ask_all()))
+        answers = told[0] if told else "\nthe group's store does not answer"
+        return f"{answers}\nhost {self.hosts.names[self.host]}:"
+
+    def _ask_all(self) -> str:
         number = self._publish({"ask": self.host})
         others = [host for host in range(len(self.hosts)) if host != self.host]
         keys = {host: f"answer/{number}/{host}" for host in others}
@@ -123,11 +133,11 @@ class Outlook:
                     answer = self._store.get(keys[host]).decode()
             named = f"host {self.hosts.names[host]}"
             lines.append(f"\n{named}:{answer}" if answer is not None else f"\n{named} does not answer")
-        return f"{''.join(lines)}\nhost {self.hosts.names[self.host]}:"
+        return "".join(lines)
 
 
 class Warden(Outlook):
-    """The outlook of the rank at place 0, with the thread. Takes what :class:`Outlook` does.
+    """The outlook of the rank at place 0, with the threads. Takes what :class:`Outlook` does.
 
     Attributes:
         dead, left: ranks of other hosts, in the group's numbering, that have died, or left the group.
@@ -143,40 +153,52 @@ class Warden(Outlook):
         self._closed = threading.Event()
         self._count = 0
         self._heard: dict[int, tuple[bytes, int]] = {}  # by host: the last beat, and for how many of ours
-        self._thread = threading.Thread(
-            target=self._run, name=f"torchestra-warden-{member.name}-{host}", daemon=True
-        )
+        self._unreached = 0
+        name = f"torchestra-warden-{member.name}-{host}"
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True) for run in (self._run, self._count_silence)
+        ]
 
     def start(self) -> None:
-        """Begin, once the ranks of this host have met. Waits for nobody."""
+        """Begin, once the ranks of this host have met."""
         self._beat()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
+
+    def _say_left(self) -> None:
+        super()._say_left()
+        self._beat()
 
     def leave(self) -> None:
+        self._closed.set()
         super().leave()
-        if not self._closed.is_set():
-            self._closed.set()
-            with contextlib.suppress(DistError, OSError):
-                self._beat()
 
     def _run(self) -> None:
-        seen, unreached = 0, 0
+        seen = 0
         while not self._closed.is_set():
             try:
                 self._beat()
                 self._listen()
                 seen = self._await_news(seen)
-                unreached = 0
-            except (DistError, OSError) as error:
-                unreached += 1
-                if not self._closed.is_set() and unreached >= _BEATS_PER_BOUND - 1:
-                    self._member.abort(
-                        f"host {self.hosts.names[self.host]} has not reached the group's store for"
-                        f" {self.bound:g} s ({error}): it is cut off, or the host of the store is gone",
-                        self._elsewhere(),
-                    )
-                    return
+                self._unreached = 0
+            except (DistError, OSError):
                 self._closed.wait(self._interval)
+
+    def _count_silence(self) -> None:
+        """Give up if the store is not reached: a request of its own may wait for an answer for long.
+
+        What is counted is how often this thread has slept, so that a process that was stopped meanwhile
+        does not take that for silence.
+        """
+        while not self._closed.wait(self._interval):
+            self._unreached += 1
+            if self._unreached >= _BEATS_PER_BOUND:
+                self._member.abort(
+                    f"host {self.hosts.names[self.host]} has not reached the group's store for"
+                    f" {self.bound:g} s: it is cut off, or the host of the store is gone",
+                    self._elsewhere(),
+                )
+                return
 
     def _beat(self) -> None:
         member = self._member
@@ -230,6 +252,18 @@ class Warden(Outlook):
     def _elsewhere(self) -> tuple[int, ...]:
         here = set(self.hosts.members[self.host])
         return tuple(rank for rank in range(len(self.hosts.host_of)) if rank not in here)
+
+
+def _try_for(seconds: float, what: Callable[[], object]) -> None:
+    """Try to tell the store something; go on after so long, though a store that is gone may not say so."""
+
+    def run() -> None:
+        with contextlib.suppress(DistError, OSError):
+            what()
+
+    thread = threading.Thread(target=run, name="torchestra-telling", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _ranks(ranks: Iterable[int]) -> str:

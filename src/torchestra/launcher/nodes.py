@@ -1,0 +1,184 @@
+"""Several launchers that start one job, one on each host: ``torchestra run --nnodes``.
+
+They meet in a store that the launcher of node 0 serves, which is the job's store as well. There each says how
+many ranks it starts; so all know which ranks are whose. The first launcher whose ranks fail says so, and the
+others end theirs. That of node 0 stays until the others have ended, or have been silent for long::
+
+    node/K     how many ranks node K starts
+    port       a port of node 0 that nobody uses, for programs that use torch.distributed
+    failed     which node failed first, its exit code and why
+    done/K     node K has ended
+    beat/K     a count: the launcher of node K lives
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError, StoreTimeoutError
+from torchestra.store import PrefixStore, Store, TCPStore, TCPStoreServer
+from torchestra.store.base import nap
+from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
+
+__all__ = ["Nodes", "OtherFailure", "parse_rendezvous"]
+
+_MEET_SECONDS = 600.0
+_LISTEN_SECONDS = 1.0
+_SILENT_SECONDS = 30.0
+
+
+class OtherFailure(NamedTuple):
+    """The failure of another node, for which this one ends.
+
+    Attributes:
+        node: which.
+        code: its exit code.
+        why: in a line.
+    """
+
+    node: int
+    code: int
+    why: str
+
+
+def parse_rendezvous(text: str) -> tuple[str, int]:
+    """Host and port of ``host:port``.
+
+    Raises:
+        InvalidArgumentError: it is something else.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InvalidArgumentError(f"--rendezvous must be host:port, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+class Nodes:
+    """One launcher among several; the constructor returns when all have come.
+
+    Args:
+        nnodes, node: how many there are, and which this one is.
+        rendezvous: ``host:port`` of node 0, where its launcher listens.
+        nproc: how many ranks this one starts.
+        port: of this host, which nobody else uses.
+
+    Attributes:
+        first_rank: the number of this node's first rank.
+        world_size: how many ranks there are on all nodes.
+        other: the failure of another node, once there is one.
+
+    Raises:
+        InvalidArgumentError: the numbers make no sense, or the launchers have no secret.
+        StoreTimeoutError, DistNetworkError: not all launchers came within ten minutes.
+    """
+
+    def __init__(self, nnodes: int, node: int, rendezvous: str, nproc: int, port: int) -> None:
+        if not 0 <= node < nnodes:
+            raise InvalidArgumentError(f"--node-rank must be from 0 to {nnodes - 1}, got {node}")
+        if not os.environ.get(SECRET_VARIABLE):
+            raise InvalidArgumentError(f"ranks on several hosts must know each other: {SECRET_ADVICE}")
+        self.node, self.nnodes = node, nnodes
+        self._host, self._port = parse_rendezvous(rendezvous)
+        self._server = TCPStoreServer(self._host, self._port) if node == 0 else None
+        self.other: OtherFailure | None = None
+        self._reader, self._writer = os.pipe()
+        self._closed = threading.Event()
+        try:
+            joint = TCPStore(self._host, self._port, timeout=_MEET_SECONDS)
+            self._store: Store = PrefixStore("launchers", joint)
+            self._store.set(f"node/{node}", str(nproc))
+            if node == 0:
+                self._store.set("port", str(port))
+            keys = [f"node/{other}" for other in range(nnodes)]
+            try:
+                counts = [int(text) for text in self._store.multi_get(keys)]
+            except StoreTimeoutError as error:
+                late = [other for other in range(nnodes) if not self._store.check([f"node/{other}"])]
+                raise StoreTimeoutError(
+                    f"launchers of nodes {late} did not come to {rendezvous} within {_MEET_SECONDS:g} s"
+                ) from error
+        except BaseException:
+            self._end()
+            raise
+        self.first_rank, self.world_size = sum(counts[:node]), sum(counts)
+        self._thread = threading.Thread(target=self._listen, name="torchestra-nodes", daemon=True)
+        self._thread.start()
+
+    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        """What the ranks of this node find in their environment, given what they would if it were alone."""
+        named = f"[{self._host}]" if ":" in self._host else self._host
+        return {
+            **own,
+            "WORLD_SIZE": str(self.world_size),
+            "GROUP_RANK": str(self.node),
+            "MASTER_ADDR": self._host,
+            "MASTER_PORT": self._store.get("port").decode(),
+            "TORCHESTRA_STORE": f"{named}:{self._port}",
+        }
+
+    @property
+    def news(self) -> int:
+        """A descriptor that can be read once another node has failed."""
+        return self._reader
+
+    def tell_failed(self, code: int, why: str) -> None:
+        """Have the other nodes end, because this one has failed."""
+        if self.other is None:
+            with contextlib.suppress(DistError, OSError):
+                self._store.compare_set("failed", "", json.dumps([self.node, code, why]))
+
+    def close(self) -> None:
+        """Leave; on node 0, once the others have ended, or have been silent for long."""
+        self._closed.set()
+        try:
+            with contextlib.suppress(DistError, OSError):
+                self._store.set(f"done/{self.node}", b"")
+                if self.node == 0:
+                    self._await_the_others()
+        finally:
+            self._end()
+
+    def _await_the_others(self) -> None:
+        heard: dict[int, tuple[bytes, float]] = {}
+        waiting = set(range(1, self.nnodes))
+        while waiting:
+            now = time.monotonic()
+            for other in tuple(waiting):
+                beat = self._store.get(f"beat/{other}") if self._store.check([f"beat/{other}"]) else b""
+                if heard.get(other, (None, 0.0))[0] != beat:
+                    heard[other] = (beat, now)
+                if self._store.check([f"done/{other}"]) or now - heard[other][1] > _SILENT_SECONDS:
+                    waiting.discard(other)
+            if waiting:
+                nap(0.2)
+
+    def _listen(self) -> None:
+        """Say that this launcher lives, and hear whether another node has failed."""
+        count = 0
+        while not self._closed.is_set():
+            try:
+                count += 1
+                self._store.set(f"beat/{self.node}", str(count))
+                self._store.wait(["failed"], _LISTEN_SECONDS)
+                node, code, why = json.loads(self._store.get("failed"))
+            except StoreTimeoutError:
+                continue
+            except DistNetworkError as error:
+                if self._closed.is_set():
+                    return
+                node, code, why = 0, 1, f"its launcher cannot be reached any more ({error})"
+            if node != self.node:
+                self.other = OtherFailure(node, code, why)
+                os.write(self._writer, b"!")
+            return
+
+    def _end(self) -> None:
+        os.close(self._reader)
+        if self._server is not None:
+            self._server.close()
