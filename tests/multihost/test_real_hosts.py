@@ -19,8 +19,9 @@ from torch import nn
 import torchestra as dist
 from torchestra.errors import DistBackendError, RankFailedError
 from torchestra.nn.parallel import DistributedDataParallel
-from worlds import Outcome, await_note, leave_note, run
+from worlds import Outcome, await_note, leave_note
 
+datasets = pytest.importorskip("sklearn.datasets")
 _WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 
@@ -58,33 +59,34 @@ def test_everything_works_between_hosts(network: Network, layout: Layout, member
         assert [outcome.result() for outcome in world.finish()] == [members] * sum(layout)
 
 
-def train_on_digits() -> tuple[str, float]:
+def train_on_digits(distributed: bool = True) -> tuple[str, float]:
     """A digest of the parameters, and the accuracy."""
-    datasets = pytest.importorskip("sklearn.datasets")
     images, labels = datasets.load_digits(return_X_y=True)
     data = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for batch in torch.randperm(1600, generator=torch.Generator().manual_seed(1)).repeat(6).split(64 * size):
+    plain = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = DistributedDataParallel(plain) if distributed else plain
+    for batch in torch.randperm(1600, generator=torch.Generator().manual_seed(1)).repeat(6).split(160):
         mine = batch[rank::size]
-        optimizer.zero_grad()
+        model.zero_grad()
         nn.functional.cross_entropy(model(data[0][mine]), data[1][mine]).backward()
-        optimizer.step()
+        with torch.no_grad():  # plain descent: torch.optim takes seconds to load in each process
+            for parameter in model.parameters():
+                parameter -= 0.7 * parameter.grad  # type: ignore[operator]
     with torch.no_grad():
         right = (model(data[0][1600:]).argmax(1) == data[1][1600:]).float().mean().item()
     bits = b"".join(bytes(parameter.detach().numpy()) for parameter in model.parameters())
     return hashlib.sha256(bits).hexdigest(), right
 
 
-def test_ddp_learns_the_digits_as_on_one_host(network: Network) -> None:
+def test_ddp_learns_the_digits_as_one_process_does(network: Network) -> None:
     with on_hosts(network, (2, 2), train_on_digits) as world:
         found = [outcome.result() for outcome in world.finish()]
     assert len(set(found)) == 1, "the ranks differ"
-    (_, alone), *_ = run("threads", 4, train_on_digits)
-    assert found[0][1] == pytest.approx(alone, abs=0.02)
-    assert found[0][1] > 0.85
+    _, alone = train_on_digits(distributed=False)
+    assert found[0][1] == pytest.approx(alone, abs=0.03)
+    assert found[0][1] > 0.8
 
 
 def sums_through_a_cut() -> list[float]:
