@@ -48,7 +48,7 @@ written (``floors.py``); for all_reduce in place of n bytes on N ranks R = W = N
 when the last rank has finished its first all_reduce.
 
 **Interop.** torch.distributed with torchestra as its backend and with Gloo, by turns: all_reduce, and steps
-(forward, backward, update) of PyTorch's own DDP, FSDP2 and tensor parallel, whose losses must agree.
+(forward and backward) of PyTorch's own DDP, FSDP2 and tensor parallel, whose losses must agree.
 
 **Remote calls.** Two workers of each library in the same two processes, which take turns; a call's time is
 that of the caller, from the call to its result, or the time of 2,000 calls at once divided by their number.

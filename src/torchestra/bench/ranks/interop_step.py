@@ -1,8 +1,8 @@
 """A rank of the interop benchmark: torch.distributed on torchestra's engine, and on Gloo, by turns.
 
 Both backends are groups of one world of torch.distributed, so that whatever disturbs the machine disturbs
-them alike. Measured are all_reduce, and steps (forward, backward, update) of PyTorch's own DDP, FSDP2 and
-tensor parallel. Times are those of the slowest rank, and of many the median. Every way of training starts
+them alike. Measured are all_reduce, and steps (forward and backward) of PyTorch's own DDP, FSDP2 and tensor
+parallel. Times are those of the slowest rank, and of many the median. Every way of training starts
 from the same weights and samples, and its losses are compared between the backends. Rank 0 writes what was
 found, microseconds by what and by backend, into the directory that TORCHESTRA_BENCH_DIRECTORY names.
 """
@@ -100,7 +100,10 @@ _TRAININGS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Wrap]] = {
 }
 
 
-def _training(make: Callable[[], nn.Module], samples: tuple[int, ...], wrap: Wrap, group: Any) -> Step:
+def _training(
+    make: Callable[[], nn.Module], samples: tuple[int, ...], wrap: Wrap, group: Any
+) -> tuple[Step, Step]:
+    """A step without and with an update of the weights."""
     torch.manual_seed(0)
     model = wrap(make(), group)
     same = wrap is _tensor_parallel  # whose ranks share one batch
@@ -108,14 +111,18 @@ def _training(make: Callable[[], nn.Module], samples: tuple[int, ...], wrap: Wra
     inputs, targets = torch.randn(samples), torch.randn(samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step() -> float:
-        loss = nn.functional.mse_loss(model(inputs), targets)
+    def step() -> torch.Tensor:
         optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
         loss.backward()
-        optimizer.step()
-        return loss.item()
+        return loss.detach()
 
-    return step
+    def update() -> torch.Tensor:
+        loss = step()
+        optimizer.step()
+        return loss
+
+    return step, update
 
 
 def _turn(step: Step, count: int) -> float:
@@ -168,16 +175,19 @@ def main(seconds: float, turns: int) -> None:
         calls = {way: partial(distributed.all_reduce, tensor, group=group) for way, group in groups.items()}
         times[f"all_reduce {size}"] = _measure(calls, seconds, turns, together=10)
     for name, (make, samples, wrap) in _TRAININGS.items():
-        steps = {way: _training(make, samples, wrap, group) for way, group in groups.items()}
-        losses = {way: torch.tensor([step() for _ in range(_STEPS_COMPARED)]) for way, step in steps.items()}
+        made = {way: _training(make, samples, wrap, group) for way, group in groups.items()}
+        losses = {
+            way: torch.stack([update() for _ in range(_STEPS_COMPARED)]) for way, (_, update) in made.items()
+        }
         difference = ((losses["torchestra"] - losses["gloo"]) / losses["gloo"]).abs().max()
         distributed.all_reduce(difference, distributed.ReduceOp.MAX)
         if not difference <= _TOLERANCE:
             failures.append(f"{name}: losses differ by {difference:.1e} of their value")
             continue
-        alone = _measure({"alone": _training(make, samples, _alone, None)}, seconds, turns)["alone"]
-        label = f"a step of the {name} (one rank's model alone: {alone / 1000:.1f} ms)"
-        times[label] = _measure(steps, seconds, turns)
+        made["alone"] = _training(make, samples, _alone, None)
+        found = _measure({way: step for way, (step, _) in made.items()}, seconds, turns)
+        alone = found.pop("alone") / 1000
+        times[f"a step of the {name} (one rank's model alone: {alone:.1f} ms)"] = found
     if distributed.get_rank() == 0:
         (directory / "found.json").write_text(json.dumps({"times": times, "failures": failures}))
     distributed.destroy_process_group()
