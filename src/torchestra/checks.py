@@ -49,10 +49,11 @@ def check_is_list(value: object, parameter: str, name: str) -> list[object]:
 
 def check_tensor_list(value: object, parameter: str, name: str) -> list[torch.Tensor]:
     """Refuse what is not a list of tensors."""
-    return [
-        check_is_tensor(each, f"{parameter}[{index}]", name)
-        for index, each in enumerate(check_is_list(value, parameter, name))
-    ]
+    found: list[Any] = check_is_list(value, parameter, name)
+    for index, each in enumerate(found):
+        if each.__class__ is not torch.Tensor:
+            check_is_tensor(each, f"{parameter}[{index}]", name)
+    return found
 
 
 def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = False) -> torch.Tensor:
@@ -122,7 +123,8 @@ def check_dtype(tensor: torch.Tensor, dtype: torch.dtype, parameter: str, name: 
 def check_same_dtype(tensors: Sequence[torch.Tensor], dtype: torch.dtype, parameter: str, name: str) -> None:
     """Refuse tensors whose dtype is not ``dtype``."""
     for index, tensor in enumerate(tensors):
-        check_dtype(tensor, dtype, f"{parameter}[{index}]", name)
+        if tensor.dtype is not dtype:
+            check_dtype(tensor, dtype, f"{parameter}[{index}]", name)
 
 
 def in_reals(tensors: object, tensor: object) -> tuple[Any, Any]:

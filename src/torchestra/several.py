@@ -130,8 +130,11 @@ def all_reduce_coalesced(
     A tensor that is in the list twice is reduced once. How dense ones of a dtype differ in shape between the
     ranks is not compared, only how many elements they have together.
     """
+    batches = _batches(tensors)
+    if len(batches[0]) == len(tensors) > 1:
+        return communicator.all_reduce_list(tensors, op, async_op, seconds)
     with communicator.collecting() as steps:
-        for batch in _batches(tensors):
+        for batch in batches:
             if len(batch) == 1:
                 communicator.all_reduce(batch[0], op, seconds=seconds)
             else:

@@ -123,7 +123,10 @@ def check_some(tensors: Sequence[object], name: str) -> None:
 def check_same_dtypes(tensors: Sequence[torch.Tensor], name: str) -> None:
     """Refuse tensors of several dtypes, devices or layouts, or that are not dense."""
     like = tensors[0]
+    dtype, layout, device = like.dtype, like.layout, like.device
     for index, tensor in enumerate(tensors):
+        if tensor.dtype is dtype and tensor.layout is layout is torch.strided and tensor.device == device:
+            continue
         if tensor.layout != like.layout:
             refuse(
                 name,
