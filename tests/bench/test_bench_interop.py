@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from torchestra.bench.interop import measure_interop
 from torchestra.bench.options import BenchOptions
 
 
+@pytest.mark.timeout(300)  # as long as the script may take
 def test_everything_is_measured_on_both_backends_and_losses_agree() -> None:
     table, notes = measure_interop(BenchOptions(nproc=(2,), seconds=0.001, rounds=1))
     assert notes == []

@@ -31,7 +31,7 @@ Step = Callable[[], Any]
 Wrap = Callable[[nn.Module, Any], nn.Module]
 
 _BYTES = {"4 B": 4, "4 KB": 4 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20}
-_STEPS_COMPARED = 5
+_STEPS_COMPARED = 3
 _TOLERANCE = 1e-4
 
 
@@ -148,8 +148,8 @@ def _measure(ways: Mapping[str, Step], seconds: float, turns: int, together: int
     calls = {way: partial(_times, together, step) for way, step in ways.items()}
     counts = {}
     for way, call in calls.items():
-        _turn(call, 2)
-        counts[way] = max(2, min(1000, int(seconds / _turn(call, 3))))
+        _turn(call, 1)
+        counts[way] = max(2, min(1000, int(seconds / _turn(call, 1))))
     taken: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(turns):
         for way, call in calls.items():
