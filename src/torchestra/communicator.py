@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch.autograd import profiler
 
-from torchestra import checks, sparse
+from torchestra import checks, profiling, sparse
 from torchestra.engine.channels import Transfer
 from torchestra.engine.local import LocalEngine, Plan
 from torchestra.engine.operations import Kind
@@ -57,7 +58,7 @@ class Communicator(Order):
             self.engine.all_reduce(buffer, plan, self.limit(seconds), site)
             return self._write_back([tensor], [buffer])
 
-        return self.run(operation, f"{name}({op.name})", async_op)
+        return self.run(operation, f"{name}({op.name})", async_op, reads=[tensor])
 
     @staged
     def all_reduce_list(
@@ -81,7 +82,7 @@ class Communicator(Order):
             self.engine.all_reduce_parts(buffers, plan, self.limit(seconds), site)
             return self._write_back(tensors, buffers)
 
-        return self.run(operation, f"{name}({op.name}, {len(tensors)} tensors)", async_op)
+        return self.run(operation, f"{name}({op.name}, {len(tensors)} tensors)", async_op, reads=tensors)
 
     def all_reduce_sparse(
         self,
@@ -103,7 +104,7 @@ class Communicator(Order):
                         tensor.copy_(twin)  # not its detach(), which would get entries of its own
             return list(tensors)
 
-        return self.run(operation, f"{name}({op.name}, sparse)", async_op)
+        return self.run(operation, f"{name}({op.name}, sparse)", async_op, reads=tensors)
 
     @overridable
     @staged
@@ -125,7 +126,7 @@ class Communicator(Order):
             self.engine.all_reduce(buffer, plan, self.limit(seconds), site)
             return self._write_back([tensor], [buffer]) if self.rank == root else [tensor]
 
-        return self.run(operation, f"{name}({op.name})", async_op)
+        return self.run(operation, f"{name}({op.name})", async_op, reads=[tensor])
 
     @overridable
     @staged
@@ -141,7 +142,7 @@ class Communicator(Order):
             self.engine.broadcast(buffer, plan, self.limit(seconds), site)
             return [tensor] if self.rank == root else self._write_back([tensor], [buffer])
 
-        return self.run(operation, "broadcast", async_op)
+        return self.run(operation, "broadcast", async_op, reads=[tensor])
 
     @overridable
     @staged
@@ -168,7 +169,7 @@ class Communicator(Order):
             self._write_back(targets, buffers)
             return list(given)
 
-        return self.run(operation, name, async_op)
+        return self.run(operation, name, async_op, reads=[tensor])
 
     @overridable
     @staged
@@ -195,7 +196,7 @@ class Communicator(Order):
             self._write_back([output], [buffer])
             return [given]
 
-        return self.run(operation, name, async_op)
+        return self.run(operation, name, async_op, reads=[tensor])
 
     @overridable
     @staged
@@ -225,7 +226,7 @@ class Communicator(Order):
             self._write_back(targets, buffers)
             return list(given)
 
-        return self.run(operation, name, async_op)
+        return self.run(operation, name, async_op, reads=[tensor])
 
     @overridable
     @staged
@@ -257,7 +258,7 @@ class Communicator(Order):
             self._write_back([output], [buffer])
             return [given]
 
-        return self.run(operation, name, async_op)
+        return self.run(operation, name, async_op, reads=sources or [output])
 
     @overridable
     @staged
@@ -283,7 +284,7 @@ class Communicator(Order):
             self.engine.reduce_scatter(buffer, plain, plan, self.limit(seconds), site)
             return self._write_back([output], [buffer])
 
-        return self.run(operation, f"{name}({op.name})", async_op)
+        return self.run(operation, f"{name}({op.name})", async_op, reads=sources)
 
     @overridable
     @staged
@@ -312,7 +313,7 @@ class Communicator(Order):
             self.engine.reduce_scatter_flat(buffer, self._scaled(tensor, op), plan, self.limit(seconds), site)
             return self._write_back([output], [buffer])
 
-        return self.run(operation, f"{name}({op.name})", async_op)
+        return self.run(operation, f"{name}({op.name})", async_op, reads=[tensor])
 
     @overridable
     @staged
@@ -344,7 +345,7 @@ class Communicator(Order):
             self._write_back(targets, buffers)
             return list(given)
 
-        return self.run(operation, name, async_op)
+        return self.run(operation, name, async_op, reads=sources)
 
     @overridable
     @staged
@@ -375,7 +376,7 @@ class Communicator(Order):
             self._write_back([output], [buffer])
             return [given]
 
-        return self.run(operation, name, async_op)
+        return self.run(operation, name, async_op, reads=[tensor])
 
     def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
         """Return (or be done) when every rank has called and finished what it called before."""
@@ -388,12 +389,19 @@ class Communicator(Order):
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
         """Send a message to a rank; returns when the tensor may be changed."""
+        if profiler._is_profiler_enabled and profiling.wanted():
+            with profiling.recorded("send", [tensor]):
+                return self.send(tensor, rank, tag, seconds)
         tensor = checks.check_tensor(fetched(tensor), "tensor", "send")
         self._refuse_if_closed("send")
         self.engine.send(made_plain(tensor), rank, tag, self.limit(seconds))
+        return None
 
     def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
         """Receive a message from a rank, or from any (None), into the tensor; the rank that sent it."""
+        if profiler._is_profiler_enabled and profiling.wanted():
+            with profiling.recorded("recvAnySource" if rank is None else "recv", [tensor]):
+                return self.recv(tensor, rank, tag, seconds)
         tensor, land = landing(tensor)
         checks.check_tensor(tensor, "tensor", "recv", written=True)
         self._refuse_if_closed("recv")
@@ -405,6 +413,9 @@ class Communicator(Order):
 
     def isend(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> Work:
         """Begin to send a message to a rank."""
+        if profiler._is_profiler_enabled and profiling.wanted():
+            with profiling.recorded("send", [tensor]):
+                return self.isend(tensor, rank, tag, seconds)
         buffer = made_plain(checks.check_tensor(fetched(tensor), "tensor", "isend"))
         self._refuse_if_closed("isend")
         work = Work(f"isend to rank {rank} of group {self.name!r}")
@@ -417,6 +428,9 @@ class Communicator(Order):
         self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None
     ) -> Work:
         """Begin to receive a message from a rank, or from any (None), into the tensor."""
+        if profiler._is_profiler_enabled and profiling.wanted():
+            with profiling.recorded("recvAnySource" if rank is None else "recv", [tensor]):
+                return self.irecv(tensor, rank, tag, seconds)
         given = tensor
         tensor, land = landing(tensor)
         checks.check_tensor(tensor, "tensor", "irecv", written=True)

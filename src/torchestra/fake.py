@@ -351,10 +351,15 @@ class FakeCommunicator(Communicator):
         return self.run(operation, name, async_op)
 
     def run(
-        self, operation: Operation, description: str, async_op: bool = False, operations: int = 1
+        self,
+        operation: Operation,
+        description: str,
+        async_op: bool = False,
+        operations: int = 1,
+        reads: Sequence[torch.Tensor] = (),
     ) -> Work | None:
         if not async_op or self.is_collecting():
-            return super().run(operation, description, async_op, operations)
+            return super().run(operation, description, async_op, operations, reads)
         self._refuse_if_closed(description)
         return Work.finished(f"{description} of group {self.name!r}", operation(None))
 

@@ -11,6 +11,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch.autograd import profiler
+
+from torchestra import profiling
 from torchestra.engine.callsites import call_site
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.progress import ProgressThread
@@ -29,6 +33,7 @@ class Step(NamedTuple):
     operation: Operation
     description: str
     work: Work | None
+    reads: Sequence[torch.Tensor]
 
 
 class Order:
@@ -47,7 +52,12 @@ class Order:
         self._promised = 0
 
     def run(
-        self, operation: Operation, description: str, async_op: bool = False, operations: int = 1
+        self,
+        operation: Operation,
+        description: str,
+        async_op: bool = False,
+        operations: int = 1,
+        reads: Sequence[torch.Tensor] = (),
     ) -> Work | None:
         """Run an operation in the group's order: here and now, or after those that are queued.
 
@@ -56,13 +66,16 @@ class Order:
             description: of it, for messages.
             async_op: whether only to queue it, and return its Work at once.
             operations: how many of the engine's it consists of.
+            reads: the tensors that it reads, for profilers.
         """
         self._refuse_if_closed(description)
         if self._collected and (steps := self._collected.get(threading.get_ident())) is not None:
-            steps.append(
-                Step(operation, description, self._work(description, held=True) if async_op else None)
-            )
-            return steps[-1].work
+            work = self._work(description, held=True) if async_op else None
+            steps.append(Step(operation, description, work, reads))
+            return work
+        if profiler._is_profiler_enabled and profiling.wanted():
+            with profiling.recorded(description, reads):
+                return self.run(operation, description, async_op, operations)
         # A callback of an asynchronous operation runs on the progress thread, and cannot wait for its queue.
         if not async_op and (not self._progress.pending or self._progress.is_current()):
             with self._lock:
@@ -163,7 +176,8 @@ class Order:
         for step in steps:
             if step.work is not None:
                 step.work.held = False
-        return self.run(operation, description, async_op, len(steps))
+        reads = [tensor for step in steps for tensor in step.reads]
+        return self.run(operation, description, async_op, len(steps), reads)
 
     def sequence_number(self) -> int:
         """How many operations of the whole group this rank has called, those that are queued included."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import profiler
 
 from torchestra.communicator import Communicator
 from torchestra.engine.local import LocalEngine, Plan
@@ -74,6 +75,7 @@ class QuickCommunicator(Communicator):
             and tensor.is_contiguous()
             and (tensor.storage_offset() == 0 or not tensor.is_neg())
             and not self._progress.pending
+            and not profiler._is_profiler_enabled
         ):
             taken = True
             try:
@@ -125,6 +127,7 @@ class QuickCommunicator(Communicator):
             and not async_op
             and is_plain(tensor)
             and not self._progress.pending
+            and not profiler._is_profiler_enabled
         ):
             taken = True
             try:
@@ -155,6 +158,7 @@ class QuickCommunicator(Communicator):
             and output.dtype is tensor.dtype
             and output.numel() == tensor.numel() * self.size
             and not self._progress.pending
+            and not profiler._is_profiler_enabled
         ):
             taken = True
             try:
@@ -189,6 +193,7 @@ class QuickCommunicator(Communicator):
             and output.dtype is tensor.dtype
             and tensor.numel() == output.numel() * self.size
             and not self._progress.pending
+            and not profiler._is_profiler_enabled
         ):
             taken = True
             try:
@@ -227,6 +232,7 @@ class QuickCommunicator(Communicator):
             and shape
             and shape[0] % self.size == 0
             and not self._progress.pending
+            and not profiler._is_profiler_enabled
         ):
             taken = True
             try:
@@ -244,7 +250,7 @@ class QuickCommunicator(Communicator):
         return work
 
     def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
-        if not (async_op or self._progress.pending or self.closed):
+        if not (async_op or self._progress.pending or self.closed or profiler._is_profiler_enabled):
             taken = True
             try:
                 taken = self._acquire(False)
@@ -265,6 +271,7 @@ class QuickCommunicator(Communicator):
             and tensor.layout is _STRIDED
             and tensor.is_contiguous()
             and not tensor.is_neg()
+            and not profiler._is_profiler_enabled
         ):
             kind, unit = found
             waiter = self.engine.waiter(self.seconds)
@@ -282,6 +289,7 @@ class QuickCommunicator(Communicator):
             and tensor.layout is _STRIDED
             and tensor.is_contiguous()
             and not tensor.is_neg()
+            and not profiler._is_profiler_enabled
         ):
             kind, unit = found
             waiter = self.engine.waiter(self.seconds)

@@ -50,7 +50,7 @@ def all_reduce_together(
             tensor.detach().copy_(total)
         return list(tensors)
 
-    return communicator.run(operation, steps[0].description, async_op)
+    return communicator.run(operation, steps[0].description, async_op, reads=tensors)
 
 
 @staged
@@ -78,7 +78,7 @@ def broadcast_together(
                 tensor.detach().copy_(chosen.detach())
         return list(tensors)
 
-    return communicator.run(operation, steps[0].description, async_op)
+    return communicator.run(operation, steps[0].description, async_op, reads=[chosen])
 
 
 @staged
@@ -115,7 +115,7 @@ def all_gather_together(
                 output.detach().copy_(piece)
         return [list(row) for row in outputs]
 
-    return communicator.run(operation, name, async_op)
+    return communicator.run(operation, name, async_op, reads=tensors)
 
 
 def all_reduce_coalesced(

@@ -203,7 +203,7 @@ def run_staged(
         stage.give_back([tensor for tensor in _tensors_in(results) if is_staged(tensor)])
         return results
 
-    return communicator.run(operation, steps[-1].description, async_op, len(steps))
+    return communicator.run(operation, steps[-1].description, async_op, len(steps), read)
 
 
 def fetched(tensor: torch.Tensor) -> torch.Tensor:
