@@ -35,7 +35,8 @@ def all_reduce_coalesced(
 ) -> torch.futures.Future[Any] | None:
     """Replace each tensor on every rank by the reduction of all ranks' tensors at its place in the list.
 
-    To be called by all ranks, with tensors of one dtype and of the same shapes in the same order.
+    To be called by all ranks, with tensors of one dtype and of the same shapes in the same order. Complex
+    tensors go with real ones of their parts' dtype.
 
     Returns:
         With ``async_op`` a future of the list of tensors; else, and on a rank that is not in the group, None.
@@ -50,6 +51,10 @@ def all_reduce_coalesced(
         return None
     given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     chosen = checks.check_tensor_list(given, "tensors", name)
+    for index, tensor in enumerate(chosen):
+        if tensor.is_complex():
+            checks.check_reducible(tensor, checks.check_op(op, name), name)
+            chosen[index] = torch.view_as_real(tensor)
     checks.check_same_dtype(chosen, chosen[0].dtype if chosen else torch.float32, "tensors", name)
     options = AllreduceCoalescedOptions(reduceOp=op, asyncOp=async_op)
     work = member.allreduce_coalesced(chosen, options)

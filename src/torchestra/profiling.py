@@ -55,16 +55,16 @@ def recorded(description: str, reads: Sequence[torch.Tensor]) -> Iterator[None]:
     ]  # else it is about to be refused
     shown = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     call = _RecordFunctionFast(f"torchestra::{name}")
-    communication = _RecordFunctionFast(f"gloo:{_FORM.sub('', name)}", shown)
+    communication = [_RecordFunctionFast(f"gloo:{_FORM.sub('', name)}", shown)]
     _within.a_call = True
     call.__enter__()
-    communication.__enter__()
+    communication[0].__enter__()
     try:
         yield
     finally:
         call.__exit__()
-        # A range is asynchronous for torch if it is left on another thread than it was entered on. The
-        # profiler has given it the end of the one around it, and hears nothing from threads that it does not
-        # know; so it does not matter when that happens.
-        _thread.start_new_thread(communication.__exit__, ())
+        # A range is asynchronous for torch if it is left on another thread than it was entered on. There it
+        # is left by being dropped, for __exit__ does nothing on a thread that is not profiled. The profiler
+        # hears nothing of that, and takes the end of the range around it; so it does not matter when it is.
+        _thread.start_new_thread(communication.clear, ())
         _within.a_call = False

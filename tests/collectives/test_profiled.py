@@ -81,10 +81,10 @@ def call_profiled(name: str, make: Callable[[], Any]) -> None:
     events = events_of(profiled)
     seen = {event.name: event for event in events if event.name.startswith("gloo:")}
     assert {key.removeprefix("gloo:"): event.input_shapes for key, event in seen.items()} == expected, name
-    assert all(event.is_async and event.count == 1 for event in seen.values())
+    assert all(event.is_async and event.count == 1 for event in seen.values()), name
     assert len([event for event in events if event.name.startswith("torchestra::")]) == len(expected)
     after = [event.time_range.start for event in events if event.name == "aten::ones"][-1]
-    assert all(event.time_range.end <= after for event in seen.values())
+    assert all(event.time_range.end <= after for event in seen.values()), name
 
 
 def call_all_profiled(make: Callable[[], Any]) -> None:

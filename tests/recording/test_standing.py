@@ -50,7 +50,9 @@ def one_never_comes(late: threading.Event | None) -> str:
 def check_that_one_never_came(told: list[str]) -> None:
     last = len(told) - 1
     assert len({tuple(block(message)) for message in told}) == 1
-    summary = rf"timed out after \d+\.\d s on rank \d: rank {last} had not arrived\.$"
+    summary = (
+        rf"timed out after \d+\.\d s on rank \d: rank {last} had not arrived \(the timeout is 0\.8 s\)\.$"
+    )
     assert all(re.search(summary, message.splitlines()[0]) for message in told)
     ranks = standing(told[0])
     assert sorted(ranks) == list(range(last + 1))

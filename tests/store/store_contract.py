@@ -108,7 +108,7 @@ def a_key_that_never_comes_is_an_error_with_names(store: Store) -> None:
 def a_wait_names_what_is_missing(store: Store) -> None:
     store.set("a", "1")
     for timeout in (0.02, timedelta(milliseconds=20)):
-        with pytest.raises(StoreTimeoutError, match=r"keys .*b', .*c' did not come to .* within 0.02 s"):
+        with pytest.raises(StoreTimeoutError, match=r"after 20ms, keys: .*b', .*c' did not come to "):
             store.wait(["a", "b", "c"], timeout)
     store.multi_set(["b", "c"], ["2", "3"])
     store.wait(["a", "b", "c"], 0.0)

@@ -358,6 +358,6 @@ def test_a_full_disk_is_an_error_and_leaves_the_file_whole(
 
 def test_a_time_out_names_the_file(path: Path) -> None:
     with pytest.raises(
-        StoreTimeoutError, match=f"key 'k' did not come to FileStore\\({path}\\) within 0.01 s"
+        StoreTimeoutError, match=f"after 10ms, keys: 'k' did not come to FileStore\\({path}\\)"
     ):
         FileStore(path).wait(["k"], 0.01)

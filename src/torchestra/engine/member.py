@@ -236,13 +236,15 @@ class Member:
                 asked = tuple(range(self.size)) if blocked is None else (blocked,)
                 raise CollectiveTimeoutError(
                     f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank"
-                    f" {self.own_number}; the group stays usable.{self.report(asked)}",
+                    f" {self.own_number} (the timeout is {seconds:g} s); the group stays"
+                    f" usable.{self.report(asked)}",
                     self.called(asked),
                 )
             missing = self.called(self.missing())
             message = (
                 f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.own_number}:"
-                f" {_ranks(missing) if missing else 'no rank'} had not arrived."
+                f" {_ranks(missing) if missing else 'no rank'} had not arrived"
+                f" (the timeout is {seconds:g} s)."
             )
             self.abort(message, explain=explain)
             # The same lines on every rank, though several may have come to the end of their time at once.

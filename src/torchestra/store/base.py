@@ -294,8 +294,8 @@ def missing_keys_error(store: Store, missing: Sequence[str], seconds: float) -> 
     if len(missing) > 8:
         named += f" and {len(missing) - 8} more"
     return StoreTimeoutError(
-        f"{'key' if len(missing) == 1 else 'keys'} {named} did not come to {store} within {seconds:g} s: "
-        "the rank that sets it is late, stuck or gone; look at its output, or raise the time-out"
+        f"wait timeout after {seconds * 1000:.0f}ms, keys: {named} did not come to {store}; the rank that"
+        " sets it is late, stuck or gone; look at its output, or raise the time-out"
     )
 
 

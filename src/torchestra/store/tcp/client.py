@@ -226,8 +226,9 @@ class TCPStore(Store):
         except StoreTimeoutError:
             came = self._number(Request.ADD, [_WORKERS.encode(), b"0"]) - turn * world_size
             raise StoreTimeoutError(
-                f"{self}: {came} of {world_size} stores connected within {self.timeout.total_seconds():g} s; "
-                "the ranks of the others are late or gone, or look for the master elsewhere"
+                f"Timed out after {self.timeout.total_seconds():g} seconds waiting for clients. "
+                f"{came}/{world_size} clients joined. {self}: the others' ranks are late or gone, or look for"
+                " the master elsewhere"
             ) from None
 
 
