@@ -337,6 +337,25 @@ def test_methods_of_references_take_part() -> None:
     rpc_workers.first("threads", 2, fetched)
 
 
+@rpc.functions.async_execution
+def add_and_double_elsewhere(one: torch.Tensor, other: torch.Tensor) -> Any:
+    added = rpc.rpc_async(2, torch.add, (one, other))
+    return added.then(lambda done: rpc.rpc_sync(0, torch.mul, (done.value(), 2)))
+
+
+def in_callbacks() -> None:
+    one, other = leaf(3), leaf(3)
+    for way in WAYS:
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [way(1, add_and_double_elsewhere, one, other).sum()])
+            found = autograd.get_gradients(context_id)
+            assert found[one].tolist() == found[other].tolist() == [2, 2, 2]
+
+
+def test_what_callbacks_of_calls_call_takes_part() -> None:
+    rpc_workers.first("threads", 3, in_callbacks)
+
+
 # -- what is sent
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -152,6 +154,41 @@ def graph() -> None:
 
 def test_each_message_with_tensors_has_one_node_on_each_side() -> None:
     rpc_workers.first("threads", 2, graph)
+
+
+alive: list[weakref.ref[torch.Tensor]] = []
+
+
+def doubled(value: torch.Tensor) -> torch.Tensor:
+    inner = value * 2
+    alive.append(weakref.ref(value))
+    alive.append(weakref.ref(inner))
+    return inner * inner
+
+
+def how_many_live() -> int:
+    return sum(each() is not None for each in alive)
+
+
+def what_is_left() -> None:
+    value = doubled(leaf(3))
+    with autograd.context() as context_id:
+        result = rpc.rpc_sync(1, doubled, (value,))
+        autograd.backward(context_id, [result.sum()], retain_graph=True)
+        assert rpc.rpc_sync(1, how_many_live) >= 1
+    del value, result
+    deadline = time.monotonic() + 20
+    while any(rpc.rpc_sync(worker, how_many_live) for worker in (0, 1)):
+        assert time.monotonic() < deadline
+
+
+def test_nothing_of_a_graph_is_left_when_its_context_is_over(kind: str) -> None:
+    gc.disable()  # what is left must not wait for the garbage collector
+    try:
+        rpc_workers.first(kind, 2, what_is_left)
+    finally:
+        gc.enable()
+        alive.clear()
 
 
 def one_of_many(errors: list[BaseException]) -> None:

@@ -157,9 +157,10 @@ class Sending:
 
     def close(self) -> tuple[int | None, int | None]:
         """All is pickled: the numbers of the context and of the message, None where there is no need."""
-        if not self._tensors:
+        tensors, self._tensors, self._content = self._tensors, [], None
+        if not tensors:
             return (self._context.number if self._is_call else None), None
-        return self._context.number, self._context.note_send(self._to, self._tensors)
+        return self._context.number, self._context.note_send(self._to, tensors)
 
     def has_gone(self) -> None:
         """The message was sent."""

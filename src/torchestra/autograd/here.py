@@ -34,6 +34,22 @@ def calling_context() -> Context | None:
     return context if context is not None and torch.is_grad_enabled() else None
 
 
+def in_same_context(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A callback that runs in the context that this thread is in now, on whichever thread it is called."""
+    context = here.context
+    if context is None:
+        return callback
+
+    def call(value: Any) -> Any:
+        before, here.context = here.context, context
+        try:
+            return callback(value)
+        finally:
+            here.context = before
+
+    return call
+
+
 def aside(job: Callable[[], Any]) -> None:
     """Do something of others on this thread, which waits: as a thread would that is at nothing."""
     if here.context is None and here.part is None and torch.is_grad_enabled():

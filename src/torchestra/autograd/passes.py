@@ -150,6 +150,8 @@ class Part:
                     retain_graph=self._retain,
                 )
         finally:
+            with self._lock:
+                self._sends = {}
             if not self._retain:
                 context.retire(tuple(sends.values()), receipts)
         context.gradients.own_views()
@@ -295,6 +297,7 @@ class Part:
             finally:
                 agent.watchers.discard(look)
                 self._wait = None
+                self._is_ready = bool  # what it was knows this part, which shall die without a collector
         if self._failure is not None:
             raise self._failure
         if not is_ready():

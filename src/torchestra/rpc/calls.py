@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.futures import Future
 
+from torchestra.autograd.here import in_same_context
+
 
 class RpcFuture(Future):  # type: ignore[type-arg]
     """A ``torch.futures.Future`` whose waiting thread works for the worker meanwhile."""
@@ -20,6 +22,14 @@ class RpcFuture(Future):  # type: ignore[type-arg]
         if call is not None and not call.done:
             call.await_end(call)
         return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        """A future of what the callback returns, which is called in this thread's autograd context."""
+        return super().then(in_same_context(callback))
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Have a callback called, in this thread's autograd context, when the future is done."""
+        super().add_done_callback(in_same_context(callback))
 
 
 class Call:
