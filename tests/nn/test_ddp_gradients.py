@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchestra as dist
-from torchestra.nn.parallel import DistributedDataParallel
+from torchestra.nn.parallel import DistributedDataParallel, reducer
 from worlds import run
 
 VIEWS = pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
@@ -340,3 +340,45 @@ def test_a_group_that_is_not_the_default_one() -> None:
     found = run("threads", 3, body)
     pair_samples = torch.stack([samples[0::3], samples[2::3]], dim=1).flatten(0, 1)
     assert_same([found[0], found[2]], expected_gradients(model, pair_samples, 2))
+
+
+class Added(nn.Module):
+    """Parameters that are added up, whole and in parts: autograd gives them gradients in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.ones(6) * index) for index in range(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other, third = torch.cat(list(self.parts[:2])), torch.cat(list(self.parts[2:4])), self.parts[6]
+        total = one + other + torch.cat([x.new_zeros(6), self.parts[4]]) + torch.cat([self.parts[5], third])
+        return total * x.mean(0).repeat(2)
+
+
+@pytest.mark.parametrize("join", [False, True])
+@pytest.mark.parametrize("cap_bytes", [1, 48, 1 << 20])
+@pytest.mark.parametrize("spare", [0, 1])
+def test_gradients_that_lie_in_the_same_memory(
+    spare: int, cap_bytes: int, join: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one bucket or in several, reduced at the end or beside backward, averaged or summed and divided."""
+    monkeypatch.setattr(reducer, "spare_cores", lambda ranks: spare)
+    model, samples = Added(), batch(3)
+    expected = expected_gradients(model, samples, 3)
+    alone = copy.deepcopy(model)
+    loss(alone(samples)).backward()
+    assert len({each.grad.data_ptr() for each in alone.parameters()}) < 7, (
+        "torch has changed: nothing is shared"
+    )
+
+    def body() -> list[torch.Tensor | None]:
+        wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap_bytes / 2**20)
+        with wrapped.join(enable=join):
+            for _ in range(2):
+                wrapped.zero_grad()
+                loss(wrapped(share(samples, dist.get_rank(), 3))).backward()
+        return gradients(wrapped)
+
+    for found in run("threads", 3, body):
+        for ours, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, right)

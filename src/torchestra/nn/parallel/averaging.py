@@ -7,6 +7,9 @@ same buckets in the same order.
 Gradients are reduced where they are, all of a bucket in one operation. Where a bucket has memory (buckets.py)
 they are copied into it first.
 
+Autograd may give two parameters gradients in the same memory: parts of one tensor that both were added into.
+Such gradients are reduced in copies, since in place the second would be made of the first's average.
+
 The gradient of a parameter that this rank has not used in the round is not to be touched before it is known,
 at the end, whether another rank has used it. So such gradients are reduced in a copy.
 
@@ -47,7 +50,7 @@ class _Flight:
     Attributes:
         gradients: of its parameters, None where there is none.
         unused: the places of parameters that this rank has not used.
-        copies: by place, what is reduced in the stead of a gradient that must not be touched.
+        copies: by place, what is reduced in the stead of a gradient.
         kept: by place, a gradient that lies in the bucket's memory, and may have to be put back.
         tensors: what is reduced.
         work: the reduction, if it runs already.
@@ -98,6 +101,8 @@ class Averager:
         self._overlap = overlap
         self._hook: tuple[CommHook, Any] | None = None
         self._flights: dict[int, _Flight] = {}
+        # Where the gradients lie that have been started in this round: address and bytes, in ascending order.
+        self._spans: list[tuple[int, int]] = []
         self.divisor: float | None = None
 
     @property
@@ -230,8 +235,28 @@ class Averager:
         for place, tensor in enumerate(tensors):
             if tensor is None or tensor.layout is not torch.strided:
                 self._check(bucket, place, flight)
+        # The average of an average is the same again, but not the sum of a sum: with a divisor, nothing may
+        # be reduced in place before all has been copied.
+        if self._share_memory(tensors) or (self._overlap and self.divisor is not None):
+            for other in self._flights.values():
+                if other.work is not None:
+                    other.work.wait()
+            flight.copies = {place: tensor.detach().clone() for place, tensor in enumerate(tensors)}
+            tensors = list(flight.copies.values())
         torch.autograd.graph.increment_version(tensors)
         return tensors
+
+    def _share_memory(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether any of these lies where another of this round does."""
+        if len(self._flights) == 1:
+            self._spans = []
+        self._spans = sorted(self._spans + [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+        end = 0
+        for start, nbytes in self._spans:
+            if start < end:
+                return True
+            end = start + nbytes
+        return False
 
     def _check(self, bucket: Bucket, index: int, flight: _Flight) -> torch.Tensor:
         """The gradient, which must be there and dense."""
@@ -289,7 +314,7 @@ class Averager:
             used: for each parameter, how many ranks have used it; only asked of those unused here.
         """
         flight = self._flights.pop(bucket.number)
-        is_done = bucket.flat is None and not (bucket.sparse or flight.unused or self.divisor)
+        is_done = bucket.flat is None and not (bucket.sparse or flight.copies or self.divisor)
         if flight.shadow or is_done:
             return
         began = _now()
@@ -303,6 +328,9 @@ class Averager:
             else:
                 if bucket.flat is not None and not self._as_views:
                     self._copy_out(bucket, flight)
+                for place, copy in flight.copies.items():
+                    if place not in flight.unused:
+                        self._check(bucket, place, flight).copy_(copy)
                 for place in flight.unused:
                     self._settle_unused(bucket, place, flight, used[bucket.indices[place]] > 0)
         self._counters.copy_ns += _now() - began
