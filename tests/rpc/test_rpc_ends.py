@@ -131,7 +131,7 @@ def test_a_forked_child_that_closes_what_it_inherited_disturbs_nobody(road: str)
 
 
 def miss_a_silent_one() -> str:
-    rank = begin_on("wire", heartbeat_timeout=1.0)
+    rank = begin_on("wire", heartbeat_timeout=2.0)
     if rank == 1:
         worlds.leave_note("ready")
         time.sleep(60)
@@ -148,7 +148,7 @@ def test_a_worker_on_another_host_that_falls_silent_is_given_up() -> None:
         world.signal(1, signal.SIGSTOP)
         with open(world.path("stopped"), "w"):
             pass
-        assert "nothing has been heard of it for 1." in world.wait(0).result()
+        assert "nothing has been heard of it for 2." in world.wait(0).result()
 
 
 def shut_down_without_one() -> str:

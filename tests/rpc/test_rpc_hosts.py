@@ -190,10 +190,14 @@ def begin_with(secrets: list[str | None]) -> None:
 )
 def test_workers_on_two_hosts_need_one_secret(monkeypatch, secrets, kind, message) -> None:
     monkeypatch.delenv("TORCHESTRA_SECRET", raising=False)
+    before = set(threading.enumerate())
     for ended in worlds.outcomes("threads", 2, begin_with, secrets, hosts=["here", "there"]):
         assert isinstance(ended.error, kind)
         assert message in ended.message
-    assert not [each for each in threading.enumerate() if each.name.startswith("rpc-")]
+    deadline = time.monotonic() + 20
+    while left := [each for each in set(threading.enumerate()) - before if each.name.startswith("rpc-")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
 
 
 # -- roads
