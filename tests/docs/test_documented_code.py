@@ -9,7 +9,7 @@ import torch
 from pages import PAGES, Program, read
 
 import torchestra as dist
-from worlds import run
+from worlds import run, start_server
 
 READ = [read(path) for path in PAGES]
 PROGRAMS = [program for page in READ for program in page.programs]
@@ -19,6 +19,13 @@ INSTALLED = any(point.value == "torchestra.testing.plugin" for point in entry_po
 PLUGIN = () if INSTALLED else ("-p", "torchestra.testing.plugin")
 
 pytest_plugins = ("pytester",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_start_warm() -> None:
+    """The fork server is forked before any test starts a thread."""
+    torch.set_num_threads(1)
+    start_server()
 
 
 def run_pieces(program: Program) -> None:

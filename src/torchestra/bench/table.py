@@ -68,12 +68,12 @@ def to_markdown(report: BenchReport) -> str:
     for world in report.worlds:
         header, *rows = _rows(report, world, _fastest_style)
         blocks.append(
-            f"### {world} ranks, float32, µs\n\n" + _markdown_table([c.plain for c in header], rows)
+            f"## {world} ranks, float32, µs\n\n" + _markdown_table([c.plain for c in header], rows)
         )
     for table in report.tables:
         titles = ["", *(title for _, title in table.columns), *_side_ratio_titles(table)]
         blocks.append(
-            f"### {table.title} ({table.unit})\n\n"
+            f"## {table.title} ({table.unit})\n\n"
             + _markdown_table(titles, [[Text(cell) for cell in row] for row in _side_rows(table)])
         )
     lines = summary_lines(report) + [f"Left out: {note}" for note in report.notes]
