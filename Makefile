@@ -55,7 +55,7 @@ $(VENV)/.test: EXTRAS := test,examples
 $(VENV)/.lint: EXTRAS := lint,test,examples
 $(VENV)/.examples: EXTRAS := examples
 $(VENV)/.bench: EXTRAS := bench
-$(VENV)/.docs: EXTRAS := docs
+$(VENV)/.docs: EXTRAS := docs,test
 $(VENV)/.conformance: EXTRAS := conformance
 $(VENV)/.interop: EXTRAS := test,examples,interop
 

@@ -112,9 +112,11 @@ def _description(package: ModuleType, attribute: str, value: object) -> list[str
         return [f".. autofunction:: {name}", ""]
     if not inspect.isclass(value):
         # Autodoc looks for its docstring where it is offered; it stands where it is assigned.
-        places = [place for place, names in names_by_module(package).items() if attribute in names]
-        module = ".".join([package.__name__, *places])
-        docstring = ModuleAnalyzer.for_module(module).find_attr_docs()["", attribute]
+        place = next((each for each, names in names_by_module(package).items() if attribute in names), "")
+        module = place if place.startswith("torchestra.") else f"{package.__name__}.{place}".rstrip(".")
+        docstring = ModuleAnalyzer.for_module(module).find_attr_docs().get(("", attribute), [])
+        if not docstring:
+            _log.warning("no docstring stands below %s in %s", attribute, module)
         return [*_data(package, attribute), "", *(f"   {line}" for line in docstring), ""]
     members = ", ".join(own_members(value))
     kind = "autoexception" if issubclass(value, BaseException) else "autoclass"

@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 BACKEND = "torchestra"
+"""The name of the backend."""
 
 __all__ = ["BACKEND", "autoload", "register"]
 

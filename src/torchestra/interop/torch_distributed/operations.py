@@ -49,7 +49,7 @@ def _handed_on(torch_name: str, name: str) -> Callable[..., Any]:
         return TorchestraWork(work)
 
     method.__name__ = torch_name
-    method.__doc__ = getattr(ProcessGroup, name).__doc__
+    method.__doc__ = f"See :meth:`torchestra.ProcessGroup.{name}`."
     return method
 
 
