@@ -67,9 +67,7 @@ def to_markdown(report: BenchReport) -> str:
     blocks = []
     for world in report.worlds:
         header, *rows = _rows(report, world, _fastest_style)
-        blocks.append(
-            f"## {world} ranks, float32, µs\n\n" + _markdown_table([c.plain for c in header], rows)
-        )
+        blocks.append(f"## {world} ranks, float32, µs\n\n" + _markdown_table([c.plain for c in header], rows))
     for table in report.tables:
         titles = ["", *(title for _, title in table.columns), *_side_ratio_titles(table)]
         blocks.append(

@@ -402,7 +402,7 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of a join context: the module's."""
+        """The device of a join context, which is the module's."""
         return self.device
 
     @property
