@@ -10,7 +10,7 @@ DEFINED_BY := pyproject.toml constraints.txt
 # Constraints for the builds that pip runs in environments of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test test-interop lint docs bench conformance clean
+.PHONY: demo test test-interop lint docs bench bench-hosts conformance clean
 
 demo: $(VENV)/.examples
 	$(RUN) -m torchestra run --nproc 2 examples/digits.py
@@ -40,6 +40,10 @@ bench: $(VENV)/.bench .venv-openmpi/.peer .venv-impi/.peer
 # PyTorch's own tests, renamed: how many pass, by module, and why the others do not.
 conformance: $(VENV)/.conformance
 	$(RUN) -m tools.conformance $(ARGS)
+
+# Two hosts that are network namespaces: needs root and iproute2.
+bench-hosts: $(VENV)/.bench
+	$(RUN) tools/bench_hosts.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-openmpi .venv-impi build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from torchestra.engine.multihost.bridge import BridgeError
-from torchestra.store import PrefixStore, Store, TCPStore
+from torchestra.store import PrefixStore, Store
+from torchestra.store.torch_agent import TorchStore
 
 __all__ = ["GlooBridge"]
 
@@ -175,9 +176,10 @@ def own_address(store: Store) -> str:
     inner = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    host = getattr(inner, "host", "")
-    if isinstance(inner, TCPStore) and host and not host.startswith("unix:"):
-        for family, _, _, _, where in socket.getaddrinfo(host, inner.port, type=socket.SOCK_DGRAM):
+    place = inner.torch_store if isinstance(inner, TorchStore) else inner
+    host, port = getattr(place, "host", ""), getattr(place, "port", 0)
+    if host and not host.startswith("unix:"):
+        for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 try:
                     probe.connect(where)
