@@ -32,6 +32,7 @@ import torch
 
 from torchestra.engine.algorithms import spare_cores
 from torchestra.errors import GradientReductionError
+from torchestra.hosts import HostsCommunicator
 from torchestra.nn.parallel import messages
 from torchestra.nn.parallel.autograd_hooks import one_at_a_time, queue_callback, remove_all, weakly
 from torchestra.nn.parallel.averaging import Averager
@@ -149,13 +150,15 @@ class Reducer:
         self._remove_hooks.atexit = False
 
     def _make_averager(self) -> Averager:
+        communicator = self._group.communicator
         return Averager(
             self._group,
             self._sink,
             self.names,
             self.counters,
             as_views=self._as_views,
-            overlap=spare_cores(self._group.size()) > 0,
+            # A network works by itself; memory only while a core does.
+            overlap=isinstance(communicator, HostsCommunicator) or spare_cores(self._group.size()) > 0,
         )
 
     def _lay_out(self, plan: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
