@@ -333,6 +333,8 @@ def test_an_address_where_nobody_listens_is_told() -> None:
 def test_ports_and_address_are_those_that_are_given(monkeypatch) -> None:
     monkeypatch.setenv(ADDRESS_VARIABLE, "10.1.2.3")
     assert own_address(HashStore()) == "10.1.2.3"
+    monkeypatch.setenv("MASTER_ADDR", "unix:@" + 100 * "x")
+    assert own_address(HashStore()) == "10.1.2.3"
     monkeypatch.delenv(ADDRESS_VARIABLE)
     socket.inet_pton(
         socket.AF_INET6 if ":" in own_address(HashStore()) else socket.AF_INET, own_address(HashStore())

@@ -102,7 +102,7 @@ def _address_towards(host: str) -> str | None:
         with socket.socket(family, kind) as probe:
             probe.connect(where)  # sends nothing
             address = str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):  # the name of a Unix socket may be too long for one of a host
         return None
     return None if address.startswith("127.") or address == "::1" else address.partition("%")[0]
 
