@@ -10,6 +10,7 @@ import torch
 
 import torchestra.compat as dist
 from torchestra.compat import rpc, testing
+from torchestra.compat.autograd import _get_debug_info
 from torchestra.compat.rpc import api, backend_registry, internal
 from torchestra.compat.testing import dist_init, worker_name
 from torchestra.store import HashStore
@@ -96,7 +97,7 @@ def ask(rank: int) -> None:
     assert info["num_users"] == "0"
     assert agents["agent.thread_pool_size"] == "16"
     assert not info.keys() & agents.keys()
-    assert rpc._get_debug_info().keys() >= info.keys() | agents.keys()
+    assert rpc._get_debug_info().keys() == info.keys() | agents.keys() | _get_debug_info().keys()
     before = rpc.get_rpc_timeout()
     rpc._set_rpc_timeout(3)
     assert rpc.get_rpc_timeout() == 3

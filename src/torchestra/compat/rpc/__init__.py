@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchestra import autograd
 from torchestra import rpc as _rpc
 from torchestra.compat.rendezvous import rendezvous
 from torchestra.compat.rpc import api, backend_registry, constants, functions, internal, options
@@ -146,4 +147,4 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 
 def _get_debug_info() -> dict[str, str]:
     """All counts of this worker."""
-    return _rpc.debug_info()
+    return {**_rpc.debug_info(), **autograd.debug_info()}
