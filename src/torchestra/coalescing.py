@@ -53,7 +53,7 @@ def all_reduce_coalesced(
     chosen = checks.check_tensor_list(given, "tensors", name)
     for index, tensor in enumerate(chosen):
         if tensor.is_complex():
-            checks.check_reducible(tensor, checks.check_op(op, name), name)
+            checks.check_reducible(tensor, checks.check_op(op, name), "all_reduce")
             chosen[index] = torch.view_as_real(tensor)
     checks.check_same_dtype(chosen, chosen[0].dtype if chosen else torch.float32, "tensors", name)
     options = AllreduceCoalescedOptions(reduceOp=op, asyncOp=async_op)

@@ -103,6 +103,7 @@ class QuickCommunicator(Communicator):
             and (plan := self._reductions[op.code].get(dtype)) is not None
             and not async_op
             and not self._progress.pending
+            and not profiler._is_profiler_enabled
             and all(each.dtype is dtype and is_plain(each) for each in tensors)
         ):
             taken = True
