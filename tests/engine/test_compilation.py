@@ -14,7 +14,8 @@ from torchestra.engine.kernels import catalogue
 def test_kernels_are_compiled_anew_when_any_file_of_the_engine_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numba itself looks only at the file of the function, not at those of the functions that it calls."""
+    """Numba itself looks only at the file of the function, not at those of the functions that it calls. Nor
+    is a user with another home directory a reason to compile anew."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels, reductions = tmp_path / "move.barrier-1.py311.nbi", tmp_path / "reductions._make-1.py311.nbi"
     function = SimpleNamespace(stats=SimpleNamespace(cache_path=str(tmp_path)))
@@ -33,6 +34,8 @@ def test_kernels_are_compiled_anew_when_any_file_of_the_engine_has_changed(
     assert not is_kept("second")
     assert is_kept("second")
     assert not is_kept("first")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another home"))
+    assert is_kept("first")
 
 
 def test_the_functions_that_kernels_are_made_of_are_known() -> None:

@@ -60,14 +60,17 @@ def forget_what_is_stale(functions: Iterable[Any]) -> None:
     Numba compiles a function anew when the file that it is written in has changed. But a kernel is made of
     functions and constants from several files, and would go on with their old versions.
     """
-    note = cache_directory() / f"sources-{_INSTALLATION}"
-    if note.exists() and note.read_text() == _sources():
-        return
-    for folder in {function.stats.cache_path for function in functions} - {None}:
-        for index in Path(folder).glob("*.nbi"):
+    sources = _sources()
+    for folder in {Path(function.stats.cache_path) for function in functions if function.stats.cache_path}:
+        # Beside what it tells of: who has another home directory finds the same functions there.
+        note = folder / f"torchestra-sources-{_INSTALLATION}"
+        if note.exists() and note.read_text() == sources:
+            continue
+        for index in folder.glob("*.nbi"):
             if not index.name.startswith("reductions."):  # made from one file only
                 index.unlink(missing_ok=True)
-    note.write_text(_sources())
+        folder.mkdir(parents=True, exist_ok=True)
+        note.write_text(sources)
 
 
 @contextlib.contextmanager

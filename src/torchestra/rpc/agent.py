@@ -397,17 +397,21 @@ class Agent:
     # -- what goes wrong
 
     def _look(self) -> None:
-        """Fail calls whose time is over or whose worker is gone."""
+        """Fail calls whose time is over or whose worker is gone.
+
+        Other threads add and remove calls meanwhile. Copying a dictionary is one step; making a tuple of its
+        items is many, and the garbage collector may run between them.
+        """
         if self.closed:
             return
         if not self.roads.member.program.is_alive():
             self.close()  # a rank that is a thread has ended without shutdown()
             return
         now = time.monotonic()
-        for number, call in tuple(self.pending.items()):
+        for number, call in self.pending.copy().items():
             if call.deadline is not None and now > call.deadline:
                 self._fail(number, self._timeout_error(call, now))
-        for number, call in tuple(self.waits.items()):
+        for number, call in self.waits.copy().items():
             if call.deadline is not None and now > call.deadline and number in self.waits:
                 self.waits.pop(number)
                 self._end(call, None, self._timeout_error(call, now))
@@ -415,7 +419,7 @@ class Agent:
         self._see_who_is_gone()
         for watcher in tuple(self.watchers):
             watcher()
-        for number, call in tuple(self.pending.items()):
+        for number, call in self.pending.copy().items():
             if call.peer in self._gone:
                 self._fail(number, self._gone_error(call.peer, call))
 

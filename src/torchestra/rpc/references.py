@@ -298,7 +298,7 @@ class References:
     def lost(self, rank: int) -> None:
         """A worker is gone."""
         with self._lock:
-            kept = [self._kept.pop(fork) for fork, (_, to) in tuple(self._kept.items()) if to == rank]
+            kept = [self._kept.pop(fork) for fork, (_, to) in self._kept.copy().items() if to == rank]
             for entry in tuple(self._entries.values()):
                 struck = [fork for fork, holder in entry.forks.items() if holder == rank]
                 for fork in struck:
