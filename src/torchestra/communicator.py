@@ -1,45 +1,32 @@
 """The operations of a group on tensors: argument checks, time-outs, layouts, synchronous and not.
 
-Ranks are the group's own. Tensors that are not contiguous are copied before and back after; staging.py does
-that for those of GPUs. order.py says when an operation runs, several.py has operations on more than one
-tensor per rank.
+Ranks are the group's own. Tensors that are not contiguous are copied before and back after (layouts.py);
+staging.py does that for those of GPUs. messaging.py has messages between two ranks, order.py says when an
+operation runs, several.py has operations on more than one tensor per rank.
 
 quick.py has shorter ways through the commonest cases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
-from torch.autograd import profiler
 
-from torchestra import checks, profiling, sparse
-from torchestra.engine.channels import Transfer
-from torchestra.engine.local import LocalEngine, Plan
+from torchestra import checks, sparse
+from torchestra.engine.local import Plan
 from torchestra.engine.operations import Kind
 from torchestra.errors import InvalidArgumentError
-from torchestra.order import Order
+from torchestra.layouts import made_plain, write_back
+from torchestra.messaging import Messaging
 from torchestra.overriding import overridable
-from torchestra.staging import fetched, landing, on_cpu, staged
+from torchestra.staging import on_cpu, staged
 from torchestra.types import ReduceOp
 from torchestra.work import Work
 
 
-def made_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor if its memory holds its elements one after the other, else such a copy of it."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-class Communicator(Order):
+class Communicator(Messaging):
     """One rank's end of a group. Every method is to be called by all ranks, in the same order."""
-
-    def __init__(self, engine: LocalEngine, name: str, seconds: float) -> None:
-        super().__init__(engine, name)
-        self.rank = engine.rank
-        self.size = engine.size
-        self.seconds = seconds
 
     @overridable
     @staged
@@ -56,7 +43,7 @@ class Communicator(Order):
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = self._scaled(tensor, op)
             self.engine.all_reduce(buffer, plan, self.limit(seconds), site)
-            return self._write_back([tensor], [buffer])
+            return write_back([tensor], [buffer])
 
         return self.run(operation, f"{name}({op.name})", async_op, reads=[tensor])
 
@@ -80,7 +67,7 @@ class Communicator(Order):
         def operation(site: str | None) -> list[torch.Tensor]:
             buffers = [self._scaled(tensor, op) for tensor in tensors]
             self.engine.all_reduce_parts(buffers, plan, self.limit(seconds), site)
-            return self._write_back(tensors, buffers)
+            return write_back(tensors, buffers)
 
         return self.run(operation, f"{name}({op.name}, {len(tensors)} tensors)", async_op, reads=tensors)
 
@@ -124,7 +111,7 @@ class Communicator(Order):
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = self._scaled(tensor, op)
             self.engine.all_reduce(buffer, plan, self.limit(seconds), site)
-            return self._write_back([tensor], [buffer]) if self.rank == root else [tensor]
+            return write_back([tensor], [buffer]) if self.rank == root else [tensor]
 
         return self.run(operation, f"{name}({op.name})", async_op, reads=[tensor])
 
@@ -140,7 +127,7 @@ class Communicator(Order):
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(tensor)
             self.engine.broadcast(buffer, plan, self.limit(seconds), site)
-            return [tensor] if self.rank == root else self._write_back([tensor], [buffer])
+            return [tensor] if self.rank == root else write_back([tensor], [buffer])
 
         return self.run(operation, "broadcast", async_op, reads=[tensor])
 
@@ -166,7 +153,7 @@ class Communicator(Order):
         def operation(site: str | None) -> list[torch.Tensor]:
             buffers = [made_plain(target) for target in targets]
             self.engine.all_gather(buffers, made_plain(tensor), plan, self.limit(seconds), site)
-            self._write_back(targets, buffers)
+            write_back(targets, buffers)
             return list(given)
 
         return self.run(operation, name, async_op, reads=[tensor])
@@ -193,7 +180,7 @@ class Communicator(Order):
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(output)
             self.engine.all_gather_flat(buffer, made_plain(tensor), plan, self.limit(seconds), site)
-            self._write_back([output], [buffer])
+            write_back([output], [buffer])
             return [given]
 
         return self.run(operation, name, async_op, reads=[tensor])
@@ -223,7 +210,7 @@ class Communicator(Order):
             self.engine.gather(buffers, made_plain(tensor), plan, self.limit(seconds), site)
             if given is None or targets is None or buffers is None:
                 return []
-            self._write_back(targets, buffers)
+            write_back(targets, buffers)
             return list(given)
 
         return self.run(operation, name, async_op, reads=[tensor])
@@ -255,7 +242,7 @@ class Communicator(Order):
             receives = [(0, 0)] * self.size
             receives[root] = (buffer.data_ptr(), buffer.nbytes)
             self.engine.exchange(plan, sends, receives, self.limit(seconds), site)
-            self._write_back([output], [buffer])
+            write_back([output], [buffer])
             return [given]
 
         return self.run(operation, name, async_op, reads=sources or [output])
@@ -282,7 +269,7 @@ class Communicator(Order):
             buffer = made_plain(output)
             plain = [self._scaled(source, op) for source in sources]
             self.engine.reduce_scatter(buffer, plain, plan, self.limit(seconds), site)
-            return self._write_back([output], [buffer])
+            return write_back([output], [buffer])
 
         return self.run(operation, f"{name}({op.name})", async_op, reads=sources)
 
@@ -311,7 +298,7 @@ class Communicator(Order):
         def operation(site: str | None) -> list[torch.Tensor]:
             buffer = made_plain(output)
             self.engine.reduce_scatter_flat(buffer, self._scaled(tensor, op), plan, self.limit(seconds), site)
-            return self._write_back([output], [buffer])
+            return write_back([output], [buffer])
 
         return self.run(operation, f"{name}({op.name})", async_op, reads=[tensor])
 
@@ -342,7 +329,7 @@ class Communicator(Order):
             sends = [(source.data_ptr(), source.nbytes) for source in plain]
             receives = [(buffer.data_ptr(), buffer.nbytes) for buffer in buffers]
             self.engine.exchange(plan, sends, receives, self.limit(seconds), site)
-            self._write_back(targets, buffers)
+            write_back(targets, buffers)
             return list(given)
 
         return self.run(operation, name, async_op, reads=sources)
@@ -373,7 +360,7 @@ class Communicator(Order):
             buffer, source = made_plain(output), made_plain(tensor)
             sends, receives = self._ranges(source, sent), self._ranges(buffer, expected)
             self.engine.exchange(plan, sends, receives, self.limit(seconds), site)
-            self._write_back([output], [buffer])
+            write_back([output], [buffer])
             return [given]
 
         return self.run(operation, name, async_op, reads=[tensor])
@@ -386,89 +373,6 @@ class Communicator(Order):
             return []
 
         return self.run(operation, "barrier", async_op)
-
-    def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
-        """Send a message to a rank; returns when the tensor may be changed."""
-        if profiler._is_profiler_enabled and profiling.wanted():
-            with profiling.recorded("send", [tensor]):
-                return self.send(tensor, rank, tag, seconds)
-        tensor = checks.check_tensor(fetched(tensor), "tensor", "send")
-        self._refuse_if_closed("send")
-        self.engine.send(made_plain(tensor), rank, tag, self.limit(seconds))
-        return None
-
-    def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
-        """Receive a message from a rank, or from any (None), into the tensor; the rank that sent it."""
-        if profiler._is_profiler_enabled and profiling.wanted():
-            with profiling.recorded("recvAnySource" if rank is None else "recv", [tensor]):
-                return self.recv(tensor, rank, tag, seconds)
-        tensor, land = landing(tensor)
-        checks.check_tensor(tensor, "tensor", "recv", written=True)
-        self._refuse_if_closed("recv")
-        buffer = made_plain(tensor)
-        source = self.engine.receive(buffer, rank, tag, self.limit(seconds))
-        self._write_back([tensor], [buffer])
-        land()
-        return source
-
-    def isend(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> Work:
-        """Begin to send a message to a rank."""
-        if profiler._is_profiler_enabled and profiling.wanted():
-            with profiling.recorded("send", [tensor]):
-                return self.isend(tensor, rank, tag, seconds)
-        buffer = made_plain(checks.check_tensor(fetched(tensor), "tensor", "isend"))
-        self._refuse_if_closed("isend")
-        work = Work(f"isend to rank {rank} of group {self.name!r}")
-        transfer = self.engine.begin_send(
-            buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, tensor, buffer, None)
-        )
-        return self._hastened(work, transfer)
-
-    def irecv(
-        self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None
-    ) -> Work:
-        """Begin to receive a message from a rank, or from any (None), into the tensor."""
-        if profiler._is_profiler_enabled and profiling.wanted():
-            with profiling.recorded("recvAnySource" if rank is None else "recv", [tensor]):
-                return self.irecv(tensor, rank, tag, seconds)
-        given = tensor
-        tensor, land = landing(tensor)
-        checks.check_tensor(tensor, "tensor", "irecv", written=True)
-        self._refuse_if_closed("irecv")
-        buffer = made_plain(tensor)
-        source = "any rank" if rank is None else f"rank {rank}"
-        work = Work(f"irecv from {source} of group {self.name!r}")
-
-        def put() -> None:
-            self._write_back([tensor], [buffer])
-            land()
-
-        transfer = self.engine.begin_receive(
-            buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, given, buffer, put)
-        )
-        return self._hastened(work, transfer)
-
-    def _hastened(self, work: Work, transfer: Transfer) -> Work:
-        """The Work of a message, for which the mailbox works while the program waits."""
-        work.hasten = partial(self.engine.mailbox.wait, transfer)
-        if work.is_completed():  # maybe before that was set
-            work.hasten = None
-        return work
-
-    @staticmethod
-    def _end_message(
-        work: Work,
-        tensor: torch.Tensor,
-        buffer: torch.Tensor,
-        put: Callable[[], None] | None,
-        transfer: Transfer,
-    ) -> None:
-        if transfer.error is not None:
-            work.fail(transfer.error)
-            return
-        if put is not None:
-            put()
-        work.finish([tensor], transfer.source)
 
     def settle(self, seconds: float) -> None:
         """Wait until what is queued has ended, at most so long, and have messages see an abort now."""
@@ -499,10 +403,6 @@ class Communicator(Order):
     def _scaled(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         return made_plain(tensor if op.factor is None else tensor.detach() * op.factor)
 
-    def limit(self, seconds: float | None) -> float:
-        """How long an operation may wait, in seconds, by its own time-out if it has one."""
-        return self.seconds if seconds is None else seconds
-
     def _ranges(self, tensor: torch.Tensor, splits: list[int]) -> list[tuple[int, int]]:
         """(address, bytes) of consecutive ranges of rows."""
         rows = sum(splits)
@@ -512,10 +412,3 @@ class Communicator(Order):
             ranges.append((address, length * row_bytes))
             address += length * row_bytes
         return ranges
-
-    @staticmethod
-    def _write_back(tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        for tensor, buffer in zip(tensors, buffers, strict=True):
-            if buffer.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(buffer)
-        return list(tensors)

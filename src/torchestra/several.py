@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from torchestra.communicator import Communicator, made_plain
+from torchestra.communicator import Communicator
+from torchestra.layouts import made_plain
 from torchestra.staging import staged
 from torchestra.types import ReduceOp
 from torchestra.work import Work

@@ -53,7 +53,7 @@ def connect(
             f"worker {names[rank]!r} and worker {names[far[0]]!r} are on different hosts and have no secret"
             f" by which to know each other; {SECRET_ADVICE}, or pass secret= to RpcBackendOptions"
         )
-    meeting = _agreed(store, rank, seconds)
+    meeting = _agreed(store)
     address, ports = options.address or own_address(store), options.ports or given_ports()
     wire = Wire(names[rank], address, ports, options.heartbeat_timeout)
     try:
@@ -71,7 +71,7 @@ def connect(
     return wire
 
 
-def _agreed(store: Store, rank: int, seconds: float) -> str:
+def _agreed(store: Store) -> str:
     """A random number that is this meeting's, so that cards of others are of no use here."""
     return store.compare_set("meeting", "", os.urandom(16).hex()).decode()
 
