@@ -350,17 +350,11 @@ class FakeCommunicator(Communicator):
 
         return self.run(operation, name, async_op)
 
-    def run(
-        self,
-        operation: Operation,
-        description: str,
-        async_op: bool = False,
-        operations: int = 1,
-        reads: Sequence[torch.Tensor] = (),
+    def _run_or_queue(
+        self, operation: Operation, description: str, async_op: bool, operations: int
     ) -> Work | None:
-        if not async_op or self.is_collecting():
-            return super().run(operation, description, async_op, operations, reads)
-        self._refuse_if_closed(description)
+        if not async_op:
+            return super()._run_or_queue(operation, description, async_op, operations)
         return Work.finished(f"{description} of group {self.name!r}", operation(None))
 
     def check_tensor(

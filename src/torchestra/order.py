@@ -1,7 +1,8 @@
 """In which order the operations of a group run on a rank: the program's.
 
 A synchronous operation with nothing pending runs on the calling thread; otherwise, and with ``async_op``,
-operations queue for the group's progress thread. They can also be collected first and then be run as one.
+operations queue for the group's progress thread, or whoever waits for them first (engine/progress.py). They
+can also be collected first and then be run as one.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import profiler
+from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from torchestra import profiling
 from torchestra.engine.callsites import call_site
 from torchestra.engine.local import LocalEngine
-from torchestra.engine.progress import ProgressThread
-from torchestra.errors import DistError, GroupDestroyedError
+from torchestra.engine.progress import ProgressThread, Task
+from torchestra.errors import DistError, GroupAbortedError, GroupDestroyedError
 from torchestra.work import Work
 
 Operation = Callable[[str | None], list[Any]]
@@ -75,7 +79,13 @@ class Order:
             return work
         if profiler._is_profiler_enabled and profiling.wanted():
             with profiling.recorded(description, reads):
-                return self.run(operation, description, async_op, operations)
+                return self._run_or_queue(operation, description, async_op, operations)
+        return self._run_or_queue(operation, description, async_op, operations)
+
+    def _run_or_queue(
+        self, operation: Operation, description: str, async_op: bool, operations: int
+    ) -> Work | None:
+        """Run an operation that is not to be collected: here and now, or queue it."""
         # A callback of an asynchronous operation runs on the progress thread, and cannot wait for its queue.
         if not async_op and (not self._progress.pending or self._progress.is_current()):
             with self._lock:
@@ -87,23 +97,21 @@ class Order:
             # else was queued, the operation comes first too.
             self._run_at_once(operation, work)
             return work
-        site = call_site()
-
-        def task(let_go: Callable[[], None]) -> None:
-            try:
-                with self._lock:
-                    result = operation(site)
-            except BaseException as error:
-                work.fail(error, let_go)
-            else:
-                work.finish(result, let_go=let_go)
-
+        queued = _Queued(self, operation, description, call_site(), work)
+        work.hasten, work.hurry = partial(self._hasten, work), self._progress.hurry
         self._promised = self.sequence_number() + operations
-        self._progress.submit(task)
+        self._progress.submit(queued)
         if async_op:
             return work
         work.wait()
         return None
+
+    def _hasten(self, work: Work) -> None:
+        # What this thread traces or counts is the program's doing, and not how an operation is run.
+        if _get_current_dispatch_mode() is None and _get_current_function_mode() is None:
+            self._progress.help(work.is_completed)
+        else:
+            self._progress.hurry()
 
     def _run_at_once(self, operation: Operation, work: Work) -> None:
         try:
@@ -195,3 +203,50 @@ class Order:
     def _refuse_if_closed(self, name: str) -> None:
         if self.closed:
             raise GroupDestroyedError(f"{name}: rank {self.engine.rank} has destroyed group {self.name!r}")
+
+
+class _Queued(Task):
+    """An operation in the queue.
+
+    It may be run by the program's main thread, in which an interrupt can come between any two lines but never
+    between an assignment and the ``try`` after it. What is left to do when that has happened is done by
+    calling it again.
+    """
+
+    def __init__(self, order: Order, operation: Operation, description: str, site: str, work: Work) -> None:
+        self.ran = False
+        self.interrupt: BaseException | None = None
+        self._order = order
+        self._operation = operation
+        self._description = description
+        self._site = site
+        self._work = work
+        self._result: list[Any] = []
+        self._error: BaseException | None = None
+
+    def is_bound(self) -> bool:
+        return self._work.has_future()
+
+    def __call__(self, let_go: Callable[[], None]) -> None:
+        if not self.ran:
+            self.ran = True
+            try:
+                with self._order._lock:
+                    self._result = self._operation(self._site)
+            except BaseException as error:
+                self._error = error
+        failure = self._error
+        if failure is None:
+            self._work.finish(self._result, let_go=let_go)
+            return
+        if not isinstance(failure, Exception):
+            self.interrupt = failure
+            # The peers have been promised this operation, and those behind it must not take its place.
+            member = self._order.engine.member
+            why = f"rank {member.own_number} left {self._description} with {type(failure).__name__}"
+            member.abort(why)
+            # The interrupt itself is for who runs this, once; who waits for the operation later learns this.
+            failure = GroupAbortedError(
+                f"rank {member.own_number}: group {self._order.name!r} can no longer be used: {why}"
+            )
+        self._work.fail(failure, let_go)

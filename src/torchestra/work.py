@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from torchestra.errors import CollectiveTimeoutError, DistError
 from torchestra.types import Timeout, timeout_seconds
 
 __all__ = ["Work"]
+
+_LOOK_SECONDS = 1.0  # how long one who waits may miss the end that an interrupt has kept from being told
 
 
 class _Trace(Exception):
@@ -64,13 +67,16 @@ class Work:
     It may be dropped: the operation runs all the same, and its tensors are kept alive until then.
     """
 
-    def __init__(self, description: str, *, held: bool = False) -> None:
+    def __init__(self, description: str = "an operation", *, held: bool = False) -> None:
         self._description = description
         self.held = held
         """Whether the operation waits for the end of the ``with`` block that collects it."""
         self.hasten: Callable[[], object] | None = None
         """What a thread that waits may call, to work for the operation until that has ended."""
-        self._done = threading.Event()
+        self.hurry: Callable[[], object] | None = None
+        """What a thread may call that waits without working for the operation: it is to be begun now."""
+        self._ended = False
+        self._sleepers: list[threading.Lock] = []
         self._lock = threading.Lock()
         self._exception: BaseException | None = None
         self._result: list[Any] = []
@@ -89,7 +95,8 @@ class Work:
         """Block until the operation is done.
 
         Args:
-            timeout: how long to wait here; default: as long as the operation itself may take.
+            timeout: how long to wait here; default: as long as the operation itself may take. Without one
+                the calling thread runs the operation itself, if it has not been begun.
 
         Returns:
             True.
@@ -99,7 +106,7 @@ class Work:
                 again.
             DistError: what the operation failed with.
         """
-        if not self._done.is_set():
+        if not self._ended:
             if self.held:
                 raise DistError(
                     f"{self._description} is run at the end of the `with` block that collects it; wait for it"
@@ -109,7 +116,9 @@ class Work:
             if seconds is None and (hasten := self.hasten) is not None:
                 with contextlib.suppress(DistError):  # which is raised below
                     hasten()
-            if not self._done.wait(seconds):
+            elif (hurry := self.hurry) is not None:
+                hurry()
+            if not self.await_end(seconds):
                 raise CollectiveTimeoutError(
                     f"{self._description} is not done after waiting {seconds} s for it"
                 )
@@ -117,13 +126,28 @@ class Work:
             raise fresh(self._exception)
         return True
 
+    def await_end(self, seconds: float | None = None) -> bool:
+        """Wait until the operation has ended, well or not, at most so long; whether it has."""
+        # An interrupt may leave a threading.Event, whose code is Python, locked for ever.
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        with self._lock:
+            self._sleepers.append(sleeper)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not self._ended:
+            left = _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, deadline - time.monotonic())
+            if left <= 0:
+                break
+            sleeper.acquire(timeout=left)
+        return self._ended
+
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not."""
-        return self._done.is_set()
+        return self._ended
 
     def is_success(self) -> bool:
         """Whether the operation has ended well."""
-        return self._done.is_set() and self._exception is None
+        return self._ended and self._exception is None
 
     def exception(self) -> BaseException | None:
         """What the operation failed with, or None."""
@@ -135,7 +159,7 @@ class Work:
         Raises:
             DistError: it has not ended yet, or what it failed with.
         """
-        if not self._done.is_set():
+        if not self._ended:
             raise DistError(f"{self._description} has no result yet; call wait() first")
         self.wait()
         return self._result
@@ -160,9 +184,16 @@ class Work:
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future()
-                if self._done.is_set():
+                if self._ended:
                     self._settle(self._future)
-            return self._future
+            future = self._future
+        if (hurry := self.hurry) is not None:
+            hurry()
+        return future
+
+    def has_future(self) -> bool:
+        """Whether :meth:`get_future` has been called: its callbacks may do anything."""
+        return self._future is not None
 
     def finish(self, result: list[Any], source: int = -1, let_go: Callable[[], None] | None = None) -> None:
         """For the group: the operation has ended well.
@@ -191,10 +222,14 @@ class Work:
             future = self._future
             if future is None and let_go is not None:
                 let_go()
-            self._done.set()
-        self.hasten = None  # it refers to this
+            self._ended = True
+            for sleeper in self._sleepers:
+                with contextlib.suppress(RuntimeError):  # it has been woken before an interrupt
+                    sleeper.release()
+        self.hasten = self.hurry = None  # they refer to this
         if future is not None:
-            self._settle(future)
+            if not future.done():
+                self._settle(future)
             if let_go is not None:
                 let_go()
 
@@ -211,7 +246,7 @@ class Work:
         future.set_result(error)
 
     def __repr__(self) -> str:
-        if not self._done.is_set():
+        if not self._ended:
             state = "running"
         else:
             state = "done" if self._exception is None else f"failed: {self._exception!r}"

@@ -134,16 +134,29 @@ def test_waiting_too_short_a_time_changes_nothing() -> None:
 # -- order on the progress thread
 
 
+class Doing:
+    """A task that does something, and may be run by whoever waits for it."""
+
+    interrupt = None
+
+    def __init__(self, do: Callable[[Callable[[], None]], object]) -> None:
+        self.ran = False
+        self._do = do
+
+    def __call__(self, let_go: Callable[[], None]) -> None:
+        self.ran = True
+        self._do(let_go)
+
+    def is_bound(self) -> bool:
+        return False
+
+
 def test_a_task_is_no_longer_pending_when_its_work_is_seen_to_be_done() -> None:
     """Else a synchronous operation right after ``work.wait()`` would take the slow way through the queue."""
-    thread = ProgressThread("test")
+    thread = ProgressThread("test", grace=0)
     for _ in range(300):
         work = Work("test")
-
-        def task(let_go, work=work):
-            work.finish([], let_go=let_go)
-
-        thread.submit(task)
+        thread.submit(Doing(lambda let_go, work=work: work.finish([], let_go=let_go)))
         work.wait()
         assert thread.pending == 0
     thread.close(SOON)
@@ -156,13 +169,13 @@ def test_a_task_is_pending_while_callbacks_of_its_work_run() -> None:
         work = Work("test")
         work.get_future().add_done_callback(lambda _: seen.append(thread.pending))
 
-        def task(let_go, work=work, fail=fail):
+        def end(let_go, work=work, fail=fail):
             if fail:
                 work.fail(ValueError("on purpose"), let_go)
             else:
                 work.finish([], let_go=let_go)
 
-        thread.submit(task)
+        thread.submit(Doing(end))
     thread.close(SOON)
     assert seen[0] >= 1
     assert seen[1] == 1
@@ -181,9 +194,9 @@ def test_at_exit_tasks_may_end_but_not_hang() -> None:
         ended.append(True)
         let_go()
 
-    hanging.submit(hang)
+    hanging.submit(Doing(hang))
     for _ in range(100):
-        quick.submit(end)
+        quick.submit(Doing(end))
     let_tasks_end(0.05)
     assert hanging.pending
     gate.set()

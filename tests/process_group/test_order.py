@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 from direct import run_direct
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchestra as dist
 from torchestra.errors import CollectiveMismatchError, DistError, InvalidArgumentError
@@ -202,3 +204,30 @@ def from_outside() -> None:
 
 def test_a_block_on_a_rank_outside_of_the_group_warns() -> None:
     run("processes", 2, from_outside)
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes what torch does on the thread that it is entered on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def wait_inside_of_a_mode() -> None:
+    for _ in range(10):
+        tensor = torch.ones(4, 4).t()[:2]
+        work = dist.all_reduce(tensor, async_op=True)
+        with Dispatched() as mode:
+            work.wait()
+        assert mode.names == []
+        assert torch.equal(tensor, torch.full((2, 4), 2.0))
+
+
+def test_a_tracer_does_not_see_how_the_operation_is_run_that_is_waited_for() -> None:
+    """Or it would be in the traced program, on those ranks where the waiting thread came to run it."""
+    run("threads", 2, wait_inside_of_a_mode)

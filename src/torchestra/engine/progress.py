@@ -1,19 +1,64 @@
-"""Asynchronous operations: one thread per group and rank runs them in the program's order."""
+"""Asynchronous operations: they run in the program's order, on a thread of the group or on one that waits.
+
+The protocol. Tasks stand in a queue, in the order in which they were submitted. Whoever has the *turn*, a
+lock, runs the first of them, which leaves the queue when it is over. The invariant: **a task is begun only by
+who has the turn, as the first in the queue, and is over before the turn is given back.** So tasks neither
+overlap nor pass each other, whoever runs them, and a task that is not begun is still in the queue.
+
+Two kinds of threads take the turn. The group's own thread waits for it when a task has stood for a while, and
+then runs tasks until none is left; so every task is run, whether somebody waits for it or not. A thread that
+waits for a task takes the turn if it is free, and runs tasks up to the one it waits for: handing a small
+operation over to another thread and back takes twenty times as long as the operation. If the turn is taken
+it just waits for the end of its task. So whoever waits for the turn holds nothing that a task could need, and
+whoever has it waits for other ranks only: the two cannot block each other. (A thread on which a torch mode is
+active, such as a tracer's, does not help: order.py.)
+
+Tasks that are *bound* (their operation has a future, whose callbacks may do anything) are run by the group's
+thread only, and without delay.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextvars
-import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
-Task = Callable[[Callable[[], None]], None]
-"""A task is handed a function, and calls it once, when it is over but for telling whoever waits for it."""
+import numpy as np
+
+from torchestra.engine.kernels import bell
+
+LetGo = Callable[[], None]
+
+
+class Task(Protocol):
+    """What is run once.
+
+    Attributes:
+        ran: whether it has been begun.
+        interrupt: the KeyboardInterrupt, or whatever is no ``Exception``, that it was left with.
+    """
+
+    ran: bool
+    interrupt: BaseException | None
+
+    def __call__(self, let_go: LetGo) -> None:
+        """Run, call ``let_go`` when it is over but for telling whoever waits for it, and raise nothing.
+
+        On a thread that handles signals an interrupt may be raised all the same, between any two lines. Then
+        it is called again if it has been begun, and is to do what is left.
+        """
+
+    def is_bound(self) -> bool:
+        """Whether only the group's thread may run it."""
 
 
 _EXIT_SECONDS = 0.5
+_GRACE_SECONDS = 100e-6
 _started: weakref.WeakSet[ProgressThread] = weakref.WeakSet()
 
 
@@ -32,19 +77,32 @@ atexit.register(let_tasks_end)
 
 
 class ProgressThread:
-    """Runs tasks one after the other. The thread is started by the first task and is a daemon."""
+    """Runs tasks one after the other. The thread is started by the first task and is a daemon.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the thread.
+        grace: for how many seconds a task may stand that somebody might come to wait for, and so to run.
+    """
+
+    def __init__(self, name: str, grace: float = _GRACE_SECONDS) -> None:
         self._name = name
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        # Each with its number; counted from 1.
+        self._tasks: deque[tuple[int, Task]] = deque()
+        # Giving back a lock of this kind that somebody else has is an error, so that an interrupt between
+        # taking it and knowing that can be mended.
+        self._turn = threading.RLock()
+        self._runner: int | None = None  # the thread that has the turn
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._words = np.zeros(bell.BELL_WORDS, dtype=np.int64)
+        self._words[bell.GRACE // 8 :] = divmod(round(grace * 1e9), 1_000_000_000)
+        self._address: int = self._words.ctypes.data
         self.pending = 0
         """How many tasks have been submitted and are not over. Read without a lock: it is 0
         only when nothing that this thread submitted is still to run."""
 
     def submit(self, task: Task) -> None:
-        """Queue a task. It must not raise."""
+        """Queue a task."""
         with self._lock:
             self.pending += 1
             if self._thread is None:
@@ -53,7 +111,31 @@ class ProgressThread:
                 self._thread = threading.Thread(target=run, args=(self._run,), name=self._name, daemon=True)
                 self._thread.start()
                 _started.add(self)
-        self._tasks.put(task)
+            self._tasks.append((int(self._words[bell.SUBMITTED // 8]) + 1, task))
+            bell.ring(self._address)
+
+    def hurry(self) -> None:
+        """Have the thread begin with what has been submitted now: somebody waits who cannot :meth:`help`."""
+        bell.hurry(self._address)
+
+    def help(self, ended: Callable[[], bool]) -> None:
+        """Run tasks on the calling thread until ``ended()``, as far as that may be done now.
+
+        Raises:
+            BaseException: what a task was interrupted with, though it may be another than the caller's.
+        """
+        if self.is_current():
+            return
+        try:
+            if self._turn.acquire(blocking=False):
+                self._run_tasks(ended)
+            else:
+                self.hurry()  # another guest may have the turn, and leave this one's task in the queue
+        finally:
+            try:  # in contextlib.suppress() an interrupt could come before the next line, but not here
+                self._turn.release()
+            except RuntimeError:
+                pass  # somebody else has it
 
     def hold(self) -> None:
         """Count something as pending that is not queued, until :meth:`release`."""
@@ -66,33 +148,85 @@ class ProgressThread:
             self.pending -= 1
 
     def is_current(self) -> bool:
-        """Whether the calling thread is this one: a task, or a callback of one, is what calls."""
-        return self._thread is threading.current_thread()
+        """Whether the calling thread has the turn: a task, or a callback of one, is what calls."""
+        return self._runner == threading.get_ident()
 
     def drain(self, seconds: float) -> None:
         """Wait until what was submitted so far has ended and been told, at most ``seconds``."""
         if self._thread is None or not self._thread.is_alive() or self.is_current():
             return
-        ended = threading.Event()
-
-        def end(let_go: Callable[[], None]) -> None:
-            let_go()
-            ended.set()
-
-        self.submit(end)
-        ended.wait(seconds)
+        last = _Last()
+        self.submit(last)
+        self.hurry()
+        last.over.wait(seconds)
 
     def close(self, seconds: float) -> None:
         """Let what is queued end, and the thread with it; wait for that at most ``seconds``."""
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._tasks.put(None)
+            bell.close(self._address)
             self._thread.join(seconds)
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task(self._let_go)
-            del task
+        while bell.await_task(self._address):
+            with self._turn:
+                self._run_tasks()
 
-    def _let_go(self) -> None:
+    def _run_tasks(self, ended: Callable[[], bool] | None = None) -> None:
+        """Run tasks, with the turn: all, or as the guest of the thread until ``ended()`` or one is bound."""
+        self._runner = threading.get_ident()
+        try:
+            while self._tasks:
+                number, task = self._tasks[0]
+                if ended is not None:
+                    if ended():
+                        return
+                    if task.is_bound():
+                        self.hurry()
+                        return
+                self._run_task(number, task)
+                if ended is not None and task.interrupt is not None:
+                    raise task.interrupt
+        finally:
+            self._runner = None
+        if ended is None:
+            with self._lock:
+                if not self._tasks:
+                    self._words[bell.BEGUN // 8] = self._words[bell.SUBMITTED // 8]
+
+    def _run_task(self, number: int, task: Task) -> None:
+        let_go = partial(self._let_go, number)
+        try:
+            self._words[bell.BEGUN // 8] = number
+            task(let_go)
+        except BaseException:
+            if task.ran:
+                task(let_go)
+            raise
+        finally:
+            if self._tasks and self._tasks[0][0] == number:
+                # Interrupted before it was begun. The thread, which may sleep, is to look again.
+                with self._lock:
+                    bell.ring(self._address)
+
+    def _let_go(self, number: int) -> None:
         with self._lock:
-            self.pending -= 1
+            if self._tasks and self._tasks[0][0] == number:
+                self.pending -= 1
+                self._tasks.popleft()
+
+
+class _Last(Task):
+    """The task that :meth:`ProgressThread.drain` waits for."""
+
+    def __init__(self) -> None:
+        self.ran = False
+        self.interrupt = None
+        self.over = threading.Event()
+
+    def __call__(self, let_go: LetGo) -> None:
+        self.ran = True
+        let_go()
+        self.over.set()
+
+    def is_bound(self) -> bool:
+        return True

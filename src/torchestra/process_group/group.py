@@ -9,15 +9,20 @@ from datetime import timedelta
 from typing import ClassVar
 
 from torchestra.communicator import Communicator
+from torchestra.deferred import DeferredCommunicator
+from torchestra.delegation.agreement import Wish
 from torchestra.engine.handover import leave_store
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.options import GroupOptions
 from torchestra.process_group.message_methods import MessageMethods
 from torchestra.process_group.shrinking import shrunk
-from torchestra.process_group.starting import choose_backend, start
+from torchestra.process_group.starting import choose_backend, requires_nccl, start
 from torchestra.process_group.torch_names import BackendNames, TorchNames
 from torchestra.store import Store
 from torchestra.types import Timeout, timeout_seconds
+
+GroupMaker = Callable[[Store, Sequence[int], int, str, float], "ProcessGroup"]
+"""Makes a group: over a store, of some global ranks, of which this is the one of a number; name; time-out."""
 
 
 class ProcessGroup(TorchNames, BackendNames, MessageMethods):
@@ -51,11 +56,14 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         previous_ranks: of a group that :meth:`shrink` made: by number, that in the group before.
         lost_ranks: numbers in the group before of the ranks that are not in this one.
         generation: how often it has been shrunk.
+        known_as: what the program calls the backend.
         when_shrunk: called with this group and the one in its place; the registry's.
+        maker: what made this group and makes its subgroups, where something else than torchestra does.
     """
 
     Options: ClassVar[type[GroupOptions]] = GroupOptions
     communicator: Communicator
+    maker: GroupMaker | None = None
 
     def __init__(
         self,
@@ -83,7 +91,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         self.ranks: Sequence[int] = range(size) if ranks is None else ranks
         if not isinstance(self.ranks, range):
             self.ranks = tuple(self.ranks)
-        self.backend = choose_backend(chosen.backend)
+        self.backend = self.known_as = choose_backend(chosen.backend)
         self.store = store
         self.group_desc = description
         # A range tells where a rank is without being searched, and takes no room.
@@ -98,7 +106,9 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         if communicator is not None:
             self.communicator = communicator
         else:
-            self.communicator = start(store, rank, size, name or chosen.group_name, seconds, self.backend)
+            wish = Wish(required=requires_nccl(chosen.backend))
+            named = name or chosen.group_name
+            self.communicator = start(store, rank, size, named, seconds, self.backend, wish=wish)
             self._leave_at_last()
 
     def rank(self) -> int:
@@ -111,7 +121,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
 
     def name(self) -> str:
         """The backend's name (torch's word for it)."""
-        return self.backend
+        return self.known_as
 
     @property
     def group_name(self) -> str:
@@ -198,6 +208,13 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         self._group_rank = {rank: index for index, rank in enumerate(ranks) if rank >= 0}
         return tuple(index for index, rank in enumerate(ranks) if rank < 0)
 
+    def become(self, store: Store, ranks: Sequence[int], name: str, backend: str, seconds: float) -> None:
+        """Take over what the world has for a group that a ``GroupMaker`` has made."""
+        self.store, self.ranks = store, ranks
+        self._group_rank = {rank: index for index, rank in enumerate(ranks)}
+        self.backend = self.known_as = backend
+        self.communicator.name, self.communicator.seconds = name, seconds
+
     def shrink(self, exclude: Sequence[int] = (), timeout: Timeout | None = None) -> ProcessGroup:
         """Make a group of the ranks that are left, and put it in this one's place.
 
@@ -211,7 +228,8 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         be destroyed, or shrunk in their turn.
 
         The new group has a store of its own, without any keys, which its rank 0 serves where ranks are
-        processes. See docs/guides/surviving-failures.md.
+        processes on one host. Across hosts the ranks agree through the group's store, and the new one is a
+        part of that. See docs/guides/surviving-failures.md.
 
         Args:
             exclude: ranks of this group to go on without, though they may live. They are told so, by
@@ -227,6 +245,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
                 called again.
             RankExcludedError: the others go on without this rank.
             GroupDestroyedError: this rank has destroyed the group, or shrunk it already.
+            DistNetworkError: the ranks are on several hosts, and the group's store is gone.
             InvalidArgumentError: `exclude` names a rank that the group does not have, or this one.
         """
         return self._succeed(shrunk(self, exclude, timeout, abort=True))
@@ -263,6 +282,20 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         self.communicator.close()
         if self.generation:
             leave_store(self.store)
+
+    def abort(self) -> None:
+        """Have what is under way in the group, here or elsewhere, and what is called later, fail at once.
+
+        May be called by any one rank. The others get a GroupAbortedError.
+        """
+        if self.backend != "fake" and not isinstance(self.communicator, DeferredCommunicator):
+            self.communicator.engine.member.abort(
+                f"rank {self.communicator.rank} has called abort_process_group()"
+            )
+
+    def shutdown(self) -> None:
+        """:meth:`destroy`, as torch spells it."""
+        self.destroy()
 
     def __repr__(self) -> str:
         place = f"rank {self.rank()} of {self.size()}"

@@ -14,8 +14,8 @@ from numba.core.dispatcher import Dispatcher
 
 from torchestra.engine import clock, recording, reductions
 from torchestra.engine.channels import warm_up_channels, warm_up_posting
-from torchestra.engine.compilation import compiling, forget_what_is_stale
-from torchestra.engine.kernels import control, move, reduce
+from torchestra.engine.compilation import compiling, forget_what_is_stale, undisturbed
+from torchestra.engine.kernels import bell, control, move, reduce
 from torchestra.types import ReduceOp
 
 _KERNELS: dict[Any, int] = {
@@ -29,6 +29,10 @@ _KERNELS: dict[Any, int] = {
     reduce.all_reduce_parts: 4,
     reduce.reduce_scatter: 4,
     reduce.reduce_scatter_even: 4,
+    bell.ring: 1,
+    bell.hurry: 1,
+    bell.close: 1,
+    bell.await_task: 1,
     control.read: 1,
     control.tell: 2,
     control.claim: 1,
@@ -49,6 +53,11 @@ _loading = threading.Lock()
 
 def load_kernels() -> None:
     """Compile, or load from the cache, all kernels and the commonest reductions; once a process."""
+    if not _loaded:
+        undisturbed(_load_once)
+
+
+def _load_once() -> None:
     global _loaded
     with _loading:
         if not _loaded:

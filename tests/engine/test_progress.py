@@ -1,0 +1,243 @@
+"""Who runs asynchronous operations, and in which order: the protocol of engine/progress.py."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchestra import order
+from torchestra import work as work_file
+from torchestra.engine import progress as engine_progress
+from torchestra.engine.progress import ProgressThread
+from torchestra.errors import GroupAbortedError
+from torchestra.order import _Queued
+from torchestra.work import Work
+
+SOON = 20.0
+NEVER = 3600.0  # a grace in which the thread takes nothing by itself
+
+
+class Queue:
+    """A queue of operations that are functions, without a group."""
+
+    def __init__(self, grace: float) -> None:
+        self.thread = ProgressThread("test", grace=grace)
+        self.aborted: list[str] = []
+        member = SimpleNamespace(own_number=0, abort=self.aborted.append)
+        self._order: Any = SimpleNamespace(
+            name="test", _lock=threading.Lock(), engine=SimpleNamespace(member=member)
+        )
+
+    def call(self, operation: Callable[[], Any] = lambda: None) -> Work:
+        work = Work("an operation")
+        queued = _Queued(self._order, lambda _: [operation()], "an operation", "here", work)
+        work.hasten = lambda: self.thread.help(work.is_completed)
+        work.hurry = self.thread.hurry
+        self.thread.submit(queued)
+        return work
+
+
+@contextlib.contextmanager
+def queue(grace: float) -> Iterator[Queue]:
+    made = Queue(grace)
+    try:
+        yield made
+    finally:
+        made.thread.close(SOON)
+    assert made.thread.pending == 0
+
+
+def test_who_waits_runs_what_is_queued_up_to_its_own_operation() -> None:
+    with queue(NEVER) as it:
+        works = [it.call(threading.get_ident) for _ in range(5)]
+        assert works[2].wait()
+        assert [work.is_completed() for work in works] == [True, True, True, False, False]
+        assert {work.result()[0] for work in works[:3]} == {threading.get_ident()}
+        assert it.thread.pending == 2
+        # Who waits for a limited time only does not take on what may take longer.
+        assert works[4].wait(SOON)
+        assert threading.get_ident() not in {work.result()[0] for work in works[3:]}
+
+
+def test_the_thread_runs_what_nobody_waits_for() -> None:
+    with queue(0.001) as it:
+        ended = threading.Event()
+        it.call(ended.set)
+        assert ended.wait(SOON)
+
+
+def test_callbacks_of_futures_stay_on_the_thread() -> None:
+    """They may wait for something that the program does after waiting for the operation."""
+    with queue(NEVER) as it:
+        attached, gate, ran_on = threading.Event(), threading.Event(), []
+
+        def hold(_: object) -> None:
+            ran_on.append(threading.get_ident())
+            assert gate.wait(SOON)
+
+        first = it.call(lambda: attached.wait(SOON))
+        first.get_future().then(hold)
+        attached.set()
+        assert first.wait()
+        second = it.call()
+        gate.set()
+        assert second.wait()
+        assert len(ran_on) == 1
+        assert threading.get_ident() not in ran_on
+
+
+def test_two_who_wait_and_the_thread_do_not_hold_each_other_up() -> None:
+    with queue(NEVER) as it:
+        begun, gate = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            begun.set()
+            assert gate.wait(SOON)
+
+        first, second = it.call(hold), it.call()
+        waiters = [threading.Thread(target=first.wait)]
+        waiters[0].start()
+        assert begun.wait(SOON)
+        waiters.append(threading.Thread(target=second.wait))  # finds the turn taken
+        waiters[1].start()
+        third = it.call()
+        gate.set()
+        assert third.wait()
+        for waiter in waiters:
+            waiter.join(SOON)
+            assert not waiter.is_alive()
+
+
+@pytest.mark.parametrize("grace", [0.0, 1e-5, NEVER])
+def test_operations_neither_overlap_nor_pass_each_other(grace: float) -> None:
+    """Whoever runs them: several threads that call and wait, and the queue's own."""
+    seen: list[tuple[str, int]] = []
+    numbering = threading.Lock()
+    interval = sys.getswitchinterval()
+
+    def call_and_wait(it: Queue, salt: int) -> None:
+        for step in range(60):
+            works = []
+            for _ in range(1 + (step + salt) % 3):
+                with numbering:  # an operation's number is its place in the queue
+                    number = numbers.pop()
+                    works.append((number, it.call(lambda number=number: run(number))))
+            for number, work in works[:: -1 if step % 5 == 0 else 1]:
+                if step % 7 == 0:
+                    work.get_future()
+                if step % 4 and (not work.wait() or work.result() != [number]):
+                    lost.append(number)
+            if step % 6 == 0 and works[-1][1].get_future().wait() != [works[-1][0]]:
+                lost.append(works[-1][0])
+
+    def run(number: int) -> int:
+        seen.append(("begin", number))
+        time.sleep(0)  # somebody else may go on
+        seen.append(("end", number))
+        return number
+
+    lost: list[int] = []
+    numbers = list(range(100_000, 0, -1))
+    try:
+        sys.setswitchinterval(1e-6)
+        with queue(grace) as it:
+            callers = [threading.Thread(target=call_and_wait, args=(it, salt)) for salt in range(3)]
+            for caller in callers:
+                caller.start()
+            for caller in callers:
+                caller.join(SOON)
+                assert not caller.is_alive()
+    finally:
+        sys.setswitchinterval(interval)
+    assert lost == []
+    count = 100_000 - len(numbers)
+    assert count > 300
+    assert seen == [(what, number) for number in range(1, count + 1) for what in ("begin", "end")]
+
+
+def test_an_interrupt_reaches_who_waits_and_makes_the_group_unusable() -> None:
+    """Its peers wait for the operation, and the next must not be taken for it."""
+    with queue(NEVER) as it:
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        first, second, third = it.call(interrupted), it.call(), it.call()
+        with pytest.raises(KeyboardInterrupt):
+            second.wait()
+        assert it.aborted == ["rank 0 left an operation with KeyboardInterrupt"]
+        with pytest.raises(GroupAbortedError, match="left an operation with KeyboardInterrupt"):
+            first.wait()  # once is enough of an interrupt
+        assert not second.is_completed()
+        assert second.wait()
+        assert third.wait()
+
+
+# After which instructions CPython looks for signals.
+INTERRUPTIBLE = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+INTERRUPTED_FILES = (engine_progress.__file__, order.__file__, work_file.__file__)
+
+
+@contextlib.contextmanager
+def interrupted_at(place: int) -> Iterator[list[str]]:
+    """Raise KeyboardInterrupt at the place-th point at which a signal can be seen; where, if there is one."""
+    left, where = place, []
+    last: dict[FrameType, str] = {}  # the instruction that each frame has just executed
+
+    def enter(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename not in INTERRUPTED_FILES:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return step
+
+    def step(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if event == "opcode":
+            executed, last[frame] = last.get(frame, "RESUME"), names(frame.f_code)[frame.f_lasti]
+            if executed.startswith(INTERRUPTIBLE):
+                left -= 1
+                if left < 0:
+                    where.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+                    raise KeyboardInterrupt
+        return step
+
+    sys.settrace(enter)
+    try:
+        yield where
+    finally:
+        sys.settrace(None)
+        last.clear()
+
+
+@functools.cache
+def names(code: CodeType) -> dict[int, str]:
+    """The instructions of some code, by their places."""
+    return {each.offset: each.opname for each in dis.get_instructions(code)}
+
+
+def test_no_interrupt_loses_an_operation() -> None:
+    """It comes at every single point at which one can, while the main thread runs an operation and waits."""
+    with queue(NEVER) as it:
+        for place in itertools.count():
+            work = it.call()
+            with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as where:
+                work.wait()
+            with contextlib.suppress(GroupAbortedError):
+                assert work.wait(SOON), where
+            assert it.thread.pending == 0, where
+            after = it.call(threading.get_ident)
+            assert after.wait()
+            assert after.result() == [threading.get_ident()], where  # the turn can be had
+            if not where:
+                break
+    assert place > 20
