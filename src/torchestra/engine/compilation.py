@@ -1,4 +1,4 @@
-"""Compiling once: a lock between processes, and a word to the user when it takes long."""
+"""Compiling once: a lock between processes, a word to the user when it takes long, and nothing half-made."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import numba
 
 Kernel = Callable[..., int]
+T = TypeVar("T")
 
 _ENGINE = Path(__file__).parent
 _WITHOUT_KERNELS = ("multihost",)
@@ -97,6 +100,27 @@ def compiling(what: str) -> Iterator[None]:
             for old in directory.glob(f"{own}-*"):
                 old.unlink(missing_ok=True)
             note.touch()
+
+
+def undisturbed(work: Callable[[], T]) -> T:
+    """What ``work`` returns or raises, whatever signals come meanwhile. Only the caller's wait ends by them.
+
+    Numba keeps what a first compilation left half-made when a signal's handler raised in its midst (Ctrl-C, a
+    test's time limit), and every later compilation in the process fails by it. Handlers run in the main
+    thread, so the work is done in another, and goes to its end when nobody waits any more.
+    """
+    outcome: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # raised again by the caller
+            outcome.set_exception(error)
+
+    thread = Thread(target=do, name="torchestra-compile", daemon=True)
+    thread.start()
+    thread.join()  # not only the outcome: who forks next wants no thread beside it
+    return outcome.result()
 
 
 def entry_point(kernel: Any) -> Kernel:
