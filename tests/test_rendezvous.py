@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,8 +23,8 @@ import pytest
 import torch.distributed
 
 from forking import Child
-from torchestra.errors import DistNetworkError, InvalidArgumentError, StoreTimeoutError
-from torchestra.rendezvous import Rendezvous, rendezvous
+from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError, StoreTimeoutError
+from torchestra.rendezvous import Rendezvous, methods, rendezvous
 from torchestra.rendezvous.local_job import meeting_point
 from torchestra.store import FileStore, HashStore, Store, TCPStore, TCPStoreServer
 
@@ -262,10 +264,35 @@ def test_a_wrapper_around_the_program_changes_nothing() -> None:
 
 
 def test_ranks_on_several_hosts_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no MPI that could tell."""
     for name, value in OPENMPI.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidArgumentError, match=r"MASTER_ADDR expected, .*several hosts"):
+    monkeypatch.setattr(methods, "why_no_mpi", lambda: "MPI cannot be used here: install it")
+    with pytest.raises(InvalidArgumentError, match=r"MASTER_ADDR expected, .*several hosts.*: install it"):
         rendezvous(timeout=LONG)
+
+
+@pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is not installed")
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("mpich", r"MPI has a world of 1 rank, but there are 4: mpi4py uses MPICH.* one mpiexec of it"),
+        ("openmpi", r"MASTER_ADDR expected, .* mpi4py uses MPICH.*, which is not the MPI of this mpiexec"),
+    ],
+)
+def test_ranks_on_several_hosts_need_an_address_where_mpi_is_another(launcher: str, words: str) -> None:
+    """A rank that MPICH's mpiexec has not started believes that it is alone."""
+
+    def meet() -> str:
+        os.environ.update(local_variables(launcher, 1, 4))
+        os.environ.update({"MPI_LOCALNRANKS": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+        try:
+            rendezvous(timeout=LONG)
+        except DistError as error:
+            return str(error)
+        return "met"
+
+    assert re.search(words, Child(meet).result())
 
 
 SCRIPT = textwrap.dedent(

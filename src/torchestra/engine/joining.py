@@ -3,7 +3,7 @@
 Rank 0 makes the arena and says in the store where it is to be had; the others fetch it. Between
 processes it is handed over as a descriptor to those that prove themselves (admission.py); between threads of
 one process it is simply looked up. That both ends are on one host is not concluded
-from names: a rank that cannot fetch the arena is not there. Each rank makes two requests to the
+from names: a rank that cannot fetch the arena is not there. Each rank makes one request to the
 store, so joining costs O(ranks) in all.
 """
 
@@ -158,11 +158,9 @@ def _meet_processes(store: Store, rank: int, size: int, name: str, deadline: flo
 
 
 def _ask_for_arena(store: Store, rank: int, size: int, name: str, deadline: float) -> tuple[str, str]:
-    # Said before asking, so that whoever waits in vain can tell who has come.
-    store.set(f"here/{rank}", b"")
     seconds = max(0.001, deadline - time.monotonic())
     try:
-        store.wait(["arena"], timedelta(seconds=seconds))
+        (told,) = store.await_values(["arena"], timedelta(seconds=seconds))
     except DistStoreError as error:
         if not isinstance(error, TimeoutError):
             raise
@@ -171,7 +169,7 @@ def _ask_for_arena(store: Store, rank: int, size: int, name: str, deadline: floa
             " is it running, and does it use the same rendezvous?",
             (0,),
         ) from error
-    kind, token = store.get("arena").decode().split()
+    kind, token = told.decode().split()
     return kind, token
 
 
@@ -182,8 +180,7 @@ def _hand_out(store: Store, descriptor: int, size: int, name: str, deadline: flo
         store.set("arena", f"processes {admission.invitation}")
         while waiting := admission.waited_for:
             if time.monotonic() > deadline:
-                here = {peer for peer in waiting if store.check([f"here/{peer}"])}
-                missing = tuple(sorted(waiting - here)) or tuple(sorted(waiting))
+                missing = tuple(sorted(waiting))
                 raise CollectiveTimeoutError(
                     f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of group"
                     f" {name!r} did not"

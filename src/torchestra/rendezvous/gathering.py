@@ -3,14 +3,20 @@
 A store may outlive a world: a process group is destroyed and made again, ranks are restarted. So worlds
 are numbered, and each has the keys under its *generation* to itself::
 
-    rendezvous/generation       the number of generations that are complete, as far as anyone has noticed
-    rendezvous/G/world_size     what the first to come in generation G says
+    rendezvous/current          "G S": the generation that ranks now join, and its size; 0 until one says it
     rendezvous/G/rank/R         which process is rank R
+    rendezvous/G/signed         how many have signed
     rendezvous/G/complete       set by whoever finds all ranks there
 
-A rank that comes joins the first generation that is not complete. Since a generation is complete only
-when all its ranks are there, no rank can be ahead of another by more than one. A rank that gives up takes
-its name off again, so that it, or a process in its place, can try once more.
+A rank that comes joins the current generation. Whoever finds that all ranks are there first has newcomers
+join the next one, so that none signs in one that is complete, and then says so. Since a generation is
+complete only when all its ranks are there, no rank can be ahead of another by more than one. A rank that
+gives up takes its name off again, so that it, or a process in its place, can try once more.
+
+A rank makes four requests with short answers, so meeting costs O(ranks) in all; only who finds by the count
+that all may be there reads all names. The count is never too low: a rank counts itself after it has signed,
+whether it takes a place that was free or that of a process that is gone, and is counted off after it has
+taken its name off. It may be too high, and then some ranks read the names in vain.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from collections.abc import Sequence
 
 from torchestra.errors import InvalidArgumentError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
+from torchestra.store.absence import absent
 from torchestra.store.process import ProcessIdentity
 
 __all__ = ["gather"]
@@ -40,39 +47,51 @@ def gather(store: Store, rank: int, world_size: int, seconds: float, hint: str =
         InvalidArgumentError: another process is this rank too, or another rank gives another world_size.
     """
     worlds = PrefixStore("rendezvous", store)
-    generation = _first_incomplete(worlds)
-    here = PrefixStore(str(generation), worlds)
-    agreed = here.compare_set("world_size", "", str(world_size))
-    if agreed != str(world_size).encode():
+    generation, agreed = _current(worlds, world_size)
+    if agreed != world_size:
         raise InvalidArgumentError(
-            f"rank {rank} has world_size {world_size}, but another rank at {store} has {agreed.decode()}; "
+            f"rank {rank} has world_size {world_size}, but another rank at {store} has {agreed}; "
             "all ranks must have the same (WORLD_SIZE)"
         )
+    here = PrefixStore(str(generation), worlds)
     _sign(here, rank)
-    everybody = [_name(other) for other in range(world_size)]
+    signed = here.add("signed", 1)
     try:
-        if here.check(everybody) and not _dead(here, range(world_size)):
+        if signed >= world_size and here.check(_names(world_size)) and not _dead(here, range(world_size)):
+            _open(worlds, generation, generation + 1, world_size)
             here.set("complete", b"1")
         here.wait(["complete"], seconds)
     except StoreTimeoutError:
-        missing = [other for other in range(world_size) if not here.check([_name(other)])]
+        missing = absent(here, _names(world_size))
         dead = _dead(here, [other for other in range(world_size) if other not in missing])
-        _sign_off(here, rank, alone=len(missing) == world_size - 1)
+        _sign_off(here, rank)
+        if len(missing) == world_size - 1:
+            _open(worlds, generation, generation, world_size)
         told = _who_is_missing(missing, dead, store, rank, world_size, seconds)
         raise StoreTimeoutError(told + hint) from None
     return PrefixStore(str(generation), store)
 
 
-def _first_incomplete(worlds: Store) -> int:
-    generation = worlds.add("generation", 0)
-    while worlds.check([f"{generation}/complete"]):
-        worlds.compare_set("generation", str(generation), str(generation + 1))
-        generation = worlds.add("generation", 0)
-    return generation
+def _current(worlds: Store, world_size: int) -> tuple[int, int]:
+    """The generation to join, and the number of its ranks, which is this rank's if it is the first."""
+    said = worlds.compare_set("current", "", f"0 {world_size}").decode()
+    while said.endswith(" 0"):
+        said = worlds.compare_set("current", said, f"{said[:-2]} {world_size}").decode()
+    generation, agreed = said.split()
+    return int(generation), int(agreed)
+
+
+def _open(worlds: Store, generation: int, new: int, world_size: int) -> None:
+    """Have the next to come join generation ``new``, of any size, in place of this one."""
+    worlds.compare_set("current", f"{generation} {world_size}", f"{new} 0")
 
 
 def _name(rank: int) -> str:
     return f"rank/{rank}"
+
+
+def _names(world_size: int) -> list[str]:
+    return [_name(rank) for rank in range(world_size)]
 
 
 def _sign(here: Store, rank: int) -> None:
@@ -100,12 +119,11 @@ def _identity(name: bytes) -> ProcessIdentity:
     return ProcessIdentity.decode(name.decode())
 
 
-def _sign_off(here: Store, rank: int, *, alone: bool) -> None:
+def _sign_off(here: Store, rank: int) -> None:
     # A store that cannot delete keys keeps the name, which does not harm a later try of this process.
     with contextlib.suppress(NotImplementedError):
         here.delete_key(_name(rank))
-        if alone:
-            here.delete_key("world_size")
+        here.add("signed", -1)
 
 
 def _who_is_missing(

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from torchestra.engine.multihost.mpi import why_no_mpi
 from torchestra.errors import DistNetworkError, InvalidArgumentError
 from torchestra.rendezvous.environment import LaunchEnvironment, launch_environment
 from torchestra.rendezvous.gathering import gather
 from torchestra.rendezvous.local_job import meeting_point
+from torchestra.rendezvous.over_mpi import open_over_mpi
 from torchestra.store import FileStore, PrefixStore, Store, TCPStore
 from torchestra.store.base import check_integer, nap
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE, Secret, job_secret
@@ -24,7 +26,8 @@ __all__ = ["Rendezvous", "rendezvous"]
 
 _UNKNOWN = -1
 _BEFORE_TRYING_AGAIN = 0.1
-_LAUNCHERS_WITHOUT_ADDRESS = ("mpich", "openmpi", "slurm")
+_MPI = ("mpich", "openmpi")
+_LAUNCHERS_WITHOUT_ADDRESS = (*_MPI, "slurm")
 
 Opener = Callable[[float], Store]
 """Connects to the store within so many seconds."""
@@ -139,7 +142,7 @@ def _opener(
     secret: bytes | None,
 ) -> Opener:
     if parts.scheme == "env":
-        return _by_environment(launch, rank, secret)
+        return _by_environment(launch, rank, world_size, secret)
     if parts.scheme == "tcp":
         return _by_address(parts, rank, secret)
     if parts.scheme == "file":
@@ -167,7 +170,7 @@ def _by_address(parts: SplitResult, rank: int, secret: bytes | None) -> Opener:
     return _served_by_rank_0(parts.hostname, port, rank, secret)
 
 
-def _by_environment(launch: LaunchEnvironment, rank: int, secret: bytes | None) -> Opener:
+def _by_environment(launch: LaunchEnvironment, rank: int, world_size: int, secret: bytes | None) -> Opener:
     """Where the launcher means the ranks to meet."""
     variables = os.environ
     served = variables.get("TORCHESTRA_STORE")
@@ -178,6 +181,8 @@ def _by_environment(launch: LaunchEnvironment, rank: int, secret: bytes | None) 
     on_this_host = launch.world_size is not None and launch.local_world_size == launch.world_size
     if launch.source in _LAUNCHERS_WITHOUT_ADDRESS and on_this_host and not variables.get("MASTER_ADDR"):
         return _served_by_rank_0(meeting_point(variables, launch.source), 0, rank, secret)
+    if launch.source in _MPI and not variables.get("MASTER_ADDR") and not why_no_mpi():
+        return lambda seconds: open_over_mpi(rank, world_size, secret, seconds)
     host, port = _master(launch)
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         run = variables.get("TORCHELASTIC_RUN_ID", "")
@@ -197,6 +202,8 @@ def _master(launch: LaunchEnvironment) -> tuple[str, int]:
     remedy = "pass init_method='tcp://host:port'"
     if launch.source in _LAUNCHERS_WITHOUT_ADDRESS:
         remedy += " with the host of rank 0, the same for all ranks (they are on several hosts)"
+    if launch.source in _MPI:
+        remedy += f". With mpi4py they would meet without: {why_no_mpi()}"
     if launch.master_addr is None:
         raise _not_set("MASTER_ADDR", remedy)
     if launch.master_port is None:

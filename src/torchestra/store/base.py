@@ -27,6 +27,7 @@ INTERNAL_PREFIX = "\0"
 
 _LONGEST_TIMEOUT = 1e9
 _INTERPRETER_SLICE = 0.05
+_THREAD_SLICE = 10.0
 
 
 class Store:
@@ -148,6 +149,23 @@ class Store:
         keys = check_keys(keys)
         self.wait(keys)
         return [self.get(key) for key in keys]
+
+    def await_values(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
+        """:meth:`wait` and :meth:`multi_get` in one: the values of ``keys`` as soon as all are there.
+
+        Args:
+            keys: the keys.
+            timeout: how long to wait, a timedelta or seconds; :attr:`timeout` if None.
+
+        Raises:
+            StoreTimeoutError: some did not come in time; it names them.
+        """
+        # Subclasses of others may know wait with one argument only.
+        if timeout is None:
+            self.wait(keys)
+        else:
+            self.wait(keys, timeout)
+        return self.multi_get(keys)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Sets each key to the value at the same place in ``values``.
@@ -300,8 +318,11 @@ def missing_keys_error(store: Store, missing: Sequence[str], seconds: float) -> 
 
 
 def interpreter_slice(remaining: float) -> float:
-    """How long a call into C may block: short on the main thread, because signals are handled there."""
-    longest = _INTERPRETER_SLICE if threading.current_thread() is threading.main_thread() else 1.0
+    """How long a call into C may block: short on the main thread, because signals are handled there.
+
+    On the others there is nothing to do in between, and thousands may wait.
+    """
+    longest = _INTERPRETER_SLICE if threading.current_thread() is threading.main_thread() else _THREAD_SLICE
     return max(0.0, min(remaining, longest))
 
 

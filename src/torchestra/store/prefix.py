@@ -88,6 +88,9 @@ class PrefixStore(Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return self._store.multi_get(self._all_full(keys))
 
+    def await_values(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
+        return self._store.await_values(self._all_full(keys), timeout)
+
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         self._store.multi_set(self._all_full(keys), values)
 

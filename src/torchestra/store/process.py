@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from dataclasses import dataclass
@@ -28,8 +29,7 @@ class ProcessIdentity:
     @classmethod
     def current(cls) -> ProcessIdentity:
         """The calling process."""
-        pid = os.getpid()
-        return cls(socket.gethostname().replace(" ", "_"), pid, start_time(pid) or 0, _process_space())
+        return _own()
 
     @classmethod
     def decode(cls, text: str) -> ProcessIdentity:
@@ -60,12 +60,30 @@ class ProcessIdentity:
         return f"process {self.pid} on {self.hostname}"
 
 
+@functools.cache
+def _own() -> ProcessIdentity:
+    pid = os.getpid()
+    return ProcessIdentity(
+        socket.gethostname().replace(" ", "_"), pid, start_time(pid) or 0, _process_space()
+    )
+
+
+@functools.cache
 def _process_space() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+
+
+def _forget() -> None:
+    """In a forked child, which is another process, and may be in a space of its own."""
+    _own.cache_clear()
+    _process_space.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def start_time(pid: int) -> int | None:

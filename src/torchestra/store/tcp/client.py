@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 import weakref
@@ -122,7 +123,10 @@ class TCPStore(Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._ask_and_wait(Request.GET, check_keys(keys), self._seconds(None))
+        return self.await_values(keys)
+
+    def await_values(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
+        return self._ask_and_wait(Request.GET, check_keys(keys), self._seconds(timeout))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         self._ask_and_wait(Request.WAIT, check_keys(keys), self._seconds(timeout))
@@ -172,8 +176,15 @@ class TCPStore(Store):
         return self._number(Request.QUEUE_LENGTH, [key.encode()])
 
     def clone(self) -> Store:
-        """A client of the same server, with a time-out and connections of its own."""
-        return TCPStore(self.host, self.port, timeout=self.timeout, secret=self._secret)
+        """A client of the same server, with a time-out and connections of its own, from the first request on.
+
+        Groups make clones for threads that may never ask anything, and a server has only so many connections.
+        """
+        twin = copy.copy(self)
+        twin._server = None
+        twin._pool = ConnectionPool(self._address, self._secret, own=self._server is not None)
+        twin._finalizer = weakref.finalize(twin, _shut, twin._pool, None)
+        return twin
 
     def close(self) -> None:
         self._finalizer()

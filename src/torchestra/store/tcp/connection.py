@@ -166,12 +166,12 @@ class Connection:
                     wait_ready(self._socket, select.POLLOUT, _remaining(deadline))
 
     def _receive(self, deadline: float) -> None:
-        while True:
-            try:
-                data = self._socket.recv(_CHUNK)
-                break
-            except BlockingIOError:
-                wait_ready(self._socket, select.POLLIN, _remaining(deadline))
+        data = None
+        # What was asked for a moment ago is not there yet, so the wait comes first.
+        while data is None:
+            if wait_ready(self._socket, select.POLLIN, _remaining(deadline)):
+                with contextlib.suppress(BlockingIOError):
+                    data = self._socket.recv(self._decoder.appetite(_CHUNK))
         if not data:
             raise ConnectionResetError("the server closed the connection")
         self._decoder.feed(data)

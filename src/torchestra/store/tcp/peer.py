@@ -145,7 +145,7 @@ class Peer:
 
     def _wanted(self) -> int:
         if self.stage is Stage.READY:
-            return _CHUNK
+            return self._decoder.appetite(_CHUNK)
         return (HELLO_SIZE if self.stage is Stage.HELLO else PROOF_SIZE) - len(self._decoder)
 
     def _greet(self) -> bool:

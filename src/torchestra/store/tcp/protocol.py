@@ -73,6 +73,8 @@ _LENGTH = struct.Struct(">I")
 _CLIENT_MAGIC = b"tstr"
 _SERVER_MAGIC = b"TSTR"
 
+_LEAST_APPETITE = 4096
+
 Buffer = Union[bytes, memoryview]
 
 
@@ -197,6 +199,17 @@ class Decoder:
 
     def __len__(self) -> int:
         return len(self._buffer)
+
+    def appetite(self, most: int) -> int:
+        """How many bytes to receive next: what is lacking of a message of known length, within bounds.
+
+        Room for them is made and given back again, which costs much more for a megabyte than for a short
+        message.
+        """
+        if len(self._buffer) < _HEAD.size:
+            return _LEAST_APPETITE
+        _, size = _HEAD.unpack_from(self._buffer)
+        return min(most, max(_LEAST_APPETITE, int(_HEAD.size + size - len(self._buffer))))
 
     def feed(self, data: Buffer) -> None:
         """Adds what was received."""

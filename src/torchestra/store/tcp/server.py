@@ -6,8 +6,10 @@ never polls, and sleeps in the selector until a byte, or the next deadline, come
 
 What a client does wrong ends its own connection only. Strangers, that is connections that have not
 finished the handshake, are held at little cost: 72 bytes are read of each, they have
-:data:`HANDSHAKE_SECONDS` to finish, and of more than :data:`MOST_STRANGERS` the oldest is dropped (a real
-client that is dropped tries again). So floods and silent connections leave room for the clients. Who is
+:data:`HANDSHAKE_SECONDS` to finish, and there are :data:`MOST_STRANGERS` at most. When more come, the oldest
+is dropped if it has had a moment for the handshake (a real client that is dropped tries again); if not, the
+newcomers wait in the kernel's queue. So floods and silent connections leave room for the clients, and
+thousands of clients that come at once get in, one after the other, rather than drive each other out. Who is
 refused for good (another secret, or another user where there is no secret) is told in the log.
 """
 
@@ -44,6 +46,7 @@ __all__ = ["TCPStoreServer"]
 HANDSHAKE_SECONDS = 30.0
 MOST_STRANGERS = 256
 _ACCEPTED_AT_ONCE = 64
+_MOMENT = 0.1
 _BREATH = 0.1
 _LONGEST_SLEEP = 3600.0
 
@@ -91,7 +94,7 @@ class TCPStoreServer:
         self._address = Address(host, 0 if wanted.is_unix else int(self._listener.getsockname()[1]))
         self._table = Table()
         self._peers: set[Peer] = set()
-        self._strangers: dict[Peer, None] = {}
+        self._strangers: dict[Peer, float] = {}  # and when they came, the oldest first
         self._deadlines: list[tuple[float, int, Peer]] = []
         self._counter = itertools.count()
         self._woken: list[tuple[Peer, Outcome]] = []
@@ -213,6 +216,7 @@ class TCPStoreServer:
                 if not peer.is_stranger:
                     self._strangers.pop(peer, None)
                     peer.deadline = None
+                    self._resume_soon()
                 continue
             message = peer.next_message()
             if message is None:
@@ -261,13 +265,16 @@ class TCPStoreServer:
         if peer.wait is not None:
             self._table.cancel(peer.wait)
         self._peers.discard(peer)
-        self._strangers.pop(peer, None)
+        if self._strangers.pop(peer, None) is not None:
+            self._resume_soon()
         with contextlib.suppress(KeyError, ValueError, OSError):
             self._selector.unregister(peer.connection)
         peer.connection.close()
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
+            if len(self._strangers) >= MOST_STRANGERS and not self._dismiss_one():
+                return
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -287,10 +294,27 @@ class TCPStoreServer:
             connection.close()
             return
         self._peers.add(peer)
-        self._strangers[peer] = None
-        self._set_deadline(peer, time.monotonic() + HANDSHAKE_SECONDS)
-        if len(self._strangers) > MOST_STRANGERS:
-            self._drop(next(iter(self._strangers)))
+        self._strangers[peer] = now = time.monotonic()
+        self._set_deadline(peer, now + HANDSHAKE_SECONDS)
+
+    def _dismiss_one(self) -> bool:
+        """Drop the oldest stranger if it has had its moment; else take in nobody until it has."""
+        oldest, came = next(iter(self._strangers.items()))
+        if time.monotonic() - came < _MOMENT:
+            self._pause(came + _MOMENT)
+            return False
+        self._drop(oldest)
+        return True
+
+    def _pause(self, until: float) -> None:
+        """Take in nobody for a while."""
+        self._selector.unregister(self._listener)
+        self._resume_at = until
+
+    def _resume_soon(self) -> None:
+        """There is room."""
+        if self._resume_at is not None:
+            self._resume_at = time.monotonic()
 
     def _other_user(self, connection: socket.socket) -> int | None:
         """The user at the other end, if it is another one and that matters: with a secret, TCP is for all."""
@@ -307,8 +331,7 @@ class TCPStoreServer:
             return
         if error.errno in (errno.EMFILE, errno.ENFILE):
             _log.warning("%r is out of file descriptors; raise `ulimit -n` where it runs", self)
-        self._selector.unregister(self._listener)
-        self._resume_at = time.monotonic() + _BREATH
+        self._pause(time.monotonic() + _BREATH)
 
     def _set_deadline(self, peer: Peer, deadline: float) -> None:
         peer.deadline = deadline

@@ -1,0 +1,130 @@
+"""A meeting point for ranks of mpiexec on several hosts, which rank 0 tells the others through MPI.
+
+mpiexec tells its ranks their numbers but not where to meet. MPI knows a way between them: so rank 0 opens a
+store on a free port of all its interfaces, and broadcasts its addresses and a secret made for this job.
+Whoever mpiexec has started may take part, and nobody else. The others try the addresses in turn, since some
+may lead nowhere (a network of containers, say).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from typing import Any, NamedTuple
+
+from torchestra.engine.multihost.mpi import start_mpi
+from torchestra.errors import CollectiveTimeoutError, DistNetworkError, InvalidArgumentError
+from torchestra.store import TCPStore
+from torchestra.store.base import nap
+from torchestra.store.tcp.address import Address, dial
+from torchestra.store.tcp.tenants import keep_server
+
+__all__ = ["open_over_mpi"]
+
+_BLOCK = 4096
+_POLL_SECONDS = 0.001
+_TRY_SECONDS = 2.0
+_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
+
+
+class _Place(NamedTuple):
+    """Where the ranks meet."""
+
+    addresses: list[str]
+    port: int
+    secret: str
+
+
+_lock = threading.Lock()
+_place: _Place | None = None
+
+
+def open_over_mpi(rank: int, world_size: int, secret: bytes | None, seconds: float) -> TCPStore:
+    """The store of rank 0. Must be called by every rank of mpiexec; the first time, they wait for each other.
+
+    Args:
+        rank, world_size: this rank, and how many there are: mpiexec's.
+        secret: the job's, where it has one.
+        seconds: how long to wait.
+
+    Raises:
+        InvalidArgumentError: the rank, or their number, is not that of MPI.
+        CollectiveTimeoutError: not all ranks came in time.
+        DistNetworkError: no address of rank 0 was reached.
+        DistBackendError, ImportError: MPI cannot be used.
+    """
+    global _place
+    deadline = time.monotonic() + seconds
+    mpi = start_mpi(seconds, world_size)
+    world = mpi.COMM_WORLD
+    if (world.rank, world.size) != (rank, world_size):
+        raise InvalidArgumentError(
+            f"rank {rank} of {world_size} is rank {world.rank} of {world.size} to MPI; ranks that are not"
+            " those of mpiexec need a place to meet: set MASTER_ADDR and MASTER_PORT for all of them"
+        )
+    with _lock:
+        if _place is None:
+            own = _serve(secret) if rank == 0 else None
+            _place = _told(mpi, own, deadline)
+    return _reached(_place, rank, deadline)
+
+
+def _serve(secret: bytes | None) -> _Place:
+    """Have this process serve a store until it ends."""
+    text = secret.decode("latin-1") if secret is not None else secrets.token_hex(16)
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    keep_server("0.0.0.0", port, text.encode("latin-1"))
+    return _Place(own_addresses(), port, text)
+
+
+def own_addresses() -> list[str]:
+    """The IPv4 addresses of this host, those that its name stands for first, and loopback addresses last."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        found += socket.gethostbyname_ex(socket.gethostname())[2]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                asked = struct.pack("256s", name.encode()[:15])
+                found.append(socket.inet_ntoa(fcntl.ioctl(probe, _GET_INTERFACE_ADDRESS, asked)[20:24]))
+    return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127."))
+
+
+def _told(mpi: Any, own: _Place | None, deadline: float) -> _Place:
+    """What rank 0 tells all."""
+    block = bytearray(_BLOCK)
+    if own is not None:
+        text = json.dumps(own).encode()
+        block[: len(text)] = text
+    request = mpi.COMM_WORLD.Ibcast([block, mpi.BYTE], 0)
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise CollectiveTimeoutError("rank 0 did not tell through MPI in time where to meet", (0,))
+        nap(_POLL_SECONDS)
+    return _Place(*json.loads(bytes(block).rstrip(b"\0")))
+
+
+def _reached(place: _Place, rank: int, deadline: float) -> TCPStore:
+    """A store at the first address of rank 0 that answers."""
+    while True:
+        for address in place.addresses:
+            until = min(deadline, time.monotonic() + _TRY_SECONDS)
+            try:
+                dial(Address(address, place.port), until, secured=True).close()
+                remaining = max(0.1, deadline - time.monotonic())
+                return TCPStore(address, place.port, timeout=remaining, secret=place.secret.encode("latin-1"))
+            except (OSError, DistNetworkError):
+                continue
+        if time.monotonic() > deadline:
+            raise DistNetworkError(
+                f"rank {rank} reached rank 0 at none of its addresses, port {place.port}:"
+                f" {', '.join(place.addresses)}; set MASTER_ADDR and MASTER_PORT for all ranks"
+            )
+        nap(_TRY_SECONDS / 20)

@@ -1,0 +1,29 @@
+"""Which of many keys are not there, in a few requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchestra.store.base import Store
+
+__all__ = ["absent"]
+
+
+def absent(store: Store, keys: Sequence[str]) -> list[int]:
+    """The indices of the keys that the store does not have, in ascending order.
+
+    A store only says whether all of some keys are there, so they are halved where they are not: m absent ones
+    of n cost O(m log n) requests.
+    """
+    found: list[int] = []
+    ranges = [(0, len(keys))]
+    while ranges:
+        start, stop = ranges.pop()
+        if start == stop or store.check(keys[start:stop]):
+            continue
+        if stop - start == 1:
+            found.append(start)
+        else:
+            middle = (start + stop) // 2
+            ranges += [(middle, stop), (start, middle)]
+    return found
