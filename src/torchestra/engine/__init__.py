@@ -12,7 +12,7 @@ __all__ = ["warm_up"]
 def warm_up() -> None:
     """Load every kernel, compiling those that are not in the cache, so that a fork need not.
 
-    Takes some 10 seconds the first time on a machine and well under a second afterwards; starts no thread
+    Takes some 10 seconds the first time on a machine and well under a second afterwards; leaves no thread
     and opens nothing.
     """
     from torchestra.engine.kernels.catalogue import load_kernels

@@ -10,6 +10,8 @@ which user the other one is. One connection carries four packets (SOCK_SEQPACKET
     rank    ->  HMAC-SHA256(key, "rank" + rank + both nonces)
     rank 0  ->  a verdict, and with :data:`_GIVEN` the descriptor
 
+Whoever has the descriptor may keep the connection, and hears by its end that rank 0 is done, or gone.
+
 Nobody can listen under rank 0's name while rank 0 lives; whoever does so afterwards fails the second step.
 Connections are served all at once, each has :data:`_VISIT_SECONDS`, and of too many the oldest has to go; a
 rank that is dropped comes again. So whoever connects, says nonsense or nothing holds up no rank.
@@ -17,6 +19,7 @@ rank that is dropped comes again. So whoever connects, says nonsense or nothing 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -26,13 +29,14 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torchestra.errors import CollectiveTimeoutError, DistBackendError
+from torchestra.store.base import interpreter_slice
 from torchestra.store.secret import SECRET_ADVICE
 from torchestra.store.tcp.locality import peer_user
 
-__all__ = ["Admission", "fetch"]
+__all__ = ["Admission", "await_end", "fetch", "visit"]
 
 _MAGIC = b"TRC2"
 _NONCE_SIZE = 32
@@ -46,6 +50,7 @@ _VISIT_SECONDS = 10.0
 _MOST_STRANGERS = 64
 _ACCEPTED_AT_ONCE = 64
 _TICK = 0.05
+_LONGEST_TICK = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -64,32 +69,52 @@ class Admission:
     """Rank 0's side. Use it as a context manager; call :meth:`serve` until nobody is :attr:`waited_for`.
 
     Args:
-        ranks: who is to be given the descriptor, each once.
+        ranks: who is to be given the descriptor, each once; a range may be large, it is not gone through.
         secret: the job's, or None.
         name: of the group, for the log.
+        taken: those of the ranks that need nothing, and that nobody else may be.
+        keeps: hold the connections of those who have been given the descriptor until :meth:`close`.
 
     Attributes:
         invitation: what the others must be told through the store.
-        waited_for: the ranks that have not come yet.
+        given: the ranks that have come, in this order.
     """
 
-    def __init__(self, ranks: Iterable[int], secret: bytes | None, name: str) -> None:
+    def __init__(
+        self,
+        ranks: Collection[int],
+        secret: bytes | None,
+        name: str,
+        *,
+        taken: Iterable[int] = (),
+        keeps: bool = False,
+    ) -> None:
         address, token = f"torchestra-{secrets.token_hex(16)}", secrets.token_hex(32)
         self.invitation = f"{address}:{token}"
-        self.waited_for = set(ranks)
+        self._address = "\0" + address
+        self._keeps = keeps
+        self._kept: list[socket.socket] = []
+        self.given: list[int] = []
+        self._ranks = ranks
+        self._taken = set(taken)
         self._key = _key(token, secret)
         self._name = name
         self._visitors: dict[_Visitor, None] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._listener.bind("\0" + address)
+            self._listener.bind(self._address)
             self._listener.listen(socket.SOMAXCONN)
             self._listener.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def waited_for(self) -> set[int]:
+        """The ranks that have not come yet."""
+        return set(self._ranks) - self._taken
 
     def __enter__(self) -> Admission:
         return self
@@ -101,12 +126,19 @@ class Admission:
         """End all connections."""
         self._selector.close()
         self._listener.close()
-        for visitor in self._visitors:
-            visitor.connection.close()
+        for connection in [*self._kept, *(visitor.connection for visitor in self._visitors)]:
+            connection.close()
 
-    def serve(self, descriptor: int) -> None:
-        """Do what can be done; wait for something to do for 50 ms at most."""
-        for key, _ in self._selector.select(_TICK):
+    def wake(self) -> None:
+        """Have a :meth:`serve` that another thread is in return soon."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+            caller.setblocking(False)
+            with contextlib.suppress(OSError):
+                caller.connect(self._address)
+
+    def serve(self, descriptor: int, seconds: float = _TICK) -> None:
+        """Do what can be done; wait for something to do for 50 ms at most, or for so many seconds."""
+        for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._accept()
             elif key.data in self._visitors:
@@ -137,27 +169,31 @@ class Admission:
             visitor = _Visitor(connection)
             self._visitors[visitor] = None
             self._selector.register(connection, selectors.EVENT_READ, visitor)
-            if len(self._visitors) > _MOST_STRANGERS + len(self.waited_for):
+            if len(self._visitors) > _MOST_STRANGERS + len(self._ranks) - len(self.given):
                 self._drop(next(iter(self._visitors)))
 
-    def _drop(self, visitor: _Visitor) -> None:
+    def _drop(self, visitor: _Visitor, *, keep: bool = False) -> None:
         del self._visitors[visitor]
         self._selector.unregister(visitor.connection)
-        visitor.connection.close()
+        if keep:
+            self._kept.append(visitor.connection)
+        else:
+            visitor.connection.close()
 
     def _hear(self, visitor: _Visitor, descriptor: int) -> None:
+        given = False
         try:
             packet = visitor.connection.recv(_LONGEST)
             if not visitor.nonces:
                 if self._challenge(visitor, packet):
                     return
             else:
-                self._judge(visitor, packet, descriptor)
+                given = self._judge(visitor, packet, descriptor)
         except BlockingIOError:
             return
         except OSError as error:
             _log.debug("group %r: lost a process that wanted the group's memory: %s", self._name, error)
-        self._drop(visitor)
+        self._drop(visitor, keep=given and self._keeps)
 
     def _challenge(self, visitor: _Visitor, hello: bytes) -> bool:
         """Answer a hello; False if it is none."""
@@ -171,8 +207,8 @@ class Admission:
         )
         return True
 
-    def _judge(self, visitor: _Visitor, given: bytes, descriptor: int) -> None:
-        """Give the descriptor, or say why not."""
+    def _judge(self, visitor: _Visitor, given: bytes, descriptor: int) -> bool:
+        """Give the descriptor, or say why not; whether it was given."""
         if not hmac.compare_digest(given, _proof(self._key, b"rank", visitor.rank, visitor.nonces)):
             _log.warning(
                 "group %r: a process that says it is rank %s does not know the group's key: %s",
@@ -181,11 +217,14 @@ class Admission:
                 SECRET_ADVICE,
             )
             visitor.connection.send(_UNPROVED)
-        elif visitor.rank not in self.waited_for:
+        elif visitor.rank not in self._ranks or visitor.rank in self._taken:
             visitor.connection.send(_TAKEN)
         else:
             socket.send_fds(visitor.connection, [_GIVEN], [descriptor])
-            self.waited_for.discard(visitor.rank)
+            self._taken.add(visitor.rank)
+            self.given.append(visitor.rank)
+            return True
+        return False
 
 
 def fetch(invitation: str, secret: bytes | None, rank: int, name: str, deadline: float) -> int:
@@ -202,14 +241,24 @@ def fetch(invitation: str, secret: bytes | None, rank: int, name: str, deadline:
         CollectiveTimeoutError: rank 0 did not answer in time.
         DistBackendError: rank 0 is not there, is not what it should be, or refuses this rank.
     """
+    descriptor, connection = visit(invitation, secret, rank, name, deadline)
+    connection.close()
+    return descriptor
+
+
+def visit(
+    invitation: str, secret: bytes | None, rank: int, name: str, deadline: float
+) -> tuple[int, socket.socket]:
+    """:func:`fetch`, and the connection, for :func:`await_end`; both are the caller's."""
     address, _, token = invitation.partition(":")
     who = f"rank {rank} of group {name!r}"
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(_TICK)
+            connection.settimeout(interpreter_slice(_LONGEST_TICK))
             try:
                 connection.connect("\0" + address)
-                return _receive(connection, _key(token, secret), rank, who, deadline)
+                given = _receive(connection, _key(token, secret), rank, who, deadline)
+                return given, connection.dup()
             except (ConnectionResetError, BrokenPipeError, BlockingIOError, TimeoutError):
                 # Rank 0 had too many visitors, or none of its time for us yet.
                 pass
@@ -251,6 +300,20 @@ def _receive(connection: socket.socket, key: bytes, rank: int, who: str, deadlin
             " knows no such rank: do two processes claim the same rank?"
         )
     raise DistBackendError(f"{who} was refused by rank 0: {verdict!r}")
+
+
+def await_end(connection: socket.socket, deadline: float) -> bool:
+    """Wait until rank 0 ends a connection that it keeps; False if the deadline comes before."""
+    while (remaining := deadline - time.monotonic()) > 0:
+        connection.settimeout(max(0.001, interpreter_slice(remaining)))
+        try:
+            if not connection.recv(1):
+                return True
+        except TimeoutError:
+            continue
+        except OSError:
+            return True
+    return False
 
 
 def _packet(connection: socket.socket, deadline: float) -> tuple[bytes, list[int]]:

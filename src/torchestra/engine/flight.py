@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,10 +19,12 @@ import numpy.typing as npt
 from torchestra.engine import layout as at
 from torchestra.engine import operations, recording
 from torchestra.engine.clock import COUNTER, NANOSECONDS, Moment, TickScale
+from torchestra.engine.trace import trace_of, write_trace
 
 __all__ = [
     "FlightEntry",
     "FlightRecord",
+    "HostRecord",
     "RankRecord",
     "Readable",
     "read_flight_record",
@@ -29,8 +33,9 @@ __all__ = [
 ]
 
 State = Literal["running", "done", "failed"]
-Presence = Literal["absent", "present", "left"]
+Presence = Literal["absent", "present", "left", "unknown"]
 
+_MOST_RANKS = 1 << 20  # of a group; if it says more, what says so is damaged
 _PRESENCE: dict[int, Presence] = {at.PRESENT: "present", at.LEFT: "left"}
 # Called with plain addresses; Numba's annotations are of another language.
 _read_ring: Any = recording.read_ring
@@ -55,7 +60,7 @@ class FlightEntry:
 
     Attributes:
         number: of a collective, its sequence number in the group, the same on all ranks (1 is the barrier in
-            which the group met); of a message, how manieth of this rank it is.
+            which the group met, if it is on one host); of a message, how manieth of this rank it is.
         kind: ``"all_reduce"``, …, ``"send"`` or ``"recv"``.
         op: how a reduction reduces, else None.
         dtype: as ``"float32"``; None where there is none.
@@ -112,7 +117,8 @@ class RankRecord:
     Attributes:
         rank: in the group's numbering.
         pid: its process, 0 if it has not come.
-        presence: ``"present"`` (which it stays when it dies), ``"left"`` the group, or ``"absent"``.
+        presence: ``"present"`` (which it stays when it dies), ``"left"`` the group, or ``"absent"``;
+            ``"unknown"``, and nothing else is known, where its host did not answer.
         operations: its last collectives, at most 256.
         messages: its last sends and receives, at most 256.
         operations_begun, messages_begun: how many there were in all.
@@ -120,7 +126,8 @@ class RankRecord:
         operations_waited, messages_waited: seconds, in collectives and in blocking receives.
         waited_for: by rank, seconds of both. Of ranks waited for to get to the same point, the one that came
             last has it all.
-        waiting_for: the rank that it waits for in a collective at this moment, or None.
+        waiting_for: the rank that it waits for in a collective at this moment, or None; None also
+            while it waits for other hosts.
         waiting_since: when that wait began, by ``time.monotonic()``, or None.
     """
 
@@ -152,8 +159,29 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
+class HostRecord:
+    """One host of a group that has several.
+
+    Attributes:
+        name: as error messages call it.
+        ranks: the group's ranks on it.
+        answered: whether it told what its ranks did.
+        clock_offset: seconds that were added to its times, to have them by the clock of the host that asked.
+        clock_error: by how much that may be wrong, at most.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    answered: bool = True
+    clock_offset: float = 0.0
+    clock_error: float = 0.0
+
+
+@dataclass(frozen=True)
 class FlightRecord:
     """The last collectives and messages of all ranks of a group.
+
+    Where the group has several hosts: of all of them, see ``hosts``.
 
     Attributes:
         group: its name.
@@ -162,6 +190,7 @@ class FlightRecord:
         taken_at: the same moment by ``time.time()``.
         aborted: why the group cannot be used any more, or None.
         ranks: by rank.
+        hosts: those that the group has, if it has several.
     """
 
     group: str
@@ -170,19 +199,45 @@ class FlightRecord:
     taken_at: float
     aborted: str | None
     ranks: tuple[RankRecord, ...]
+    hosts: tuple[HostRecord, ...] = ()
+
+    def save(self, path: str | Path) -> None:
+        """Write this into a file in Chrome's trace event format, for https://ui.perfetto.dev."""
+        write_trace(path, trace_of([self]))
 
 
 def read_flight_record(arena: Readable, last: int = at.ENTRIES) -> FlightRecord:
     """The record of all ranks, as it is now; of each at most the ``last`` entries of either kind."""
     scale = tick_scale(arena)
+    numbers, size = _numbering(arena)
+    host = _host_name(arena)
     return FlightRecord(
         group=_group_name(arena),
-        size=arena.layout.size,
+        size=size,
         taken=scale.now,
         taken_at=time.time(),
         aborted=_why_aborted(arena),
-        ranks=tuple(read_rank(arena, rank, scale, last) for rank in range(arena.layout.size)),
+        ranks=tuple(read_rank(arena, place, scale, last) for place in range(arena.layout.size)),
+        hosts=(HostRecord(host, tuple(numbers)),) if host is not None else (),
     )
+
+
+def _numbering(arena: Readable) -> tuple[Sequence[int], int]:
+    """By place in the arena, what the group calls a rank; and how many it has in all."""
+    size = arena.layout.size
+    whole = arena.word(at.HEADER_GROUP_SIZE)
+    if not size <= whole <= _MOST_RANKS:
+        return range(size), size
+    blocks = [arena.layout.control + place * at.CONTROL_BYTES for place in range(size)]
+    return [min(max(0, arena.word(block + at.NUMBER)), whole - 1) for block in blocks], whole
+
+
+def _host_name(arena: Readable) -> str | None:
+    """What the group calls this host, if it has several."""
+    if not arena.layout.size <= arena.word(at.HEADER_GROUP_SIZE) <= _MOST_RANKS:
+        return None
+    length = arena.word(at.HEADER_HOST_LENGTH)
+    return arena.text(at.HEADER_HOST, min(max(0, length), at.HEADER_HOST_BYTES))
 
 
 def _group_name(arena: Readable) -> str:
@@ -211,28 +266,36 @@ def tick_scale(arena: Readable) -> TickScale:
 
 
 def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRIES) -> RankRecord:
-    """The record of one rank; at most the ``last`` entries of either kind."""
+    """The record of one rank, by its place; at most the ``last`` entries of either kind."""
     control = arena.layout.control + rank * at.CONTROL_BYTES
     record = arena.layout.records + rank * arena.layout.record_bytes
-    size = arena.layout.size
-    operations_ = _ring(arena, record + at.OPERATIONS_AT)
+    here = arena.layout.size
+    numbers, size = _numbering(arena)
+    crosses = _host_name(arena) is not None
+    operations_ = _ring(arena, record + (at.CROSSINGS_AT if crosses else at.OPERATIONS_AT))
     messages = _ring(arena, record + at.MESSAGES_AT)
     since = arena.word(record + at.WAITING_SINCE)
-    blamed = [arena.word(record + at.BLAMED_AT + index * 8) for index in range(2 * size)]
+    blamed = [0] * size
+    for place, number in enumerate(numbers):
+        words = (arena.word(record + at.BLAMED_AT + index * 8) for index in (place, here + place))
+        blamed[number] = sum(words)
+    if crosses and operations_ and operations_[-1][at.ENDED // 8] == 0:
+        waited = arena.word(record + at.TOTAL_WAITED) - arena.word(record + at.CROSSING_WAITED)
+        operations_[-1][at.WAITED // 8] = max(0, waited)
     return RankRecord(
-        rank=rank,
+        rank=numbers[rank],
         pid=arena.word(control + at.PROCESS),
         presence=_PRESENCE.get(arena.word(control + at.STATE), "absent"),
-        operations=tuple(_operation(row, scale, size) for row in operations_[-last:]),
-        messages=tuple(_message(row, scale, size) for row in messages[-last:]),
+        operations=tuple(_operation(row, scale, numbers) for row in operations_[-last:]),
+        messages=tuple(_message(row, scale, numbers) for row in messages[-last:]),
         operations_begun=operations_[-1][at.STAMP // 8] if operations_ else 0,
         messages_begun=arena.word(record + at.MESSAGES_OPENED),
-        operation_bytes=arena.word(record + at.TOTAL_BYTES),
+        operation_bytes=arena.word(record + (at.CROSSING_BYTES if crosses else at.TOTAL_BYTES)),
         message_bytes=arena.word(record + at.MESSAGES_BYTES),
         operations_waited=scale.duration(arena.word(record + at.TOTAL_WAITED)),
         messages_waited=scale.duration(arena.word(record + at.MESSAGES_WAITED)),
-        waited_for=tuple(scale.duration(blamed[peer] + blamed[size + peer]) for peer in range(size)),
-        waiting_for=_rank(arena.word(record + at.WAITING_FOR), size) if since else None,
+        waited_for=tuple(map(scale.duration, blamed)),
+        waiting_for=_rank(arena.word(record + at.WAITING_FOR), numbers) if since else None,
         waiting_since=scale.time(since) if since else None,
     )
 
@@ -245,11 +308,11 @@ def _ring(arena: Readable, offset: int) -> list[list[int]]:
     return sorted(used)
 
 
-def _rank(number: int, size: int) -> int | None:
-    return number if 0 <= number < size else None
+def _rank(place: int, numbers: Sequence[int]) -> int | None:
+    return numbers[place] if 0 <= place < len(numbers) else None
 
 
-def _operation(row: list[int], scale: TickScale, size: int) -> FlightEntry:
+def _operation(row: list[int], scale: TickScale, numbers: Sequence[int]) -> FlightEntry:
     what, amount = row[at.WHAT // 8], row[at.AMOUNT // 8]
     return FlightEntry(
         number=row[at.STAMP // 8],
@@ -261,12 +324,12 @@ def _operation(row: list[int], scale: TickScale, size: int) -> FlightEntry:
         peer=None,
         tag=None,
         blocking=True,
-        waited_for=_rank(row[at.AWAITED // 8] - 1, size),
+        waited_for=_rank(row[at.AWAITED // 8] - 1, numbers),
         **_times(row, scale),
     )
 
 
-def _message(row: list[int], scale: TickScale, size: int) -> FlightEntry:
+def _message(row: list[int], scale: TickScale, numbers: Sequence[int]) -> FlightEntry:
     what = row[at.WHAT // 8]
     return FlightEntry(
         number=row[at.STAMP // 8],
@@ -275,7 +338,7 @@ def _message(row: list[int], scale: TickScale, size: int) -> FlightEntry:
         dtype=operations.dtype_name(what),
         root=None,
         count=None,
-        peer=_rank(row[at.OTHER // 8] - 1, size),
+        peer=_rank(row[at.OTHER // 8] - 1, numbers),
         tag=row[at.TAG // 8],
         blocking=not what & at.BACKGROUND,
         waited_for=None,

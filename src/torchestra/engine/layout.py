@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
-VERSION = 2
+VERSION = 3
 MEMORY_FILE = "torchestra"  # what the names of all arenas' memory files begin with
 RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for what is left of arenas (keeping.py)
 PAGE = 4096
@@ -40,9 +40,13 @@ HEADER_CLOCK = 48  # what all ranks take the time from (clock.py)
 HEADER_TICKS = 56  # a moment by that clock
 HEADER_NANOSECONDS = 64  # and by CLOCK_MONOTONIC
 HEADER_NAME_LENGTH = 72
+HEADER_GROUP_SIZE = 80  # how many ranks the group has on all its hosts, or 0 if they are all here
+HEADER_HOST_LENGTH = 88
 HEADER_ABORT_CLAIM = 120  # 1 when a rank is writing why it aborts the group
 HEADER_ABORT = 128  # 1 when that is written
 HEADER_ABORT_LENGTH = 136
+HEADER_HOST = 144  # what the group calls this host, if it has several
+HEADER_HOST_BYTES = 112
 HEADER_NAME = 256  # the group's name
 HEADER_NAME_BYTES = 256
 HEADER_ABORT_TEXT = 512
@@ -59,6 +63,7 @@ WAITERS = 128  # how many ranks sleep on PROGRESS
 STATE = 256  # ABSENT, PRESENT or LEFT
 PROCESS = 264  # process id of the rank
 STARTED = 272  # when that process started, in clock ticks since boot
+NUMBER = 280  # what the group calls the rank, where it has more ranks on other hosts; all ranks write it
 CORE = 320  # 1 + the core that the rank was last seen on (placement.py)
 ASKED = 384  # counts up when a peer wants to know what this rank is doing
 ANSWERED = 392  # the value of ASKED that TEXT answers
@@ -82,11 +87,15 @@ LONGEST = 56  # the most of these in the current operation
 MESSAGES_OPENED = 64
 MESSAGES_BYTES = 72  # sent and received, of all that have ended
 MESSAGES_WAITED = 80  # ticks that blocking receives waited for their message
+CROSSING = 88  # of an operation over several hosts: its number in the group,
+CROSSING_WAITED = 96  # what TOTAL_WAITED was when it began,
+CROSSING_BYTES = 104  # and the bytes of all that have ended
 OPERATIONS_AT = 256
 ENTRIES = 256  # a power of two
 ENTRY_BYTES = 64
 MESSAGES_AT = OPERATIONS_AT + ENTRIES * ENTRY_BYTES
-BLAMED_AT = MESSAGES_AT + ENTRIES * ENTRY_BYTES  # by peer, ticks waited: in collectives, for messages
+CROSSINGS_AT = MESSAGES_AT + ENTRIES * ENTRY_BYTES
+BLAMED_AT = CROSSINGS_AT + ENTRIES * ENTRY_BYTES  # by peer, ticks waited: in collectives, for messages
 
 # An entry of a record.
 STAMP = 0  # number of the operation or message, or 0 while the entry changes hands

@@ -26,7 +26,7 @@ from torchestra.engine.compilation import Kernel, entry_point
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.flight import FlightRecord, read_flight_record
 from torchestra.engine.kernels import move, reduce
-from torchestra.engine.member import Member, MessageWaiter
+from torchestra.engine.member import Member
 from torchestra.engine.operations import DTYPE_NAMES, UNEVEN, Kind, pack
 from torchestra.engine.reductions import combine, reduction, supports
 from torchestra.types import ReduceOp
@@ -51,6 +51,24 @@ class Plan:
 def _uneven(lengths: Sequence[int]) -> int:
     """A count for lengths that differ between the ranks: all must mean the same ones."""
     return UNEVEN | (hash(tuple(lengths)) & (UNEVEN - 1))
+
+
+class MessageWaiter:
+    """How long messages may wait, for the mailbox."""
+
+    __slots__ = ("_member", "seconds")
+
+    def __init__(self, member: Member, seconds: float) -> None:
+        self._member = member
+        self.seconds = seconds
+
+    def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> int | None:
+        """Return and raise what :meth:`Member.check` does; a time-out leaves the group usable."""
+        return self._member.check(doing, blocked, started, self.seconds, suspect, alone=True)
+
+    def abort(self, reason: str) -> None:
+        """A message was left halfway."""
+        self._member.abort(reason)
 
 
 class LocalEngine:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from torchestra.engine import layout as at
 from torchestra.engine import operations, recording
+from torchestra.engine.abort_text import abort_text
 from torchestra.engine.algorithms import cores_in_affinity
 from torchestra.engine.arena import Arena
 from torchestra.engine.callsites import call_site
@@ -49,8 +50,6 @@ from torchestra.errors import (
 _LIVENESS_SECONDS = 0.05
 _RESTLESS_SECONDS = 1.0
 _CLAIM_SECONDS = 2.0
-_LEAST_TEXT = 100
-_CUT = " ..."
 
 
 class Member:
@@ -60,6 +59,8 @@ class Member:
         numbers: by rank of the arena, what messages and errors call it. Differs where the arena holds only
             some ranks of a group.
         when_aborted: called with what :meth:`abort` wrote, on the rank that did so.
+        host: where the ranks of the arena are, for messages; empty where the whole group is.
+        ask_elsewhere: where the ranks of other hosts stand, in lines.
     """
 
     def __init__(self, arena: Arena, rank: int, name: str, *, spins: int, yields: int) -> None:
@@ -72,6 +73,8 @@ class Member:
         self.succession = Succession(arena, rank)
         self.shrinking = threading.Lock()
         self.when_aborted: Callable[[str, tuple[int, ...], str], None] | None = None
+        self.host = ""
+        self.ask_elsewhere: Callable[[], str] = str
         self.program = threading.current_thread()
         self.peers: Peers | None = None
         self.closed = False
@@ -220,11 +223,11 @@ class Member:
             if suspect != gone:
                 return gone
             if gone in dead:
-                died = ", ".join(f"rank {self.numbers[rank]} died ({self.how(rank)})" for rank in dead)
+                died = ", ".join(f"{self.describe(rank)} died ({self.how(rank)})" for rank in dead)
                 self.abort(f"{died}; rank {self.own_number} saw it in {doing}", self.called(dead), explain)
             else:
                 self.abort(
-                    f"rank {self.numbers[gone]} has destroyed the group, and rank {self.own_number} waits for"
+                    f"{self.describe(gone)} has destroyed the group, and rank {self.own_number} waits for"
                     f" it in {doing}:"
                     " do all ranks call the same operations?",
                     explain=explain,
@@ -243,10 +246,11 @@ class Member:
             missing = self.called(self.missing())
             message = (
                 f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.own_number}:"
-                f" {_ranks(missing) if missing else 'no rank'} had not arrived"
+                f" {_ranks(missing) + self._here() if missing else 'no rank'} had not arrived"
                 f" (the timeout is {seconds:g} s)."
             )
-            self.abort(message, explain=explain)
+            elsewhere = self.ask_elsewhere()
+            self.abort(message, explain=lambda: elsewhere + explain())
             # The same lines on every rank, though several may have come to the end of their time at once.
             raise CollectiveTimeoutError(message + self._told()["standing"], missing)
         return None
@@ -255,6 +259,20 @@ class Member:
     def own_number(self) -> int:
         """What messages call this rank."""
         return self.numbers[self.rank]
+
+    def be_on_host(self, host: str, group_size: int) -> None:
+        """Let messages and records tell that the group has more ranks, on other hosts."""
+        self.host = host
+        length = self.arena.set_text(at.HEADER_HOST, at.HEADER_HOST_BYTES, host)
+        self.arena.set_word(at.HEADER_HOST_LENGTH, length)
+        control.tell(self.arena.address + at.HEADER_GROUP_SIZE, group_size)
+
+    def describe(self, rank: int) -> str:
+        """What messages call a rank, and its host where there are several."""
+        return f"rank {self.numbers[rank]}{self._here()}"
+
+    def _here(self) -> str:
+        return f" on host {self.host}" if self.host else ""
 
     def called(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """What messages and errors call some ranks."""
@@ -311,7 +329,7 @@ class Member:
         standing: str | None
         if control.claim(header + at.HEADER_ABORT_CLAIM) == 0:
             standing = explain() if explain is not None else ""
-            told = _told(why, failed, standing)
+            told = abort_text(why, failed, standing)
             length = self.arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, told)
             control.tell(header + at.HEADER_ABORT_LENGTH, length)
         else:
@@ -369,6 +387,8 @@ class Member:
         pid = os.getpid()
         self.arena.set_word(self._control + at.PROCESS, pid)
         self.arena.set_word(self._control + at.STARTED, process_start(pid))
+        for rank, number in enumerate(self.numbers):
+            self.arena.set_word(self.arena.control(rank) + at.NUMBER, number)
         control.tell(self.arena.address + self._control + at.STATE, at.PRESENT)
 
     def meet_peers(self, threads: dict[int, threading.Thread] | None, program: threading.Thread) -> None:
@@ -463,44 +483,9 @@ class Member:
 
     def report(self, ranks: Iterable[int], site: str | None = None) -> str:
         """A line for each of the ranks (standing.py); ``site`` as for :meth:`finish`."""
-        own = (self.rank, site or call_site())
-        return describe_standing(self.arena, self.peers, ranks, self._dead(), own, self.numbers)
-
-
-class MessageWaiter:
-    """How long messages may wait, for the mailbox."""
-
-    __slots__ = ("_member", "seconds")
-
-    def __init__(self, member: Member, seconds: float) -> None:
-        self._member = member
-        self.seconds = seconds
-
-    def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> int | None:
-        """Return and raise what :meth:`Member.check` does; a time-out leaves the group usable."""
-        return self._member.check(doing, blocked, started, self.seconds, suspect, alone=True)
-
-    def abort(self, reason: str) -> None:
-        """A message was left halfway."""
-        self._member.abort(reason)
-
-
-def _told(why: str, failed: tuple[int, ...], standing: str) -> str:
-    """What to write into the arena, cut to what it has room for: the lines first, then the reason."""
-    whole = why, standing
-    while True:
-        told = json.dumps({"failed": failed, "why": why, "standing": standing}, ensure_ascii=False)
-        if len(told.encode(errors="replace")) <= at.HEADER_ABORT_TEXT_BYTES:
-            return told
-        if len(standing) > _LEAST_TEXT:
-            standing = _cut(standing, whole[1])
-        else:
-            why = _cut(why, whole[0])
-
-
-def _cut(text: str, whole: str) -> str:
-    """A tenth less of a text that may have been cut before."""
-    return f"{whole[: (len(text) - (len(_CUT) if text != whole else 0)) * 9 // 10]}{_CUT}"
+        own = (self.rank, site or call_site(otherwise=self.program.ident))
+        lines = describe_standing(self.arena, self.peers, ranks, self._dead(), own)
+        return f"\nhost {self.host}:{lines}" if self.host else lines
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,8 +1,9 @@
 """The flight recorder: what every rank did last and how long it waited for whom, in the arena for all to see.
 
-Each rank has a record in the arena (layout.py) with two rings of ENTRIES entries, one of collectives and one
-of messages, that is written in passing and never read by the rank itself. Number n lies in entry n modulo
-ENTRIES. Of collectives, n is the sequence number of the group.
+Each rank has a record in the arena (layout.py) with rings of ENTRIES entries, one of collectives and one of
+messages, that is written in passing and never read by the rank itself. Number n lies in entry n modulo
+ENTRIES. Of collectives, n is the sequence number of the group. Where the group has several hosts, these are
+the steps that its operations consist of within this one, and the operations themselves lie in a third ring.
 
 Who writes. A ring has one writer at a time: the thread that runs the rank's collectives, or that holds its
 mailbox. Anybody reads at any time, also when the writer is dead; a reader writes nothing, and no writer waits
@@ -40,6 +41,8 @@ MOVED_BYTES, WAITED, AWAITED = at.MOVED_BYTES, at.WAITED, at.AWAITED
 TOTAL_BYTES, TOTAL_WAITED = at.TOTAL_BYTES, at.TOTAL_WAITED
 MESSAGES_AT, MESSAGES_OPENED, MESSAGES_BYTES = at.MESSAGES_AT, at.MESSAGES_OPENED, at.MESSAGES_BYTES
 MESSAGES_WAITED, BACKGROUND, OTHER, SIZE = at.MESSAGES_WAITED, at.BACKGROUND, at.OTHER, at.SIZE
+CROSSINGS_AT, CROSSING, CROSSING_WAITED = at.CROSSINGS_AT, at.CROSSING, at.CROSSING_WAITED
+CROSSING_BYTES = at.CROSSING_BYTES
 WAITING_SINCE, WAITING_FOR, SEQUENCE = at.WAITING_SINCE, at.WAITING_FOR, at.SEQUENCE
 PHASE, PHASE_PEER, PHASE_WAITED, LONGEST = at.PHASE, at.PHASE_PEER, at.PHASE_WAITED, at.LONGEST
 
@@ -128,6 +131,43 @@ def end_wait(context, peer, target, since):
     if waited >= load(record + LONGEST):
         store(record + LONGEST, waited)
         store(entry + AWAITED, peer + 1)
+
+
+@njit(**KERNEL_OPTIONS)
+def end_wait_elsewhere(context, since):
+    """A wait for ranks of other hosts, begun by :func:`begin_wait` for -1, is over."""
+    record = load(context + RECORD)
+    store_release(record + WAITING_SINCE, 0)
+    store(record + TOTAL_WAITED, load(record + TOTAL_WAITED) + now(context) - since)
+    return 0
+
+
+@njit(**KERNEL_OPTIONS)
+def open_crossing(context, number, what, amount, moved_bytes):
+    """A collective over several hosts begins."""
+    record = load(context + RECORD)
+    store(record + CROSSING, number)
+    store(record + CROSSING_WAITED, load(record + TOTAL_WAITED))
+    write_entry(_crossing(record), number, now(context), what, amount, moved_bytes, 0)
+    return 0
+
+
+@njit(**KERNEL_OPTIONS)
+def close_crossing(context, well):
+    """It has come to its end."""
+    record = load(context + RECORD)
+    entry = _crossing(record)
+    store(entry + WAITED, load(record + TOTAL_WAITED) - load(record + CROSSING_WAITED))
+    if well:
+        store(record + CROSSING_BYTES, load(record + CROSSING_BYTES) + load(entry + MOVED_BYTES))
+    ended = now(context)
+    store_release(entry + ENDED, ended if well else -ended)
+    return 0
+
+
+@njit(**KERNEL_OPTIONS)
+def _crossing(record):
+    return record + CROSSINGS_AT + (load(record + CROSSING) & (ENTRIES - 1)) * ENTRY_BYTES
 
 
 @njit(**KERNEL_OPTIONS)

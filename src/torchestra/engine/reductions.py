@@ -30,7 +30,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from torchestra.engine.compilation import compiling
+from torchestra.engine.compilation import compiling, undisturbed
 from torchestra.types import ReduceOp
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)
@@ -103,8 +103,11 @@ def reduction(dtype: torch.dtype, op: ReduceOp) -> int:
     """The address of the compiled function for a dtype and operation that :func:`supports` accepts."""
     key = (dtype, _OPERATION[op.name])
     address = _addresses.get(key)
-    if address is not None:
-        return address
+    return undisturbed(lambda: _compiled(dtype, op)) if address is None else address
+
+
+def _compiled(dtype: torch.dtype, op: ReduceOp) -> int:
+    key = (dtype, _OPERATION[op.name])
     with _compiling_here:
         if key in _addresses:
             return _addresses[key]

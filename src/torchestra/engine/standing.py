@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from torchestra.engine import layout as at
 from torchestra.engine.arena import Arena
@@ -24,7 +24,6 @@ def describe_standing(
     ranks: Iterable[int],
     dead: Collection[int],
     own: tuple[int, str],
-    numbers: Sequence[int],
 ) -> str:
     """A line for each of the ranks: what it does or did last, for whom it waits, where its program is.
 
@@ -36,13 +35,13 @@ def describe_standing(
         ranks: which to tell of.
         dead: those that are known to have died.
         own: the rank that asks, and the line of its program.
-        numbers: by rank, what to call it.
     """
     ranks = list(ranks)
     where = _places(arena, peers, [rank for rank in ranks if rank not in dead and rank != own[0]])
     if own[0] in ranks:
         where[own[0]] = f"is at {own[1]}"
     scale = tick_scale(arena)
+    crosses = arena.word(at.HEADER_GROUP_SIZE) > 0
     lines = []
     for rank in ranks:
         record = read_rank(arena, rank, scale, _ENTRIES)
@@ -53,20 +52,22 @@ def describe_standing(
             place = "has destroyed the group"
         else:
             place = where[rank]
-        lines.append(f"\n  rank {numbers[rank]} {_doing(record, scale.now, numbers)}; {place}")
+        lines.append(f"\n  rank {record.rank} {_doing(record, scale.now, crosses)}; {place}")
     return "".join(lines)
 
 
-def _doing(record: RankRecord, now: float, numbers: Sequence[int]) -> str:
+def _doing(record: RankRecord, now: float, crosses: bool) -> str:
     """The last operation of a rank, and the message that it blocks in."""
     last = record.last_operation
-    if last is None or (last.number == 1 and last.state == "done"):
-        words = "has called nothing yet"  # the group's first operation is its own
+    if last is None or (last.number == 1 and last.state == "done" and not crosses):
+        words = "has called nothing yet"  # the first operation of a group on one host is its own
     elif last.state == "running":
         words = f"is in operation {last.number}, {last}, for {now - last.started:.1f} s"
         awaited = record.waiting_for if record.waiting_for is not None else last.waited_for
         if awaited is not None:
-            words += f", and waits for rank {numbers[awaited]}"
+            words += f", and waits for rank {awaited}"
+        elif crosses and record.waiting_since is not None:
+            words += ", and waits for other hosts"
     else:
         ended = now - (last.ended or now)
         how = "" if last.state == "done" else ", which failed"

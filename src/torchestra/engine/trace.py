@@ -2,7 +2,8 @@
 
 One process of the trace is a group, one track a rank: its collectives and blocking messages; background
 messages lie beside it. Times are microseconds of the host's monotonic clock, so records of several groups of
-one host fit together. An arrow leads from the rank that came last to an operation to each that waited for it.
+one host fit together; traces of several hosts are put together by what these took for the time of day. An
+arrow leads from the rank that came last to an operation to each that waited for it.
 
 The format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchestra.engine.flight import FlightEntry, FlightRecord, RankRecord
+if TYPE_CHECKING:
+    from torchestra.engine.flight import FlightEntry, FlightRecord, RankRecord
 
 __all__ = ["merged", "trace_of", "write_trace"]
 
@@ -27,21 +30,38 @@ def trace_of(records: Sequence[FlightRecord]) -> dict[str, Any]:
     events: list[Event] = []
     for number, record in enumerate(records, start=1):
         events += _group(number, record)
-    return {"traceEvents": events, "displayTimeUnit": "ns"}
+    trace: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ns"}
+    if records:
+        epoch = (records[0].taken_at - records[0].taken) * 1e6
+        trace["otherData"] = {"clock": _clock(), "epoch_us": epoch}
+    return trace
 
 
 def merged(traces: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """One trace of the events of several, whose groups are numbered anew."""
     events: list[Event] = []
     groups = 0
+    first: dict[str, Any] = {}
     for trace in traces:
         numbers: dict[int, int] = {}
+        clock = trace.get("otherData", {})
+        first = first or clock
+        later = clock["epoch_us"] - first["epoch_us"] if clock.get("clock") != first.get("clock") else 0.0
         for event in trace["traceEvents"]:
             if event["pid"] not in numbers:
                 groups += 1
                 numbers[event["pid"]] = groups
-            events.append({**event, "pid": numbers[event["pid"]]})
+            moved = {"ts": event["ts"] + later} if later and "ts" in event else {}
+            events.append({**event, **moved, "pid": numbers[event["pid"]]})
     return {"traceEvents": events, "displayTimeUnit": "ns"}
+
+
+def _clock() -> str:
+    """What all processes have in common that have the same monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def write_trace(path: str | Path, trace: dict[str, Any]) -> None:
@@ -57,9 +77,20 @@ def write_trace(path: str | Path, trace: dict[str, Any]) -> None:
 
 
 def _group(number: int, record: FlightRecord) -> list[Event]:
-    events = [_named("process_name", number, 0, {"name": f"group {record.group!r}, {record.size} ranks"})]
+    whole = len(record.ranks) == record.size
+    named = (
+        f"group {record.group!r}, "
+        + ("" if whole else f"{len(record.ranks)} of its ")
+        + f"{record.size} ranks"
+    )
+    if len(record.hosts) == 1:
+        named += f", on host {record.hosts[0].name}"
+    events = [_named("process_name", number, 0, {"name": named})]
+    host_of = {rank: host.name for host in record.hosts for rank in host.ranks}
     for rank in record.ranks:
-        names = {"name": f"rank {rank.rank} (pid {rank.pid})"}
+        on = f" on host {host_of[rank.rank]}" if len(record.hosts) > 1 else ""
+        what = f"did not answer{on}" if rank.presence == "unknown" else f"pid {rank.pid}{on}"
+        names = {"name": f"rank {rank.rank} ({what})"}
         events.append(_named("thread_name", number, rank.rank, names))
         events.append(_named("thread_sort_index", number, rank.rank, {"sort_index": rank.rank}))
         events += [_slice(number, rank, entry, record.taken) for entry in rank.operations]
