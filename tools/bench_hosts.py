@@ -1,14 +1,28 @@
-"""What a group on several hosts costs, beside plain Gloo over all ranks: `make bench-hosts`.
+"""What a group on several hosts costs, beside plain Gloo and plain MPI over all ranks: `make bench-hosts`.
 
 Two hosts are network namespaces with two ranks each, joined by a cable (veth) that `tc tbf` shapes to the
 given rate in both directions. Every rank is in a group of torchestra's and in one of torch.distributed's, and
 the two take turns, so that whatever else the machine does hits both. Told are medians over the rounds of the
-slowest rank's time.
+slowest rank's time, and between which times the middle half of the rounds lies. Where MPICH and mpi4py are
+beside the interpreter, its mpiexec starts the ranks, and two more take their turns: a group of torchestra's
+that uses MPI between the hosts instead of Gloo, and MPI itself, over all ranks.
 
-The bound: an all_reduce of N bytes over H hosts has every host send, and receive, at least 2 (H - 1) / H N
-bytes (each host's sum has to leave it for every place where it is added up, and the whole sum has to come
-back); at the link's rate, and with the headers that go with each 1448 bytes of a TCP segment (66 bytes of
-Ethernet, IP and TCP).
+The bound is the time that the link needs for what has to cross it in one direction, with the headers that go
+with each 1448 bytes of a TCP segment (66 bytes of Ethernet, IP and TCP). Of H hosts with R / H ranks each, a
+host has to receive at least, of a tensor of N bytes:
+
+    all_reduce      2 (H - 1) / H N    for two hosts N: the sum of the other's, which it knows nothing of
+    all_gather      (H - 1) / H N      what the ranks elsewhere have; N is the whole result
+    reduce_scatter  (H - 1) / H N      the others' sums of what its ranks get; N is each rank's input
+    broadcast       N                  on every host but the root's
+    all_to_all      (H - 1) / H R / H N    from each rank elsewhere 1 / R of its N for each rank here
+    DDP             as all_reduce      of all gradients; and what a step takes while nothing can be sent:
+                                       forward, the last layer's part of backward, and the optimizer, as
+                                       measured in turns with the rest
+
+Plain Gloo's all_reduce goes round a ring of all ranks, two of whose edges cross between the two hosts, one in
+each direction, with 2 (R - 1) / R N bytes each: 1.5 times the bound. So over a link that Gloo keeps busy an
+all_reduce cannot be more than 1.5 times faster, and a step of DDP less, of which a part is the same for both.
 
 Needs Linux, root, iproute2 and a kernel with veth and tbf.
 """
@@ -16,22 +30,43 @@ Needs Linux, root, iproute2 and a kernel with veth and tbf.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 RANKS, HOSTS = 4, 2
 ADDRESS, PORT, STORE_PORT = "10.78.0.{}", 29611, 29612
 SEGMENT, HEADERS = 1448, 66
-SIZES = {"4 KB": 4 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "16 MB": 16 << 20, "64 MB": 64 << 20}
-ROUNDS = {"4 KB": 200, "64 KB": 60, "1 MB": 20, "16 MB": 7, "64 MB": 3}
-STEPS = 5
+KB, MB = 1 << 10, 1 << 20
+SIZES = {"4 KB": 4 * KB, "64 KB": 64 * KB, "256 KB": 256 * KB, "1 MB": MB, "16 MB": 16 * MB, "64 MB": 64 * MB}
+CASES = (
+    *(f"all_reduce {size}" for size in SIZES),
+    "all_gather 16 MB",
+    "reduce_scatter 16 MB",
+    "broadcast 16 MB",
+    "all_to_all 16 MB",
+    "ping 4 KB",
+    "ping 1 MB",
+    "ping 16 MB",
+    "DDP step",
+)
+ROUNDS = {"4 KB": 200, "64 KB": 60, "256 KB": 40, "1 MB": 20, "16 MB": 9, "64 MB": 5, "step": 11}
+PEERS = {"ours": "torchestra", "gloo": "Gloo", "ours_mpi": "on MPI", "mpi": "MPI"}
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+WIDTHS = (1024, 2048, 2048, 1024)
+GRADIENTS = 4 * sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
 
 
 def run(*words: str) -> None:
@@ -57,77 +92,124 @@ def main() -> None:
     """Start the ranks and show what rank 0 tells."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbit", type=int, default=1000, help="the link's rate, in Mbit/s, default 1000")
-    parser.add_argument("--only", choices=[*SIZES, "DDP"], action="append", help="measure only this")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=CASES, action="append", help="measure only this")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    wanted = options.only or [*SIZES, "DDP"]
-    if options.rank is not None:
-        work(options.rank, wanted)
+    if options.worker:
+        work(options.only or list(CASES))
         return
+    # So that the hosts are removed then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     names = [f"tqbench{os.getpid()}h{host}" for host in range(HOSTS)]
+    with tempfile.TemporaryDirectory() as directory:
+        workers: list[subprocess.Popen[str]] = []
+        try:
+            make_network(names, f"{options.mbit}mbit")
+            workers += start(names, Path(directory))
+            output = workers[0].stdout
+            assert output is not None
+            print(f"{HOSTS} hosts x {RANKS // HOSTS} ranks, {options.mbit} Mbit/s, float32; ms", flush=True)
+            ours, gloo, *others = PEERS.values()
+            header = f"{'':>20} {ours:>24} {gloo:>24} {'faster':>7} {'bound':>8} {'of bound':>9}"
+            print(header, *(f"{each:>9}" for each in others), flush=True)
+            for line in output:
+                if line.startswith("{"):
+                    report(json.loads(line), options.mbit)
+            codes = [worker.wait() for worker in workers]
+            if any(codes):
+                sys.exit(f"the ranks ended with {codes}")
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+            for name in names:
+                subprocess.run(["ip", "netns", "delete", name], check=False, stderr=subprocess.DEVNULL)
+
+
+def start(names: list[str], directory: Path) -> list[subprocess.Popen[str]]:
+    """Start the ranks; the output of rank 0 is that of the first process."""
     environment = {**os.environ, "TORCHESTRA_SECRET": os.urandom(16).hex(), "GLOO_SOCKET_IFNAME": "eth0"}
-    environment["OMP_NUM_THREADS"] = "1"
-    workers: list[subprocess.Popen[str]] = []
-    try:
-        make_network(names, f"{options.mbit}mbit")
-        for rank in range(RANKS):
-            command = ["ip", "netns", "exec", names[rank * HOSTS // RANKS], sys.executable, *sys.argv]
-            pipe = subprocess.PIPE if rank == 0 else None
-            command += ["--rank", str(rank)]
-            workers.append(subprocess.Popen(command, env=environment, stdout=pipe, text=True))
-        output = workers[0].stdout
-        assert output is not None
-        print(f"{HOSTS} hosts x {RANKS // HOSTS} ranks, {options.mbit} Mbit/s, float32; ms", flush=True)
-        print(f"{'all_reduce':>10} {'torchestra':>11} {'Gloo':>9} {'faster':>7} {'bound':>8} {'of bound':>9}")
-        for line in output:
-            if line.startswith("{"):
-                report(json.loads(line), options.mbit)
-        codes = [worker.wait() for worker in workers]
-        if any(codes):
-            sys.exit(f"the ranks ended with {codes}")
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, stderr=subprocess.DEVNULL)
+    # UCX, which MPICH uses, would find that both hosts have one memory.
+    environment |= {"OMP_NUM_THREADS": "1", "TORCHESTRA_BRIDGE": "gloo", "UCX_TLS": "tcp,self"}
+    program = [sys.executable, *sys.argv, "--worker"]
+    if has_mpich():
+        shell = directory / "remote-shell"  # what stands for ssh
+        hosts = {ADDRESS.format(host + 1): name for host, name in enumerate(names)}
+        cases = "".join(f"{address}) name={name};;\n" for address, name in hosts.items())
+        shell.write_text(f'#!/bin/sh\ncase $1 in\n{cases}esac\nshift\nexec ip netns exec $name sh -c "$*"\n')
+        shell.chmod(0o700)
+        listed = ",".join(f"{address}:{RANKS // HOSTS}" for address in hosts)
+        options = ["-launcher", "rsh", "-launcher-exec", str(shell), "-hosts", listed, "-n", str(RANKS)]
+        commands = [["ip", "netns", "exec", names[0], str(MPIEXEC), *options, *program]]
+    else:
+        places = [names[rank * HOSTS // RANKS] for rank in range(RANKS)]
+        commands = [
+            ["ip", "netns", "exec", place, "env", f"PMI_RANK={rank}", *program]
+            for rank, place in enumerate(places)
+        ]
+    return [
+        subprocess.Popen(command, env=environment, stdout=None if number else subprocess.PIPE, text=True)
+        for number, command in enumerate(commands)
+    ]
 
 
-def bound(size: int, mbit: int) -> float:
+def has_mpich() -> bool:
+    """Whether MPICH and mpi4py are beside the interpreter."""
+    return MPIEXEC.with_name("mpichversion").exists() and find_spec("mpi4py") is not None
+
+
+def bound(name: str, mbit: int) -> float:
     """Seconds; see above."""
-    sent = 2 * (HOSTS - 1) / HOSTS * size
-    return sent * (SEGMENT + HEADERS) / SEGMENT * 8 / (mbit * 1e6)
+    kind, _, size = name.partition(" ")
+    elsewhere, here = (HOSTS - 1) / HOSTS, RANKS // HOSTS
+    shares = {
+        "all_reduce": 2 * elsewhere,
+        "DDP": 2 * elsewhere,
+        "broadcast": 1.0,
+        "all_to_all": elsewhere * here,
+    }
+    crossing = shares.get(kind, elsewhere) * (GRADIENTS if kind == "DDP" else SIZES[size])
+    if kind == "ping":
+        crossing = 2 * SIZES[size]  # there and back
+    return crossing * (SEGMENT + HEADERS) / SEGMENT * 8 / (mbit * 1e6)
 
 
-def report(found: dict[str, float | str], mbit: int) -> None:
+def report(found: dict[str, Any], mbit: int) -> None:
     """A line of the table."""
-    name, ours, theirs = str(found["what"]), float(found["ours"]), float(found["gloo"])
-    line = f"{name:>10} {ours * 1e3:11.2f} {theirs * 1e3:9.2f} {theirs / ours:7.2f}"
-    if name in SIZES:
-        least = bound(SIZES[name], mbit)
-        line += f" {least * 1e3:8.2f} {ours / least:9.2f}"
-    print(line, flush=True)
+    columns, medians = [], []
+    for which in ("ours", "gloo"):
+        low, middle, high = (each * 1e3 for each in statistics.quantiles(found[which], n=4))
+        columns.append(f"{middle:8.2f} ({low:.2f}-{high:.2f})")
+        medians.append(middle)
+    least = (bound(found["what"], mbit) + statistics.median(found.get("alone", [0.0]))) * 1e3
+    ours, theirs = medians
+    line = f"{found['what']:>20} {columns[0]:>24} {columns[1]:>24} {theirs / ours:7.2f} {least:8.2f}"
+    others = (f"{statistics.median(found[which]) * 1e3:9.2f}" for which in list(PEERS)[2:] if which in found)
+    print(line, f"{ours / least:9.2f}", *others, flush=True)
 
 
-def work(rank: int, wanted: list[str]) -> None:
+def work(wanted: list[str]) -> None:
     """One rank's life."""
     import torch
     import torch.distributed as theirs
 
     import torchestra as ours
 
+    rank = int(os.environ["PMI_RANK"])
     torch.set_num_threads(1)
     theirs.init_process_group("gloo", f"tcp://{ADDRESS.format(1)}:{PORT}", rank=rank, world_size=RANKS)
     ours.init_process_group(
         init_method=f"tcp://{ADDRESS.format(1)}:{STORE_PORT}", rank=rank, world_size=RANKS
     )
+    peers: dict[str, tuple[Any, Any]] = {"ours": (ours, None), "gloo": (theirs, None)}
+    if has_mpich():
+        os.environ["TORCHESTRA_BRIDGE"] = "mpi"
+        peers |= {"ours_mpi": (ours, ours.new_group()), "mpi": (Mpi(), None)}
     for name in wanted:
-        if name == "DDP":
-            told = compare(name, training_step(ours), training_step(theirs), STEPS)
-        else:
-            tensor = torch.zeros(SIZES[name] // 4)
-            operations = partial(ours.all_reduce, tensor), partial(theirs.all_reduce, tensor)
-            told = compare(name, *operations, ROUNDS[name])
+        operations = {which: operation(*peer, name, rank) for which, peer in peers.items()}
+        if name == "DDP step":
+            operations["alone"] = what_comes_before_and_after()
+        told = compare(name, operations, ROUNDS[name.partition(" ")[2]])
         if rank == 0:
             print(json.dumps(told), flush=True)
     ours.barrier()
@@ -135,17 +217,78 @@ def work(rank: int, wanted: list[str]) -> None:
     theirs.destroy_process_group()
 
 
-def compare(
-    name: str, ours: Callable[[], object], theirs: Callable[[], object], rounds: int
-) -> dict[str, float | str]:
-    """The two in turn, after two of each that do not count."""
-    times: dict[str, list[float]] = {"ours": [], "gloo": []}
+class Mpi:
+    """MPI's own calls, by the names that torch.distributed has for the same."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._in_place, self._world = MPI.IN_PLACE, MPI.COMM_WORLD
+
+    def all_reduce(self, tensor: Any) -> None:
+        self._world.Allreduce(self._in_place, tensor.numpy())
+
+    def all_gather_into_tensor(self, output: Any, tensor: Any) -> None:
+        self._world.Allgather(tensor.numpy(), output.numpy())
+
+    def reduce_scatter_tensor(self, output: Any, tensor: Any) -> None:
+        self._world.Reduce_scatter_block(tensor.numpy(), output.numpy())
+
+    def broadcast(self, tensor: Any, root: int) -> None:
+        self._world.Bcast(tensor.numpy(), root)
+
+    def all_to_all_single(self, output: Any, tensor: Any) -> None:
+        self._world.Alltoall(tensor.numpy(), output.numpy())
+
+    def send(self, tensor: Any, rank: int) -> None:
+        self._world.Send(tensor.numpy(), rank)
+
+    def recv(self, tensor: Any, rank: int) -> None:
+        self._world.Recv(tensor.numpy(), rank)
+
+
+def operation(package: Any, group: Any, name: str, rank: int) -> Callable[[], object] | None:
+    """What is measured, by one of the packages, on a group or on all ranks; None where it has none."""
+    import torch
+
+    kind, _, size = name.partition(" ")
+    if kind == "DDP":
+        return None if isinstance(package, Mpi) else training_step(package, group)
+    count = SIZES[size] // 4
+    whole, other, part = torch.zeros(count), torch.zeros(count), torch.zeros(count // RANKS)
+    chosen = {"group": group} if group is not None else {}
+    if kind == "ping":
+        return partial(ping, package, whole, rank, chosen)
+    return {
+        "all_reduce": partial(package.all_reduce, whole, **chosen),
+        "all_gather": partial(package.all_gather_into_tensor, whole, part, **chosen),
+        "reduce_scatter": partial(package.reduce_scatter_tensor, part, whole, **chosen),
+        "broadcast": partial(package.broadcast, whole, 0, **chosen),
+        "all_to_all": partial(package.all_to_all_single, other, whole, **chosen),
+    }[kind]
+
+
+def ping(package: Any, tensor: Any, rank: int, chosen: dict[str, Any]) -> None:
+    """A message from the first rank to the last, on the other host, and one back."""
+    first, last = 0, RANKS - 1
+    if rank == first:
+        package.send(tensor, last, **chosen)
+        package.recv(tensor, last, **chosen)
+    elif rank == last:
+        package.recv(tensor, first, **chosen)
+        package.send(tensor, first, **chosen)
+
+
+def compare(name: str, operations: dict[str, Callable[[], object] | None], rounds: int) -> dict[str, Any]:
+    """The seconds of each in turn, after two rounds that do not count."""
+    calls = {which: call for which, call in operations.items() if call is not None}
+    times: dict[str, list[float]] = {which: [] for which in calls}
     for number in range(rounds + 2):
-        for which, operation in (("ours", ours), ("gloo", theirs)):
-            seconds = slowest(operation)
+        for which, call in calls.items():
+            seconds = slowest(call)
             if number >= 2:
                 times[which].append(seconds)
-    return {"what": name, **{which: statistics.median(each) for which, each in times.items()}}
+    return {"what": name, **times}
 
 
 def slowest(operation: Callable[[], object]) -> float:
@@ -162,27 +305,65 @@ def slowest(operation: Callable[[], object]) -> float:
     return found.item()
 
 
-def training_step(package: object) -> Callable[[], object]:
-    """A step of an MLP under the package's DistributedDataParallel."""
+def make_model() -> Any:
+    """The MLP."""
+    from torch import nn
+
+    layers = [each for pair in itertools.pairwise(WIDTHS) for each in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def make_inputs() -> Any:
+    """A batch."""
     import torch
+
+    return torch.randn(32, WIDTHS[0])
+
+
+def optimize(model: Any) -> None:
+    """Plain gradient descent."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 1e-3 * parameter.grad
+
+
+def training_step(package: Any, group: Any) -> Callable[[], object]:
+    """A step of an MLP under the package's DistributedDataParallel."""
     from torch import nn
 
     import torchestra as ours
 
-    widths = (1024, 2048, 2048, 1024)
-    layers = [each for pair in itertools.pairwise(widths) for each in (nn.Linear(*pair), nn.ReLU())]
-    wrap = (
-        ours.nn.parallel.DistributedDataParallel if package is ours else nn.parallel.DistributedDataParallel
-    )
-    model = wrap(nn.Sequential(*layers[:-1]))
-    inputs = torch.randn(32, widths[0])
+    parallel = ours.nn.parallel if package is ours else nn.parallel
+    model, inputs = parallel.DistributedDataParallel(make_model(), process_group=group), make_inputs()
 
     def step() -> None:
         model.zero_grad()
         model(inputs).sum().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 1e-3 * parameter.grad
+        optimize(model)
+
+    return step
+
+
+class EnoughError(Exception):
+    """Ends a backward."""
+
+
+def what_comes_before_and_after() -> Callable[[], object]:
+    """A step of the MLP alone, whose backward ends when the first large gradient is there."""
+    model, inputs = make_model(), make_inputs()
+    model(inputs).sum().backward()
+
+    def end(_: Any) -> None:
+        raise EnoughError
+
+    model[-1].weight.register_post_accumulate_grad_hook(end)
+
+    def step() -> None:
+        with contextlib.suppress(EnoughError):
+            model(inputs).sum().backward()
+        optimize(model)
 
     return step
 

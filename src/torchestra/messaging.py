@@ -9,6 +9,7 @@ import torch
 from torch.autograd import profiler
 
 from torchestra import checks, profiling
+from torchestra.delegating import Delegation, delegated_message
 from torchestra.engine.channels import Transfer
 from torchestra.engine.local import LocalEngine
 from torchestra.layouts import made_plain, write_back
@@ -25,11 +26,13 @@ class Messaging(Order):
         self.rank = engine.rank
         self.size = engine.size
         self.seconds = seconds
+        self.delegation: Delegation | None = None
 
     def limit(self, seconds: float | None) -> float:
         """How long an operation may wait, in seconds, by its own time-out if it has one."""
         return self.seconds if seconds is None else seconds
 
+    @delegated_message
     def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
         """Send a message to a rank; returns when the tensor may be changed."""
         if profiler._is_profiler_enabled and profiling.wanted():
@@ -40,6 +43,7 @@ class Messaging(Order):
         self.engine.send(made_plain(tensor), rank, tag, self.limit(seconds))
         return None
 
+    @delegated_message
     def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
         """Receive a message from a rank, or from any (None), into the tensor; the rank that sent it."""
         if profiler._is_profiler_enabled and profiling.wanted():
@@ -54,6 +58,7 @@ class Messaging(Order):
         land()
         return source
 
+    @delegated_message
     def isend(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> Work:
         """Begin to send a message to a rank."""
         if profiler._is_profiler_enabled and profiling.wanted():
@@ -67,6 +72,7 @@ class Messaging(Order):
         )
         return self._hastened(work, transfer)
 
+    @delegated_message
     def irecv(
         self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None
     ) -> Work:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -18,4 +19,5 @@ sys.path.append(str(Path(__file__).parents[1] / "collectives"))
 def _ranks_start_warm() -> None:
     """The fork server is forked before any test starts a thread."""
     torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # which operators of torch, and its optimizers, import late
     start_server()

@@ -105,6 +105,14 @@ def on_hosts(
         yield world
 
 
+def enter(name: str) -> None:
+    """Have this process be on a host from now on."""
+    descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(descriptor)
+
+
 def be_on_real_host(
     store: Store,
     rank: int,
@@ -117,10 +125,7 @@ def be_on_real_host(
 ) -> Any:
     """The life of a rank. The store is in a file, which hosts of this kind share."""
     os.environ.update({"TORCHESTRA_SECRET": _SECRET, "TORCHESTRA_HEARTBEAT": str(heartbeat)})
-    descriptor = os.open(f"/run/netns/{names[rank]}", os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "setns")
-    os.close(descriptor)
+    enter(names[rank])
     if rank == 0:
         shared = TCPStore("10.77.0.1", 0, is_master=True)
         store.set("port", str(shared.port))
@@ -128,8 +133,9 @@ def be_on_real_host(
         shared = TCPStore("10.77.0.1", int(store.get("port")))
     dist.init_process_group(store=shared, rank=rank, world_size=size, timeout=timeout)
     result = fn(*args)
+    left = dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
-    store.barrier("end", size)
+    store.barrier("end", left)
     shared.close()
     return result

@@ -57,23 +57,23 @@ def test_ranks_with_one_id_that_can_attach_share_a_host() -> None:
 
 def test_one_id_does_not_make_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 2 and 3 have the id of ranks 0 and 1, but their lobby cannot be reached from there."""
-    plain_fetch, sides = finding.fetch, {}
+    plain_visit, sides = finding.visit, {}
 
-    def fetch(invitation: str, secret: bytes | None, rank: int, name: str, deadline: float) -> int:
+    def visit(invitation: str, secret: bytes | None, rank: int, name: str, deadline: float) -> Any:
         opener = sides.get(invitation)
         if opener is not None and (opener < 2) != (rank < 2):
             try:
                 raise ConnectionRefusedError("nobody listens there")
             except OSError as error:
                 raise finding.DistBackendError("cannot reach it") from error
-        return plain_fetch(invitation, secret, rank, name, deadline)
+        return plain_visit(invitation, secret, rank, name, deadline)
 
     class Lobby(finding._Lobby):
         def __init__(self, visit: Any) -> None:
             super().__init__(visit)
             sides[self.sign.partition(":")[2]] = visit.rank
 
-    monkeypatch.setattr(finding, "fetch", fetch)
+    monkeypatch.setattr(finding, "visit", visit)
     monkeypatch.setattr(finding, "_Lobby", Lobby)
     found = find_all(["same"] * 4, HashStore())
     assert found[0].members == ((0, 1), (2, 3))

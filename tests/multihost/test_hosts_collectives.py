@@ -12,15 +12,17 @@ from simulated import LAYOUTS, Layout, on_processes, on_threads
 import torchestra as dist
 from references import DEFINED, INTEGERS, reduced, sample
 from torchestra.engine.dtypes import DTYPES
-from torchestra.engine.multihost import moving, reducing
+from torchestra.engine.multihost import crossing, exchanging, moving, reducing
 from torchestra.types import ReduceOp
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few thousand elements travel in several chunks."""
-    monkeypatch.setattr(reducing, "_CHUNK_BYTES", 2048)
-    monkeypatch.setattr(moving, "_CHUNK_BYTES", 2048)
+    for module in (reducing, moving, exchanging):
+        monkeypatch.setattr(module, "_CHUNK_BYTES", 2048)
+    monkeypatch.setattr(crossing, "_INLINE_BYTES", 64)
+    monkeypatch.setattr(crossing, "_LEAST_INLINE_BYTES", 64)
 
 
 def every_case(lengths: tuple[int, ...]) -> None:
@@ -34,6 +36,7 @@ def test_every_operation_gives_what_its_formula_says(layout: Layout) -> None:
     on_threads(layout, every_case, (0, 1, 33, 5003))
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_operation_over_gloo(layout: Layout) -> None:
     on_threads(layout, every_case, (33, 5003), gloo=True)
@@ -117,6 +120,7 @@ def sums_of_floats(length: int) -> bytes:
     return bytes(tensor.view(torch.uint8).numpy())
 
 
+@pytest.mark.usefixtures("small_chunks")
 def test_all_bridges_give_the_same_bits() -> None:
     over_threads = on_threads((1, 2), sums_of_floats, 5001)
     over_gloo = on_threads((1, 2), sums_of_floats, 5001, gloo=True)

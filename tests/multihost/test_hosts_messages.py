@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from simulated import LAYOUTS, Layout, on_processes, on_threads
 
 import torchestra as dist
-from torchestra.errors import CollectiveTimeoutError, DistBackendError
+from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE
+from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 
-SMALL, LARGE = 5, 50_000
+SMALL, LARGE, HUGE = 5, 50_000, 700_000
+"""Elements of float32: in a letter, in several, and more than goes in letters."""
+
+MEGABYTE = 1 << 20
 
 
 def everybody_to_everybody() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     peers = [peer for peer in range(size) if peer != rank]
-    for length in (0, SMALL, LARGE):
+    for length in (0, SMALL, LARGE, HUGE):
         sends = [dist.isend(torch.full((length,), float(rank)), peer, tag=3) for peer in peers]
         tensors = {peer: torch.empty(length) for peer in peers}
         receives = [dist.irecv(tensors[peer], peer, tag=3) for peer in peers]
@@ -84,7 +90,93 @@ def refused_and_late() -> None:
     everybody_to_everybody()
 
 
-EVERYTHING = (everybody_to_everybody, from_anybody, posted_before_and_out_of_order, refused_and_late)
+def order_of_all_sizes() -> None:
+    """Whichever way messages go, they come in their order."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lengths = [SMALL, LARGE, 0, SMALL, HUGE, SMALL, LARGE, 40_000, HUGE, SMALL] * 2
+    if rank == 0:
+        works = [
+            dist.isend(torch.full((length,), float(number)), size - 1)
+            for number, length in enumerate(lengths)
+        ]
+        for work in works:
+            work.wait()
+    elif rank == size - 1:
+        for number, length in enumerate(lengths):
+            dist.recv(tensor := torch.full((length,), -1.0), 0)
+            assert (tensor == number).all()
+
+
+def survive_their_sender() -> None:
+    """What was sent is received though its sender has left; who sends to one that has left is told so."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    group = dist.new_group([0, last])
+    if rank == 0:
+        meet_over_a_line(last, group)
+        for number in range(20):
+            dist.send(torch.full((number * 2000,), number), last, group=group)
+        dist.destroy_process_group(group)
+    elif rank == last:
+        meet_over_a_line(0, group)
+    dist.barrier()
+    if rank == last:
+        for number in range(20):
+            dist.recv(tensor := torch.zeros(number * 2000, dtype=torch.int64), 0, group=group)
+            assert (tensor == number).all()
+        with pytest.raises(GroupAbortedError, match=r"rank 0 on host h0.* destroyed the group"):
+            dist.send(torch.zeros(1), 0, group=group)
+        with pytest.raises(GroupAbortedError, match="rank 0 on host h0 destroyed the group"):
+            dist.recv(torch.zeros(1), 0, group=group)
+        dist.destroy_process_group(group)
+
+
+def ahead_of_their_receiver() -> None:
+    """Of what nobody waits for, only some megabytes are on their way; the others wait for their receiver."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    tensors = [torch.full((MEGABYTE,), number, dtype=torch.uint8) for number in range(7)]
+    if rank == 0:
+        meet_over_a_line(last)
+        works = [dist.isend(tensor, last, tag=9) for tensor in tensors]
+        assert [work.is_completed() for work in works] == [True] * 4 + [False] * 3
+        dist.barrier()
+        for work in works:
+            work.wait()
+    elif rank == last:
+        meet_over_a_line(0)
+        dist.barrier()
+        for tensor in tensors:
+            dist.recv(received := torch.zeros_like(tensor), 0, tag=9)
+            assert torch.equal(received, tensor)
+    else:
+        dist.barrier()
+
+
+def letters_of(group: Any) -> Any:
+    return group.communicator.engine.mailbox._letters
+
+
+def meet_over_a_line(peer: int, group: Any = None) -> None:
+    """Exchange messages with a rank until they do not go by the store any more."""
+    group = group or dist.group.WORLD
+    letters, number = letters_of(group), dist.get_group_rank(group, peer)
+    for _ in range(2000):
+        ready = torch.tensor([float(letters.is_direct(number))])
+        dist.send(ready, peer, group=group, tag=8)
+        dist.recv(other := torch.zeros(1), peer, group=group, tag=8)
+        if ready.item() and other.item():
+            return
+    raise AssertionError("there is no line")
+
+
+EVERYTHING = (
+    everybody_to_everybody,
+    from_anybody,
+    posted_before_and_out_of_order,
+    order_of_all_sizes,
+    survive_their_sender,
+    ahead_of_their_receiver,
+    refused_and_late,
+)
 
 
 def all_of_it() -> None:
@@ -104,3 +196,33 @@ def test_messages_over_gloo() -> None:
 
 def test_messages_among_processes() -> None:
     on_processes((2, 1), all_of_it)
+
+
+def break_the_line() -> int:
+    """Letters go on by the store; nothing that was sent is lost, or comes twice. How many lines broke."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    if rank not in (0, last):
+        dist.barrier()
+        return 0
+    peer = last - rank
+    meet_over_a_line(peer)
+    letters = letters_of(dist.group.WORLD)
+    for number in range(60):
+        dist.isend(torch.tensor([number]), peer)
+        if number == 30 and rank == 0:
+            letters.line_to(peer)._bridge.close()
+    for number in range(60):
+        dist.recv(received := torch.zeros(1, dtype=torch.int64), peer)
+        assert received.item() == number
+    assert not letters.is_direct(peer)
+    move = dist.send if rank == 0 else dist.recv
+    with pytest.raises(DistBackendError, match=r"the way to rank \d on host h\d failed"):
+        move(torch.zeros(HUGE), peer)
+    dist.barrier()
+    return 1
+
+
+@pytest.mark.parametrize("gloo", [False, True])
+def test_a_line_that_breaks_loses_nothing(gloo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, "2")
+    assert on_threads((1, 2), break_the_line, gloo=gloo) == [1, 0, 1]

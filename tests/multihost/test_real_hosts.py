@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -14,14 +15,17 @@ from real_hosts import Network, on_hosts, why_not
 from simulated import Layout
 from test_hosts_collectives import every_case_and_sums, objects_and_the_rest, subgroups_in_any_pattern
 from test_hosts_messages import everybody_to_everybody, from_anybody
+from test_hosts_shrink import until_it_fails
 from torch import nn
 
 import torchestra as dist
+import torchestra.functional as funcol
 from torchestra.errors import DistBackendError, RankFailedError
 from torchestra.nn.parallel import DistributedDataParallel
 from worlds import Outcome, await_note, leave_note
 
 datasets = pytest.importorskip("sklearn.datasets")
+STORE_LOST = re.compile(r"has not reached the group's store, TCPStore\(10.77.0.1:\d+\), for 2 s")
 _WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 
@@ -40,12 +44,29 @@ def everything() -> list[list[int]]:
     from_anybody()
     subgroups_in_any_pattern(3)
     functional_sum()
+    check_the_record()
     return [list(ranks) for ranks in dist.group.WORLD.communicator.hosts.members]  # type: ignore[union-attr]
 
 
-def functional_sum() -> None:
-    import torchestra.functional as funcol
+def check_the_record() -> None:
+    """It tells of all ranks of all hosts, in times that fit each other."""
+    dist.barrier()
+    began = time.monotonic()
+    dist.barrier()
+    dist.barrier()
+    record, ended = dist.flight_record(), time.monotonic()
+    assert all(host.answered for host in record.hosts)
+    error = max(host.clock_error for host in record.hosts)
+    number = record.ranks[dist.get_rank()].operations_begun - 1
+    for rank in record.ranks:
+        (entry,) = [each for each in rank.operations if each.number == number]
+        assert (entry.kind, entry.state, rank.presence) == ("barrier", "done", "present")
+        assert entry.ended is not None
+        assert began - error <= entry.ended <= ended + error
+    dist.barrier()
 
+
+def functional_sum() -> None:
     size = dist.get_world_size()
     total = funcol.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
     assert torch.equal(total + 0, torch.full((3,), float(size)))
@@ -145,7 +166,7 @@ def test_a_link_that_stays_cut_is_an_error_on_all_ranks_within_the_bound(network
         told = messages_of(world.finish(), DistBackendError)
     name = network.hosts[1]
     assert all("with ranks 2, 3 has been silent for 2 s" in text for text in told[:2]), (name, told)
-    assert all("has not reached the group's store for 2 s" in text for text in told[2:]), told
+    assert all(STORE_LOST.search(text) for text in told[2:]), told
 
 
 def test_a_host_whose_processes_are_all_killed_is_named(network: Network) -> None:
@@ -167,8 +188,34 @@ def test_a_killed_rank_is_named_on_all_hosts(network: Network) -> None:
         world.signal(3, signal.SIGKILL)
         survivors = [world.wait(rank, 30.0) for rank in range(3)]
     for text in messages_of(survivors, RankFailedError):
-        assert "rank 3 died" in text
+        assert re.search(r"rank 3 on host \S+ died", text), text
     assert [outcome.error.ranks for outcome in survivors] == [(3,)] * 3  # type: ignore[union-attr]
+
+
+def messages_for_ever() -> None:
+    """Large messages cross between the first rank and the last; the other waits for one that never comes."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    tensor, received = torch.ones(1_000_000), torch.zeros(1_000_000)
+    leave_note(f"ready-{rank}")
+    if 0 < rank < last:
+        dist.recv(received, last)
+    while True:
+        works = [dist.isend(tensor, last - rank), dist.irecv(received, last - rank)]
+        for work in works:
+            work.wait()
+        assert torch.equal(received, tensor)
+        leave_note(f"moving-{rank}")
+
+
+def test_a_rank_killed_amid_messages_is_named(network: Network) -> None:
+    with on_hosts(network, (1, 2), messages_for_ever, heartbeat=4.0) as world:
+        for note in ("ready-1", "moving-0"):
+            world.await_file(note)
+        world.signal(2, signal.SIGKILL)
+        survivors = [world.wait(rank, 30.0) for rank in (0, 1)]
+    for text in messages_of(survivors, RankFailedError):
+        assert re.search(r"rank 2 on host \S+ died", text), text
+    assert [outcome.error.ranks for outcome in survivors] == [(2,)] * 2  # type: ignore[union-attr]
 
 
 def come_late(rank: int) -> Any:
@@ -192,6 +239,86 @@ def test_a_time_out_tells_where_the_ranks_of_all_hosts_are(network: Network) -> 
         told = messages_of(world.finish()[:3], DistBackendError)
     for text in told:
         assert "all_reduce(SUM, float32, 1 element)" in text
-        assert "rank 3 last called operation" in text
+        assert "rank 3 has called nothing yet" in text
+        assert "rank 2 is in operation 1, all_reduce(SUM, float32, 1 element), for" in text
         assert "in await_note" in text
         assert "in come_late" in text
+        assert re.search(r"rank 3( on host \S+)? had not arrived \(the timeout is 1 s\)", text), text
+
+
+def check_sums() -> list[int]:
+    """All operations of what is left find each other; the hosts' members, which say that."""
+    group = dist.group.WORLD
+    assert group is not None
+    size, rank = group.size(), group.rank()
+    for length in (1, 100_000):
+        total = torch.full((length,), float(rank))
+        dist.all_reduce(total)
+        assert torch.equal(total, torch.full((length,), size * (size - 1) / 2))
+    subgroup = dist.new_group([0, size - 1])
+    if rank in (0, size - 1):
+        dist.all_reduce(one := torch.ones(1), group=subgroup)
+        assert one.item() == 2
+    hosts = getattr(group.communicator, "hosts", None)
+    return [len(ranks) for ranks in hosts.members] if hosts is not None else [size]
+
+
+def go_on_twice(first: list[int], second: list[int]) -> list[list[int]]:
+    """Shrink after these ranks have been killed, and after those; the numbers are those at the beginning."""
+    me, shapes = dist.get_rank(), []
+    for victims in (first, second):
+        dist.all_reduce(torch.ones(1))
+        leave_note(f"ready-{victims}-{me}")
+        error = until_it_fails()
+        assert isinstance(error, RankFailedError)
+        assert error.ranks
+        world = dist.group.WORLD
+        assert world is not None
+        new = world.shrink()
+        assert len(new.lost_ranks) == len(victims)
+        shapes.append(check_sums())
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("layout", "first", "second", "shapes"),
+    [
+        ((1, 2, 3), [2], [3, 4, 5], [[1, 1, 3], [1, 1]]),  # a rank, then a whole host
+        ((2, 2), [2], [3], [[2, 1], [2]]),  # the rank that watches for its host, then the last of that host
+    ],
+)
+def test_survivors_of_kill_9_shrink_and_go_on_over_the_hosts_that_are_left(
+    network: Network, layout: Layout, first: list[int], second: list[int], shapes: list[list[int]]
+) -> None:
+    alive = set(range(sum(layout)))
+    with on_hosts(network, layout, go_on_twice, first, second, heartbeat=2.0) as world:
+        for victims in (first, second):
+            for rank in alive:
+                world.await_file(f"ready-{victims}-{rank}")
+            for rank in victims:
+                world.signal(rank, signal.SIGKILL)
+            alive -= set(victims)
+        ended = world.finish()
+    assert [ended[rank].result() for rank in sorted(alive)] == [shapes] * len(alive)
+
+
+def lose_the_store() -> None:
+    """Rank 0, whose process serves the store, is killed; what the others are told, and what shrink() says."""
+    dist.all_reduce(torch.ones(1))
+    leave_note(f"ready-{dist.get_rank()}")
+    told = str(until_it_fails())
+    with pytest.raises(dist.DistNetworkError) as refused:
+        dist.group.WORLD.shrink()  # type: ignore[union-attr]
+    raise EOFError(f"{told}\n---\n{refused.value}")  # there is nobody any more to end well with
+
+
+def test_when_the_host_of_the_store_is_lost_all_are_told_and_nobody_shrinks(network: Network) -> None:
+    with on_hosts(network, (1, 2), lose_the_store, heartbeat=2.0) as world:
+        for rank in range(3):
+            world.await_file(f"ready-{rank}")
+        world.signal(0, signal.SIGKILL)
+        survivors = world.finish()[1:]
+    for text in messages_of(survivors, EOFError):
+        aborted, refused = text.split("\n---\n")
+        assert STORE_LOST.search(aborted)
+        assert "cannot be shrunk, because its store is gone or out of reach" in refused

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+from torchestra.communicator import Communicator
+from torchestra.device_communicator import agreement_of, delegate
 from torchestra.engine.local import LocalEngine
+from torchestra.engine.multihost.shrinking import shrink_hosts
 from torchestra.engine.shrinking import shrink
 from torchestra.errors import GroupDestroyedError, InvalidArgumentError, InvalidArgumentTypeError
-from torchestra.hosts import HostsCommunicator
+from torchestra.hosts import Hosts, HostsCommunicator
+from torchestra.process_group.starting import start
 from torchestra.quick import QuickCommunicator
+from torchestra.store import Store
 from torchestra.types import Timeout, timeout_seconds
 
 if TYPE_CHECKING:
@@ -32,29 +37,71 @@ def shrunk(
     if abort:
         member.abort_to_shrink()
     communicator.settle(seconds)
-    generation = group.generation + 1
-    name = f"{group.group_name.removesuffix(f'~{group.generation}')}~{generation}"
-    made = shrink(member, name, exclude, seconds)
+    name = f"{group.group_name.removesuffix(f'~{group.generation}')}~{group.generation + 1}"
+    make = _between_hosts if isinstance(communicator, HostsCommunicator) else _within_host
+    made = make(communicator, name, exclude, seconds, group.backend)
     try:
+        if (agreement := agreement_of(communicator)) is not None:
+            delegate(made.communicator, made.store, agreement.among(made.survivors))
         member.abort_to_shrink()
         communicator.settle(seconds)
-        options = group.options
-        options.group_name = name
-        new = type(group)(
-            made.store,
-            made.member.rank,
-            made.member.size,
-            options,
-            ranks=[group.ranks[rank] for rank in made.survivors],
-            description=group.group_desc,
-            communicator=QuickCommunicator(LocalEngine(made.member), name, communicator.seconds),
-        )
-        new.generation = generation
-        new.previous_ranks = made.survivors
-        new.lost_ranks = tuple(rank for rank in range(group.size()) if rank not in made.survivors)
+        return _put_into_place(group, made, name)
     except BaseException:
-        made.member.leave()  # interrupted: nobody has the new group in hand
+        made.leave()  # interrupted: nobody has the new group in hand
         raise
+
+
+class _Made(NamedTuple):
+    """What a survivor has in its hands: the new group's communicator and store, and how to leave them.
+
+    ``survivors`` are, by new number, the numbers in the group that was.
+    """
+
+    communicator: Communicator
+    store: Store
+    survivors: tuple[int, ...]
+    leave: Callable[[], None]
+
+
+def _within_host(
+    communicator: Communicator, name: str, exclude: Sequence[int], seconds: float, backend: str
+) -> _Made:
+    made = shrink(communicator.engine.member, name, exclude, seconds)
+    new = QuickCommunicator(LocalEngine(made.member), name, communicator.seconds)
+    return _Made(new, made.store, made.survivors, made.member.leave)
+
+
+def _between_hosts(
+    communicator: Communicator, name: str, exclude: Sequence[int], seconds: float, backend: str
+) -> _Made:
+    assert isinstance(communicator, HostsCommunicator)
+    crossing = communicator.crossing
+    bridge = "threads" if backend == "threads" else "gloo"  # MPI does not promise to outlive a rank
+
+    def enter(store: Store, rank: int, hosts: Hosts, seconds: float) -> Communicator:
+        program = crossing.member.program
+        return start(store, rank, hosts.size, name, seconds, backend, program, hosts, bridge)
+
+    made = shrink_hosts(crossing, exclude, seconds, enter)
+    made.entered.seconds = communicator.seconds
+    return _Made(made.entered, made.store, made.survivors, made.entered.close)
+
+
+def _put_into_place(group: ProcessGroup, made: _Made, name: str) -> ProcessGroup:
+    options = group.options
+    options.group_name = name
+    new = type(group)(
+        made.store,
+        made.communicator.rank,
+        made.communicator.size,
+        options,
+        ranks=[group.ranks[rank] for rank in made.survivors],
+        description=group.group_desc,
+        communicator=made.communicator,
+    )
+    new.generation = group.generation + 1
+    new.previous_ranks = made.survivors
+    new.lost_ranks = tuple(rank for rank in range(group.size()) if rank not in made.survivors)
     return new
 
 
@@ -63,11 +110,6 @@ def _check(group: ProcessGroup, exclude: Sequence[int]) -> None:
         raise InvalidArgumentTypeError(
             f"shrink: Process group backend for {group.group_name!r} does not support shrinking operations: a"
             " fake world has no other ranks"
-        )
-    if isinstance(group.communicator, HostsCommunicator):
-        raise InvalidArgumentTypeError(
-            f"shrink: Process group backend for {group.group_name!r} does not support shrinking operations:"
-            f" its ranks are on {len(group.communicator.hosts)} hosts"
         )
     for rank in exclude:
         if not isinstance(rank, int) or not 0 <= rank < group.size() or rank == group.rank():

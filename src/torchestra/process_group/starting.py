@@ -3,40 +3,98 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
+
+import torch
 
 from torchestra.communicator import Communicator
+from torchestra.delegation.agreement import Agreement, Wish, agree, announce
+from torchestra.delegation.nccl import is_nccl_built, why_no_nccl
+from torchestra.device_communicator import delegate
 from torchestra.engine import warm_up
 from torchestra.engine.joining import join
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.multihost.finding import find_hosts, may_span_hosts
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.joining import join_hosts
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.engine.multihost.opening import choose_bridge
+from torchestra.errors import DistBackendError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.fake import FakeCommunicator
 from torchestra.hosts import HostsCommunicator
 from torchestra.quick import QuickCommunicator
+from torchestra.rendezvous import launch_environment
 from torchestra.store import PrefixStore, Store
 from torchestra.thread_ranks import current_thread_rank
 
 BACKENDS = ("native", "threads", "fake")
+_NCCL = "nccl"
+_NATIVE = Wish()
 
 
 def choose_backend(backend: str | None) -> str:
     """``"native"`` (ranks are processes), ``"threads"`` or ``"fake"``; for None, what the calling rank is.
 
+    ``"nccl"``, alone or as in ``"cpu:native,cuda:nccl"``, is about devices only: see :func:`requires_nccl`.
+
     Raises:
         InvalidArgumentError: there is no such backend.
+        DistBackendError: NCCL is asked for, and this torch was built without it.
     """
+    launched_as = "native" if current_thread_rank() is None else "threads"
     if backend is None:
-        return "native" if current_thread_rank() is None else "threads"
+        return launched_as
     if not isinstance(backend, str):
         raise InvalidArgumentTypeError(f"backend must be a str, got {backend!r}")
-    chosen = backend.lower().removeprefix("cpu:")
-    if chosen not in BACKENDS:
+    own = {name for device, name in _by_device(backend) if name != _NCCL}
+    known = own <= set(BACKENDS) and len(own) <= 1
+    if not known or any(device not in ("", "cpu", "cuda") for device, _ in _by_device(backend)):
         raise InvalidArgumentError(
-            f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}, and None to pick"
+            f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}, and None to pick; CUDA tensors"
+            ' can have "nccl", as in "cpu:native,cuda:nccl"'
         )
-    return chosen
+    if requires_nccl(backend):
+        if ("cpu", _NCCL) in _by_device(backend) or own == {"fake"}:
+            raise InvalidArgumentError(f'backend {backend!r}: "nccl" is for tensors of CUDA')
+        if not is_nccl_built():
+            raise DistBackendError(
+                f"Distributed package doesn't have NCCL built in: {why_no_nccl()}, so backend {backend!r}"
+                " cannot be had; without naming it, CUDA tensors go through the memory of the host"
+            )
+    return own.pop() if own else launched_as
+
+
+def requires_nccl(backend: str | None) -> bool:
+    """Whether a backend's name says that operations on CUDA tensors are to be NCCL's."""
+    return isinstance(backend, str) and any(name == _NCCL for _, name in _by_device(backend))
+
+
+def wish_of(backend: str | None, device_id: Any) -> Wish:
+    """What the caller of a function with these arguments says of a group's devices.
+
+    Raises:
+        InvalidArgumentError: ``device_id`` is no CUDA device of this host, a number or a torch.device.
+    """
+    required = requires_nccl(backend)
+    if device_id is None:
+        return Wish(required=required)
+    if not torch.backends.cuda.is_built():
+        raise InvalidArgumentError(
+            "device_id: a group is not bound to a device where torch was built without CUDA, so leave it out;"
+            f" got {device_id!r}"
+        )
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    if device.type != "cuda" or device.index is None or device.index >= torch.cuda.device_count():
+        raise InvalidArgumentError(
+            f"device_id must be one of the {torch.cuda.device_count()} CUDA devices of this host, by number,"
+            f" got {device_id!r}"
+        )
+    return Wish(device, required)
+
+
+def _by_device(backend: str) -> list[tuple[str, str]]:
+    """(device, name) of ``"cpu:native,cuda:nccl"``; no device where none is named."""
+    parts = (part.rpartition(":") for part in backend.lower().split(","))
+    return [(device, name) for device, _, name in parts]
 
 
 def start(
@@ -48,6 +106,9 @@ def start(
     backend: str,
     program: threading.Thread | None = None,
     hosts: Hosts | None = None,
+    bridge: str | None = None,
+    wish: Wish = _NATIVE,
+    agreement: Agreement | None = None,
 ) -> Communicator:
     """Enter a group; returns when all ranks have.
 
@@ -59,9 +120,13 @@ def start(
         backend: as :func:`choose_backend` gives it.
         program: the thread that the rank's program runs in; default: the one that calls.
         hosts: where the ranks are, if that is known; else it is found out.
+        bridge: what to use between hosts; default: as :func:`choose_bridge` says.
+        wish: which device this rank has, and whether operations on it must be NCCL's.
+        agreement: what the ranks have agreed on for their devices, if they have; else they do it here.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
+        DistBackendError: NCCL is wished for, and cannot be had; on every rank that wishes for it.
     """
     if name is None:
         name = f"direct-{store.add(f'torchestra/made/{rank}', 1)}"
@@ -72,10 +137,37 @@ def start(
         program = here.thread
     own = PrefixStore(f"group/{name}", store)
     threads = backend == "threads"
+    card = None
+    if agreement is None and not threads:
+        card = announce(own, rank, wish, launch_environment().local_rank)
+    communicator = _meet(own, rank, size, name, seconds, threads, program, hosts, bridge)
+    try:
+        agreed = agreement or agree(own, size, name, card, wish)
+    except BaseException:
+        communicator.close()
+        raise
+    delegate(communicator, own, agreed)
+    return communicator
+
+
+def _meet(
+    own: Store,
+    rank: int,
+    size: int,
+    name: str,
+    seconds: float,
+    threads: bool,
+    program: threading.Thread | None,
+    hosts: Hosts | None,
+    bridge: str | None,
+) -> Communicator:
     if hosts is None and may_span_hosts(own, size):
         hosts = find_hosts(own, rank, size, name, seconds, threads=threads)
     if hosts is not None and len(hosts) > 1:
-        engine = join_hosts(own, hosts, rank, name, seconds, threads=threads, thread=program)
+        if bridge is None:
+            mpiexec = launch_environment().source in ("mpich", "openmpi")
+            bridge = choose_bridge(threads=threads, mpiexec=mpiexec)
+        engine = join_hosts(own, hosts, rank, name, seconds, threads=threads, bridge=bridge, thread=program)
         return HostsCommunicator(engine, name, seconds)
     member = join(own, rank, size, name, seconds, threads=threads, thread=program)
     return QuickCommunicator(LocalEngine(member), name, seconds)

@@ -2,9 +2,12 @@
 
 Every operation begins by finding out that all ranks of all hosts have called the same
 (:meth:`Crossing.agree`): within the host by the fingerprints of the arena, between hosts by an *envelope*
-that the ranks at place 0 send each other. It has one size, so that envelopes of different operations fit each
-other, and room for a small tensor, so that a small operation is one trip. Only then do lengths depend on what
-was called.
+that the ranks at place 0 send each other. Envelopes of different operations fit each other, since there is
+room for the longest, and a small tensor goes along in them, so that a small operation is one trip. Only then
+do lengths depend on what was called, but for one thing: so that the link need not wait for the answer, each
+end of a rail may send the others something *early*, of any length up to a bound. Where it turns out that the
+hosts have called different operations, the ends that have sent nothing early send a byte, and what has come
+is dropped.
 
 Waits between hosts look around as those within a host do (member.py): for an abort, a rank of this host that
 died, a host or a rank elsewhere that is gone (warden.py), the deadline.
@@ -13,13 +16,14 @@ died, a host or a rank elsewhere that is gone (warden.py), the deadline.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from torchestra.engine import operations
+from torchestra.engine import operations, recording
 from torchestra.engine.callsites import call_site
 from torchestra.engine.local import LocalEngine, Plan
 from torchestra.engine.multihost.bridge import Bridge, BridgeError, Pending
@@ -29,10 +33,16 @@ from torchestra.engine.operations import Kind
 from torchestra.engine.patience import Patience
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
 
-__all__ = ["INLINE_BYTES", "Call", "Crossing", "bytes_of", "split_evenly"]
+__all__ = ["EARLY", "Call", "Crossing", "bytes_of", "split_evenly"]
 
-INLINE_BYTES = 4096
-"""What goes along in an envelope: at 1 Gbit/s it takes as long as half a trip."""
+EARLY = 2
+"""How often an end sends each other end something before it is known that all ranks have called the same."""
+
+_EARLY_BYTES = 1 << 19
+"""How much there is room for each time, for all other ends together."""
+
+_INLINE_BYTES, _LEAST_INLINE_BYTES = 1 << 16, 1 << 12
+"""What goes along in envelopes: at most so much to a host from all others, or else the less from each."""
 
 _HEAD_WORDS = 4
 _HEAD_BYTES = 8 * _HEAD_WORDS
@@ -83,6 +93,13 @@ def split_evenly(number: int, parts: int) -> list[int]:
     return [least + (part < more) for part in range(parts)]
 
 
+class _Envelope(NamedTuple):
+    """What the hosts tell each other: by host what is received, and what brings it."""
+
+    received: torch.Tensor
+    pending: Pending
+
+
 class Crossing:
     """One rank's means. One operation runs at a time.
 
@@ -93,6 +110,11 @@ class Crossing:
         bridge: its end of a rail; None for a rank beyond the last rail.
         outlook: what can be known of the other hosts; a Warden at place 0.
         name: of the group.
+
+    Attributes:
+        sent_off: of how many operations this host has begun to send what it can before it has heard others.
+        inline_bytes: how much can go along in an envelope.
+        early_bytes: how much an end sends another early, at most.
     """
 
     def __init__(
@@ -108,12 +130,17 @@ class Crossing:
         self.member = local.member
         self.hosts = hosts
         self.rank = rank
-        self.host, self.place = hosts.host_of[rank], hosts.place_of[rank]
-        self.here = hosts.members[self.host]
+        self.host = hosts.host_at(rank)
+        self.here = hosts.on(self.host)
+        self.place = self.here.index(rank)
         self.bridge = bridge
         self.outlook = outlook
         self.name = name
         self.sequence = 0
+        self.sent_off = 0
+        self.inline_bytes = max(_LEAST_INLINE_BYTES, _INLINE_BYTES // (len(hosts) - 1))
+        self.early_bytes = _EARLY_BYTES // (len(hosts) - 1)
+        outlook.begun = lambda: self.sequence
         self._plans: dict[tuple[int, int, int, int], Plan] = {}
 
     # -- within the host
@@ -147,8 +174,11 @@ class Crossing:
         try:
             while not pending.wait(_LOOK_SECONDS):
                 suspects = self._look_around(call, suspects)
+            return
         except BridgeError as error:
-            self._explain(error, call)
+            failure = error
+        # Not in the handler: that a rank died is told without what the bridge had to say of it.
+        self._explain(failure, call)
 
     def _look_around(self, call: Call, suspects: _Suspects) -> _Suspects:
         """Raise if waiting any longer is in vain; who is gone, to be handed in the next time.
@@ -188,15 +218,16 @@ class Crossing:
 
     def _time_out(self, call: Call, waited: float) -> None:
         """End an operation for which other hosts have not come."""
-        report = self._report_all()
+        missing, elsewhere = self.outlook.ask_who_is_missing(self.sequence)
+        report = elsewhere + self.member.report(range(self.member.size))
+        whom = ", ".join(map(self.hosts.describe, missing)) or "other hosts"
         message = (
             f"{call} of group {self.name!r} timed out after {waited:.1f} s on"
-            f" {self.hosts.describe(self.rank)}: other hosts had not arrived."
+            f" {self.hosts.describe(self.rank)}: {whom} had not arrived (the timeout is {call.seconds:g} s)."
         )
         self.member.abort(message, explain=lambda: report)
-        raise CollectiveTimeoutError(
-            message + report, tuple(rank for rank in range(len(self.hosts.host_of)) if rank not in self.here)
-        )
+        others = (rank for rank in range(self.hosts.size) if rank not in self.here)
+        raise CollectiveTimeoutError(message + report, missing or tuple(others))
 
     def _explain(self, error: BridgeError, call: Call) -> None:
         """The bridge has failed: find out why within the heartbeat bound, and raise it."""
@@ -212,27 +243,25 @@ class Crossing:
 
     # -- all ranks of all hosts
 
-    def agree(self, call: Call, *, checked: bool = False, inline: torch.Tensor | None = None) -> torch.Tensor:
+    def agree(self, call: Call, meanwhile: Callable[[], Sequence[Pending]] | None = None) -> None:
         """Make sure that all ranks have called the same.
 
         Args:
-            checked: the ranks of this host have done so among themselves already.
-            inline: at place 0, bytes that go along, at most :data:`INLINE_BYTES`.
-
-        Returns:
-            At place 0, by host, what went along; elsewhere nothing that means anything.
+            meanwhile: what is to be done while the hosts tell each other, if the ranks of this one agree. It
+                must not change the tensors of the call. It may begin :data:`EARLY` exchanges on the rail, and
+                returns them; in each every end sends every other something, at most ``early_bytes``, and has
+                room for as much.
 
         Raises:
             CollectiveMismatchError: they have not; on all ranks. The group stays usable.
         """
-        differs = False
-        if not checked:
-            differs = not self.agree_here(call)
-        received, differs = self.send_envelope(call, differs, inline)
-        self.settle(call, differs)
-        return received
+        differs = not self.agree_here(call)
+        envelope = self.post(call, differs)
+        early = meanwhile() if meanwhile is not None and not differs else ()
+        _, differs = self.open(envelope, call)
+        self.settle(call, differs, early)
 
-    def settle(self, call: Call, differs: bool) -> None:
+    def settle(self, call: Call, differs: bool, early: Sequence[Pending] = ()) -> None:
         """Have all ranks of this host know from place 0 whether all ranks of all hosts called the same.
 
         Raises:
@@ -241,7 +270,43 @@ class Crossing:
         verdict = torch.tensor([int(differs)])
         self.share_from(0, verdict, _harmless(call))
         if verdict.item():
+            self._drop_early(early, call)
             self.raise_mismatch(call)
+
+    def settle_with(self, call: Call, differs: bool, result: torch.Tensor) -> torch.Tensor:
+        """:meth:`settle`, and the bytes that place 0 has; other ranks of this host give as many.
+
+        Only where the ranks of this host have called the same.
+        """
+        told = torch.empty(1 + result.numel(), dtype=torch.uint8)
+        if self.place == 0:
+            told[0], told[1:] = int(differs), result
+        self.share_from(0, told, _harmless(call))
+        if told[0]:
+            self._drop_early((), call)
+            self.raise_mismatch(call)
+        return told[1:]
+
+    def refuse(self, call: Call) -> None:
+        """Let all ranks know that those of this host have called different operations.
+
+        Raises:
+            CollectiveMismatchError: that.
+        """
+        self.open(self.post(call, differs=True), call)
+        self.settle(call, differs=True)
+
+    def _drop_early(self, early: Sequence[Pending], call: Call) -> None:
+        """After a mismatch: receive what other ends have sent early, and let them have what they wait for."""
+        if self.bridge is None:
+            return
+        sent = [int(end != self.host) for end in range(len(self.hosts))]
+        rooms = [self.early_bytes * each for each in sent]
+        for _ in range(EARLY - len(early)):
+            dropped, told = (torch.empty(sum(lengths), dtype=torch.uint8) for lengths in (rooms, sent))
+            early = [*early, self.bridge.exchange(dropped, rooms, told, sent, call.seconds)]
+        for pending in early:
+            self.wait(pending, call)
 
     def agree_here(self, call: Call) -> bool:
         """Whether all ranks of this host have called the same."""
@@ -259,23 +324,36 @@ class Crossing:
             return False
         return True
 
-    def send_envelope(
-        self, call: Call, differs: bool, inline: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, bool]:
-        """At place 0: tell the other hosts what was called here; what went along, and whether they differ."""
+    def post(self, call: Call, differs: bool, inline: torch.Tensor | None = None) -> _Envelope | None:
+        """At place 0: begin to tell the other hosts what was called here; None elsewhere.
+
+        Args:
+            differs: whether the ranks of this host have called different operations.
+            inline: bytes that go along, at most ``inline_bytes``.
+        """
         if self.place != 0:
-            return _NOTHING, differs
+            return None
         assert self.bridge is not None
-        envelope = torch.empty(_HEAD_BYTES + INLINE_BYTES, dtype=torch.uint8)
         head = np.array([self.sequence, call.meta, call.count, int(differs)], dtype=np.int64)
-        envelope[:_HEAD_BYTES] = torch.from_numpy(head.view(np.uint8))
+        told = torch.from_numpy(head.view(np.uint8))
         if inline is not None:
-            envelope[_HEAD_BYTES : _HEAD_BYTES + inline.numel()] = inline
-        received = torch.empty((len(self.hosts), envelope.numel()), dtype=torch.uint8)
-        self.wait(self.bridge.all_gather(received.view(-1), envelope, call.seconds), call)
-        heads = received[:, :_HEAD_BYTES].contiguous().view(torch.int64)
+            told = torch.cat([told, inline])
+        received = torch.empty((len(self.hosts), _HEAD_BYTES + self.inline_bytes), dtype=torch.uint8)
+        return _Envelope(received, self.bridge.tell(received.view(-1), told, call.seconds))
+
+    def open(self, envelope: _Envelope | None, call: Call) -> tuple[torch.Tensor, bool]:
+        """At place 0: what went along with the hosts' envelopes, and whether any of them differs."""
+        self.sent_off += 1
+        if envelope is None:
+            return _NOTHING, False
+        since = recording.begin_wait(self.member.context, -1)
+        try:
+            self.wait(envelope.pending, call)
+        finally:
+            recording.end_wait_elsewhere(self.member.context, since)
+        heads = envelope.received[:, :_HEAD_BYTES].contiguous().view(torch.int64)
         same = bool((heads == heads[0]).all()) and not bool(heads[:, 3].any())
-        return received[:, _HEAD_BYTES:], not same
+        return envelope.received[:, _HEAD_BYTES:], not same
 
     def raise_mismatch(self, call: Call) -> None:
         """Tell everybody what everybody has called, and raise it."""

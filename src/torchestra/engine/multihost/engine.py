@@ -16,8 +16,10 @@ from torchestra.engine.multihost.crossing import Call, Crossing
 from torchestra.engine.multihost.exchanging import Ranges, exchange
 from torchestra.engine.multihost.messages import Messages
 from torchestra.engine.multihost.parcel import Parcel
+from torchestra.engine.multihost.records import put_together
 from torchestra.engine.multihost.reducing import Reducer
 from torchestra.engine.operations import Kind, pack
+from torchestra.engine.recording import close_crossing, open_crossing
 from torchestra.errors import CollectiveMismatchError
 from torchestra.types import ReduceOp
 
@@ -70,25 +72,24 @@ class MultiHostEngine:
     ) -> None:
         """Replace the tensor by the reduction of all ranks' tensors (or the root's, by the plan)."""
         keeps = plan.root is not None and plan.root != self.rank
-        with self._call(plan, tensor.numel(), seconds, site) as call:
+        with self._call(plan, tensor.numel(), tensor.nbytes, seconds, site) as call:
             target = torch.empty_like(tensor) if keeps else tensor
-            self._reducer(plan).all_reduce(tensor, target, call)
+            self._reducer(plan).all_reduce([tensor], [target], call)
 
     def all_reduce_parts(
         self, tensors: Sequence[torch.Tensor], plan: HostsPlan, seconds: float, site: str | None = None
     ) -> None:
         """:meth:`all_reduce` of several tensors as if they were one: their elements, one after the other."""
-        whole = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self.all_reduce(whole, plan, seconds, site)
-        for tensor, part in zip(tensors, whole.split([each.numel() for each in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        count = sum(tensor.numel() for tensor in tensors)
+        with self._call(plan, count, sum(tensor.nbytes for tensor in tensors), seconds, site) as call:
+            self._reducer(plan).all_reduce(tensors, tensors, call)
 
     def broadcast(
         self, tensor: torch.Tensor, plan: HostsPlan, seconds: float, site: str | None = None
     ) -> None:
         """Replace every rank's tensor by the root's."""
         assert plan.root is not None
-        with self._call(plan, tensor.numel(), seconds, site) as call:
+        with self._call(plan, tensor.numel(), tensor.nbytes, seconds, site) as call:
             moving.broadcast(self.crossing, tensor, plan.root, call)
 
     def all_gather_flat(
@@ -100,7 +101,7 @@ class MultiHostEngine:
         site: str | None = None,
     ) -> None:
         """Put every rank's tensor, one after the other, into the output."""
-        with self._call(plan, tensor.numel(), seconds, site) as call:
+        with self._call(plan, tensor.numel(), output.nbytes, seconds, site) as call:
             outputs = output.view(-1).split(tensor.numel()) if tensor.numel() else [output] * self.size
             moving.all_gather(self.crossing, outputs, tensor, call)
 
@@ -114,7 +115,7 @@ class MultiHostEngine:
     ) -> None:
         """Put every rank's tensor into an output of its own; sizes may differ between ranks."""
         lengths = [output.nbytes for output in outputs]
-        with self._call(plan, tensor.numel(), seconds, site, lengths) as call:
+        with self._call(plan, tensor.numel(), sum(lengths), seconds, site, lengths) as call:
             moving.all_gather(self.crossing, outputs, tensor, call)
 
     def gather(
@@ -132,7 +133,9 @@ class MultiHostEngine:
         receives = [(0, 0)] * self.size
         if outputs is not None:
             receives = [(output.data_ptr(), output.nbytes) for output in outputs]
-        with self._call(plan, tensor.numel(), seconds, site) as call:
+        with self._call(
+            plan, tensor.numel(), max(tensor.nbytes, sum(nbytes for _, nbytes in receives)), seconds, site
+        ) as call:
             exchange(self.crossing, sends, receives, call)
 
     def reduce_scatter_flat(
@@ -144,7 +147,7 @@ class MultiHostEngine:
         site: str | None = None,
     ) -> None:
         """Reduce the tensors of all ranks, and give each rank its piece of the result."""
-        with self._call(plan, output.numel(), seconds, site) as call:
+        with self._call(plan, output.numel(), tensor.nbytes, seconds, site) as call:
             pieces = tensor.view(-1).split(output.numel()) if output.numel() else [output] * self.size
             self._reducer(plan).reduce_scatter(output, pieces, call)
 
@@ -158,7 +161,7 @@ class MultiHostEngine:
     ) -> None:
         """Reduce, for each rank, the tensors that all ranks have for it; sizes may differ between them."""
         lengths = [tensor.nbytes for tensor in tensors]
-        with self._call(plan, output.numel(), seconds, site, lengths) as call:
+        with self._call(plan, output.numel(), sum(lengths), seconds, site, lengths) as call:
             self._reducer(plan).reduce_scatter(output, tensors, call)
 
     def all_to_all_flat(
@@ -179,13 +182,15 @@ class MultiHostEngine:
         self, plan: HostsPlan, sends: Ranges, receives: Ranges, seconds: float, site: str | None = None
     ) -> None:
         """Send to and receive from each rank what (address, bytes) say: all_to_all and scatter."""
-        with self._call(plan, -1, seconds, site) as call:
+        with self._call(
+            plan, -1, max(sum(nbytes for _, nbytes in ranges) for ranges in (sends, receives)), seconds, site
+        ) as call:
             exchange(self.crossing, sends, receives, call)
 
     def barrier(self, seconds: float, site: str | None = None) -> None:
         """Return when all ranks have called."""
         plan = HostsPlan(pack(Kind.barrier), torch.uint8, None, None)
-        with self._call(plan, 0, seconds, site) as call:
+        with self._call(plan, 0, 0, seconds, site) as call:
             self.crossing.agree(call)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int, seconds: float) -> None:
@@ -222,8 +227,10 @@ class MultiHostEngine:
         return self.crossing.sequence
 
     def flight_record(self) -> FlightRecord:
-        """What the ranks of this host did last, as steps of the group's operations."""
-        return self.crossing.local.flight_record()
+        """What the ranks of all hosts did last; takes some seconds if a host does not answer."""
+        crossing = self.crossing
+        answers = {} if self.member.closed else crossing.outlook.ask_what_they_did()
+        return put_together(crossing.local.flight_record(), crossing.host, answers, crossing.hosts)
 
     def close(self) -> None:
         """Leave the group. Peers that wait for this rank get an error."""
@@ -247,19 +254,24 @@ class MultiHostEngine:
         self,
         plan: HostsPlan,
         count: int,
+        nbytes: int,
         seconds: float,
         site: str | None,
         lengths: Sequence[int] = (),
     ) -> Iterator[Call]:
-        """An operation; one that is left halfway cannot be taken back, so the group is aborted."""
+        """An operation, recorded; one that is left halfway cannot be taken back, so the group is aborted."""
         told = ""
         if len(set(lengths)) > 1:
             count = _uneven(lengths)
             told = f" of {[length // plan.dtype.itemsize for length in lengths]} elements by rank"
         self.crossing.sequence += 1
         call = Call(plan.meta, count, seconds, site, told)
+        context = self.member.context
+        open_crossing(context, self.crossing.sequence, plan.meta, count, nbytes)
+        well = False
         try:
             yield call
+            well = True
         except CollectiveMismatchError:
             raise
         except BaseException as error:
@@ -268,3 +280,5 @@ class MultiHostEngine:
                 who = self.crossing.hosts.describe(self.rank)
                 member.abort(f"{who} left {call} with {type(error).__name__}: {error}")
             raise
+        finally:
+            close_crossing(context, well)

@@ -9,10 +9,12 @@ ranks send to each rank, and whoever expects something else lets all ranks know.
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from torchestra.engine.multihost.bridge import Pending
 from torchestra.engine.multihost.crossing import Call, Crossing, bytes_of
 
 __all__ = ["exchange"]
@@ -21,24 +23,55 @@ Ranges = Sequence[tuple[int, int]]
 """By rank, an address and a number of bytes."""
 
 
+_CHUNK_BYTES = 1 << 20
+_ON_THE_WAY = 4
+
+
 def exchange(crossing: Crossing, sends: Ranges, receives: Ranges, call: Call) -> None:
-    """Send to and receive from each rank what the ranges say."""
+    """Send to and receive from each rank what the ranges say.
+
+    Much of it goes in rounds, each of which exchanges a part of every range: while one is on the way between
+    the hosts, others are handed around within them.
+    """
     crossing.agree(call)
-    tables = _compare(crossing, sends, receives, call)
-    _Exchange(crossing, sends, receives, tables, call).run()
+    tables, rounds = _compare(crossing, sends, receives, call)
+    on_the_way: deque[_Exchange] = deque()
+    for number in range(rounds):
+        parts, expected = (_part_of(ranges, number, rounds) for ranges in (sends, receives))
+        lengths = tables // rounds + (number < tables % rounds)
+        on_the_way.append(_Exchange(crossing, parts, expected, lengths, call))
+        on_the_way[-1].begin()
+        if len(on_the_way) == _ON_THE_WAY:
+            on_the_way.popleft().finish()
+    while on_the_way:
+        on_the_way.popleft().finish()
 
 
-def _compare(crossing: Crossing, sends: Ranges, receives: Ranges, call: Call) -> torch.Tensor:
-    """Make sure that what is sent is what is expected; by place, what each rank here sends and expects."""
+def _part_of(ranges: Ranges, number: int, rounds: int) -> list[tuple[int, int]]:
+    """What of each range is exchanged in a round."""
+    parts = []
+    for address, length in ranges:
+        least, more = divmod(length, rounds)
+        parts.append((address + number * least + min(number, more), least + (number < more)))
+    return parts
+
+
+def _compare(crossing: Crossing, sends: Ranges, receives: Ranges, call: Call) -> tuple[torch.Tensor, int]:
+    """Make sure that what is sent is what is expected.
+
+    Returns:
+        By place, what each rank here sends and expects; and in how many rounds, the same on all ranks.
+    """
     hosts, size = crossing.hosts, len(sends)
     mine = torch.tensor([[length for _, length in sends], [length for _, length in receives]])
     tables = torch.empty((len(crossing.here), 2, size), dtype=torch.int64)
     crossing.share(list(tables), mine, call)
-    verdict = torch.zeros(1, dtype=torch.int64)
+    verdict = torch.zeros(2, dtype=torch.int64)
     if crossing.place == 0:
         assert crossing.bridge is not None
         here, places = len(crossing.here), [torch.tensor(ranks) for ranks in hosts.members]
-        told = torch.cat([tables[:, 0, ranks].reshape(-1) for ranks in places])
+        blocks = [tables[:, 0, ranks].reshape(-1) for ranks in places]
+        told = torch.cat(blocks)
         lengths = [8 * here * len(ranks) for ranks in hosts.members]
         heard = torch.empty_like(told)
         sizes = (bytes_of(heard), lengths, bytes_of(told), lengths)
@@ -47,20 +80,22 @@ def _compare(crossing: Crossing, sends: Ranges, receives: Ranges, call: Call) ->
             torch.equal(block.view(len(ranks), here), tables[:, 1, ranks].t())
             for ranks, block in zip(places, heard.split([length // 8 for length in lengths]), strict=True)
         )
-        votes = torch.empty(len(hosts), dtype=torch.int64)
-        vote = torch.tensor([int(not fits)])
+        leaves = told.sum() - blocks[crossing.host].sum()
+        votes = torch.empty((len(hosts), 2), dtype=torch.int64)
+        vote = torch.tensor([int(not fits), -(-int(leaves) // (_CHUNK_BYTES * hosts.rails))])
         crossing.wait(crossing.bridge.all_gather(bytes_of(votes), bytes_of(vote), call.seconds), call)
-        verdict = votes.sum().view(1)
+        verdict = votes.amax(0)
     crossing.share_from(0, verdict, call)
-    if verdict.item():
+    differs, rounds = verdict.tolist()
+    if differs:
         sent, expected = mine.tolist()
         call.lengths = f" that sends {sent} and expects {expected} bytes by rank"
         crossing.raise_mismatch(call)
-    return tables
+    return tables, max(1, rounds)
 
 
 class _Exchange:
-    """One exchange whose lengths fit."""
+    """One round, whose lengths fit."""
 
     def __init__(
         self, crossing: Crossing, sends: Ranges, receives: Ranges, tables: torch.Tensor, call: Call
@@ -73,19 +108,28 @@ class _Exchange:
         self._call = call
         self._others = [host for host in range(len(self._hosts)) if host != crossing.host]
 
-    def run(self) -> None:
+        self._incoming = _NOTHING
+        self._held = _NOTHING
+        self._pending: Pending | None = None
+
+    def begin(self) -> None:
+        """Let what is for other hosts go."""
         crossing = self._crossing
-        outgoing = self._hand_to_rails()
-        incoming = _NOTHING
+        self._held = self._hand_to_rails()
         if crossing.bridge is not None:
             every = range(len(self._hosts))
             sent = [sum(map(self._bytes_to(host), self._users(crossing.place))) for host in every]
             expected = [self._bytes_from(host, crossing.place) for host in every]
-            incoming = torch.empty(sum(expected), dtype=torch.uint8)
-            crossing.wait(
-                crossing.bridge.exchange(incoming, expected, outgoing, sent, self._call.seconds), self._call
+            self._incoming = torch.empty(sum(expected), dtype=torch.uint8)
+            self._pending = crossing.bridge.exchange(
+                self._incoming, expected, self._held, sent, self._call.seconds
             )
-        self._hand_on(incoming)
+
+    def finish(self) -> None:
+        """Hand on what comes."""
+        if self._pending is not None:
+            self._crossing.wait(self._pending, self._call)
+        self._hand_on(self._incoming)
 
     # -- who goes over which rail
 

@@ -4,16 +4,21 @@ The first rank to come under a host id opens the host's *lobby* and says so in t
 under the same id tries to get into it. A lobby is memory that is handed over as an arena is (admission.py),
 so who has it shares memory with the rank that opened it, and who cannot get it, although its host has the
 same id, is on another host and tries the next lobby of that id. When all ranks are in some lobby, the ranks
-that opened them tell each other who is in theirs, and write the outcome into the lobby's memory, from where
-the others read it. A rank makes two requests to the store, one that has opened a lobby five more and one for
-each that gets in: O(ranks) in all, and long answers only go to one rank per host::
+that opened them say who is in theirs; the first of them puts that together and tells the others, and each of
+them writes it into its lobby's memory, from where the ranks of its host read it.
 
-    finding/here/R          rank R has come
+A rank makes two requests to the store, one that has opened a lobby five more and one for each that gets in:
+O(ranks) in all. The only answers that are not short are the host's lists, which one rank reads, and the
+outcome, which one rank per host reads, and which is packed (a few bytes per host). Nobody asks again and
+again: who waits within a host hears by the end of its connection to the lobby that the outcome is there::
+
+    finding/here/R          rank R has come; among threads, which host it says it is on
     finding/lobby/ID/N      "R:host:invitation", the N-th lobby of that id, and who has opened it
     finding/hosts           how many lobbies there are; each is numbered by it
     finding/arrived         how many ranks are in a lobby
     finding/all             set by whoever brings that to the number of ranks
     finding/members/H       the ranks in lobby H, and the host's name
+    finding/outcome         who is on which host
 """
 
 from __future__ import annotations
@@ -23,19 +28,22 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
-from torchestra.engine.admission import Admission, fetch
+from torchestra.engine.admission import Admission, await_end, visit
 from torchestra.engine.multihost.host_id import HOST_VARIABLE, host_id, host_name
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, StoreTimeoutError
 from torchestra.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torchestra.store.absence import absent
 from torchestra.thread_ranks import current_thread_rank
 
 __all__ = ["find_hosts", "may_span_hosts"]
 
-_FIRST_LOOK, _LONGEST_LOOK = 0.0005, 0.02
-_DONE = b"!"
+_SERVING_SECONDS = 1.0
+_GRACE_SECONDS = 3.0
+_DONE, _LATE = b"!", b"?"
 
 
 def may_span_hosts(store: Store, size: int) -> bool:
@@ -95,9 +103,9 @@ class _Visit:
 
     def follow(self, sign: str) -> Hosts | None:
         """Get into another rank's lobby and wait there for the outcome; None if it is on another host."""
-        _, _, invitation = sign.partition(":")
+        leader, _, invitation = sign.partition(":")
         try:
-            descriptor = fetch(invitation, self.store.secret, self.rank, self.name, self.deadline)
+            descriptor, connection = visit(invitation, self.store.secret, self.rank, self.name, self.deadline)
         except CollectiveTimeoutError:
             raise
         except DistBackendError as error:
@@ -105,40 +113,57 @@ class _Visit:
                 return None
             raise
         try:
-            look = _FIRST_LOOK
-            while os.pread(descriptor, 1, 0) != _DONE:
-                if time.monotonic() > self.deadline:
-                    raise self.late()
-                time.sleep(look)
-                look = min(look * 1.3, _LONGEST_LOOK)
-            return Hosts.decode(os.pread(descriptor, os.fstat(descriptor).st_size, 1))
+            if not await_end(connection, self.deadline + _GRACE_SECONDS):
+                raise self.late()
+            state = os.pread(descriptor, 1, 0)
+            text = os.pread(descriptor, os.fstat(descriptor).st_size, 1)
+            if state == _LATE:
+                raise self.late(json.loads(text))
+            if state != _DONE:
+                raise DistBackendError(
+                    f"rank {self.rank} of group {self.name!r}: rank {leader}, on the same host, has gone"
+                    " before all ranks had come"
+                )
+            return Hosts.decode(text)
         finally:
+            connection.close()
             os.close(descriptor)
 
     def ask_everybody(self) -> Hosts:
-        """Among threads: go by what they say."""
+        """Among threads: go by what they say, which rank 0 puts together."""
         self.store.set(f"here/{self.rank}", json.dumps([host_id(), host_name()]))
-        keys = [f"here/{peer}" for peer in range(self.size)]
-        self.wait(keys)
+        if self.rank != 0:
+            return self.hear()
+        told = self.values([f"here/{peer}" for peer in range(self.size)])
         found: dict[str, list[int]] = {}
         names: list[str] = []
-        for peer, text in enumerate(self.store.multi_get(keys)):
+        for peer, text in enumerate(told):
             identity, called = json.loads(text)
             if identity not in found:
                 names.append(called)
             found.setdefault(identity, []).append(peer)
-        return Hosts(list(found.values()), names)
+        return self.tell(Hosts(list(found.values()), names))
 
-    def wait(self, keys: list[str]) -> None:
-        """Wait for keys that are there when the others have come."""
+    def tell(self, found: Hosts) -> Hosts:
+        """Say who is on which host."""
+        self.store.set("outcome", found.encode())
+        return found
+
+    def hear(self) -> Hosts:
+        """What another rank says about it."""
+        return Hosts.decode(self.values(["outcome"])[0])
+
+    def values(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that are there when the others have come."""
+        left = timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
         try:
-            self.store.wait(keys, timedelta(seconds=max(0.001, self.deadline - time.monotonic())))
+            return self.store.await_values(keys, left)
         except StoreTimeoutError as error:
             raise self.late() from error
 
-    def late(self) -> CollectiveTimeoutError:
-        """The error that says who has not come."""
-        missing = tuple(peer for peer in range(self.size) if not self.store.check([f"here/{peer}"]))
+    def late(self, known: Sequence[int] | None = None) -> CollectiveTimeoutError:
+        """The error that says who has not come, which may be known."""
+        missing = tuple(known or absent(self.store, [f"here/{peer}" for peer in range(self.size)]))
         who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "a rank"
         return CollectiveTimeoutError(
             f"{who} of group {self.name!r} did not come within {self.seconds:.1f} s (seen from rank"
@@ -153,10 +178,10 @@ class _Lobby:
     def __init__(self, visit: _Visit) -> None:
         self._visit = visit
         self._closed = threading.Event()
-        self._members = [visit.rank]
-        others = set(range(visit.size)) - {visit.rank}
-        self._admission = Admission(others, visit.store.secret, visit.name)
-        self._descriptor = os.memfd_create("torchestra-lobby", os.MFD_CLOEXEC)
+        self._admission = Admission(
+            range(visit.size), visit.store.secret, visit.name, taken=[visit.rank], keeps=True
+        )
+        self._descriptor = -1
         self.sign = f"{visit.rank}:{self._admission.invitation}"
         self._server = threading.Thread(
             target=self._serve, name=f"torchestra-lobby-{visit.rank}", daemon=True
@@ -168,25 +193,42 @@ class _Lobby:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         if self._server.is_alive():
+            self._admission.wake()
             self._server.join()
         self._admission.close()
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
     def lead(self) -> Hosts:
-        """Let ranks of this host in until all ranks are somewhere."""
+        """Let ranks of this host in until all ranks are somewhere, and tell them how it ended."""
+        self._descriptor = os.memfd_create("torchestra-lobby", os.MFD_CLOEXEC)
+        try:
+            found = self._find_out()
+        except CollectiveTimeoutError as error:
+            self._show(_LATE, json.dumps(error.missing).encode())
+            raise
+        self._show(_DONE, found.encode())
+        return found
+
+    def _show(self, state: bytes, text: bytes) -> None:
+        os.pwrite(self._descriptor, text, 1)
+        os.pwrite(self._descriptor, state, 0)
+
+    def _find_out(self) -> Hosts:
         visit, store = self._visit, self._visit.store
         host = store.add("hosts", 1) - 1
         self._count(1)
         self._server.start()
-        visit.wait(["all"])
-        store.set(f"members/{host}", json.dumps([self._members, host_name()]))
+        visit.values(["all"])
+        members = [visit.rank, *self._admission.given]
+        store.set(f"members/{host}", json.dumps([members, host_name()]))
+        return visit.tell(self._put_together()) if host == 0 else visit.hear()
+
+    def _put_together(self) -> Hosts:
+        visit, store = self._visit, self._visit.store
         keys = [f"members/{other}" for other in range(store.add("hosts", 0))]
-        visit.wait(keys)
-        told = [json.loads(text) for text in store.multi_get(keys)]
-        found = Hosts([ranks for ranks, _ in told], [called for _, called in told])
-        os.pwrite(self._descriptor, found.encode(), 1)
-        os.pwrite(self._descriptor, _DONE, 0)
-        return found
+        told = [json.loads(text) for text in visit.values(keys)]
+        return Hosts([ranks for ranks, _ in told], [called for _, called in told])
 
     def _count(self, ranks: int) -> None:
         if self._visit.store.add("arrived", ranks) == self._visit.size:
@@ -194,9 +236,9 @@ class _Lobby:
 
     def _serve(self) -> None:
         admission = self._admission
-        while not self._closed.is_set() and admission.waited_for:
-            before = set(admission.waited_for)
-            admission.serve(self._descriptor)
-            if came := before - admission.waited_for:
-                self._members.extend(came)
-                self._count(len(came))
+        counted = 0
+        while not self._closed.is_set():
+            admission.serve(self._descriptor, _SERVING_SECONDS)
+            if came := len(admission.given) - counted:
+                counted += came
+                self._count(came)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import zlib
+from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 __all__ = ["Hosts"]
 
@@ -11,12 +16,17 @@ __all__ = ["Hosts"]
 class Hosts:
     """The hosts of a group, in the order of their lowest ranks.
 
+    Only what is asked for is worked out, for a group may have thousands of ranks, most of which only want to
+    know who is on their own host.
+
     Args:
-        members: by host, the ranks on it, in ascending order.
+        members: by host, the ranks on it.
         names: by host, what to call it; several that have one name get numbers.
 
     Attributes:
-        members, names: those.
+        names: those.
+        members: by host, the ranks on it, in ascending order.
+        size: how many ranks there are.
         host_of: by rank, the index of its host.
         place_of: by rank, its number among the ranks of its host.
         rails: how many ranks the smallest host has. Rail ``r`` joins rank ``r`` of every host; the ranks
@@ -25,28 +35,57 @@ class Hosts:
 
     def __init__(self, members: Sequence[Sequence[int]], names: Sequence[str]) -> None:
         order = sorted(range(len(members)), key=lambda host: min(members[host]))
-        self.members = tuple(tuple(sorted(members[host])) for host in order)
         called = [names[host] for host in order]
-        self.names = tuple(
-            name if called.count(name) == 1 else f"{name}:{host}" for host, name in enumerate(called)
-        )
-        size = sum(map(len, self.members))
-        self.host_of = [0] * size
-        self.place_of = [0] * size
-        for host, ranks in enumerate(self.members):
+        times = Counter(called)
+        self.names = tuple(name if times[name] == 1 else f"{name}:{host}" for host, name in enumerate(called))
+        self._table: npt.NDArray[np.uint32] = np.zeros(sum(map(len, members)), dtype=np.uint32)
+        for host, index in enumerate(order):
+            self._table[list(members[index])] = host
+        self._settle()
+
+    def _settle(self) -> None:
+        self.size = len(self._table)
+        self.rails = int(np.bincount(self._table).min())
+
+    @cached_property
+    def host_of(self) -> list[int]:
+        hosts: list[int] = self._table.tolist()
+        return hosts
+
+    @cached_property
+    def place_of(self) -> list[int]:
+        found = [0] * self.size
+        for ranks in self.members:
             for place, rank in enumerate(ranks):
-                self.host_of[rank] = host
-                self.place_of[rank] = place
-        self.rails = min(map(len, self.members))
+                found[rank] = place
+        return found
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        ranks = np.argsort(self._table, kind="stable")
+        ends = np.cumsum(np.bincount(self._table))[:-1]
+        return tuple(tuple(part.tolist()) for part in np.split(ranks, ends))
+
+    def host_at(self, rank: int) -> int:
+        """The same as ``host_of[rank]``, for who wants to know it of one rank only."""
+        return int(self._table[rank])
+
+    def on(self, host: int) -> tuple[int, ...]:
+        """The ranks on a host, in ascending order."""
+        return tuple(np.flatnonzero(self._table == host).tolist())
 
     def __len__(self) -> int:
-        return len(self.members)
+        return len(self.names)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Hosts) and (self.members, self.names) == (other.members, other.names)
+        return (
+            isinstance(other, Hosts)
+            and self.names == other.names
+            and bool(np.array_equal(self._table, other._table))
+        )
 
     def __hash__(self) -> int:
-        return hash((self.members, self.names))
+        return hash((self._table.tobytes(), self.names))
 
     def among(self, ranks: Sequence[int]) -> Hosts:
         """The hosts of a subgroup that has these ranks of this group, numbered in this order."""
@@ -60,10 +99,15 @@ class Hosts:
         return f"rank {rank} on host {self.names[self.host_of[rank]]}"
 
     def encode(self) -> bytes:
-        """As text, for :meth:`decode`."""
-        return json.dumps([self.members, self.names]).encode()
+        """Packed, for :meth:`decode`."""
+        return zlib.compress("\0".join(self.names).encode() + b"\0\0" + self._table.tobytes())
 
     @classmethod
-    def decode(cls, text: bytes) -> Hosts:
+    def decode(cls, packed: bytes) -> Hosts:
         """What :meth:`encode` has written."""
-        return cls(*json.loads(text))
+        names, _, table = zlib.decompress(packed).partition(b"\0\0")
+        made = cls.__new__(cls)
+        made.names = tuple(names.decode().split("\0"))
+        made._table = np.frombuffer(table, dtype=np.uint32)
+        made._settle()
+        return made

@@ -5,16 +5,20 @@ from __future__ import annotations
 import threading
 import time
 
+from torchestra.engine import layout as at
 from torchestra.engine.joining import join
 from torchestra.engine.local import LocalEngine
+from torchestra.engine.member import Member
 from torchestra.engine.multihost.bridge import Bridge
 from torchestra.engine.multihost.crossing import Call, Crossing
 from torchestra.engine.multihost.engine import MultiHostEngine
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.messages import Messages
-from torchestra.engine.multihost.opening import open_bridge
+from torchestra.engine.multihost.mpi import close_at_exit, start_mpi
+from torchestra.engine.multihost.opening import BRIDGE_VARIABLE, open_bridge
 from torchestra.engine.multihost.warden import Outlook, Warden
 from torchestra.engine.operations import Kind, pack
+from torchestra.errors import InvalidArgumentError
 from torchestra.store import PrefixStore, Store
 
 __all__ = ["join_hosts"]
@@ -28,6 +32,7 @@ def join_hosts(
     seconds: float,
     *,
     threads: bool,
+    bridge: str,
     thread: threading.Thread | None = None,
 ) -> MultiHostEngine:
     """Enter a group; returns when all ranks have. Must be called by every rank of the group.
@@ -39,40 +44,66 @@ def join_hosts(
         name: of the group, for messages.
         seconds: how long to wait for the others.
         threads: whether the ranks are threads of this process.
+        bridge: what to use between hosts, as choose_bridge gives it.
         thread: the one that the rank's program runs in; default: the one that calls.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
         DistBackendError: there is no way to the other hosts.
+        InvalidArgumentError: another rank uses another bridge.
     """
     deadline = time.monotonic() + seconds
-    host, place = hosts.host_of[rank], hosts.place_of[rank]
-    here = hosts.members[host]
+    host = hosts.host_at(rank)
+    here = hosts.on(host)
+    place = here.index(rank)
     own = PrefixStore(f"host/{host}", store)
     member = join(own, place, len(here), name, seconds, threads=threads, thread=thread, numbers=here)
     if thread is not None:
         member.program = thread
+    # A wait within the host is mostly for a rank that waits for the network: beside that a wake-up is cheap,
+    # while a yield may give the core away for a whole slice.
+    member.set_word(at.YIELDS, 0)
     watch = PrefixStore("watch", store)
     outlook = (Warden if place == 0 else Outlook)(watch, hosts, host, member)
     member.when_aborted = outlook.tell_aborted
-    bridge: Bridge | None = None
+    member.be_on_host(hosts.names[host], hosts.size)
+    member.ask_elsewhere = outlook.ask_where_they_are
+    end: Bridge | None = None
     try:
+        _agree_on_bridge(store, bridge, hosts, rank, member)
+        if bridge == "mpi":
+            start_mpi(max(0.1, deadline - time.monotonic()), len(hosts.host_of))
         if place < hosts.rails:
             rail = PrefixStore(f"rail/{place}", store)
-            bridge = open_bridge(
-                rail, host, len(hosts), max(0.1, deadline - time.monotonic()), threads=threads
-            )
+            end = open_bridge(bridge, rail, host, len(hosts), max(0.1, deadline - time.monotonic()))
         local = LocalEngine(member)
-        crossing = Crossing(local, hosts, rank, bridge, outlook, name)
-        messages = Messages(PrefixStore("mail", store), crossing, threads=threads)
+        crossing = Crossing(local, hosts, rank, end, outlook, name)
+        messages = Messages(PrefixStore("mail", store), crossing, bridge)
         engine = MultiHostEngine(crossing, messages)
         if isinstance(outlook, Warden):
             outlook.start()
         crossing.agree(Call(pack(Kind.barrier), 0, max(0.1, deadline - time.monotonic()), None))
     except BaseException:
         member.leave()
-        if bridge is not None:
-            bridge.close()
+        if end is not None:
+            end.close()
         outlook.leave()
         raise
+    if bridge == "mpi":
+        close_at_exit(engine)
     return engine
+
+
+def _agree_on_bridge(store: Store, bridge: str, hosts: Hosts, rank: int, member: Member) -> None:
+    """Make sure that all ranks use the same bridge; the first to come says which."""
+    said = store.compare_set("bridge", "", f"{rank} {bridge}").decode()
+    first, theirs = said.split(" ")
+    if theirs == bridge:
+        return
+    message = (
+        f"{hosts.describe(rank)} uses the bridge {bridge!r} between hosts, but {hosts.describe(int(first))}"
+        f" uses {theirs!r}; all ranks must use the same: have mpi4py on all hosts or on none, or set"
+        f" {BRIDGE_VARIABLE} for all"
+    )
+    member.abort(message)
+    raise InvalidArgumentError(message)

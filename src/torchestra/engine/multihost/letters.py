@@ -1,50 +1,122 @@
-"""How ranks on different hosts write to each other: numbered letters in the group's store.
+"""What ranks on different hosts write to each other, and the box in the group's store that they come by.
 
-A letter is a line of JSON and, after it, bytes. Each rank has a box; letters in it are numbered in the order
-in which they were put there, and are read and removed in that order by one thread of the rank (the postman),
-which is started when the rank first has to do with messages to or from other hosts::
+A letter has a head of fixed length and, after it, bytes. Each rank has a box in the store, which one thread
+of the rank (the postman) reads; it is started when the rank first has to do with messages to or from other
+hosts. A box is a queue of the store, which takes one request to write and one to read; in a store without
+queues letters are numbered in the order in which they were put there, and are read and removed in that
+order::
 
-    count/R      how many letters have been put into the box of rank R
-    box/R/N      the N-th
+    box/R        the letters for rank R
+    count/R      how many have been put into the box, where there are no queues
+    box/R/N      the N-th of these
 
-What the letters say is the affair of messages.py.
+Most letters do not come by the box, but by a line (correspondence.py). What they say is the affair of
+messages.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import json
+import struct
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from enum import IntEnum
+from typing import NamedTuple
 
 from torchestra.errors import DistError, StoreTimeoutError
 from torchestra.store import Store
 
-__all__ = ["Letter", "Postman"]
+__all__ = ["ENCLOSED_BYTES", "LONGEST_LETTER", "Envelope", "Letter", "Postman", "What", "pack", "unpack"]
+
+ENCLOSED_BYTES = 128 << 10
+"""How many bytes go along with a letter at most."""
+
+_HEAD = struct.Struct("<BxxxiQQQqqiII")
+LONGEST_LETTER = _HEAD.size + ENCLOSED_BYTES
+
+
+class What(IntEnum):
+    """What a letter says.
+
+    Of a message: that there is one (``offer``), a part of it (``part``), that it shall come (``ask``), is
+    thrown away (``refuse``), has come (``got``), could not come (``lost``), and that its sender has taken it
+    back (``withdraw``). Between two ranks: that there shall be a line (``line``), nothing but what every
+    letter confirms (``confirm``), and that no more letters will come (``bye``).
+    """
+
+    offer = 1
+    part = 2
+    ask = 3
+    refuse = 4
+    got = 5
+    lost = 6
+    withdraw = 7
+    line = 8
+    confirm = 9
+    bye = 10
 
 
 class Letter(NamedTuple):
     """What one rank writes to another.
 
     Attributes:
-        words: what it says; ``"from"`` is the rank that wrote it.
+        what: it says.
+        message: of which one; by the number that its sender knows it by.
+        tag, kind, length: of a message that is offered; the length in bytes.
+        part: how many of these come in a letter of their own.
         enclosed: bytes that go along.
     """
 
-    words: dict[str, Any]
+    what: int
+    message: int = 0
+    tag: int = 0
+    kind: int = 0
+    length: int = 0
+    part: int = 0
     enclosed: bytes = b""
 
 
+class Envelope(NamedTuple):
+    """What is on a letter.
+
+    Attributes:
+        sender: the rank that wrote it.
+        number: of the letter, among those from this sender to this receiver; counted from 1.
+        confirmed: how many letters the sender has got from the receiver, with none missing before.
+    """
+
+    sender: int
+    number: int
+    confirmed: int
+
+
+def pack(envelope: Envelope, letter: Letter) -> bytearray:
+    """A letter as bytes."""
+    size = len(letter.enclosed)
+    raw = bytearray(_HEAD.size + size)
+    what, message, tag, kind, length, part, _ = letter
+    _HEAD.pack_into(raw, 0, what, *envelope, message, tag, length, kind, part, size)
+    if size:
+        raw[_HEAD.size :] = letter.enclosed
+    return raw
+
+
+def unpack(raw: bytes | memoryview) -> tuple[Envelope, Letter]:
+    """What :func:`pack` has packed; there may be more bytes after it."""
+    what, sender, number, confirmed, message, tag, length, kind, part, size = _HEAD.unpack_from(raw)
+    enclosed = bytes(raw[_HEAD.size : _HEAD.size + size])
+    return Envelope(sender, number, confirmed), Letter(what, message, tag, kind, length, part, enclosed)
+
+
 class Postman:
-    """The letters of one rank.
+    """The letters that come to one rank by its box.
 
     Args:
         store: one that only the ranks of this group, and only for this purpose, use.
         rank: this one.
         name: of the thread.
-        deliver: called with each letter, on the thread.
+        take: called with each letter, on the thread.
         look: called on the thread every so often, and after a letter; how many seconds until the next time
             (at most).
         failed: called if the store cannot be reached any more.
@@ -55,13 +127,15 @@ class Postman:
         store: Store,
         rank: int,
         name: str,
-        deliver: Callable[[Letter], None],
+        take: Callable[[bytes], None],
         look: Callable[[], float],
         failed: Callable[[Exception], None],
     ) -> None:
         self._store = store
+        self._reading = store.clone()  # has a time-out of its own
+        self._queues: bool | None = None
         self._rank = rank
-        self._deliver, self._look, self._failed = deliver, look, failed
+        self._take, self._look, self._failed = take, look, failed
         self._lock = threading.Lock()
         self._closed = False
         # In the context of the rank that makes it, so that callbacks know which rank they are of.
@@ -71,20 +145,24 @@ class Postman:
 
     def start(self) -> None:
         """Begin to read, if that has not begun."""
+        if self._started:
+            return
         with self._lock:
             if not (self._started or self._closed):
                 self._started = True
                 self._thread.start()
 
-    def write(self, rank: int, letter: Letter) -> None:
+    def put(self, rank: int, raw: bytes | bytearray) -> None:
         """Put a letter into the box of a rank.
 
         Raises:
             DistStoreError, DistNetworkError: the store cannot be reached.
         """
-        number = self._store.add(f"count/{rank}", 1)
-        text = json.dumps({**letter.words, "from": self._rank}).encode()
-        self._store.set(f"box/{rank}/{number}", text + b"\n" + letter.enclosed)
+        if self._has_queues():
+            self._store.queue_push(f"box/{rank}", bytes(raw))
+        else:
+            number = self._store.add(f"count/{rank}", 1)
+            self._store.set(f"box/{rank}/{number}", bytes(raw))
 
     def close(self) -> None:
         """End the thread."""
@@ -94,16 +172,13 @@ class Postman:
             self._closed = True
         if self._started:
             with contextlib.suppress(DistError, OSError):
-                self.write(self._rank, Letter({"what": "wake up"}))
+                self.put(self._rank, _WAKE_UP)
 
     def _serve(self) -> None:
         number, pause = 1, 0.0
         while not self._closed:
-            key = f"box/{self._rank}/{number}"
             try:
-                self._store.wait([key], max(0.001, pause))
-                raw = self._store.get(key)
-                self._remove(key)
+                raw = self._next(number, max(0.001, pause))
             except StoreTimeoutError:
                 pause = self._look()
                 continue
@@ -112,11 +187,30 @@ class Postman:
                     self._failed(error)
                 return
             number += 1
-            line, _, enclosed = raw.partition(b"\n")
-            if not self._closed:
-                self._deliver(Letter(json.loads(line), enclosed))
+            if raw != _WAKE_UP:
+                self._take(raw)
                 pause = self._look()
 
-    def _remove(self, key: str) -> None:
+    def _next(self, number: int, seconds: float) -> bytes:
+        """The next letter, which has this number; StoreTimeoutError if none comes in time."""
+        box = f"box/{self._rank}"
+        if self._has_queues():
+            self._reading.set_timeout(seconds)
+            return self._reading.queue_pop(box)
+        key = f"{box}/{number}"
+        self._reading.wait([key], seconds)
+        raw = self._reading.get(key)
         with contextlib.suppress(NotImplementedError):
-            self._store.delete_key(key)
+            self._reading.delete_key(key)
+        return raw
+
+    def _has_queues(self) -> bool:
+        if self._queues is None:
+            try:
+                self._queues = self._store.queue_len(f"box/{self._rank}") >= 0
+            except NotImplementedError:
+                self._queues = False
+        return self._queues
+
+
+_WAKE_UP = b"wake up"

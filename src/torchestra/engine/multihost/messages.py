@@ -1,10 +1,14 @@
 """Messages between two ranks of a group on several hosts: send, recv, isend, irecv.
 
 Within a host they go through the mailbox of the arena. To another host the sender writes a letter
-(letters.py) that says what it has; a small message is in it. The receiver matches what is offered with what
-it wants, in the order of both, by source and tag; a larger message is then asked for, and comes over a
-*pipe*: a bridge with two ends, one for each pair and direction, whose ends move messages in the order in
-which they were asked for. So nothing large is sent that nobody waits for.
+(correspondence.py) that offers what it has; a small message is in it. The receiver matches what is offered
+with what it wants, in the order of both, by source and tag. The first megabyte of a larger message follows
+the offer at once, in letters; what remains is then asked for, and comes over the same line as the letters,
+straight into its place. So there is no gap on the network until that is asked for, and there is no more at a
+receiver of what nobody waits for than some megabytes from each sender: beyond that everything is asked for.
+
+A send has ended when the tensor may be changed: at once if all of it is in letters, which reach their
+receiver though the sender leaves; else when the receiver says that it has got it.
 
 A receive from any source waits in the mailbox and for letters at once. What comes first is taken; a
 letter's message only if the mailbox has not begun with one and gives the receive back (Mailbox.retract).
@@ -12,10 +16,13 @@ letter's message only if the mailbox has not begun with one and gives the receiv
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ctypes
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -23,26 +30,29 @@ from torchestra.engine.channels import Mailbox, Transfer
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.member import Member
 from torchestra.engine.multihost.bridge import Bridge, BridgeError
+from torchestra.engine.multihost.correspondence import Correspondence
 from torchestra.engine.multihost.crossing import Crossing, bytes_of
-from torchestra.engine.multihost.letters import Letter, Postman
+from torchestra.engine.multihost.letters import ENCLOSED_BYTES, Letter, What
+from torchestra.engine.multihost.lookout import Lookout
 from torchestra.engine.multihost.opening import open_bridge
 from torchestra.engine.multihost.parcel import Offer, Parcel
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.errors import (
-    CollectiveTimeoutError,
     DistBackendError,
     DistError,
     GroupAbortedError,
     GroupDestroyedError,
-    RankFailedError,
 )
 from torchestra.store import PrefixStore, Store
 
 __all__ = ["Messages"]
 
-_INLINE_BYTES = 16 << 10
+_SMALL_BYTES = 64 << 10
+_EAGER_BYTES = 1 << 20
+_AHEAD_BYTES = 4 << 20
 _LOOK_SECONDS = 0.05
 _LONGEST_PAUSE = 1.0
+_MEET_SECONDS = 120.0
 
 Done = Callable[[Transfer], None]
 
@@ -53,25 +63,39 @@ class Messages:
     Args:
         store: one that only the ranks of this group, and only for this purpose, use.
         crossing: the group's.
-        threads: the ranks are threads of this process.
+        bridge: the kind of the lines.
     """
 
-    def __init__(self, store: Store, crossing: Crossing, *, threads: bool) -> None:
+    def __init__(self, store: Store, crossing: Crossing, bridge: str) -> None:
         self._crossing = crossing
         self._hosts = crossing.hosts
         self._member = crossing.member
         self._mailbox: Mailbox = crossing.local.mailbox
-        self._store, self._threads = store, threads
-        name = f"torchestra-letters-{crossing.name}-{crossing.rank}"
-        self._post = Postman(store, crossing.rank, name, self._read, self._look_after_all, self._lose_store)
+        self._store, self._kind = store, bridge
+        self._lookout = Lookout(crossing)
+        self._whose = f"group {crossing.name!r}, rank {crossing.rank}: "
         self._lock = threading.RLock()
+        self._letters = Correspondence(
+            store,
+            crossing.rank,
+            f"torchestra-letters-{crossing.name}-{crossing.rank}",
+            self._lock,
+            self._open_bridge,
+            self._read,
+            self._lose_line,
+            self._look_after_all,
+            self._lose_store,
+        )
         self._numbers = itertools.count(1)
         self._wanted: list[Parcel] = []  # receives that nothing has come for, in their order
         self._offers: list[Offer] = []  # what nobody has received yet, in the order of its coming
-        self._outgoing: dict[int, Parcel] = {}  # by number: what has been offered, and not been asked for
-        self._moving: set[Parcel] = set()
-        self._pipes: dict[tuple[int, int], Bridge] = {}
+        self._outgoing: dict[int, Parcel] = {}  # by number: offered, and not yet got
+        self._ahead: dict[
+            int, tuple[int, int]
+        ] = {}  # by number: to whom, and how much in letters not yet got
+        self._coming: dict[tuple[int, int], Parcel] = {}  # by sender and number: what has been asked for
         self._closed = False
+        _all.add(self)
 
     # -- calls
 
@@ -79,6 +103,8 @@ class Messages:
         """See :meth:`LocalEngine.send`."""
         if self._is_here(rank):
             self._crossing.local.send(tensor, self._hosts.place_of[rank], tag, seconds)
+        elif tensor.nbytes <= _SMALL_BYTES:
+            self._send_small(tensor, rank, tag)
         else:
             self._wait(self._begin_far_send(tensor, rank, tag, seconds, None))
 
@@ -126,11 +152,13 @@ class Messages:
             if self._closed:
                 return
             self._closed = True
-        self._post.close()
         for parcel in self._under_way():
             self._fail(parcel, GroupDestroyedError(f"{parcel}, but the group was destroyed"))
-        for pipe in self._pipes.values():
-            pipe.close()
+        self.leave()
+
+    def leave(self) -> None:
+        """See that what was sent reaches its receivers, and send no more."""
+        self._letters.close(in_vain=self._member.is_aborted)
 
     # -- beginning
 
@@ -140,31 +168,50 @@ class Messages:
     def _begin_far_send(
         self, tensor: torch.Tensor, rank: int, tag: int, seconds: float, done: Done | None
     ) -> Parcel:
-        self._refuse_if_over()
-        parcel = Parcel(self._described("send"), next(self._numbers), tensor, rank, tag, seconds, done)
-        words = {
-            "what": "offer",
-            "number": parcel.number,
-            "tag": tag,
-            "kind": DTYPE_CODE[tensor.dtype],
-            "bytes": tensor.nbytes,
-        }
-        if tensor.nbytes <= _INLINE_BYTES:
-            self._write(rank, words, bytes_of(tensor).numpy().tobytes())
+        parcel = Parcel(self._whose + "send", next(self._numbers), tensor, rank, tag, seconds, done)
+        length = tensor.nbytes
+        if length <= _SMALL_BYTES:
+            self._send_small(tensor, rank, tag)
             parcel.finish()
             return parcel
+        self._refuse_if_over(rank)
+        self._letters.start()
         with self._lock:
-            self._outgoing[parcel.number] = parcel
-        self._post.start()
-        self._write(rank, words)
+            parcel.part = part = self._how_much_ahead(rank, length)
+            if part:
+                self._ahead[parcel.number] = rank, part
+            if part < length:
+                self._outgoing[parcel.number] = parcel
+                self._letters.hurry()
+            kind = DTYPE_CODE[tensor.dtype]
+            self._write(rank, Letter(What.offer, parcel.number, tag, kind, length, part))
+            for start in range(0, part, ENCLOSED_BYTES):
+                size = min(ENCLOSED_BYTES, part - start)
+                enclosed = ctypes.string_at(tensor.data_ptr() + start, size)
+                self._write(rank, Letter(What.part, parcel.number, enclosed=enclosed))
+        if part == length:
+            parcel.finish()
         return parcel
+
+    def _send_small(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        self._refuse_if_over(rank)
+        length = tensor.nbytes
+        enclosed = ctypes.string_at(tensor.data_ptr(), length)
+        self._write(rank, Letter(What.offer, 0, tag, DTYPE_CODE[tensor.dtype], length, 0, enclosed))
+
+    def _how_much_ahead(self, rank: int, length: int) -> int:
+        """How many bytes of a large message may be in letters."""
+        if not self._letters.is_direct(rank):
+            return 0
+        ahead = sum(part for receiver, part in self._ahead.values() if receiver == rank)
+        return max(0, min(length, _EAGER_BYTES, _AHEAD_BYTES - ahead))
 
     def _begin_far_receive(
         self, tensor: torch.Tensor, rank: int | None, tag: int, seconds: float, done: Done | None
     ) -> Parcel:
         self._refuse_if_over()
-        self._post.start()
-        parcel = Parcel(self._described("recv"), next(self._numbers), tensor, rank, tag, seconds, done)
+        self._letters.start()
+        parcel = Parcel(self._whose + "recv", next(self._numbers), tensor, rank, tag, seconds, done)
         with self._lock:
             offer = next((offer for offer in self._offers if parcel.takes(offer)), None)
             if offer is not None:
@@ -172,6 +219,7 @@ class Messages:
                 self._match(parcel, offer)
                 return parcel
             self._wanted.append(parcel)
+            self._letters.hurry()
             if rank is None:
                 self._post_here(parcel, tensor)
         return parcel
@@ -194,16 +242,18 @@ class Messages:
             tensor.data_ptr(), tensor.nbytes, kind, None, parcel.tag, waiter, end
         )
 
-    def _described(self, what: str) -> str:
-        return f"group {self._crossing.name!r}, rank {self._crossing.rank}: {what}"
-
-    def _refuse_if_over(self) -> None:
+    def _refuse_if_over(self, rank: int | None = None) -> None:
+        """Raise if nothing can be begun any more, with a rank."""
         if self._member.is_aborted:
             raise self._member.aborted()
+        if rank is not None and self._letters.has_left(rank):
+            raise GroupAbortedError(
+                f"{self._whose}{self._hosts.describe(rank)}, to which this rank sends, destroyed the group"
+            )
 
-    def _write(self, rank: int, words: dict[str, Any], enclosed: bytes = b"") -> None:
+    def _write(self, rank: int, letter: Letter) -> None:
         try:
-            self._post.write(rank, Letter(words, enclosed))
+            self._letters.write(rank, letter)
         except (DistError, OSError) as error:
             self._lose_store(error)
             raise self._member.aborted() from error
@@ -225,7 +275,7 @@ class Messages:
 
     def _under_way(self) -> list[Parcel]:
         with self._lock:
-            return [*self._wanted, *self._outgoing.values(), *self._moving]
+            return [*self._wanted, *self._outgoing.values(), *self._coming.values()]
 
     def _look_after_all(self) -> float:
         """Give up what waits in vain; for how long nobody need look again."""
@@ -240,160 +290,194 @@ class Messages:
 
     def _look_after(self, parcel: Parcel) -> None:
         """Raise if waiting for a message any longer is in vain."""
-        if self._member.is_aborted:
-            raise self._member.aborted()
         if self._closed:
             raise GroupDestroyedError(f"{parcel}, but the group was destroyed")
-        if parcel in self._moving:
-            return
-        outlook = self._crossing.outlook
-        if parcel.peer is not None and (fate := outlook.fate(parcel.peer)) is not None:
-            who = self._hosts.describe(parcel.peer)
-            why = f"{who} {fate}; {self._hosts.describe(self._crossing.rank)} saw it in {parcel.what}"
-            if fate == "died":
-                raise RankFailedError(f"{parcel}: {why}", (parcel.peer,))
-            raise GroupAbortedError(f"{parcel}: {why}")
-        if parcel.remaining() <= 0:
-            others = self._everybody_else() if parcel.peer is None else (parcel.peer,)
-            raise CollectiveTimeoutError(
-                f"{parcel} timed out after {parcel.seconds:.1f} s; the group stays usable."
-                f"{outlook.ask_where_they_are()}{self._member.report([self._crossing.place])}",
-                others,
-            )
-
-    def _everybody_else(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(len(self._hosts.host_of)) if rank != self._crossing.rank)
+        self._lookout.check(parcel)
 
     def _withdraw(self, parcel: Parcel, error: BaseException) -> None:
         """Take a message back that its caller leaves with an error."""
+        aborted = self._member.is_aborted
         with self._lock:
-            if parcel in self._moving:
-                if not self._member.is_aborted:
+            if parcel.partner is not None:
+                if not (aborted or isinstance(error, DistError)):
                     who = self._hosts.describe(self._crossing.rank)
                     self._member.abort(
                         f"{who} left a {parcel.what} halfway, with {type(error).__name__}: {error}"
                     )
-            elif parcel.number in self._outgoing and not parcel.receives:
-                del self._outgoing[parcel.number]
-                if not self._member.is_aborted and parcel.peer is not None:
-                    self._write(parcel.peer, {"what": "withdraw", "number": parcel.number})
+                elif not aborted and parcel.receives:
+                    self._write(parcel.partner, Letter(What.lost, parcel.offered))
             elif parcel in self._wanted:
                 if parcel.here is not None and not self._mailbox.retract(parcel.here):
                     return  # the mailbox has begun with it, and ends it
-                if parcel in self._wanted:
-                    self._wanted.remove(parcel)
-        parcel.finish(error)
+            elif parcel.number in self._outgoing and not (aborted or parcel.peer is None):
+                self._write(parcel.peer, Letter(What.withdraw, parcel.number))
+            self._fail(parcel, error)
 
     def _fail(self, parcel: Parcel, error: BaseException) -> None:
         with self._lock:
-            self._wanted = [each for each in self._wanted if each is not parcel]
-            self._outgoing.pop(parcel.number, None) if not parcel.receives else None
-            self._moving.discard(parcel)
+            if not parcel.receives:
+                self._settle(parcel.number)
+            elif parcel.partner is not None:
+                self._coming.pop((parcel.partner, parcel.offered), None)
+            else:
+                self._wanted = [each for each in self._wanted if each is not parcel]
         parcel.finish(error)
+
+    def _settle(self, number: int) -> Parcel | None:
+        """Nothing more is to be done for a message that was offered."""
+        self._ahead.pop(number, None)
+        return self._outgoing.pop(number, None)
 
     def _lose_store(self, error: Exception) -> None:
         who = self._hosts.describe(self._crossing.rank)
         self._member.abort(f"{who} cannot reach the group's store any more: {error}")
 
+    def _lose_line(self, rank: int, why: str) -> None:
+        """The line to a rank has broken; why will be seen (see :meth:`_look_after`)."""
+        for parcel in self._under_way():
+            if parcel.partner == rank:
+                parcel.fail_way(why)
+
     # -- letters
 
-    def _read(self, letter: Letter) -> None:
-        """Do what a letter says."""
-        words = letter.words
-        sender = words["from"]
-        with self._lock:
-            if words["what"] == "offer":
-                offer = Offer(
-                    sender, words["number"], words["tag"], words["kind"], words["bytes"], letter.enclosed
-                )
-                for parcel in tuple(self._wanted):
-                    if parcel.takes(offer) and (parcel.here is None or self._mailbox.retract(parcel.here)):
-                        self._wanted.remove(parcel)
-                        self._match(parcel, offer)
-                        return
-                self._offers.append(offer)
-            elif words["what"] == "withdraw":
-                self._offers = [
-                    offer
-                    for offer in self._offers
-                    if (offer.source, offer.number) != (sender, words["number"])
-                ]
-            elif words["what"] == "ask":
-                self._push(sender, words["number"], words["wanted"])
+    def _open_bridge(self, rank: int) -> Bridge:
+        ends = sorted((self._crossing.rank, rank))
+        store = PrefixStore(f"line/{ends[0]}-{ends[1]}", self._store)
+        return open_bridge(self._kind, store, ends.index(self._crossing.rank), 2, _MEET_SECONDS)
+
+    def _read(self, sender: int, letter: Letter) -> None:
+        """Do what a letter says. The lock is held."""
+        number = letter.message
+        if letter.what == What.offer:
+            self._take_offer(Offer(sender, *letter[1:]))
+        elif letter.what == What.part:
+            self._take_part(sender, number, letter.enclosed)
+        elif letter.what == What.withdraw:
+            self._offers = [each for each in self._offers if (each.source, each.number) != (sender, number)]
+        elif letter.what == What.ask:
+            self._push(sender, number)
+        elif (parcel := self._settle(number)) is not None:
+            lost = letter.what == What.lost
+            parcel.finish(self._lookout.failure(parcel, "its end of it broke") if lost else None)
+        if not self._wanted and not self._outgoing and not self._coming:
+            self._letters.awaited = False
+
+    def _take_offer(self, offer: Offer) -> None:
+        for parcel in tuple(self._wanted):
+            if parcel.takes(offer) and (parcel.here is None or self._mailbox.retract(parcel.here)):
+                self._wanted.remove(parcel)
+                self._match(parcel, offer)
+                return
+        self._offers.append(offer)
 
     def _match(self, parcel: Parcel, offer: Offer) -> None:
         """A receive has got an offer."""
         tensor = parcel.tensor
         kind = DTYPE_CODE[tensor.dtype]
-        fits = (offer.kind, offer.length) == (kind, tensor.nbytes)
-        small = offer.length <= _INLINE_BYTES
-        if not fits:
+        small = offer.length <= _SMALL_BYTES
+        if (offer.kind, offer.length) != (kind, tensor.nbytes):
             if not small:
-                self._write(offer.source, {"what": "ask", "number": offer.number, "wanted": False})
+                self._write(offer.source, Letter(What.refuse, offer.number))
             parcel.finish(
                 DistBackendError(
-                    f"{self._described('')[:-2]}: rank {offer.source} sent {offer.length} bytes of"
+                    f"{self._whose}rank {offer.source} sent {offer.length} bytes of"
                     f" {DTYPE_NAMES[offer.kind]} with tag {offer.tag}, but recv expected"
                     f" {tensor.nbytes} bytes of {DTYPE_NAMES[kind]}. The message was thrown away; size"
                     " and dtype must be the same on both sides"
                 )
             )
         elif small:
-            if offer.length:
-                bytes_of(tensor).copy_(torch.frombuffer(bytearray(offer.enclosed), dtype=torch.uint8))
+            ctypes.memmove(tensor.data_ptr(), bytes(offer.enclosed), offer.length)
             parcel.finish(source=offer.source)
         else:
-            self._moving.add(parcel)
-            pipe = self._pipe(offer.source, self._crossing.rank)
-            pending = pipe.broadcast(bytes_of(tensor), 0, parcel.seconds)
-            self._write(offer.source, {"what": "ask", "number": offer.number, "wanted": True})
-            self._await(parcel, pending, offer.source)
+            self._expect(parcel, offer)
 
-    def _push(self, receiver: int, number: int, wanted: bool) -> None:
-        """A message that was offered has been asked for, or is not wanted as it is."""
-        parcel = self._outgoing.pop(number, None)
-        if not wanted:
-            if parcel is not None:
-                parcel.finish()
+    # -- large messages
+
+    def _expect(self, parcel: Parcel, offer: Offer) -> None:
+        """Have a message come."""
+        source = offer.source
+        parcel.partner, parcel.offered, parcel.part = source, offer.number, offer.part
+        self._coming[source, offer.number] = parcel
+        rest = offer.length - offer.part
+        if rest and not self._ask(parcel, rest):
             return
+        if offer.enclosed:
+            self._take_part(source, offer.number, bytes(offer.enclosed))
+
+    def _ask(self, parcel: Parcel, rest: int) -> bool:
+        """Have what is not in letters come; False if it cannot."""
+
+        def then(error: BridgeError | None) -> None:
+            with self._lock:
+                if error is None:
+                    self._get(parcel, rest)
+                else:
+                    parcel.fail_way(str(error))
+
+        assert parcel.partner is not None
+        try:
+            line = self._letters.line_to(parcel.partner)
+            line.receive(bytes_of(parcel.tensor)[parcel.part :], parcel.seconds, then)
+        except BridgeError as error:
+            self._withdraw(parcel, self._lookout.failure(parcel, str(error)))
+            return False
+        self._write(parcel.partner, Letter(What.ask, parcel.offered))
+        return True
+
+    def _take_part(self, source: int, number: int, part: bytes) -> None:
+        """A part of a message has come in a letter."""
+        if (parcel := self._coming.get((source, number))) is not None:
+            ctypes.memmove(parcel.tensor.data_ptr() + parcel.filled, part, len(part))
+            parcel.filled += len(part)
+            self._get(parcel, len(part))
+            return
+        for offer in self._offers:
+            if (offer.source, offer.number) == (source, number):
+                offer.enclosed += part
+
+    def _get(self, parcel: Parcel, length: int) -> None:
+        """So many bytes of a message have come; with the last of them it is there."""
+        parcel.got += length
+        if parcel.got < parcel.tensor.nbytes or parcel.finished:
+            return
+        assert parcel.partner is not None
+        self._coming.pop((parcel.partner, parcel.offered), None)
+        parcel.finish(source=parcel.partner)
+        self._write(parcel.partner, Letter(What.got, parcel.offered))
+
+    def _push(self, receiver: int, number: int) -> None:
+        """What remains of a message has been asked for."""
+        parcel = self._outgoing.get(number)
         if parcel is None:
             self._member.abort(
                 f"rank {receiver} asked rank {self._crossing.rank} for a message that was taken back"
             )
             return
-        self._moving.add(parcel)
-        pipe = self._pipe(self._crossing.rank, receiver)
-        self._await(parcel, pipe.broadcast(bytes_of(parcel.tensor), 0, parcel.seconds), receiver)
+        parcel.partner = receiver
 
-    def _pipe(self, source: int, target: int) -> Bridge:
-        key = (source, target)
-        if key not in self._pipes:
-            store = PrefixStore(f"pipe/{source}-{target}", self._store)
-            end = 0 if source == self._crossing.rank else 1
-            self._pipes[key] = open_bridge(store, end, 2, self._crossing.outlook.bound, threads=self._threads)
-        return self._pipes[key]
+        def then(error: BridgeError | None) -> None:
+            if error is not None:
+                parcel.fail_way(str(error))
 
-    def _await(self, parcel: Parcel, pending: Any, peer: int) -> None:
-        """Have a thread wait for the end of a message on its way."""
+        try:
+            line = self._letters.line_to(receiver)
+            line.send(bytes_of(parcel.tensor)[parcel.part :], parcel.seconds, then)
+        except BridgeError as error:
+            parcel.fail_way(str(error))
 
-        def wait() -> None:
-            error: BaseException | None = None
-            try:
-                while not pending.wait(_LOOK_SECONDS):
-                    self._look_after(parcel)
-                    if (fate := self._crossing.outlook.fate(peer)) == "died":
-                        raise RankFailedError(f"{parcel}: {self._hosts.describe(peer)} {fate}", (peer,))
-            except BridgeError as failure:
-                error = DistBackendError(
-                    f"{parcel}: the way to {self._hosts.describe(peer)} failed: {failure}"
-                )
-            except DistError as failure:
-                error = failure
-            with self._lock:
-                self._moving.discard(parcel)
-            parcel.finish(error, source=peer)
 
-        threading.Thread(target=wait, name=f"torchestra-message-{parcel.number}", daemon=True).start()
+_all: weakref.WeakSet[Messages] = weakref.WeakSet()
+
+
+def _leave_at_exit() -> None:
+    """While the lines are there: a bridge over Gloo closes its own at exit, later (gloo_bridge.py)."""
+    for messages in tuple(_all):
+        with contextlib.suppress(DistError, OSError):
+            messages.leave()
+
+
+atexit.register(_leave_at_exit)
 
 
 class _Patient:

@@ -6,7 +6,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,7 +16,8 @@ from torchestra.engine.channels import Transfer
 __all__ = ["Offer", "Parcel"]
 
 
-class Offer(NamedTuple):
+@dataclass
+class Offer:
     """What another rank has for this one.
 
     Attributes:
@@ -23,7 +25,8 @@ class Offer(NamedTuple):
         number: by which it knows the message.
         tag, kind: as they were sent.
         length: in bytes.
-        enclosed: the message itself, if it is small.
+        part: how many of these come ahead of the others, which must be asked for.
+        enclosed: that part; of a small message, all of it. Empty before it has come.
     """
 
     source: int
@@ -31,6 +34,7 @@ class Offer(NamedTuple):
     tag: int
     kind: int
     length: int
+    part: int
     enclosed: bytes
 
 
@@ -51,6 +55,12 @@ class Parcel:
         error: why it failed, or None.
         source: of a receive that has ended well, the rank that sent.
         here: the part of a receive from any source that waits in the mailbox.
+        partner: the other rank, once that is known to take part: the message is on its way.
+        offered: of a receive on its way, the number by which the sender knows the message.
+        part: how many bytes of the message go in letters, ahead of the others.
+        filled, got: how many of these have come, and how many of all.
+        broken: the way to the other rank has failed, when and why.
+        doubted: since when the other rank is known to be gone.
     """
 
     def __init__(
@@ -64,9 +74,7 @@ class Parcel:
         done: Callable[[Transfer], None] | None,
     ) -> None:
         self.receives = what.endswith("recv")
-        other = "any rank" if peer is None else f"rank {peer}"
-        way = "from" if self.receives else "to"
-        self._text = f"{what} of {tensor.nbytes} bytes {way} {other} (tag {tag})"
+        self._whose = what
         self.number = number
         self.tensor = tensor
         self.peer = peer
@@ -77,17 +85,30 @@ class Parcel:
         self.error: BaseException | None = None
         self.source = -1
         self.here: Transfer | None = None
+        self.partner: int | None = None
+        self.part = 0
+        self.filled = self.got = 0
+        self.broken: tuple[float, str] | None = None
+        self.doubted: float | None = None
+        self.offered = 0
         self._started = time.monotonic()
-        self._ended = threading.Event()
+        self._latch = threading.Lock()
+        self._latch.acquire()
         self._lock = threading.Lock()
 
     @property
     def what(self) -> str:
         """What it is, without whose."""
-        return self._text.rpartition(": ")[2]
+        return str(self).rpartition(": ")[2]
 
     def __str__(self) -> str:
-        return self._text
+        other = "any rank" if self.peer is None else f"rank {self.peer}"
+        way = "from" if self.receives else "to"
+        return f"{self._whose} of {self.tensor.nbytes} bytes {way} {other} (tag {self.tag})"
+
+    def fail_way(self, why: str) -> None:
+        """Note that the way to the other rank has failed."""
+        self.broken = self.broken or (time.monotonic(), why)
 
     def takes(self, offer: Offer) -> bool:
         """Whether a receive waits for this message, whatever its length and kind."""
@@ -99,7 +120,9 @@ class Parcel:
 
     def wait(self, seconds: float) -> bool:
         """Wait for its end, at most so long; whether it has ended."""
-        return self._ended.wait(seconds)
+        if self._latch.acquire(timeout=seconds):
+            self._latch.release()
+        return self.finished
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
         """End it, and say so to whoever waits. Later calls are without effect."""
@@ -109,7 +132,7 @@ class Parcel:
             self.error = error
             self.source = source
             self.finished = True
-        self._ended.set()
+        self._latch.release()
         if self.done is not None:
             try:
                 self.done(self)

@@ -2,7 +2,8 @@
 
 Within the host the ranks reduce-scatter, so that the rank at place r holds part r of the host's sum; each
 rail reduces its part over the hosts; within the host the ranks gather the parts. A large tensor goes in
-chunks: while one is on the way between hosts, the next is reduced within the host.
+chunks: while one is on the way between hosts, the next is reduced within the host. The first ones are on
+their way before it is known that all hosts have called the same.
 
 On a rail of two, each end sends its part to the other and both add them up: as many bytes as any other way,
 and one trip. On a longer one each end adds up a piece of the part, from all hosts, and the pieces are
@@ -16,41 +17,51 @@ divided at the end.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from torchestra.engine.multihost.bridge import Pending
-from torchestra.engine.multihost.crossing import INLINE_BYTES, Call, Crossing, bytes_of, split_evenly
+from torchestra.engine.multihost.crossing import EARLY, Call, Crossing, bytes_of, split_evenly
+from torchestra.engine.multihost.joined import Cuts, Joined, chunk_ends
 from torchestra.engine.reductions import combine, reduction
 from torchestra.types import ReduceOp
 
 __all__ = ["Reducer"]
 
-_CHUNK_BYTES = 2 << 20
-"""Of each rail. Long enough to keep a fast network busy, short enough that the first and last cost little."""
+_CHUNK_BYTES = 1 << 20
+"""Of each rail."""
 
-_ON_THE_WAY = 2
+_ON_THE_WAY = 4
+"""How many chunks there are between the hosts at once. Gloo sends a message when it has been told that it is
+expected, and is told so after whatever is sent to it before."""
+
 _SUM, _AVG = ReduceOp("SUM"), ReduceOp("AVG")
 
 
 @dataclass
 class _Chunk:
-    """A part of the tensor on its way.
+    """A part of the tensors on its way.
 
     Attributes:
-        target: where its result goes.
-        part: this rank's part of the host's sum; empty beyond the last rail.
-        arrived: what comes from the other hosts.
-        pending: the operation that brings it.
+        start, stop: which one.
+        part: this rank's part of the host's sum, and then of the whole; empty beyond the last rail.
+        pending: what brings the other hosts' parts.
+        rows: these, by host.
     """
 
-    target: torch.Tensor
+    start: int
+    stop: int
     part: torch.Tensor
-    arrived: torch.Tensor
-    pending: Pending | None
+    pending: Pending | None = None
+    rows: Sequence[torch.Tensor] = ()
+
+
+def _pending(chunks: Iterable[_Chunk]) -> list[Pending]:
+    return [chunk.pending for chunk in chunks if chunk.pending is not None]
 
 
 class Reducer:
@@ -67,133 +78,220 @@ class Reducer:
         self._op = _SUM if self._divides else op
         self._function = reduction(dtype, self._op)
         self._weight = len(crossing.here) * self._hosts / self._size if self._averages_floats else 1.0
+        # How many chunks are to be gathered at once; of two hosts each has the sum already.
+        self._kept = 1 if self._hosts == 2 else 2
 
-    def all_reduce(self, tensor: torch.Tensor, target: torch.Tensor, call: Call) -> None:
-        """Reduce the tensors of all ranks into the target, which may be the tensor."""
-        if 0 < tensor.nbytes <= INLINE_BYTES:
-            self._all_reduce_inline(tensor, target, call)
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], call: Call
+    ) -> None:
+        """Reduce the tensors of all ranks, as if they were one, into the targets, which may be the tensors.
+
+        The ranks' tensors need not be cut alike.
+        """
+        source, target = Joined(tensors), Joined(targets)
+        if 0 < source.numel * self._dtype.itemsize <= self._crossing.inline_bytes:
+            self._all_reduce_inline(source, target, call)
             return
-        crossing = self._crossing
-        crossing.agree(call)
-        count = max(1, _CHUNK_BYTES // self._dtype.itemsize) * crossing.hosts.rails
-        chunks = zip(tensor.view(-1).split(count), target.view(-1).split(count), strict=True)
-        on_the_way: deque[_Chunk] = deque()
-        for source, place in chunks:
-            if source.numel() == 0:
-                continue
-            on_the_way.append(self._send(source, place, call))
-            if len(on_the_way) == _ON_THE_WAY:
-                self._receive(on_the_way.popleft(), call)
-        while on_the_way:
-            self._receive(on_the_way.popleft(), call)
+        longest = max(1, _CHUNK_BYTES // self._dtype.itemsize) * self._crossing.hosts.rails
+        spans = [*itertools.pairwise([0, *chunk_ends(source.numel, longest)])]
+        sent: deque[_Chunk] = deque()
+        ready: deque[_Chunk] = deque()
 
-    def _all_reduce_inline(self, tensor: torch.Tensor, target: torch.Tensor, call: Call) -> None:
+        def begin() -> list[Pending]:
+            for span in spans[: EARLY + 1]:
+                ready.append(self._reduce_here(source, *span, call))
+                if len(sent) < EARLY and self._send(ready[0], call, early=True):
+                    sent.append(ready.popleft())
+            return _pending(sent)
+
+        self._crossing.agree(call, begin)
+        summed: deque[_Chunk] = deque()
+        for span in spans[len(sent) :]:
+            chunk = ready.popleft() if ready else self._reduce_here(source, *span, call)
+            self._send(chunk, call)
+            sent.append(chunk)
+            if len(sent) == _ON_THE_WAY:
+                summed.append(self._sum(sent.popleft(), call))
+            if len(summed) == self._kept:
+                self._receive(summed.popleft(), target, call)
+        while sent or summed:
+            if sent:
+                summed.append(self._sum(sent.popleft(), call))
+            self._receive(summed.popleft(), target, call)
+
+    def _all_reduce_inline(self, source: Joined, target: Joined, call: Call) -> None:
         """In one trip: the host's sum goes along with the envelope."""
         crossing = self._crossing
-        total = tensor.clone().view(-1)
-        plan = crossing.plan(call, self._dtype.itemsize, self._function, root=0)
-        differs = not crossing.reduce_here(total, plan, call)
-        inline = None
+        total = source.get(0, source.numel).clone()
+        if not crossing.reduce_here(
+            total, crossing.plan(call, self._dtype.itemsize, self._function, root=0), call
+        ):
+            crossing.refuse(call)
         if crossing.place == 0:
             self._weigh(total)
-            inline = bytes_of(total)
-        received, differs = crossing.send_envelope(call, differs, inline)
-        crossing.settle(call, differs)
-        if crossing.place == 0:
+        received, differs = crossing.open(crossing.post(call, differs=False, inline=bytes_of(total)), call)
+        if crossing.place == 0 and not differs:
             self._combine(total, [row[: total.nbytes] for row in received])
             self._divide(total)
-        crossing.share_from(0, total, call)
-        bytes_of(target).copy_(bytes_of(total))
+        bytes_of(total).copy_(crossing.settle_with(call, differs, bytes_of(total)))
+        target.put(0, total)
 
-    def _send(self, source: torch.Tensor, target: torch.Tensor, call: Call) -> _Chunk:
-        """Reduce a chunk within the host, and let this rank's part of it go."""
-        crossing = self._crossing
-        lengths = split_evenly(source.numel(), crossing.hosts.rails)
-        lengths += [0] * (len(crossing.here) - len(lengths))
-        part = source.new_empty(lengths[crossing.place])
-        self.reduce_scatter_here(part, source.split(lengths), call)
-        arrived, pending = part, None
-        if crossing.bridge is not None and part.numel():
-            if self._hosts == 2:
-                arrived = part.new_empty(2 * part.numel())
-                pending = crossing.bridge.all_gather(bytes_of(arrived), bytes_of(part), call.seconds)
-            else:
-                arrived, pending = self._begin_pieces(part, call)
-        return _Chunk(target, part, arrived, pending)
+    def _lengths(self, count: int) -> list[int]:
+        """By place, how long its part of so many elements is."""
+        rails = self._crossing.hosts.rails
+        return split_evenly(count, rails) + [0] * (len(self._crossing.here) - rails)
 
-    def _begin_pieces(self, part: torch.Tensor, call: Call) -> tuple[torch.Tensor, Pending]:
-        crossing, unit = self._crossing, self._dtype.itemsize
-        assert crossing.bridge is not None
-        lengths = [length * unit for length in split_evenly(part.numel(), self._hosts)]
-        own = lengths[crossing.host]
-        arrived = part.new_empty(self._hosts * own // unit)
-        expected = [own] * self._hosts
-        return arrived, crossing.bridge.exchange(
-            bytes_of(arrived), expected, bytes_of(part), lengths, call.seconds
+    def _reduce_here(self, source: Joined, start: int, stop: int, call: Call) -> _Chunk:
+        """Reduce a chunk within the host; this rank's part of it."""
+        whole = source.get(start, stop)
+        lengths = self._lengths(stop - start)
+        part = whole.new_empty(lengths[self._crossing.place])
+        self.reduce_scatter_here(part, whole.split(lengths), call)
+        return _Chunk(start, stop, part)
+
+    def _send(self, chunk: _Chunk, call: Call, *, early: bool = False) -> bool:
+        """Let this rank's part of a chunk go: all of it to the only other host, or a piece to each host."""
+        host, number = self._crossing.host, chunk.part.numel()
+        if self._hosts > 2:
+            lengths = split_evenly(number, self._hosts)
+            return self._send_pieces(chunk, lengths, [lengths[host]] * self._hosts, call, early=early)
+        lengths = [0 if each == host else number for each in range(2)]
+        return self._send_pieces(chunk, lengths, lengths, call, early=early)
+
+    def _send_pieces(
+        self, chunk: _Chunk, sent: Sequence[int], expected: Sequence[int], call: Call, *, early: bool
+    ) -> bool:
+        """Let a piece of a part go to each host.
+
+        Args:
+            sent, expected: by host, how long the pieces are that go there and come from there.
+            early: it is not yet known that all ranks have called the same. Then nothing is begun unless all
+                hosts send each other something, and not too much; all ends come to the same result.
+
+        Returns:
+            Whether it has been begun.
+        """
+        bridge, unit = self._crossing.bridge, self._dtype.itemsize
+        rooms = list(expected)
+        if early:
+            most = self._crossing.early_bytes // unit
+            others = [each != self._crossing.host for each in range(self._hosts)]
+            lengths = itertools.compress((*sent, *expected), others * 2)
+            if not all(0 < length <= most for length in lengths):
+                return False
+            rooms = [most if other else room for other, room in zip(others, rooms, strict=True)]
+        if bridge is None or not any((*sent, *expected)):
+            return False
+        arrived = chunk.part.new_empty(sum(rooms))
+        chunk.rows = [row[:length] for row, length in zip(arrived.split(rooms), expected, strict=True)]
+        in_bytes = ([unit * length for length in lengths] for lengths in (rooms, sent))
+        room_bytes, sent_bytes = in_bytes
+        chunk.pending = bridge.exchange(
+            bytes_of(arrived), room_bytes, bytes_of(chunk.part), sent_bytes, call.seconds
         )
+        return True
 
-    def _receive(self, chunk: _Chunk, call: Call) -> None:
-        """Add up what comes from the hosts, and gather the parts within this one."""
-        crossing = self._crossing
-        if chunk.pending is not None:
-            crossing.wait(chunk.pending, call)
-            if self._hosts == 2:
-                self._combine(chunk.part, [bytes_of(half) for half in chunk.arrived.chunk(2)])
-            else:
-                self._gather_pieces(chunk, call)
-            self._divide(chunk.part)
-        lengths = split_evenly(chunk.target.numel(), crossing.hosts.rails)
-        lengths += [0] * (len(crossing.here) - len(lengths))
-        crossing.share(chunk.target.split(lengths), chunk.part, call)
-
-    def _gather_pieces(self, chunk: _Chunk, call: Call) -> None:
-        crossing = self._crossing
-        assert crossing.bridge is not None
-        lengths = split_evenly(chunk.part.numel(), self._hosts)
-        piece = chunk.part.new_zeros(lengths[0])  # the first is the longest
+    def _sum(self, chunk: _Chunk, call: Call) -> _Chunk:
+        """Add up what comes from the other hosts; of more than two, let the sum of the own piece go."""
+        crossing, part = self._crossing, chunk.part
+        if chunk.pending is None or crossing.bridge is None:
+            return chunk
+        crossing.wait(chunk.pending, call)
+        chunk.pending = None
+        if self._hosts == 2:
+            rows = [part if host == crossing.host else row for host, row in enumerate(chunk.rows)]
+            self._combine(part, [bytes_of(row) for row in rows])
+            return chunk
+        lengths = split_evenly(part.numel(), self._hosts)
+        piece = part.new_zeros(lengths[0])  # the first is the longest
         own = piece[: lengths[crossing.host]]
         if own.numel():
-            self._combine(own, [bytes_of(row) for row in chunk.arrived.split(own.numel())])
-        pieces = piece.new_empty(self._hosts * piece.numel())
-        crossing.wait(crossing.bridge.all_gather(bytes_of(pieces), bytes_of(piece), call.seconds), call)
-        rows = zip(pieces.split(piece.numel()), chunk.part.split(lengths), strict=True)
-        for row, place in rows:
-            place.copy_(row[: place.numel()])
+            self._combine(own, [bytes_of(row) for row in chunk.rows])
+        arrived = piece.new_empty(self._hosts * piece.numel())
+        chunk.rows = arrived.split(piece.numel())
+        chunk.pending = crossing.bridge.all_gather(bytes_of(arrived), bytes_of(piece), call.seconds)
+        return chunk
+
+    def _receive(self, chunk: _Chunk, target: Joined, call: Call) -> None:
+        """Gather the sum's pieces from the hosts, and its parts within this one."""
+        crossing, part = self._crossing, chunk.part
+        if chunk.pending is not None:
+            crossing.wait(chunk.pending, call)
+            lengths = split_evenly(part.numel(), self._hosts)
+            for row, place in zip(chunk.rows, part.split(lengths), strict=True):
+                place.copy_(row[: place.numel()])
+        if part.numel():
+            self._divide(part)
+        whole = target.room(chunk.start, chunk.stop)
+        crossing.share(whole.split(self._lengths(whole.numel())), part, call)
+        target.put(chunk.start, whole)
 
     def reduce_scatter(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], call: Call) -> None:
-        """Reduce for each rank the tensors that all ranks have for it; sizes may differ between them."""
-        crossing, unit = self._crossing, self._dtype.itemsize
-        crossing.agree(call)
-        rails, places = crossing.hosts.rails, len(crossing.here)
-        blocks = [[tensors[rank].reshape(-1) for rank in ranks] for ranks in crossing.hosts.members]
-        flat = [torch.cat(block) for block in blocks]
-        cuts = [split_evenly(block.numel(), rails) for block in flat]
-        parts = [block.split(cut) for block, cut in zip(flat, cuts, strict=True)]
-        by_place = [torch.cat([part[rail] for part in parts]) for rail in range(rails)]
-        by_place += [output.new_empty(0)] * (places - rails)
-        reduced = output.new_empty(by_place[crossing.place].numel())
-        self.reduce_scatter_here(reduced, by_place, call)
-        own_cut = cuts[crossing.host]
-        part = reduced
-        if crossing.bridge is not None:
-            part = reduced.new_empty(own_cut[crossing.place])
-            arrived = part.new_empty(self._hosts * part.numel())
-            sent = [cut[crossing.place] * unit for cut in cuts]
-            expected = [part.nbytes] * self._hosts
-            if any(sent) or any(expected):
-                crossing.wait(
-                    crossing.bridge.exchange(
-                        bytes_of(arrived), expected, bytes_of(reduced), sent, call.seconds
-                    ),
-                    call,
-                )
-            if part.numel():
-                self._combine(part, [bytes_of(row) for row in arrived.split(part.numel())])
-                self._divide(part)
-        own = output.new_empty(sum(own_cut))
-        crossing.share(own.split([*own_cut, *[0] * (places - rails)]), part, call)
+        """Reduce for each rank the tensors that all ranks have for it; sizes may differ between them.
+
+        What is for the ranks of a host is a block. Each rail reduces a part of every block, chunk by chunk.
+        """
+        crossing = self._crossing
+        members, host = crossing.hosts.members, crossing.host
+        blocks = [Joined([tensors[rank] for rank in ranks]) for ranks in members]
+        cuts = Cuts(
+            [block.numel for block in blocks], crossing.hosts.rails, _CHUNK_BYTES // self._dtype.itemsize
+        )
+        sent: deque[_Chunk] = deque()
+        ready: deque[_Chunk] = deque()
+
+        def begin() -> list[Pending]:
+            for number in range(cuts.chunks)[: EARLY + 1]:
+                ready.append(self._reduce_blocks(blocks, cuts, number, call))
+                if len(sent) < EARLY and self._send_blocks(ready[0], cuts, call, early=True):
+                    sent.append(ready.popleft())
+            return _pending(sent)
+
+        crossing.agree(call, begin)
+        own = output.new_empty(blocks[host].numel)
+        for number in range(len(sent), cuts.chunks):
+            chunk = ready.popleft() if ready else self._reduce_blocks(blocks, cuts, number, call)
+            self._send_blocks(chunk, cuts, call)
+            sent.append(chunk)
+            if len(sent) == _ON_THE_WAY:
+                self._receive_block(sent.popleft(), cuts, own, call)
+        while sent:
+            self._receive_block(sent.popleft(), cuts, own, call)
         before = sum(tensors[rank].numel() for rank in crossing.here[: crossing.place])
         output.view(-1).copy_(own[before : before + output.numel()])
+
+    def _reduce_blocks(self, blocks: Sequence[Joined], cuts: Cuts, number: int, call: Call) -> _Chunk:
+        """Reduce a chunk of all blocks within the host; this rank's part of it, block by block."""
+        hosts, places = range(self._hosts), range(len(self._crossing.here))
+        by_place = [
+            [block.get(*cuts.span(host, place, number)) for host, block in zip(hosts, blocks, strict=True)]
+            for place in places[: self._crossing.hosts.rails]
+        ]
+        sources = [torch.cat(parts) for parts in by_place]
+        sources += [blocks[0].get(0, 0)] * (len(places) - len(sources))
+        part = torch.empty_like(sources[self._crossing.place])
+        self.reduce_scatter_here(part, sources, call)
+        return _Chunk(number, number, part)
+
+    def _send_blocks(self, chunk: _Chunk, cuts: Cuts, call: Call, *, early: bool = False) -> bool:
+        """Let the pieces of a part go to the hosts that they are for."""
+        crossing = self._crossing
+        sent = [cuts.length(host, crossing.place, chunk.start) for host in range(self._hosts)]
+        return self._send_pieces(chunk, sent, [sent[crossing.host]] * self._hosts, call, early=early)
+
+    def _receive_block(self, chunk: _Chunk, cuts: Cuts, own: torch.Tensor, call: Call) -> None:
+        """Add up what has come for this host, and share it with its ranks."""
+        crossing, number = self._crossing, chunk.start
+        total = own[:0]
+        if chunk.pending is not None:
+            crossing.wait(chunk.pending, call)
+            if chunk.rows[0].numel():
+                total = torch.empty_like(chunk.rows[0])
+                self._combine(total, [bytes_of(row) for row in chunk.rows])
+                self._divide(total)
+        rails = crossing.hosts.rails
+        places = [own[slice(*cuts.span(crossing.host, rail, number))] for rail in range(rails)]
+        crossing.share([*places, *[own[:0]] * (len(crossing.here) - rails)], total, call)
 
     def reduce_scatter_here(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], call: Call) -> None:
         """Reduce for each place, within the host, what all of its ranks have for it."""

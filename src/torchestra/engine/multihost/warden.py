@@ -1,7 +1,9 @@
 """Whether the other hosts live, and what their ranks have to say to all.
 
 The rank at place 0 of each host runs two sleeping threads for each group. Through the group's store it says
-every so often that its host lives and which of its ranks have died or left, and hears the same of the others.
+every so often that its host lives and which of its ranks have died or left. The *head*, the first host whose
+warden has not left the group, hears that of all others, and all others hear the head, so that a beat costs
+O(hosts) in all; who has died or left, the head tells as news.
 A host that has said nothing for the *heartbeat bound* (TORCHESTRA_HEARTBEAT, default 10 s) is given up: the
 group is aborted on all hosts that are left. So it is if the store cannot be reached for so long: then this
 host is the one cut off, or the store's host is gone.
@@ -9,10 +11,12 @@ host is the one cut off, or the store's host is gone.
 News are for all, come at once, and are numbered; any rank may tell some::
 
     beat/H        what host H says: a count, the ranks that have died, those that have left
+    silent        "H:count ..." of hosts that were given up, with the count that was last heard
     news          how many news there are
-    news/N        {"abort": ...} or {"ask": place}
+    news/N        {"abort": ...}, {"ask": host, ...} or {"gone": [ranks that have died, that have left]}
     left/R        rank R has left the group
-    answer/N/H    what host H answers to news N: where its ranks stand
+    answer/N/H    what host H answers to news N: who has not begun the operation, where its ranks stand; or to
+                  {"recount": host}, what they did last (records.py)
 """
 
 from __future__ import annotations
@@ -26,13 +30,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from torchestra.engine import layout as at
 from torchestra.engine.callsites import call_site
+from torchestra.engine.flight import read_flight_record
 from torchestra.engine.member import Member
 from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.multihost.records import Answer, answer, understand
 from torchestra.errors import DistError, InvalidArgumentError, StoreTimeoutError
-from torchestra.store import Store
+from torchestra.store import PrefixStore, Store
 
-__all__ = ["HEARTBEAT_VARIABLE", "Outlook", "Warden", "heartbeat_bound"]
+__all__ = ["HEARTBEAT_VARIABLE", "Outlook", "Silence", "Warden", "heartbeat_bound"]
 
 HEARTBEAT_VARIABLE = "TORCHESTRA_HEARTBEAT"
 """How many seconds a host may be silent before it is given up; the same for all ranks."""
@@ -64,21 +71,56 @@ class Outlook:
         hosts: of the group.
         host: which this rank is on.
         member: this rank's place among those of its host.
+
+    Attributes:
+        store, hosts, host: those.
+        bound: the heartbeat bound.
+        begun: how many operations of the group this rank has begun; set by who counts them.
     """
 
     def __init__(self, store: Store, hosts: Hosts, host: int, member: Member) -> None:
         self.hosts = hosts
         self.host = host
         self.bound = heartbeat_bound()
+        self.store = store
+        self.begun: Callable[[], int] = lambda: 0
         self._member = member
         self._store = store.clone()
         self._store.set_timeout(self.bound)
         self._fates: dict[int, tuple[float, Sequence[int], Sequence[int]]] = {}
+        self._interval = self.bound / _BEATS_PER_BOUND
+        self._closed = threading.Event()
+        self._count = member.rank << 32  # no other rank of the host comes to the same
+        self._stand_in: threading.Thread | None = None
 
     def tell_aborted(self, why: str, failed: tuple[int, ...], standing: str) -> None:
         """Have the ranks of all hosts know that the group can be used no more."""
         news = {"abort": [why, list(failed), standing], "host": self.host}
         _try_for(_TELL_SECONDS, lambda: self._publish(news))
+        self.stand_in_if_needed()
+
+    def stand_in_if_needed(self) -> None:
+        """Beat for this host if its warden has died, for as long as this rank lives."""
+        dead = self._member.peers.dead() if self._member.peers is not None else ()
+        if self._member.rank != 0 and 0 in dead and self._stand_in is None:
+            name = f"torchestra-warden-{self._member.name}-{self.host}"
+            self._stand_in = threading.Thread(target=self._beat_on, name=name, daemon=True)
+            self._stand_in.start()
+
+    def _beat_on(self) -> None:
+        while True:
+            with contextlib.suppress(DistError, OSError):
+                self._beat()
+            if self._closed.wait(self._interval):
+                return
+
+    def _beat(self) -> None:
+        member = self._member
+        dead = member.peers.dead() if member.peers is not None else ()
+        left = [place for place in range(member.size) if member.has_left(place)]
+        self._count += 1
+        said = [self._count, member.called(set(dead) - set(left)), member.called(left)]
+        self._store.set(f"beat/{self.host}", json.dumps(said))
 
     def fate(self, rank: int) -> str | None:
         """What has become of a rank elsewhere: ``"died"``, ``"destroyed the group"``, or None if it is there.
@@ -98,6 +140,7 @@ class Outlook:
 
     def leave(self) -> None:
         """Say that this rank has left the group."""
+        self._closed.set()
         _try_for(_TELL_SECONDS, self._say_left)
 
     def _say_left(self) -> None:
@@ -113,27 +156,60 @@ class Outlook:
         return number
 
     def ask_where_they_are(self) -> str:
-        """A line for each rank of the other hosts: where it stands. Takes up to some seconds."""
-        told: list[str] = []
-        _try_for(min(self.bound, _ANSWER_SECONDS) + 0.5, lambda: told.append(self._ask_all()))
-        answers = told[0] if told else "\nthe group's store does not answer"
-        return f"{answers}\nhost {self.hosts.names[self.host]}:"
+        """A line for each other host and each of its ranks: where it stands. Takes up to some seconds."""
+        return self.ask_who_is_missing(0)[1]
 
-    def _ask_all(self) -> str:
-        number = self._publish({"ask": self.host})
+    def ask_who_is_missing(self, number: int) -> tuple[tuple[int, ...], str]:
+        """The ranks elsewhere that have not begun the group's operation of a number, and where all stand.
+
+        Of hosts that do not answer nobody is named. Takes up to some seconds.
+        """
+        told: list[tuple[tuple[int, ...], str]] = []
+        seconds = min(self.bound, _ANSWER_SECONDS) + 0.5
+        _try_for(seconds, lambda: told.append(self._ask_all(number)))
+        missing, answers = told[0] if told else ((), "\nthe group's store does not answer")
+        return missing, answers
+
+    def ask_what_they_did(self) -> dict[int, Answer]:
+        """What the ranks of other hosts did last, by host; takes some seconds if one does not answer."""
+        told: dict[int, Answer] = {}
+        seconds = min(self.bound, _ANSWER_SECONDS)
+        _try_for(seconds + 0.5, lambda: self._hear_what_they_did(told, time.monotonic() + seconds))
+        return dict(told)
+
+    def _hear_what_they_did(self, told: dict[int, Answer], deadline: float) -> None:
+        asked = time.monotonic()
+        number = self._publish({"recount": self.host})
+        others = [host for host in range(len(self.hosts)) if host != self.host and not self._is_deaf(host)]
+        for host in others if number else ():
+            key = f"answer/{number}/{host}"
+            with contextlib.suppress(DistError, OSError):
+                self._store.wait([key], max(0.01, deadline - time.monotonic()))
+                said, got = self._store.get(key), time.monotonic()
+                told[host] = understand(said, asked, got)
+                with contextlib.suppress(NotImplementedError):
+                    self._store.delete_key(key)
+
+    def _is_deaf(self, host: int) -> bool:
+        """Whether a host is known to have nobody any more who answers for it."""
+        return False
+
+    def _ask_all(self, operation: int) -> tuple[tuple[int, ...], str]:
+        number = self._publish({"ask": self.host, "operation": operation})
         others = [host for host in range(len(self.hosts)) if host != self.host]
-        keys = {host: f"answer/{number}/{host}" for host in others}
+        keys = {host: f"answer/{number}/{host}" for host in others if not self._is_deaf(host)}
         deadline = time.monotonic() + min(self.bound, _ANSWER_SECONDS)
-        lines = []
+        lines, missing = [], []
         for host in others:
-            answer = None
-            if number:
+            line = f"\nhost {self.hosts.names[host]} does not answer"
+            if number and host in keys:
                 with contextlib.suppress(DistError, OSError):
                     self._store.wait([keys[host]], max(0.01, deadline - time.monotonic()))
-                    answer = self._store.get(keys[host]).decode()
-            named = f"host {self.hosts.names[host]}"
-            lines.append(f"\n{named}:{answer}" if answer is not None else f"\n{named} does not answer")
-        return "".join(lines)
+                    absent, standing = json.loads(self._store.get(keys[host]))
+                    missing += absent
+                    line = standing
+            lines.append(line)
+        return tuple(missing), "".join(lines)
 
 
 class Warden(Outlook):
@@ -149,9 +225,8 @@ class Warden(Outlook):
         self.dead: set[int] = set()
         self.left: set[int] = set()
         self.silent: set[int] = set()
-        self._interval = self.bound / _BEATS_PER_BOUND
-        self._closed = threading.Event()
-        self._count = 0
+        self._head = 0
+        self._told_gone: tuple[set[int], set[int]] = set(), set()
         self._heard: dict[int, tuple[bytes, int]] = {}  # by host: the last beat, and for how many of ours
         self._unreached = 0
         name = f"torchestra-warden-{member.name}-{host}"
@@ -169,9 +244,8 @@ class Warden(Outlook):
         super()._say_left()
         self._beat()
 
-    def leave(self) -> None:
-        self._closed.set()
-        super().leave()
+    def _is_deaf(self, host: int) -> bool:
+        return host in self.silent or self.hosts.on(host)[0] in self.dead | self.left
 
     def _run(self) -> None:
         seen = 0
@@ -194,43 +268,46 @@ class Warden(Outlook):
             self._unreached += 1
             if self._unreached >= _BEATS_PER_BOUND:
                 self._member.abort(
-                    f"host {self.hosts.names[self.host]} has not reached the group's store for"
-                    f" {self.bound:g} s: it is cut off, or the host of the store is gone",
+                    f"host {self.hosts.names[self.host]} has not reached the group's store,"
+                    f" {_innermost(self.store)}, for {self.bound:g} s: it is cut off, or the store's process"
+                    " or host is gone",
                     self._elsewhere(),
                 )
                 return
 
-    def _beat(self) -> None:
-        member = self._member
-        dead = member.peers.dead() if member.peers is not None else ()
-        left = [place for place in range(member.size) if member.has_left(place)]
-        self._count += 1
-        said = [self._count, member.called(set(dead) - set(left)), member.called(left)]
-        self._store.set(f"beat/{self.host}", json.dumps(said))
-
     def _listen(self) -> None:
-        """Hear the others' beats; those that have not begun are not waited for."""
-        others = [host for host in range(len(self.hosts)) if host != self.host]
+        """Hear the beats of others; those that have not begun are not waited for."""
+        is_head = self._head == self.host
+        others = [host for host in range(len(self.hosts)) if host != self.host] if is_head else [self._head]
         keys = [f"beat/{host}" for host in others]
-        if len(self._heard) < len(others) and not self._store.check(keys):
+        if not self._heard.keys() >= set(others) and not self._store.check(keys):
             return
         for host, beat in zip(others, self._store.multi_get(keys), strict=True):
-            before, times = self._heard.get(host, (b"", 0))
-            _, dead, left = json.loads(beat)
-            self.dead.update(dead)
-            self.left.update(left)
-            if beat != before or self.hosts.members[host][0] in left:  # its warden has left
-                self._heard[host] = (beat, 0)
-                continue
-            self._heard[host] = (beat, times + 1)
-            if times + 1 >= _BEATS_PER_BOUND - 1 and host not in self.silent:
-                self.silent.add(host)
-                gone = self.hosts.members[host]
-                self._member.abort(
-                    f"host {self.hosts.names[host]} with {_ranks(gone)} has been silent for {self.bound:g} s:"
-                    " it is down, or the network to it is",
-                    gone,
-                )
+            self._hear(host, beat)
+        while self._head < self.host and self.hosts.on(self._head)[0] in self.left:
+            self._head += 1
+        if is_head and (self.dead, self.left) != self._told_gone:
+            self._told_gone = set(self.dead), set(self.left)
+            self._publish({"gone": [sorted(self.dead), sorted(self.left)], "host": self.host})
+
+    def _hear(self, host: int, beat: bytes) -> None:
+        before, times = self._heard.get(host, (b"", 0))
+        count, dead, left = json.loads(beat)
+        self.dead.update(dead)
+        self.left.update(left)
+        ranks = self.hosts.on(host)
+        if beat != before or ranks[0] in self.left:  # its warden has left
+            self._heard[host] = (beat, 0)
+            return
+        self._heard[host] = (beat, times + 1)
+        if times + 1 >= _BEATS_PER_BOUND - 1 and host not in self.silent:
+            self.silent.add(host)
+            self._store.append("silent", f"{host}:{count} ")
+            self._member.abort(
+                f"host {self.hosts.names[host]} with {_ranks(ranks)} has been silent for {self.bound:g} s:"
+                " it is down, or the network to it is",
+                ranks,
+            )
 
     def _await_news(self, seen: int) -> int:
         """Sleep until there are news, or for so long as may lie between two beats; how many were heard."""
@@ -239,19 +316,95 @@ class Warden(Outlook):
             self._store.wait([key], self._interval)
         except StoreTimeoutError:
             return seen
+        heard = time.monotonic()
         news = json.loads(self._store.get(key))
         if "abort" in news and news["host"] != self.host:
             why, failed, standing = news["abort"]
             self._member.abort(why, tuple(failed), lambda: standing)
+        elif "gone" in news and news["host"] != self.host:
+            dead, left = news["gone"]
+            here = self.hosts.on(self.host)
+            self.dead.update(set(dead).difference(here))
+            self.left.update(set(left).difference(here))
         elif "ask" in news and news["ask"] != self.host:
             where = call_site(self._member.program.ident)
             standing = self._member.report(range(self._member.size), where)
-            self._store.set(f"answer/{seen + 1}/{self.host}", standing)
+            told = json.dumps([self._missing_in(news["operation"]), standing])
+            self._store.set(f"answer/{seen + 1}/{self.host}", told)
+        elif "recount" in news and news["recount"] != self.host:
+            record = read_flight_record(self._member.arena)
+            self._store.set(f"answer/{seen + 1}/{self.host}", answer(record, heard))
         return seen + 1
+
+    def _missing_in(self, operation: int) -> Sequence[int]:
+        """The ranks of this host that have not begun an operation of the group.
+
+        An operation is made of the same steps within the host for all of its ranks; so if some are behind, it
+        is these, and else all of them, if the warden's has not begun it.
+        """
+        member = self._member
+        words = (member.arena.word(member.arena.control(place) + at.PROGRESS) for place in range(member.size))
+        steps = [word >> at.STEP_BITS for word in words]
+        behind = [place for place, number in enumerate(steps) if number < max(steps)]
+        if behind or self.begun() >= operation:
+            return member.called(behind)
+        return self.hosts.on(self.host)
 
     def _elsewhere(self) -> tuple[int, ...]:
         here = set(self.hosts.members[self.host])
         return tuple(rank for rank in range(len(self.hosts.host_of)) if rank not in here)
+
+
+class Silence:
+    """Which hosts of a group are gone, for one who looks again and again.
+
+    Args:
+        outlook: that one's.
+    """
+
+    def __init__(self, outlook: Outlook) -> None:
+        self._bound = outlook.bound
+        self._hosts = outlook.hosts
+        self._others = [host for host in range(len(self._hosts)) if host != outlook.host]
+        self._store = outlook.store.clone()
+        self._store.set_timeout(self._bound)
+        self._store.compare_set("silent", "", "")
+        self._looked = -math.inf
+        # By host: its last beat, and for how many of the seconds in which somebody looked it has been that.
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._gone: frozenset[int] = frozenset()
+
+    def gone(self) -> frozenset[int]:
+        """The ranks that have died or left by what their wardens say, and those of silent hosts.
+
+        As far as was known an eighth of the heartbeat bound ago.
+        """
+        now, pause = time.monotonic(), self._bound / _BEATS_PER_BOUND
+        passed = now - self._looked
+        if passed < pause:
+            return self._gone
+        self._looked = now
+        # Who was stopped for a while must not take the others for silent: perhaps they were stopped too.
+        passed = min(passed, 2 * pause)
+        given_up, *beats = self._store.multi_get(["silent", *(f"beat/{host}" for host in self._others)])
+        gone: set[int] = set()
+        for host, beat in zip(self._others, beats, strict=True):
+            before, unchanged = self._heard.get(host, (b"", 0.0))
+            unchanged = unchanged + passed if beat == before else 0.0
+            self._heard[host] = (beat, unchanged)
+            count, dead, left = json.loads(beat)
+            gone.update(dead, left)
+            silent = f"{host}:{count}" in given_up.decode().split()
+            if silent or unchanged > self._bound:
+                gone.update(self._hosts.on(host))
+        self._gone = frozenset(gone)
+        return self._gone
+
+
+def _innermost(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _try_for(seconds: float, what: Callable[[], object]) -> None:
@@ -262,7 +415,11 @@ def _try_for(seconds: float, what: Callable[[], object]) -> None:
             what()
 
     thread = threading.Thread(target=run, name="torchestra-telling", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is about to end, and begins no thread any more
+        run()
+        return
     thread.join(seconds)
 
 

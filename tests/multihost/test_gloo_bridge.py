@@ -1,0 +1,83 @@
+"""The bridge over Gloo begins before its ends have met, and ends what is under way when it is closed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from torchestra.engine.multihost.bridge import BridgeError
+from torchestra.engine.multihost.gloo_bridge import GlooBridge
+from torchestra.store import HashStore
+
+SECONDS = 30.0
+
+
+def at_both_ends(fn: Callable[[GlooBridge], None]) -> None:
+    store, errors = HashStore(), []
+
+    def body(end: int) -> None:
+        bridge = GlooBridge(store, end, 2, SECONDS)
+        try:
+            fn(bridge)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            bridge.close()
+
+    threads = [threading.Thread(target=body, args=(end,), daemon=True) for end in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+
+
+def numbers(length: int, start: int) -> torch.Tensor:
+    return torch.arange(start, start + length).to(torch.uint8)
+
+
+def many_at_once(bridge: GlooBridge) -> None:
+    """The first are begun before the other end can have been met; all arrive in their order."""
+    here, there = bridge.host, 1 - bridge.host
+    lengths = [1, 4096, 300_000, 0, 17]
+    outputs = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
+    pending = []
+    for output, length in zip(outputs, lengths, strict=True):
+        counts = [0 if end == here else length for end in range(2)]
+        pending.append(bridge.exchange(output, counts, numbers(length, here), counts, SECONDS))
+    whole, root = torch.zeros(8, dtype=torch.uint8), numbers(5, 10 + here)
+    pending.append(bridge.all_gather(whole, numbers(4, here), SECONDS))
+    pending.append(bridge.broadcast(root, 1, SECONDS))
+    roomy = torch.zeros(18, dtype=torch.uint8)
+    pending.append(bridge.tell(roomy, numbers(3 + 5 * here, 1), SECONDS))
+    assert all(each.wait(SECONDS) for each in pending)
+    for output, length in zip(outputs, lengths, strict=True):
+        assert torch.equal(output, numbers(length, there))
+    assert torch.equal(whole, torch.cat([numbers(4, 0), numbers(4, 1)]))
+    assert torch.equal(root, numbers(5, 11))
+    assert roomy.tolist() == [1, 2, 3, 0, 0, 0, 0, 0, 0, *range(1, 9), 0]
+
+
+def test_what_is_begun_before_the_ends_have_met_arrives_too() -> None:
+    at_both_ends(many_at_once)
+
+
+def wait_in_vain(bridge: GlooBridge) -> None:
+    awaited = torch.zeros(4, dtype=torch.uint8)
+    assert bridge.all_gather(torch.zeros(2, dtype=torch.uint8), numbers(1, 0), SECONDS).wait(SECONDS)
+    pending = bridge.broadcast(awaited, 1 - bridge.host, SECONDS)  # which nobody sends
+    assert not pending.wait(0.01)
+    bridge.close()
+    with pytest.raises(BridgeError, match="Gloo"):
+        pending.wait(SECONDS)
+    with pytest.raises(BridgeError, match="closed"):
+        bridge.broadcast(awaited, bridge.host, SECONDS)
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    at_both_ends(wait_in_vain)

@@ -1,0 +1,118 @@
+"""``flight_record()`` of a group on several hosts: all ranks of all, by one clock; who is silent is named."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from simulated import on_threads
+
+import torchestra as dist
+from torchestra.engine.flight import FlightRecord, HostRecord
+from torchestra.engine.multihost import records
+from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.trace import merged, trace_of
+
+
+def called() -> FlightRecord:
+    """Some operations; the record, once all ranks have ended them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.all_reduce(torch.ones(3, 5), dist.ReduceOp.MAX)
+    dist.broadcast(torch.ones(70_000, dtype=torch.float64), size - 1)
+    dist.all_gather([torch.empty(each + 1) for each in range(size)], torch.ones(rank + 1))
+    dist.barrier()
+    dist.barrier()
+    record = dist.flight_record()
+    dist.barrier()
+    return record
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 2), (1, 1)])
+def test_any_rank_reads_what_all_ranks_of_all_hosts_did(layout: tuple[int, ...]) -> None:
+    for record in on_threads(layout, called):
+        assert (record.size, record.aborted) == (sum(layout), None)
+        assert [host.name for host in record.hosts] == [f"h{host}" for host in range(len(layout))]
+        assert [len(host.ranks) for host in record.hosts] == list(layout)
+        assert all(host.answered for host in record.hosts)
+        for number, rank in enumerate(record.ranks):
+            assert (rank.rank, rank.pid, rank.presence) == (number, os.getpid(), "present")
+            first = rank.operations[:4]
+            assert [
+                (each.number, each.kind, each.op, each.dtype, each.root, each.count, each.nbytes, each.state)
+                for each in first
+            ] == [
+                (1, "all_reduce", "MAX", "float32", None, 15, 60, "done"),
+                (2, "broadcast", None, "float64", record.size - 1, 70_000, 560_000, "done"),
+                (3, "all_gather", None, "float32", None, None, 2 * record.size * (record.size + 1), "done"),
+                (4, "barrier", None, None, None, 0, 0, "done"),
+            ]
+            assert rank.operation_bytes >= sum(each.nbytes for each in first)
+
+
+def as_told(record: FlightRecord) -> records.Answer:
+    """A record that has been told by a host whose clock is 1000 s ahead, and took a second to answer."""
+    packed = records.answer(record, 0.0).partition(b"\n")[2]
+    return records.understand(b"1010.0 1011.0\n" + packed, 9.5, 11.5)
+
+
+def one_part() -> FlightRecord:
+    dist.all_reduce(torch.ones(3))
+    record = dist.flight_record()
+    dist.barrier()
+    return record
+
+
+def test_times_of_another_host_are_turned_into_those_of_this_one() -> None:
+    whole = on_threads((1, 1), one_part)[0]
+    hosts = Hosts([[0], [1]], ["here", "there"])
+    there = replace(whole, ranks=(whole.ranks[1],))
+    told = as_told(there)
+    assert (told.record, told.offset, told.error) == (replace(there, hosts=()), -1000.0, 0.5)
+    own = replace(whole, ranks=(whole.ranks[0],))
+    joined = records.put_together(own, 0, {1: told}, hosts)
+    assert joined.hosts == (HostRecord("here", (0,)), HostRecord("there", (1,), True, -1000.0, 0.5))
+    assert joined.ranks[0] == whole.ranks[0]
+    before, after = whole.ranks[1].operations[0], joined.ranks[1].operations[0]
+    assert after == replace(before, started=before.started - 1000.0, ended=(before.ended or 0) - 1000.0)
+
+
+def test_a_host_that_does_not_answer_is_named_and_its_ranks_are_unknown() -> None:
+    whole = on_threads((1, 1), one_part)[0]
+    own = replace(whole, ranks=(whole.ranks[0],))
+    joined = records.put_together(own, 0, {}, Hosts([[0], [1]], ["here", "there"]))
+    assert [(host.name, host.answered) for host in joined.hosts] == [("here", True), ("there", False)]
+    assert [rank.presence for rank in joined.ranks] == ["present", "unknown"]
+    assert joined.ranks[1].last_operation is None
+    names = [event["args"].get("name") for event in trace_of([joined])["traceEvents"] if event["ph"] == "M"]
+    assert "rank 1 (did not answer on host there)" in names
+
+
+def test_traces_that_the_hosts_of_a_job_leave_fit_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tells whose ranks it is of; the clock of one host is turned into that of another."""
+    monkeypatch.setenv("TORCHESTRA_RECORD", str(tmp_path))
+    on_threads((1, 2), dist.barrier)
+    traces = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
+    names = [trace["traceEvents"][0]["args"]["name"] for trace in traces]
+    assert names == [
+        "group 'default', 1 of its 3 ranks, on host h0",
+        "group 'default', 2 of its 3 ranks, on host h1",
+    ]
+    assert [
+        event["args"]["name"] for event in traces[1]["traceEvents"] if event["name"] == "thread_name"
+    ] == [
+        f"rank 1 (pid {os.getpid()})",
+        f"rank 2 (pid {os.getpid()})",
+    ]
+    same = merged(traces)["traceEvents"]
+    epoch = traces[0]["otherData"]["epoch_us"] + 5e6
+    elsewhere = {**traces[1], "otherData": {"clock": "of another host", "epoch_us": epoch}}
+    moved = merged([traces[0], elsewhere])["traceEvents"]
+    pairs = [pair for pair in zip(same, moved, strict=True) if "ts" in pair[0]]
+    later = {(before["pid"], round(after["ts"] - before["ts"])) for before, after in pairs}
+    assert later == {(1, 0), (2, 5_000_000)}

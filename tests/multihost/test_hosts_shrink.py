@@ -1,0 +1,57 @@
+"""Survivors of a group on several hosts go on, as those of a group on one host do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated import outcomes_on_threads
+
+from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE
+
+# What ranks do there, they do here.
+sys.path.append(str(Path(__file__).parents[1] / "shrinking"))
+import test_shrink as within
+from test_shrink import until_it_fails
+
+__all__ = ["until_it_fails"]
+
+PAIRS = (2, 2)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another host says is looked at eight times as often."""
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, "4")
+
+
+@pytest.mark.parametrize("victim", [0, 2, 3])
+def test_the_ranks_that_are_left_go_on_with_new_numbers(victim: int) -> None:
+    previous = tuple(rank for rank in range(4) if rank != victim)
+    ended = outcomes_on_threads(PAIRS, within.lose_one, victim)
+    assert within.results(ended) == [(rank, previous) for rank in range(3)]
+
+
+def test_a_group_shrinks_again_and_again_over_fewer_hosts_down_to_one_rank() -> None:
+    """Of hosts with 1, 2 and 2 ranks: a host that gets smaller, one that goes, and one host that is left."""
+    (seen,) = within.results(outcomes_on_threads((1, 2, 2), within.lose_all_but_one))
+    assert seen == [(0, 1, 3, 4), (0, 1, 3), (0, 2), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("life", "expected"),
+    [
+        (within.lose_nobody, [None] * 3),
+        (within.use_the_store, [b"value"] * 2),
+    ],
+)
+def test_what_holds_within_a_host_holds_across(life: Callable[[], Any], expected: list[Any]) -> None:
+    assert within.results(outcomes_on_threads((1, 2), life)) == expected
+
+
+def test_groups_can_be_made_in_the_world_that_is_left() -> None:
+    names = within.results(outcomes_on_threads((1, 2), within.new_groups_in_a_shrunken_world))
+    assert names[0] == names[1]

@@ -1,0 +1,134 @@
+"""Groups on hosts that are really apart, with MPI between them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launched import by_mpich, in_default_group, launched, why_no_mpich, why_no_openmpi
+from real_hosts import Network, why_not
+from simulated import Layout
+from test_hosts_collectives import every_dtype_moves
+from test_hosts_mismatch import mismatches
+from test_real_hosts import everything, messages_of, sums_for_ever, train_on_digits
+from test_real_hosts_rpc import call_all
+
+import torchestra as dist
+from torchestra import rpc
+from torchestra.engine.multihost.mpi_bridge import MPIBridge
+from torchestra.errors import DistBackendError, RankFailedError
+
+_WHY_NOT = why_not() or why_no_mpich()
+pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
+_needs_openmpi = pytest.mark.skipif(bool(why_no_openmpi()), reason=why_no_openmpi())
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    made = Network(3)
+    yield made
+    made.close()
+
+
+def everything_over_mpi() -> tuple[list[list[int]], tuple[str, float]]:
+    """What is done over Gloo too, and messages so large that they take a pipe of their own."""
+    engine = dist.group.WORLD.communicator.engine  # type: ignore[union-attr]
+    bridge = engine.crossing.bridge
+    assert bridge is None or isinstance(bridge, MPIBridge)
+    members = everything()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+        every_dtype_moves()
+    mismatches()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 4:
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+        assert len(call_all(rank)) == 2
+    return members, train_on_digits()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "layout", "members"),
+    [
+        ("mpich", (2, 2), [[0, 1], [2, 3]]),
+        ("mpich", (1, 2, 3), [[0], [1, 2], [3, 4, 5]]),
+        pytest.param("openmpi", (2, 2), [[0, 1], [2, 3]], marks=_needs_openmpi),
+    ],
+)
+def test_everything_works_between_hosts(
+    network: Network, launcher: str, layout: Layout, members: list[list[int]]
+) -> None:
+    with launched(launcher, network, layout, in_default_group, everything_over_mpi) as world:
+        ended = world.finish()
+    assert all(outcome.error is None for outcome in ended), ended
+    found = [outcome.result() for outcome in ended]
+    assert [each for each, _ in found] == [members] * sum(layout)
+    assert len({trained for _, trained in found}) == 1, "the ranks differ"
+    assert found[0][1][1] > 0.8
+
+
+def test_a_link_that_stays_cut_is_an_error_on_all_ranks_within_the_bound(network: Network) -> None:
+    """MPI itself would wait for the other host for ever."""
+    body = in_default_group, sums_for_ever
+    with launched("mpich", network, (2, 2), *body, TORCHESTRA_HEARTBEAT="2") as world:
+        for rank in range(4):
+            world.await_file(f"ready-{rank}")
+        network.cut(1)
+        try:
+            for rank in range(4):
+                world.await_file(f"ended-{rank}", limit=30.0)
+        finally:
+            network.restore(1)
+        told = messages_of(world.finish(), DistBackendError)
+    assert all("with ranks 2, 3 has been silent for 2 s" in text for text in told[:2]), told
+    assert all("has not reached the group's store" in text for text in told[2:]), told
+
+
+def test_a_killed_rank_is_named_on_all_hosts(network: Network) -> None:
+    with launched("mpich", network, (1, 2), in_default_group, sums_for_ever) as world:
+        for rank in range(3):
+            world.await_file(f"ready-{rank}")
+        world.signal(2, signal.SIGKILL)
+        survivors = [world.wait(rank, 30.0) for rank in range(2)]
+    assert all(
+        re.search(r"rank 2 on host \S+ died", text) for text in messages_of(survivors, RankFailedError)
+    )
+
+
+def meet_with_bridges(bridges: list[str]) -> None:
+    os.environ["TORCHESTRA_BRIDGE"] = bridges[int(os.environ["PMI_RANK"])]
+    dist.init_process_group(timeout=30)
+
+
+def test_ranks_that_do_not_agree_on_the_bridge_are_told_so(network: Network) -> None:
+    with launched("mpich", network, (1, 2), meet_with_bridges, ["mpi", "gloo", "gloo"]) as world:
+        told = [outcome.message for outcome in world.finish()]
+    for text in told:
+        assert "uses the bridge" in text
+        assert "set TORCHESTRA_BRIDGE for all" in text
+
+
+FAILING = """
+import torch
+import torchestra as dist
+
+dist.init_process_group(timeout=60)
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("of rank 1")
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_rank_that_ends_by_an_exception_ends_the_job(network: Network, tmp_path: Path) -> None:
+    """With MPI_Finalize, it would wait for the others, and they for it."""
+    [command] = by_mpich(network, (1, 1), tmp_path, ["-c", FAILING])
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode != 0
+    assert "ValueError: of rank 1" in ended.stderr

@@ -1,0 +1,47 @@
+"""Where ranks share cores, who has begun an operation beside can let it be sent off first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from simulated import SECONDS, on_threads
+
+import torchestra as dist
+from torchestra import hosts
+from torchestra.hosts import HostsCommunicator
+
+
+@pytest.fixture(autouse=True)
+def cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "spare_cores", lambda ranks: 0)
+
+
+def send_off(length: int) -> None:
+    assert dist.group.WORLD is not None
+    communicator = dist.group.WORLD.communicator
+    assert isinstance(communicator, HostsCommunicator)
+    before = communicator.sent_off
+    tensor = torch.ones(length)
+    work = dist.all_reduce(tensor, async_op=True)
+    communicator.await_sending(before)
+    assert communicator.sent_off > before
+    assert work is not None
+    work.wait()
+    assert (tensor == dist.get_world_size()).all()
+
+
+@pytest.mark.parametrize("length", [3, 300_000])
+def test_it_waits_until_the_operation_is_sent_off(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.setattr(hosts, "_LONGEST_WAIT", SECONDS)
+    on_threads((1, 2), send_off, length)
+
+
+def begin_nothing() -> None:
+    assert dist.group.WORLD is not None
+    communicator = dist.group.WORLD.communicator
+    assert isinstance(communicator, HostsCommunicator)
+    communicator.await_sending(communicator.sent_off)
+
+
+def test_it_does_not_wait_for_ever() -> None:
+    on_threads((1, 1), begin_nothing)
