@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from torchestra.deferred import DeferredCommunicator
-from torchestra.engine.flight import FlightEntry, FlightRecord, RankRecord
+from torchestra.engine.flight import FlightEntry, FlightRecord, HostRecord, RankRecord
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.multihost.engine import MultiHostEngine
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import ProcessGroup
 from torchestra.world import AnyGroup, default_group
 
-__all__ = ["FlightEntry", "FlightRecord", "RankRecord", "flight_record"]
+__all__ = ["FlightEntry", "FlightRecord", "HostRecord", "RankRecord", "flight_record"]
 
 
 def flight_record(group: AnyGroup | None = None) -> FlightRecord:
     """The last 256 collectives and 256 messages of every rank of a group, with times and sizes.
 
-    Called by any one rank; the others know nothing of it. What ranks did that have died since is told too,
-    and everything stays readable when the group was aborted or destroyed. Ranks record always, so there is
-    nothing to switch on.
+    Called by any one rank; the programs of the others know nothing of it. What ranks did that have died since
+    is told too, and everything stays readable when the group was aborted or destroyed. Ranks record always,
+    so there is nothing to switch on.
+
+    Where the group is on several hosts, the others are asked, and their times are turned into those of this
+    one's clock. It takes some seconds at most; of hosts that do not answer, and after this rank has destroyed
+    the group, ``record.hosts`` says so, and their ranks are ``"unknown"``.
 
     Args:
         group: default: the default group.

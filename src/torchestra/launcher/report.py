@@ -8,6 +8,7 @@ from torchestra.launcher.blame import Fault, describe_exit
 from torchestra.launcher.job import Job, RankState
 
 __all__ = [
+    "failure_abroad",
     "failure_line",
     "failure_report",
     "ranks_phrase",
@@ -51,10 +52,19 @@ def survivors_report(job: Job) -> str:
     return f"torchestra: {ranks_phrase(well)} ended well, without {ranks_phrase(sorted(lost))}\n"
 
 
-def failure_line(job: Job, fault: Fault) -> str:
+def failure_line(job: Job, fault: Fault, host: str = "") -> str:
     """Which rank failed, and how."""
-    pid = f" (pid {job.pids[fault.rank]})" if job.pids else ""
-    return f"rank {job.first_rank + fault.rank}{pid} failed: {describe_exit(fault.exit_code)}"
+    state = job.ranks[fault.rank]
+    host = state.host or host
+    host = f" on {host}" if host else ""
+    process = f" (pid {state.pid}{host})" if state.pid is not None else ""
+    return f"rank {job.first_rank + fault.rank}{process} failed: {describe_exit(fault.exit_code)}"
+
+
+def failure_abroad(job: Job, fault: Fault, host: str) -> str:
+    """The same for other hosts, where what this one prints is not seen: where, and with what exception."""
+    summary = fault.failure.summary.partition("\n")[0] if fault.failure is not None else ""
+    return failure_line(job, fault, host) + (f": {summary}" if summary else "")
 
 
 def tracebacks_report(job: Job, skip: Container[int] = ()) -> str:

@@ -48,7 +48,8 @@ def straggler(of_ranks: list[RankRates]) -> tuple[int, float] | None:
     if len(of_ranks) < 2:
         return None
     shares = [
-        sum(each.waited_for[rank] for each in of_ranks) / (len(of_ranks) - 1) for rank in range(len(of_ranks))
+        sum(each.waited_for[rank] for each in of_ranks) / (len(of_ranks) - 1)
+        for rank in range(len(of_ranks[0].waited_for))
     ]
     most = max(range(len(shares)), key=shares.__getitem__)
     return (most, min(1.0, shares[most])) if shares[most] >= _WORTH_TELLING else None

@@ -91,7 +91,7 @@ class Watch:
             Look(
                 after,
                 rates(before, after),
-                [group.is_alive(rank) for rank in range(after.size)],
+                [group.is_alive(place) for place in range(len(after.ranks))],
             )
             for group, before, after in zip(self._job.groups, self._before, records, strict=True)
         ]
@@ -194,7 +194,12 @@ def _table(look: Look) -> Table:
     from rich.text import Text
 
     record = look.record
-    table = Table(title=Text(f"group {record.group!r}"), title_justify="left", box=None, header_style="bold")
+    where = (
+        f" on host {record.hosts[0].name}, {len(record.ranks)} of {record.size} ranks" if record.hosts else ""
+    )
+    table = Table(
+        title=Text(f"group {record.group!r}{where}"), title_justify="left", box=None, header_style="bold"
+    )
     for name in ("rank", "pid", "no.", "operation", "for so long", "ops/s", "bytes/s", "waiting", "for"):
         table.add_column(name, justify="left" if name == "operation" else "right", no_wrap=True)
     for rank, rate, alive in list(zip(record.ranks, look.rates, look.alive, strict=True))[:_MOST_RANKS_SHOWN]:
