@@ -12,7 +12,7 @@ from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.overriding import look_for_override
 from torchestra.types import ReduceOp
 
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 """The types of devices that tensors can be moved from and to."""
 
 
@@ -57,7 +57,7 @@ def check_tensor_list(value: object, parameter: str, name: str) -> list[torch.Te
 
 
 def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = False) -> torch.Tensor:
-    """Refuse what is not a dense CPU tensor of a dtype that can be sent.
+    """Refuse what is not a dense tensor of the CPU, or of CUDA, of a dtype that can be sent.
 
     Args:
         written: whether the operation writes into it; then its elements must not share memory.
@@ -185,6 +185,8 @@ def check_rooted_list(
     """Refuse a list that is missing on the root, present elsewhere, or does not fit the tensor ``like``."""
     if not is_root:
         if tensors:
+            given = check_tensor_list(tensors, parameter, name)
+            check_same_dtype(given, like.dtype, parameter, name)
             raise InvalidArgumentError(
                 f"{name}: `{parameter}` must not be specified on ranks other than the {role}"
             )

@@ -10,6 +10,8 @@ import torch
 
 from torchestra import checks
 from torchestra.collectives import _member, irecv, isend
+from torchestra.delegating import serving_message
+from torchestra.device_communicator import Devices
 from torchestra.errors import InvalidArgumentError
 from torchestra.options import AllgatherOptions, AllreduceCoalescedOptions
 from torchestra.process_group import NonMember
@@ -140,11 +142,16 @@ def coalescing_manager(
         yield manager
         return
     communicator = member.communicator
-    with communicator.collecting() as steps:
+    parts = [communicator]
+    if isinstance(communicator.delegation, Devices):
+        parts.append(communicator.delegation.communicator())
+    with contextlib.ExitStack() as stack:
+        collected = [stack.enter_context(part.collecting()) for part in parts]
         yield manager
-    if steps:
-        names = ", ".join(dict.fromkeys(step.description for step in steps))
-        manager.append(communicator.run_steps(steps, f"coalesced {names}", async_ops))
+    for part, steps in zip(parts, collected, strict=True):
+        if steps:
+            names = ", ".join(dict.fromkeys(step.description for step in steps))
+            manager.append(part.run_steps(steps, f"coalesced {names}", async_ops))
 
 
 class P2POp:
@@ -189,6 +196,12 @@ class P2POp:
             self.group_peer = checks.check_rank(group_peer, self.group.size(), "group_peer", "P2POp")
             self.peer = self.group.to_global_rank(self.group_peer)
 
+    def serving(self) -> Any:
+        """The communicator of the tensor's device, where messages of it are delegated; else None."""
+        if isinstance(self.group, NonMember):
+            return None
+        return serving_message(self.group.communicator, self.tensor, self.tag)
+
     def begin(self) -> Work | None:
         """Begin to send or receive; None, with a warning, on a rank that is not in the group."""
         if isinstance(self.group, NonMember):
@@ -222,5 +235,13 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         )
     if any(op.group is not p2p_op_list[0].group for op in p2p_op_list):
         raise InvalidArgumentError("batch_isend_irecv: All ops need to use the same group.")
-    begun = [op.begin() for op in p2p_op_list]
-    return [work for work in begun if work is not None]
+    works: dict[int, Work | None] = {}
+    together = {place: op for place, op in enumerate(p2p_op_list) if op.serving() is not None}
+    if together:
+        batch = [(op.op is isend, op.tensor, op.group_peer) for op in together.values()]
+        begun = next(iter(together.values())).serving().batch(batch)
+        works.update(zip(together, begun, strict=True))
+    for place, op in enumerate(p2p_op_list):
+        if place not in together:
+            works[place] = op.begin()
+    return [work for _, work in sorted(works.items()) if work is not None]

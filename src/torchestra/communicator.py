@@ -1,8 +1,9 @@
 """The operations of a group on tensors: argument checks, time-outs, layouts, synchronous and not.
 
 Ranks are the group's own. Tensors that are not contiguous are copied before and back after (layouts.py);
-staging.py does that for those of GPUs. messaging.py has messages between two ranks, order.py says when an
-operation runs, several.py has operations on more than one tensor per rank.
+staging.py does that for those of GPUs, unless their operations are delegated (delegating.py). messaging.py
+has messages between two ranks, order.py says when an operation runs, several.py has operations on more than
+one tensor per rank.
 
 quick.py has shorter ways through the commonest cases.
 """
@@ -14,13 +15,14 @@ from collections.abc import Sequence
 import torch
 
 from torchestra import checks, sparse
+from torchestra.delegating import any_device
 from torchestra.engine.local import Plan
 from torchestra.engine.operations import Kind
 from torchestra.errors import InvalidArgumentError
 from torchestra.layouts import made_plain, write_back
 from torchestra.messaging import Messaging
 from torchestra.overriding import overridable
-from torchestra.staging import on_cpu, staged
+from torchestra.staging import on_cpu
 from torchestra.types import ReduceOp
 from torchestra.work import Work
 
@@ -29,7 +31,7 @@ class Communicator(Messaging):
     """One rank's end of a group. Every method is to be called by all ranks, in the same order."""
 
     @overridable
-    @staged
+    @any_device
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
@@ -47,7 +49,7 @@ class Communicator(Messaging):
 
         return self.run(operation, f"{name}({op.name})", async_op, reads=[tensor])
 
-    @staged
+    @any_device
     def all_reduce_list(
         self,
         tensors: Sequence[torch.Tensor],
@@ -94,7 +96,7 @@ class Communicator(Messaging):
         return self.run(operation, f"{name}({op.name}, sparse)", async_op, reads=tensors)
 
     @overridable
-    @staged
+    @any_device
     def reduce(
         self,
         tensor: torch.Tensor,
@@ -116,7 +118,7 @@ class Communicator(Messaging):
         return self.run(operation, f"{name}({op.name})", async_op, reads=[tensor])
 
     @overridable
-    @staged
+    @any_device
     def broadcast(
         self, tensor: torch.Tensor, root: int, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
@@ -132,7 +134,7 @@ class Communicator(Messaging):
         return self.run(operation, "broadcast", async_op, reads=[tensor])
 
     @overridable
-    @staged
+    @any_device
     def all_gather(
         self,
         outputs: Sequence[torch.Tensor],
@@ -159,7 +161,7 @@ class Communicator(Messaging):
         return self.run(operation, name, async_op, reads=[tensor])
 
     @overridable
-    @staged
+    @any_device
     def all_gather_into_tensor(
         self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
@@ -186,7 +188,7 @@ class Communicator(Messaging):
         return self.run(operation, name, async_op, reads=[tensor])
 
     @overridable
-    @staged
+    @any_device
     def gather(
         self,
         outputs: Sequence[torch.Tensor] | None,
@@ -216,7 +218,7 @@ class Communicator(Messaging):
         return self.run(operation, name, async_op, reads=[tensor])
 
     @overridable
-    @staged
+    @any_device
     def scatter(
         self,
         output: torch.Tensor,
@@ -248,7 +250,7 @@ class Communicator(Messaging):
         return self.run(operation, name, async_op, reads=sources or [output])
 
     @overridable
-    @staged
+    @any_device
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -274,7 +276,7 @@ class Communicator(Messaging):
         return self.run(operation, f"{name}({op.name})", async_op, reads=sources)
 
     @overridable
-    @staged
+    @any_device
     def reduce_scatter_tensor(
         self,
         output: torch.Tensor,
@@ -303,7 +305,7 @@ class Communicator(Messaging):
         return self.run(operation, f"{name}({op.name})", async_op, reads=[tensor])
 
     @overridable
-    @staged
+    @any_device
     def all_to_all(
         self,
         outputs: Sequence[torch.Tensor],
@@ -335,7 +337,7 @@ class Communicator(Messaging):
         return self.run(operation, name, async_op, reads=sources)
 
     @overridable
-    @staged
+    @any_device
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -376,8 +378,15 @@ class Communicator(Messaging):
 
     def settle(self, seconds: float) -> None:
         """Wait until what is queued has ended, at most so long, and have messages see an abort now."""
+        if self.delegation is not None:
+            self.delegation.settle(seconds)
         self._progress.drain(seconds)
         self.engine.mailbox.look()
+
+    def close(self) -> None:
+        if self.delegation is not None:
+            self.delegation.close()
+        super().close()
 
     # -- shared by the operations
 

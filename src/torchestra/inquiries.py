@@ -6,20 +6,25 @@ import os
 
 import torch
 
-from torchestra.deferred import DeferredCommunicator
+from torchestra.delegation.nccl import is_nccl_built
+from torchestra.device_communicator import agreement_of
 from torchestra.engine.local import LocalEngine
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.process_group.starting import BACKENDS, choose_backend
 from torchestra.registry import current_world
+from torchestra.rendezvous import launch_environment
+from torchestra.thread_ranks import current_thread_rank
 from torchestra.types import DEFAULT_TIMEOUT, ReduceOp, Timeout
-from torchestra.world import AnyGroup, default_group, destroy_process_group, get_backend
+from torchestra.world import AnyGroup, default_group, destroy_process_group
 
 __all__ = [
     "abort_process_group",
     "default_pg_timeout",
+    "get_backend",
     "get_backend_config",
     "get_default_backend_for_device",
+    "get_node_local_rank",
     "get_pg_count",
     "is_backend_available",
     "is_gloo_available",
@@ -40,11 +45,14 @@ default_pg_timeout = DEFAULT_TIMEOUT
 def is_backend_available(backend: str) -> bool:
     """Whether :func:`torchestra.init_process_group` takes a backend of this name, ``"cpu:..."`` included.
 
-    Torch's backends are not among them: torchestra's own does what Gloo does.
+    Of torch's backends NCCL is among them where this torch has it. What Gloo does torchestra does itself.
     """
     if not isinstance(backend, str):
         raise InvalidArgumentTypeError(f"is_backend_available: `backend` must be a str, got {backend!r}")
-    return backend.lower().removeprefix("cpu:") in BACKENDS
+    lower = backend.lower()
+    if lower.removeprefix("cuda:") == "nccl":
+        return is_nccl_built()
+    return lower.removeprefix("cpu:") in BACKENDS
 
 
 def is_gloo_available() -> bool:
@@ -84,13 +92,25 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
     return choose_backend(None)
 
 
+def get_backend(group: AnyGroup | None = None) -> str:
+    """The backend's name: ``"native"``, ``"threads"`` or ``"fake"``."""
+    chosen = default_group() if group is None else group
+    if isinstance(chosen, NonMember):
+        raise InvalidArgumentError(f"get_backend: Invalid process group specified: this rank is {chosen!r}")
+    return chosen.backend
+
+
 def get_backend_config(group: AnyGroup | None = None) -> str:
-    """Which backend the group (default: the default group) has for which device: ``"cpu:native"``.
+    """Which backend the group (default: the default group) has for which device: ``"cpu:native"``, or
+    ``"cpu:native,cuda:nccl"`` where it delegates operations on CUDA tensors to NCCL.
 
     Raises:
         InvalidArgumentError: this rank is not in the group.
     """
-    return f"cpu:{get_backend(group)}"
+    own = f"cpu:{get_backend(group)}"
+    chosen = default_group() if group is None else group
+    delegates = isinstance(chosen, ProcessGroup) and agreement_of(chosen.communicator) is not None
+    return f"{own},cuda:nccl" if delegates else own
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
@@ -136,10 +156,7 @@ def abort_process_group(group: AnyGroup | None = None) -> None:
     chosen = _member(group)
     world = current_world()
     for each in world.groups.values() if chosen is world.default else (chosen,):
-        communicator = each.communicator
-        if each.backend != "fake" and not isinstance(communicator, DeferredCommunicator):
-            member = communicator.engine.member
-            member.abort(f"rank {communicator.rank} has called abort_process_group()")
+        each.abort()
     destroy_process_group(chosen)
 
 
@@ -148,3 +165,22 @@ def _member(group: AnyGroup | None) -> ProcessGroup:
     if isinstance(chosen, NonMember) or not isinstance(chosen, ProcessGroup):
         raise InvalidArgumentError(f"Invalid process group specified: {chosen!r}")
     return chosen
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """This rank's number among those of its host, as the launcher says.
+
+    Raises:
+        NotInitializedError: the launcher does not say, and there is no ``fallback_rank``.
+    """
+    here = current_thread_rank()
+    if here is not None:
+        return here.rank
+    local = launch_environment().local_rank
+    if local is not None:
+        return local
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    raise NotInitializedError(
+        "LOCAL_RANK is not in the environment; launch with torchestra run or torchrun, or give fallback_rank"
+    )

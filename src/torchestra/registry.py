@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -38,6 +38,7 @@ class World:
         made_locally: the same for groups that only their members made, by :func:`label` of the ranks.
         thread: the one that the rank's program runs in: while it lives the rank does.
         known_as: what the program calls a backend, where that is not its name.
+        others: the global ranks of the last group that compat has made without this rank.
     """
 
     default: ProcessGroup | None = None
@@ -46,6 +47,7 @@ class World:
     made_locally: dict[str, int] = field(default_factory=dict)
     thread: threading.Thread | None = None
     known_as: dict[str, str] = field(default_factory=dict)
+    others: tuple[int, ...] = ()
     _tags: dict[str, str] = field(default_factory=dict)
     _acquaintances: weakref.WeakValueDictionary[str, ProcessGroup] = field(
         default_factory=weakref.WeakValueDictionary
@@ -54,8 +56,15 @@ class World:
     def add(self, group: ProcessGroup, tag: str = "") -> None:
         """Enter a new group, under a tag if it has one."""
         self.groups[group.group_name] = group
+        group.known_as = self.known_as.get(group.backend, group.backend)
         if tag:
             self._tags[group.group_name] = tag
+
+    def call_backends(self, names: Mapping[str, str]) -> None:
+        """Have groups, and those still to be made, tell these names of their backends."""
+        self.known_as = dict(names)
+        for group in self.groups.values():
+            group.known_as = names.get(group.backend, group.backend)
 
     def acknowledge(self, group: ProcessGroup) -> None:
         """Have :meth:`group` find a group that was made directly, as long as there is it.

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import torch
 
 from torchestra.communicator import Communicator
+from torchestra.delegating import any_device, delegated
 from torchestra.layouts import made_plain
-from torchestra.staging import staged
 from torchestra.types import ReduceOp
 from torchestra.work import Work
 
 Tensors = Sequence[torch.Tensor]
 
 
-@staged
+@any_device
 def all_reduce_together(
     communicator: Communicator,
     tensors: Tensors,
@@ -54,7 +54,7 @@ def all_reduce_together(
     return communicator.run(operation, steps[0].description, async_op, reads=tensors)
 
 
-@staged
+@any_device
 def broadcast_together(
     communicator: Communicator,
     tensors: Tensors,
@@ -82,7 +82,7 @@ def broadcast_together(
     return communicator.run(operation, steps[0].description, async_op, reads=[chosen])
 
 
-@staged
+@any_device
 def all_gather_together(
     communicator: Communicator,
     outputs: Sequence[Tensors],
@@ -119,6 +119,7 @@ def all_gather_together(
     return communicator.run(operation, name, async_op, reads=tensors)
 
 
+@delegated
 def all_reduce_coalesced(
     communicator: Communicator,
     tensors: Tensors,
@@ -157,6 +158,7 @@ def _batches(tensors: Tensors) -> list[list[torch.Tensor]]:
     return batches
 
 
+@delegated
 def all_gather_coalesced(
     communicator: Communicator,
     outputs: Sequence[Tensors],
@@ -172,6 +174,7 @@ def all_gather_coalesced(
     return communicator.run_steps(steps, "all_gather_coalesced", async_op, result)
 
 
+@delegated
 def all_gather_into_tensor_coalesced(
     communicator: Communicator,
     outputs: Tensors,
@@ -186,6 +189,7 @@ def all_gather_into_tensor_coalesced(
     return communicator.run_steps(steps, "all_gather_into_tensor_coalesced", async_op)
 
 
+@delegated
 def reduce_scatter_tensor_coalesced(
     communicator: Communicator,
     outputs: Tensors,

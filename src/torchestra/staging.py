@@ -142,15 +142,17 @@ def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
     return value
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a list of lists of anything."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _tensors_in(each)
+            yield from tensors_in(each)
 
 
-def _is_staged(tensor: torch.Tensor) -> bool:
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether this is a dense tensor of a GPU."""
     return tensor.is_cuda and tensor.layout is torch.strided
 
 
@@ -165,10 +167,10 @@ def staged(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(communicator: Order, *args: Any, **kwargs: Any) -> Work | None:
-        if not any(map(_is_staged, _tensors_in([*args, *kwargs.values()]))):
+        if not any(map(is_on_gpu, tensors_in([*args, *kwargs.values()]))):
             return cast("Work | None", method(communicator, *args, **kwargs))
         bound = parameters.bind(communicator, *args, **kwargs)
-        return run_staged(method, bound, _is_staged, Stage)
+        return run_staged(method, bound, is_on_gpu, Stage)
 
     return cast(_Method, call)
 
@@ -182,12 +184,12 @@ def run_staged(
     """Call a collective with twins in the places of those tensors of which ``is_staged`` holds."""
     communicator: Order = bound.args[0]
     values = dict(list(bound.arguments.items())[1:])
-    tensors = [tensor for tensor in _tensors_in(list(values.values())) if is_staged(tensor)]
+    tensors = [tensor for tensor in tensors_in(list(values.values())) if is_staged(tensor)]
     read = [
         tensor
         for parameter, value in values.items()
         if parameter not in _ONLY_WRITTEN
-        for tensor in _tensors_in(value)
+        for tensor in tensors_in(value)
         if is_staged(tensor)
     ]
     stage = stage_of(tensors)
@@ -200,7 +202,7 @@ def run_staged(
         results: list[Any] = []
         for step in steps:
             results = stage.in_tensors(step.operation(site))
-        stage.give_back([tensor for tensor in _tensors_in(results) if is_staged(tensor)])
+        stage.give_back([tensor for tensor in tensors_in(results) if is_staged(tensor)])
         return results
 
     return communicator.run(operation, steps[-1].description, async_op, len(steps), read)
@@ -208,7 +210,7 @@ def run_staged(
 
 def fetched(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or the filled twin of one of a GPU: what is to be sent."""
-    if not POSSIBLE or not isinstance(tensor, torch.Tensor) or not _is_staged(tensor):
+    if not POSSIBLE or not isinstance(tensor, torch.Tensor) or not is_on_gpu(tensor):
         return tensor
     stage = Stage([tensor])
     stage.fetch([tensor])
@@ -217,7 +219,7 @@ def fetched(tensor: torch.Tensor) -> torch.Tensor:
 
 def landing(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
     """The tensor, or the twin of one of a GPU, to receive into, and what is to be called afterwards."""
-    if not POSSIBLE or not isinstance(tensor, torch.Tensor) or not _is_staged(tensor):
+    if not POSSIBLE or not isinstance(tensor, torch.Tensor) or not is_on_gpu(tensor):
         return tensor, _nothing
     stage = Stage([tensor])
     return stage.twins[id(tensor)], functools.partial(stage.give_back, [tensor])

@@ -44,7 +44,7 @@ class ReduceOp:
     integers and bool the bitwise ``BAND``, ``BOR``, ``BXOR``. :meth:`premul_sum` makes a sum in which
     this rank's values are first multiplied by a factor (torch's PREMUL_SUM).
 
-    The operations are values: they compare, hash and pickle by name (and factor).
+    The operations are values: they compare, hash and pickle by name (and factor). ``ReduceOp(op)`` is a copy.
     """
 
     __slots__ = ("code", "factor", "name")
@@ -75,7 +75,10 @@ class ReduceOp:
         "PREMUL_SUM",
     )
 
-    def __init__(self, name: str, factor: float | None = None) -> None:
+    def __init__(self, name: str | ReduceOp, factor: float | None = None) -> None:
+        if isinstance(name, ReduceOp):
+            factor = name.factor
+            name = name.name
         if name not in self._NAMES:
             raise InvalidArgumentError(
                 f"unknown reduce operation {name!r}; known are {', '.join(self._NAMES)}"

@@ -15,6 +15,8 @@ from typing import Any, Union, cast
 from torchestra import unwaited
 from torchestra.communicator import Communicator
 from torchestra.deferred import DeferredCommunicator
+from torchestra.delegation.agreement import Agreement, Wish
+from torchestra.device_communicator import agreement_of
 from torchestra.errors import (
     InvalidArgumentError,
     InvalidArgumentTypeError,
@@ -23,9 +25,10 @@ from torchestra.errors import (
 )
 from torchestra.hosts import Hosts, hosts_of
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
-from torchestra.process_group.starting import choose_backend, start
+from torchestra.process_group.group import GroupMaker
+from torchestra.process_group.starting import choose_backend, start, wish_of
 from torchestra.registry import World, compact, current_world, label
-from torchestra.rendezvous import launch_environment, rendezvous
+from torchestra.rendezvous import rendezvous
 from torchestra.store import FakeStore, PrefixStore, Store
 from torchestra.store.secret import Secret
 from torchestra.thread_ranks import current_thread_rank
@@ -34,6 +37,7 @@ from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
 AnyGroup = Union[ProcessGroup, NonMember]
 _DEFAULT_NAME = "default"
 _FEW = 16
+_NO_WISH = Wish()
 
 
 def default_group() -> ProcessGroup:
@@ -78,7 +82,8 @@ def init_process_group(
     Args:
         backend: ``"native"`` (ranks are processes), ``"threads"`` (ranks are threads of this process), or
             None for whichever the rank was launched as. ``"fake"``: this rank alone, in a world of which the
-            other ranks do not exist (see fake.py).
+            other ranks do not exist (see fake.py). ``"nccl"``, or ``"cpu:native,cuda:nccl"``: as None, and
+            operations on CUDA tensors must be NCCL's (docs/guides/devices.md).
         init_method: where to meet: ``env://`` (default), ``file://path`` or ``tcp://host:port``.
         timeout: how long to wait for the others here, and in later operations; default 30 minutes.
         world_size, rank: how many ranks there are and which this one is; default: what the launcher
@@ -86,7 +91,8 @@ def init_process_group(
         store: a store that all ranks share, instead of ``init_method``; needs ``rank`` and ``world_size``.
         group_name: a description of the group.
         pg_options: :class:`GroupOptions`, of which the time-out is used if ``timeout`` is not given.
-        device_id: refused; a group is not bound to a device.
+        device_id: the CUDA device that this rank uses, a number or a torch.device; default: the one that is
+            current, if the program has used CUDA before. Refused where torch was built without CUDA.
         secret: what the ranks prove to each other to know, the same text on all of them; default: the
             environment variable TORCHESTRA_SECRET, which ``torchestra run`` sets. Without one, ranks of the
             same user on one host meet, and ranks on several hosts cannot.
@@ -94,18 +100,45 @@ def init_process_group(
     Raises:
         InvalidArgumentError: an argument is wrong, something is missing from the environment, or this rank
             has a default group already.
+        DistBackendError: NCCL is asked for, and cannot be had.
         CollectiveTimeoutError, StoreTimeoutError: the others did not come in time.
     """
+    make_world(
+        backend,
+        init_method,
+        timeout,
+        world_size,
+        rank,
+        store,
+        group_name,
+        pg_options,
+        device_id,
+        secret=secret,
+    )
+
+
+def make_world(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: Any = None,
+    *,
+    secret: Secret = None,
+    maker: GroupMaker | None = None,
+) -> None:
+    """:func:`init_process_group` with the choice of what makes the default group, instead of a backend."""
     world = current_world()
     if world.default is not None:
         raise InvalidArgumentError(
             "trying to initialize the default process group twice! Call destroy_process_group() first"
         )
-    if device_id is not None:
-        raise InvalidArgumentError(
-            f"device_id: a group is not bound to a device here, so leave it out; got {device_id!r}"
-        )
-    seconds = _time_limit(timeout, pg_options, DEFAULT_TIMEOUT)
+    wish = wish_of(backend, device_id)
+    seconds = _time_limit(timeout, pg_options if maker is None else None, DEFAULT_TIMEOUT)
     here = current_thread_rank()
     chosen = choose_backend(backend)
     if store is not None and init_method is not None:
@@ -134,6 +167,8 @@ def init_process_group(
         backend=chosen,
         seconds=seconds,
         description=group_name or "default_pg",
+        maker=maker,
+        wish=wish,
     )
     world.default = group
     _register(world, group)
@@ -195,12 +230,21 @@ def _make_group(
     description: str,
     deferred: bool = False,
     hosts: Hosts | None = None,
+    maker: GroupMaker | None = None,
+    wish: Wish = _NO_WISH,
+    agreement: Agreement | None = None,
 ) -> ProcessGroup:
+    if maker is not None:
+        made = maker(store, ranks, rank, name, seconds)
+        made.group_desc = description
+        return made
     size = len(ranks)
     program = current_world().thread
 
     def meet(seconds: float) -> Communicator:
-        return start(store, rank, size, name, seconds, backend, program, hosts)
+        return start(
+            store, rank, size, name, seconds, backend, program, hosts, wish=wish, agreement=agreement
+        )
 
     def made_of(communicator: Communicator) -> ProcessGroup:
         options = GroupOptions(seconds, backend=backend)
@@ -231,7 +275,7 @@ def new_group(
     Args:
         ranks: global ranks; default: all. The same on all ranks.
         timeout: for operations of the group; default: that of the default group.
-        backend: None or the default group's.
+        backend: None or the default group's; ``"nccl"`` as for :func:`init_process_group`.
         pg_options, device_id: as for :func:`init_process_group`.
         use_local_synchronization: if true, only the members need to call, and groups that have members in
             common must be made in the same order by them.
@@ -246,9 +290,20 @@ def new_group(
         NotInitializedError: there is no default group.
         CollectiveTimeoutError: not all members came in time.
     """
-    if ranks is not None and sort_ranks:
-        ranks = sorted(_checked_ranks(ranks, default_group().size()))
-    return make_group(ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id)
+    return make_group(
+        in_order(ranks) if sort_ranks else ranks,
+        timeout,
+        backend,
+        pg_options,
+        use_local_synchronization,
+        group_desc,
+        device_id,
+    )
+
+
+def in_order(ranks: Sequence[int] | None) -> Sequence[int] | None:
+    """Global ranks by their numbers; InvalidArgumentError if they are no ranks of the default group."""
+    return None if ranks is None else sorted(_checked_ranks(ranks, default_group().size()))
 
 
 def make_group(
@@ -263,6 +318,7 @@ def make_group(
     tag: str = "",
     deferred: bool = False,
     name: str = "",
+    maker: GroupMaker | None = None,
 ) -> AnyGroup:
     """:func:`new_group` with more choices, and with the ranks in the order in which they are given.
 
@@ -273,17 +329,20 @@ def make_group(
             as with ``use_local_synchronization``.
         name: of the group, the same on all members and never used before; default: made from how many groups
             there have been.
+        maker: what makes the group, instead of a backend; default: what made the default group.
     """
     world = current_world()
     parent = default_group()
-    if device_id is not None:
-        raise InvalidArgumentError("new_group: device_id is not known to this backend")
-    if backend is not None and choose_backend(backend) != parent.backend:
+    wish = wish_of(backend, device_id)
+    if maker is None and backend is None:
+        maker = parent.maker
+    own = parent.backend if parent.maker is None else choose_backend(backend if maker is None else None)
+    if maker is None and backend is not None and choose_backend(backend) != own:
         raise InvalidArgumentError(
             f"new_group: backend {backend!r} differs from the default group's {parent.backend!r}"
         )
     chosen = _checked_ranks(range(parent.size()) if ranks is None else ranks, parent.size())
-    seconds = _time_limit(timeout, pg_options, parent.timeout)
+    seconds = _time_limit(timeout, pg_options if maker is None else None, parent.timeout)
     if name:
         pass
     elif use_local_synchronization or deferred:
@@ -299,16 +358,20 @@ def make_group(
         return NonMember(chosen, name)
     if tag and (existing := world.find(chosen, tag)) is not None:
         return existing
+    agreement = None if parent.maker is not None else agreement_of(parent.communicator)
     group = _make_group(
         parent.store,
         ranks=chosen,
         rank=chosen.index(parent.rank()),
         name=name,
-        backend=parent.backend,
+        backend=own,
         seconds=seconds,
         description=group_desc or "undefined",
         deferred=deferred,
-        hosts=hosts_of(parent.communicator, chosen),
+        hosts=None if parent.maker is not None else hosts_of(parent.communicator, chosen),
+        maker=maker,
+        wish=wish,
+        agreement=None if agreement is None else agreement.among(chosen),
     )
     _register(world, group, tag)
     return group
@@ -403,33 +466,6 @@ def _registered(group: object) -> ProcessGroup:
             f"Group {group!r} is not registered on this rank, please create group with new_group()"
         )
     return group
-
-
-def get_backend(group: AnyGroup | None = None) -> str:
-    """The backend's name: ``"native"``, ``"threads"`` or ``"fake"``."""
-    chosen = default_group() if group is None else group
-    if isinstance(chosen, NonMember):
-        raise InvalidArgumentError(f"get_backend: Invalid process group specified: this rank is {chosen!r}")
-    return chosen.backend
-
-
-def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This rank's number among those of its host, as the launcher says.
-
-    Raises:
-        NotInitializedError: the launcher does not say, and there is no ``fallback_rank``.
-    """
-    here = current_thread_rank()
-    if here is not None:
-        return here.rank
-    local = launch_environment().local_rank
-    if local is not None:
-        return local
-    if fallback_rank is not None:
-        return int(fallback_rank)
-    raise NotInitializedError(
-        "LOCAL_RANK is not in the environment; launch with torchestra run or torchrun, or give fallback_rank"
-    )
 
 
 class _GroupMeta(type):

@@ -238,8 +238,12 @@ def be_interrupted_in_wait() -> bool:
         await_note("interrupted")
         dist.all_reduce(torch.ones(1))
         return True
+    member = dist.group.WORLD.communicator.engine.member
+    before = member.word(at.SEQUENCE)
     tensor = torch.ones(1)
     work = dist.all_reduce(tensor, async_op=True)
+    while member.word(at.SEQUENCE) == before:
+        time.sleep(0.001)  # until the group's thread has begun it: this one would run it itself
     leave_note("waiting")
     with pytest.raises(KeyboardInterrupt):
         work.wait()

@@ -1,0 +1,127 @@
+"""What comes before and after an operation on a device: the order of streams.
+
+An operation is launched from the stream that is current for whoever calls it: it comes after what the
+program has launched there. A synchronous one makes that stream wait for its end; the host does not wait. One
+that is asynchronous is launched on a side stream, which waits for the program's; the program's goes on, and
+waits when the :class:`Mark` is joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CudaLane", "Lane", "Mark"]
+
+Refuse = Callable[[], None]
+"""Raises why there is nothing more to wait for, if there is not."""
+
+
+class Mark(Protocol):
+    """A point in what a device does.
+
+    Attributes:
+        error: what the operation before it has failed with when it was launched.
+    """
+
+    error: Exception | None
+
+    def is_done(self) -> bool:
+        """Whether the device has come there."""
+
+    def join(self) -> None:
+        """Have what the caller launches from now on come after it."""
+
+
+class Lane(Protocol):
+    """How operations are launched on one device."""
+
+    device: torch.device
+
+    def run(self, operation: Callable[[], None], *, beside: bool) -> Mark:
+        """Launch an operation, so that what the caller launches next comes after it, or ``beside`` that."""
+
+    def settle(self, work: Any, refuse: Refuse) -> None:
+        """In an operation: have what is launched next come after a Work of torch's."""
+
+    def after(self, work: Any, then: Callable[[], object] | None) -> Mark:
+        """The end of a Work of torch's that stands beside all others, and of what is to follow it."""
+
+    def mark(self) -> Mark:
+        """Where the caller is."""
+
+    def here(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Makes another thread launch where the caller does."""
+
+
+class _Event(Mark):
+    def __init__(self, device: torch.device, event: Any, error: Exception | None = None) -> None:
+        self.error = error
+        self._device = device
+        self._event = event
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class _EndOf(Mark):
+    """The end of a Work of torch's."""
+
+    def __init__(self, work: Any) -> None:
+        self.error = None
+        self._work = work
+
+    def is_done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def join(self) -> None:
+        self._work.wait()
+
+
+class CudaLane(Lane):
+    """The lane of a CUDA device, for operations of NCCL, which has streams of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._side: torch.cuda.Stream | None = None
+
+    def run(self, operation: Callable[[], None], *, beside: bool) -> Mark:
+        if not beside:
+            operation()
+            return self.mark()
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        error: Exception | None = None
+        with torch.cuda.stream(self._side):
+            try:
+                operation()
+            except Exception as failure:
+                error = failure
+            return _Event(self.device, self._side.record_event(), error)
+
+    def settle(self, work: Any, refuse: Refuse) -> None:
+        work.wait()
+
+    def after(self, work: Any, then: Callable[[], object] | None) -> Mark:
+        if then is None:
+            return _EndOf(work)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            work.wait()
+            then()
+            return self.mark()
+
+    def mark(self) -> Mark:
+        return _Event(self.device, torch.cuda.current_stream(self.device).record_event())
+
+    def here(self) -> Callable[[], AbstractContextManager[Any]]:
+        return partial(torch.cuda.stream, torch.cuda.current_stream(self.device))

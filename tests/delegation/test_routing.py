@@ -1,0 +1,78 @@
+"""Which operations go to the delegation.
+
+Without a GPU, float64 tensors play the part of those of a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from stand_in import StandIn
+
+import torchestra as dist
+from torchestra import several
+from torchestra.communicator import Communicator
+from torchestra.delegating import routed, routed_message
+from torchestra.errors import InvalidArgumentError
+from torchestra.messaging import Messaging
+from torchestra.types import ReduceOp
+from worlds import run
+
+
+def is_of_device(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.float64
+
+
+def on_device(*shape: int, value: float = 0.0) -> torch.Tensor:
+    return torch.full(shape, value, dtype=torch.float64)
+
+
+def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``any_device`` makes of a communicator's method, with our device."""
+    return routed(method, method, is_of_device)(dist.group.WORLD.communicator, *args, **kwargs)
+
+
+def route() -> None:
+    stand_in, size = StandIn(dist.group.WORLD), dist.get_world_size()
+    plain, own = torch.ones(2), on_device(2, value=1.0)
+    call(Communicator.all_reduce, plain, ReduceOp.SUM)
+    assert stand_in.calls == []
+    call(Communicator.all_reduce, own, ReduceOp.SUM)
+    assert stand_in.calls == ["allreduce"]
+    assert plain.tolist() == own.tolist() == [size] * 2
+    call(several.all_reduce_coalesced, [own, on_device(1)], ReduceOp.SUM, async_op=True).wait()
+    assert stand_in.calls[1:] == ["allreduce_coalesced"]
+    # What the device's backend has not is done as ever, on all ranks.
+    integers = torch.ones(2, dtype=torch.int16)
+    any_tensor = routed(Communicator.all_reduce, Communicator.all_reduce, lambda each: True)
+    any_tensor(dist.group.WORLD.communicator, integers, ReduceOp.SUM)
+    assert integers.tolist() == [size] * 2
+    assert len(stand_in.calls) == 2
+    with pytest.raises(InvalidArgumentError, match="a tensor is on meta, but rank"):
+        call(Communicator.all_gather, [torch.empty(2, device="meta")] * size, own)
+    dist.barrier()
+
+
+def route_messages() -> None:
+    stand_in, rank = StandIn(dist.group.WORLD), dist.get_rank()
+    communicator = dist.group.WORLD.communicator
+    send = routed_message(Messaging.send, is_of_device)
+    receive = routed_message(Messaging.recv, is_of_device)
+    for tag in (0, 5):
+        tensor = on_device(3, value=rank + 1.0)
+        if rank == 0:
+            send(communicator, tensor, 1, tag)
+        else:
+            assert receive(communicator, tensor, 0, tag) == 0
+            assert tensor.tolist() == [1.0] * 3
+        assert stand_in.communicator.sequence_number() == 1, f"tag {tag}: the second is not delegated"
+    with pytest.raises(InvalidArgumentError, match="cannot be received from any rank"):
+        receive(communicator, on_device(1), None)
+
+
+@pytest.mark.parametrize("body", [route, route_messages])
+def test_what_all_ranks_have_in_common_decides(body: Callable[[], None]) -> None:
+    run("threads", 2, body)
