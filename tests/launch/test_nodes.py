@@ -8,12 +8,16 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import DistError, InvalidArgumentError
+from torchestra.launcher import nodes as meeting
 from torchestra.launcher.nodes import Nodes, parse_rendezvous
+from torchestra.store import PrefixStore, TCPStore
+from torchestra.store.base import nap
 
 SCRIPT = """
     import os, sys
@@ -34,11 +38,16 @@ SCRIPT = """
 LIMIT_S = 100
 
 
-def run_nodes(script: Path, ranks: tuple[int, ...], *arguments: str) -> list[tuple[int, str, str]]:
-    """One launcher for each node, all on this machine but told that they are not; how each ended."""
+def free_place() -> str:
+    """Where launchers can meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def run_nodes(script: Path, ranks: tuple[int, ...], *arguments: str) -> list[tuple[int, str, str]]:
+    """One launcher for each node, all on this machine but told that they are not; how each ended."""
+    place = free_place()
     launchers = []
     for node, nproc in enumerate(ranks):
         command = [
@@ -83,7 +92,7 @@ def test_the_failure_of_one_node_ends_all_with_its_code(script: Path) -> None:
     (_, first, code), (_, second, other_code) = run_nodes(script, (1, 2), "fail")
     assert (code, other_code) == (7, 7)
     assert re.search(
-        r"torchestra: ended because node 1 failed: rank 2 \(pid \d+\) failed: exit code 7", first
+        r"torchestra: ended because node 1 failed: rank 2 \(pid \d+ on \S+\) failed: exit code 7", first
     )
     assert re.search(r"torchestra: rank 2 \(pid \d+\) failed: exit code 7", second)
 
@@ -99,3 +108,85 @@ def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("TORCHESTRA_SECRET")
     with pytest.raises(InvalidArgumentError, match="set TORCHESTRA_SECRET to the same random text"):
         Nodes(2, 0, "127.0.0.1:1", 1, 1)
+
+
+class Launchers:
+    """Launchers of one job in this process, each on a thread of its own. As a context, ends them."""
+
+    def __init__(self, nnodes: int) -> None:
+        self.nnodes = nnodes
+        self.place = free_place()
+        self._threads: list[threading.Thread] = []
+        self.ended: dict[int, Nodes | DistError] = {}
+
+    def come(self, node: int, nnodes: int | None = None) -> int:
+        """One more; its number, under which stands how it ended."""
+        number = len(self._threads)
+
+        def body() -> None:
+            try:
+                self.ended[number] = Nodes(nnodes or self.nnodes, node, self.place, node + 1, 1)
+            except DistError as error:
+                self.ended[number] = error
+
+        self._threads.append(threading.Thread(target=body))
+        self._threads[-1].start()
+        return number
+
+    def how(self, number: int) -> Nodes | DistError:
+        """What became of one, waited for."""
+        self._threads[number].join(LIMIT_S)
+        return self.ended[number]
+
+    def signed(self, node: int, text: bytes = b"") -> bytes:
+        """Wait until another launcher has come as a node; what it says."""
+        store = PrefixStore("launchers", TCPStore(*parse_rendezvous(self.place), timeout=LIMIT_S))
+        while (said := store.get(f"node/{node}")) == text:
+            nap(0.001)
+        return said
+
+    def __enter__(self) -> Launchers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for nodes in sorted((each for each in self.ended.values() if isinstance(each, Nodes)), key=_last):
+            nodes.close()
+
+
+def _last(nodes: Nodes) -> int:
+    return -nodes.node
+
+
+def test_launchers_wait_for_each_other_and_say_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher that does not fit the others is told so, and they are not disturbed."""
+    monkeypatch.setenv("TORCHESTRA_SECRET", "a secret")
+    monkeypatch.setattr(meeting, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(meeting, "_PATIENCE", 0.0)
+    with Launchers(3) as launchers:
+        first = launchers.come(0)
+        launchers.signed(0)
+        other_number = launchers.how(launchers.come(1, nnodes=2))
+        assert re.search(
+            r"node 1 has --nnodes 2, but that of node 0 \(process \d+ on \S+\) has --nnodes 3",
+            str(other_number),
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr("torchestra.__version__", "0.0.1")
+            old = launchers.how(launchers.come(1))
+        assert "node 1 has torchestra 0.0.1, but that of node 0" in str(old)
+        replaced = launchers.come(1)
+        said = launchers.signed(1)
+        second = launchers.come(1)
+        launchers.signed(1, said)
+        assert "two launchers are node 1: process" in str(launchers.how(replaced))
+        third = launchers.come(2)
+        nodes = [launchers.how(each) for each in (first, second, third)]
+        assert [(each.first_rank, each.world_size) for each in nodes if isinstance(each, Nodes)] == [
+            (0, 6),
+            (1, 6),
+            (3, 6),
+        ]
+        assert "two launchers are node 1: process" in str(launchers.how(launchers.come(1)))
+    assert re.search(r"waiting for nodes? (1, )?2 to come to 127\.0\.0\.1:\d+", capsys.readouterr().err)

@@ -11,5 +11,6 @@ has loaded it once for all ranks. ``spec.py`` lists every message between the th
 """
 
 from torchestra.launcher.api import RemoteTraceback, launch
+from torchestra.launcher.on_ray.options import RayOptions
 
-__all__ = ["RemoteTraceback", "launch"]
+__all__ = ["RayOptions", "RemoteTraceback", "launch"]

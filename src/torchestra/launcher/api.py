@@ -4,44 +4,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import io
 import os
-import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-from torchestra.errors import InvalidArgumentError, LaunchTimeoutError, RankError
-from torchestra.launcher.blame import Fault, describe_exit
+from torchestra.errors import InvalidArgumentError
 from torchestra.launcher.cores import usable_cores
-from torchestra.launcher.job import Job, RankState, StopPlan
+from torchestra.launcher.forks import Forks
+from torchestra.launcher.job import SETTLE_S, Job
+from torchestra.launcher.on_ray.options import RayOptions
+from torchestra.launcher.outcome import LaunchedJob, RemoteTraceback
 from torchestra.launcher.output import open_devices
-from torchestra.launcher.pickling import dump_call, load_in_caller
-from torchestra.launcher.report import ranks_phrase, tracebacks_report
+from torchestra.launcher.pickling import dump_call
 from torchestra.launcher.spec import JobSpec
 from torchestra.launcher.surroundings import MeetingPoint, with_threads_per_rank
 from torchestra.launcher.warm import WarmServer
 from torchestra.types import Timeout, timeout_seconds
 
-__all__ = ["RemoteTraceback", "launch"]
+__all__ = ["RemoteTraceback", "launch", "launched"]
 
 T = TypeVar("T")
-
-_INTERRUPT: StopPlan = ((signal.SIGINT, 2.0), (signal.SIGTERM, 0.5))
-_OVERTIME: StopPlan = ((signal.SIGINT, 0.5), (signal.SIGTERM, 0.25))
-
-
-class RemoteTraceback(Exception):
-    """The traceback of a rank as text, shown as the cause of the exception that came from it."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self.text}"""'
 
 
 def launch(
@@ -51,8 +35,9 @@ def launch(
     kind: Literal["processes", "threads"] = "processes",
     timeout: Timeout | None = None,
     env: Mapping[str, str] | None = None,
+    on: Literal["ray"] | RayOptions | None = None,
 ) -> list[T]:
-    """Call ``fn(*args)`` on each of ``nproc`` ranks of this host; the results in the order of the ranks.
+    """Call ``fn(*args)`` on each of ``nproc`` ranks, by default of this host; the results by rank.
 
     Inside, :func:`torchestra.init_process_group` needs no arguments. Lines that ranks print appear on
     this process's ``sys.stdout`` and ``sys.stderr``, prefixed by rank.
@@ -61,26 +46,40 @@ def launch(
     call and serves the later ones until this process ends. Arguments, results and exceptions are
     pickled: tensors travel by value. ``if __name__ == "__main__":`` must guard the call in a script.
 
+    With ``on="ray"`` (or :class:`RayOptions`) the ranks are on the nodes of a Ray cluster, each a child of an
+    actor of its own, in a placement group that is removed at the end. What the caller's ``__main__`` defines
+    is sent by value, and modules must be importable there. The environment is that of the nodes, with this
+    process's ``TORCHESTRA_*`` variables and ``env``; the working directory is that of Ray's workers. It needs
+    ``torchestra[ray]``.
+
     Args:
         fn: what every rank calls. It is sent by reference where it can be imported, else by value.
-        nproc: how many ranks; ``"auto"`` is one per usable core.
+        nproc: how many ranks; ``"auto"`` is one per usable core, on Ray as many as the cluster can hold.
         args: its arguments, the same for all ranks.
         kind: ``"processes"``, or ``"threads"`` of this process, which share its memory and its GIL.
-        timeout: seconds (or a timedelta) until the ranks that have not finished are ended; default never.
+        timeout: seconds (or a timedelta) until the ranks that have not finished are ended; default never. On
+            Ray it counts from when they have their places.
         env: environment variables of the ranks, beside and before this process's. Processes only.
+        on: ``"ray"``, or :class:`RayOptions` that say more; by default this host.
 
     Raises:
         RankError: ``fn`` raised on a rank, or a rank ended without returning; the others were ended
             within a second. Its cause is the exception of the rank, where that can be pickled.
-        LaunchTimeoutError: ``timeout`` ran out; names the ranks, and where each of them was.
+        LaunchTimeoutError: ``timeout`` ran out; names the ranks, and where each of them was. Or the Ray
+            cluster had no place for them in time; says how much was asked for and is there.
         InvalidArgumentError: an argument is out of range or cannot be pickled; nothing was started.
+        NotReadyError: Ray is not installed.
+        DistError: the Ray cluster cannot be reached, or an actor cannot be started there.
     """
-    ranks = usable_cores() if nproc == "auto" else nproc
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+    if nproc != "auto" and (not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1):
         raise InvalidArgumentError(f"launch: nproc must be a positive int or 'auto', got {nproc!r}")
     seconds = None if timeout is None else timeout_seconds(timeout)
+    if on is not None:
+        return _launch_elsewhere(fn, nproc, args, kind, seconds, env or {}, on)
+    ranks = usable_cores() if nproc == "auto" else nproc
     if kind == "processes":
-        return _launch_processes(fn, ranks, args, seconds, env or {})
+        with launched(fn, ranks, args, seconds, env or {}) as job:
+            return job.results()
     if kind == "threads":
         if env is not None:
             raise InvalidArgumentError("launch: ranks that are threads share one environment; leave env out")
@@ -90,9 +89,40 @@ def launch(
     raise InvalidArgumentError(f"launch: kind must be 'processes' or 'threads', got {kind!r}")
 
 
-def _launch_processes(
-    fn: Callable[..., T], nproc: int, args: tuple[Any, ...], timeout: float | None, env: Mapping[str, str]
+def _launch_elsewhere(
+    fn: Callable[..., T],
+    nproc: int | Literal["auto"],
+    args: tuple[Any, ...],
+    kind: str,
+    timeout: float | None,
+    env: Mapping[str, str],
+    on: object,
 ) -> list[T]:
+    options = RayOptions() if on == "ray" else on
+    if not isinstance(options, RayOptions):
+        raise InvalidArgumentError(f"launch: on must be 'ray', RayOptions or None, got {on!r}")
+    if kind != "processes":
+        raise InvalidArgumentError(f"launch: ranks on Ray are processes, got kind={kind!r}")
+    from torchestra.launcher.on_ray.launching import launch_on_ray
+
+    return launch_on_ray(fn, nproc, args, timeout, env, options)
+
+
+@contextlib.contextmanager
+def launched(
+    fn: Callable[..., Any],
+    nproc: int,
+    args: tuple[Any, ...],
+    timeout: float | None,
+    env: Mapping[str, str],
+    settle: float = SETTLE_S,
+) -> Iterator[LaunchedJob]:
+    """What :func:`launch` does, with processes: the job, all of whose ranks have ended.
+
+    Args:
+        fn, nproc, args, timeout, env: as there.
+        settle: for how many seconds the others may go on when a rank has failed, to fail as well or to end.
+    """
     target = dump_call(fn, args)
     meeting = MeetingPoint()
     spec = JobSpec(
@@ -103,84 +133,16 @@ def _launch_processes(
         search_path=tuple(sys.path),
     )
     server = _servers.take(nproc)
-    job = Job(server, spec, meeting, open_devices(sys.stdout, sys.stderr))
-    overdue: list[int] = []
-    if timeout is not None:
-        job.call_at(time.monotonic() + timeout, lambda: _end_overdue(job, nproc, overdue))
+    job = Job(Forks(server, meeting), spec, open_devices(sys.stdout, sys.stderr), settle=settle)
+    outcome = LaunchedJob(job, timeout)
     with contextlib.closing(job):
         try:
-            _run(job)
+            outcome.run()
         except BaseException:
             server.close()
             raise
         _servers.give_back(server)
-        if overdue:
-            raise _timeout_error(job, overdue, nproc, timeout)
-        if job.cause is not None:
-            raise _rank_error(job, job.cause) from _exception_of(job.cause)
-        return [_result(state) for state in job.ranks]
-
-
-def _run(job: Job) -> None:
-    try:
-        job.run()
-    except KeyboardInterrupt:
-        # The interrupt may have cut a step of the job short, so it is not waited for without an end.
-        job.stop(_INTERRUPT)
-        job.wait(until=time.monotonic() + sum(grace for _, grace in _INTERRUPT))
-        sys.stderr.write(tracebacks_report(job))
-        raise
-
-
-def _end_overdue(job: Job, nproc: int, overdue: list[int]) -> None:
-    overdue.extend(job.unfinished if job.ranks else range(nproc))
-    job.stop(_OVERTIME)
-
-
-def _timeout_error(job: Job, overdue: list[int], nproc: int, timeout: float | None) -> LaunchTimeoutError:
-    message = (
-        f"launch: {ranks_phrase(overdue)} of {nproc} had not finished after {timeout:g} s and"
-        f" {'was' if len(overdue) == 1 else 'were'} ended; raise timeout= if that is not a hang"
-    )
-    where = tracebacks_report(job)
-    error = LaunchTimeoutError(message, tuple(overdue), where)
-    if where:
-        error.__cause__ = RemoteTraceback(where)
-    return error
-
-
-def _rank_error(job: Job, cause: Fault) -> RankError:
-    returned = job.ranks[cause.rank].result is not None
-    if cause.failure is not None:
-        what = f"failed: {cause.failure.summary.splitlines()[0]}"
-    elif returned:
-        what = f"ended badly after the function had returned: {describe_exit(cause.exit_code)}"
-    else:
-        what = f"ended before the function returned: {describe_exit(cause.exit_code)}"
-    trace = cause.failure.traceback if cause.failure is not None else ""
-    return RankError(f"rank {cause.rank} of {len(job.ranks)} {what}", cause.rank, cause.exit_code, trace)
-
-
-def _exception_of(cause: Fault) -> BaseException | None:
-    """What the rank raised, with its traceback as text; or that text alone."""
-    if cause.failure is None or not cause.failure.traceback:
-        return None
-    text = RemoteTraceback(cause.failure.traceback)
-    if cause.failure.exception is None:
-        return text
-    try:
-        error = load_in_caller(io.BytesIO(cause.failure.exception))
-    except Exception:
-        return text
-    assert isinstance(error, BaseException)
-    error.__cause__ = text
-    return error
-
-
-def _result(state: RankState) -> Any:
-    assert state.result is not None
-    state.result.seek(0)
-    return load_in_caller(state.result)
+        yield outcome
 
 
 class _Servers:

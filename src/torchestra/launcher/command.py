@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
+import socket
 import sys
-from collections.abc import Iterator
 from functools import partial
-from types import FrameType
 
 from torchestra.engine.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
 from torchestra.launcher.cores import usable_cores
-from torchestra.launcher.job import AFTER_FAILURE, Job, StopPlan
+from torchestra.launcher.forks import Forks
+from torchestra.launcher.job import AFTER_FAILURE, Job
 from torchestra.launcher.nodes import Nodes
+from torchestra.launcher.on_ray.arguments import add_ray_arguments, ray_arguments_given
 from torchestra.launcher.output import colours_wanted, open_devices
 from torchestra.launcher.recorder import Recorder
 from torchestra.launcher.report import (
-    failure_line,
+    failure_abroad,
     failure_report,
     survived_report,
     survivors_report,
     tracebacks_report,
 )
+from torchestra.launcher.signals import ENDING, fill_standard_files, run_job
 from torchestra.launcher.spec import JobSpec, Script
 from torchestra.launcher.stdin import StandardInput
 from torchestra.launcher.surroundings import MeetingPoint
@@ -33,10 +34,6 @@ from torchestra.launcher.warm import WarmServer
 __all__ = ["add_arguments", "main", "ranks_argument"]
 
 _NO_SUCH_FILE = 2
-_INTERRUPT: StopPlan = ((signal.SIGINT, 5.0), (signal.SIGTERM, 0.5))
-_TERMINATE: StopPlan = ((signal.SIGTERM, 5.0),)
-_KILL: StopPlan = ()
-_PLANS = {signal.SIGINT: _INTERRUPT, signal.SIGTERM: _TERMINATE, signal.SIGHUP: _TERMINATE}
 
 _EPILOG = """\
 Each rank is a process of its own and finds in its environment RANK, WORLD_SIZE, LOCAL_RANK,
@@ -52,6 +49,11 @@ group.shrink(): see docs/guides/surviving-failures.md.
 With --nnodes N the job has ranks on N hosts: on each, run the same command with --rendezvous HOST:PORT (of
 node 0) and its own --node-rank; --nproc may differ. All need the same TORCHESTRA_SECRET in their environment.
 The first host to fail ends the job on all.
+
+With --on ray the ranks are placed on the nodes of a Ray cluster, each with --num-cpus CPUs; 'auto' is as
+many as fit. They have the environment of their nodes, with this one's TORCHESTRA_ variables and those of
+--env, and read nothing. The script and the directory in which this is run must be there on all nodes, as on
+a shared file system, unless --working-dir names a folder that Ray ships: then the script is one in there.
 
 Ctrl-C interrupts all ranks; SIGTERM and SIGHUP are passed on; a second one kills them at once.
 """
@@ -73,6 +75,11 @@ def failures_argument(text: str) -> int:
     return int(text)
 
 
+def _ranks_or_auto(text: str) -> int | None:
+    """A number of ranks, or None for ``auto`` where it is not yet known what that is."""
+    return None if text == "auto" else ranks_argument(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -80,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n",
         "--nproc",
-        type=ranks_argument,
-        default="auto",
+        type=_ranks_or_auto,
+        default=None,
         metavar="N",
         help="how many ranks to start; 'auto', the default, is one per usable core",
     )
@@ -116,6 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep in DIR what the ranks did last, for 'torchestra report --from DIR'",
     )
+    add_ray_arguments(parser)
     parser.add_argument(
         "-m", "--module", action="store_true", help="the script is a module's name, as for python -m"
     )
@@ -125,15 +133,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Run the script on all ranks; the exit code."""
-    if not options.module and not os.path.exists(options.script):
+    if not options.module and not os.path.exists(os.path.join(options.working_dir or "", options.script)):
         print(f"torchestra run: there is no file {options.script!r}", file=sys.stderr)
         return _NO_SUCH_FILE
-    if options.nnodes > 1 and options.rendezvous is None:
-        print("torchestra run: --nnodes needs --rendezvous HOST:PORT of node 0", file=sys.stderr)
+    wrong = _contradiction(options)
+    if wrong is not None:
+        print(f"torchestra run: {wrong}", file=sys.stderr)
         return _NO_SUCH_FILE
-    _fill_standard_files()
+    fill_standard_files()
+    if options.on == "ray":
+        from torchestra.launcher.on_ray.command import run_on_ray
+
+        return run_on_ray(options)
+    return _run_here(options, options.nproc or usable_cores())
+
+
+def _contradiction(options: argparse.Namespace) -> str | None:
+    """What is wrong with the options taken together, if anything."""
+    if options.nnodes > 1 and options.rendezvous is None:
+        return "--nnodes needs --rendezvous HOST:PORT of node 0"
+    if options.on == "ray" and options.nnodes > 1:
+        return "--nnodes is for hosts on which this command is run; with --on ray, Ray chooses the nodes"
+    if options.on is None and (given := ray_arguments_given(options)):
+        return f"{given[0]} is for --on ray"
+    return None
+
+
+def _run_here(options: argparse.Namespace, nproc: int) -> int:
     meeting = MeetingPoint("" if options.nnodes > 1 else "127.0.0.1")
-    environment = meeting.environment(os.environ, options.nproc)
+    environment = meeting.environment(os.environ, nproc)
     # Before torch is imported, so that every library it brings reads the same number.
     os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
     if options.record is not None:
@@ -142,17 +170,17 @@ def main(options: argparse.Namespace) -> int:
     nodes = None
     if options.nnodes > 1:
         try:
-            nodes = Nodes(
-                options.nnodes, options.node_rank, options.rendezvous, options.nproc, meeting.master_port
-            )
-        except DistError as error:
+            nodes = Nodes(options.nnodes, options.node_rank, options.rendezvous, nproc, meeting.master_port)
+        except (DistError, KeyboardInterrupt) as error:
             server.close()
             meeting.close()
-            print(f"torchestra run: {error}", file=sys.stderr)
-            return 1
+            interrupted = isinstance(error, KeyboardInterrupt)
+            why = "interrupted before all launchers had come" if interrupted else error
+            print(f"torchestra run: {why}", file=sys.stderr)
+            return 128 + signal.SIGINT if interrupted else 1
         environment = nodes.environment(environment)
     spec = JobSpec(
-        nproc=options.nproc,
+        nproc=nproc,
         target=Script(options.script, tuple(options.arguments), options.module),
         environment=environment,
         directory=os.getcwd(),
@@ -161,7 +189,7 @@ def main(options: argparse.Namespace) -> int:
     )
     stdin = StandardInput()
     devices = open_devices(sys.stdout, sys.stderr)
-    job = Job(server, spec, meeting, devices, stdin.for_rank, options.max_failures)
+    job = Job(Forks(server, meeting, stdin.for_rank), spec, devices, options.max_failures)
     job.when_survived = lambda fault: devices[1].say(survived_report(job, fault))
     recorder = Recorder(environment.get(RECORD_VARIABLE))
     job.when_stopped = lambda: recorder.hold(job.pids)
@@ -170,26 +198,17 @@ def main(options: argparse.Namespace) -> int:
         job.watch(nodes.news, partial(_end_with_others, job, nodes))
     received: list[int] = []
     try:
-        with _signals_to(job, received):
-            job.run()
-    except BrokenPipeError:
-        _give_up_output()
-        return 128 + signal.SIGPIPE
-    except _SecondSignal:
-        pass
-    except DistError as error:
-        print(f"torchestra: {error}", file=sys.stderr)
-        return 1
+        code = run_job(job, received)
     finally:
         server.close()
         job.close()
         recorder.write()
         if nodes is not None:
-            for signum in _PLANS:  # the ranks are gone, and this may wait for hours
+            for signum in ENDING:  # the ranks are gone, and this may wait for hours
                 signal.signal(signum, signal.SIG_DFL)
             _tell_others(job, nodes, received)
             nodes.close()
-    return _conclude(job, received, nodes)
+    return conclude(job, received, nodes) if code is None else code
 
 
 def _end_with_others(job: Job, nodes: Nodes) -> None:
@@ -201,12 +220,15 @@ def _end_with_others(job: Job, nodes: Nodes) -> None:
 def _tell_others(job: Job, nodes: Nodes, received: list[int]) -> None:
     """Have the other nodes end, if this one has failed or was ended."""
     if received:
-        nodes.tell_failed(128 + received[0], f"ended by {signal.Signals(received[0]).name}")
+        name = signal.Signals(received[0]).name
+        nodes.tell_failed(128 + received[0], f"ended by {name} on {socket.gethostname()}")
     elif job.cause is not None and nodes.other is None:
-        nodes.tell_failed(job.cause.shell_code, failure_line(job, job.cause))
+        why = failure_abroad(job, job.cause, socket.gethostname())
+        nodes.tell_failed(job.cause.shell_code, why)
 
 
-def _conclude(job: Job, received: list[int], nodes: Nodes | None = None) -> int:
+def conclude(job: Job, received: list[int], nodes: Nodes | None = None) -> int:
+    """Say how a job ended that was run by :func:`run_job`; the exit code."""
     if nodes is not None and nodes.other is not None and not received:
         node, code, why = nodes.other
         sys.stderr.write(f"{tracebacks_report(job)}torchestra: ended because node {node} failed: {why}\n")
@@ -221,70 +243,3 @@ def _conclude(job: Job, received: list[int], nodes: Nodes | None = None) -> int:
     if job.survived:
         sys.stderr.write(survivors_report(job))
     return 0
-
-
-class _SecondSignal(BaseException):
-    """A signal came while an earlier one still waits to be seen: the launcher hangs in its output."""
-
-
-@contextlib.contextmanager
-def _signals_to(job: Job, received: list[int]) -> Iterator[None]:
-    """Have the signals that end the job, or halt it, act on the ranks; those that end it go to ``received``.
-
-    A handler only notes the signal and wakes the job's loop, which acts on it.
-    """
-    wake_reader, wake_writer = os.pipe()
-    os.set_blocking(wake_reader, False)
-    os.set_blocking(wake_writer, False)
-    unseen: list[int] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        if unseen and signum in _PLANS:
-            received.append(signum)
-            raise _SecondSignal
-        unseen.append(signum)
-
-    def act() -> None:
-        os.read(wake_reader, 512)
-        while unseen:
-            signum = unseen.pop(0)
-            if signum in _PLANS:
-                job.stop(_KILL if received else _PLANS[signal.Signals(signum)])
-                received.append(signum)
-            elif signum == signal.SIGTSTP:
-                job.signal(signal.SIGSTOP, final=False)
-                os.kill(os.getpid(), signal.SIGSTOP)
-                job.signal(signal.SIGCONT, final=False)
-
-    for signum in (*_PLANS, signal.SIGTSTP):
-        if signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, note)
-    signal.set_wakeup_fd(wake_writer)
-    job.watch(wake_reader, act)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(-1)
-        for signum in _PLANS:
-            signal.signal(signum, signal.SIG_IGN)
-
-
-def _fill_standard_files() -> None:
-    """Let no pipe or socket of ours become file 0, 1 or 2 because the caller closed one of those."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    if sys.stdout is None:
-        sys.stdout = os.fdopen(1, "w", closefd=False)
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", closefd=False)
-
-
-def _give_up_output() -> None:
-    """Nobody reads our output: what is still buffered must not fail once more at exit."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    os.close(null)

@@ -1,11 +1,14 @@
 """Several launchers that start one job, one on each host: ``torchestra run --nnodes``.
 
-They meet in a store that the launcher of node 0 serves, which is the job's store as well. There each says how
-many ranks it starts; so all know which ranks are whose. The first launcher whose ranks fail says so, and the
-others end theirs. That of node 0 stays until the others have ended, or have been silent for long::
+They meet in a store that the launcher of node 0 serves, which is the job's store as well. There each says
+who it is and how many ranks it starts; so all know which ranks are whose. The first launcher whose ranks fail
+says so, and the others end theirs. That of node 0 stays until the others have ended, or have been silent for
+long::
 
-    node/K     how many ranks node K starts
-    port       a port of node 0 that nobody uses, for programs that use torch.distributed
+    job        what the first launcher to come says of the job: how many nodes, which torchestra
+    node/K     who the launcher of node K is, how many ranks it starts, and a port there that nobody uses, for
+               programs that use torch.distributed; of two launchers, the one that came later
+    members    what stood under all node/K when all had come, as the first to see that read it
     failed     which node failed first, its exit code and why
     done/K     node K has ended
     beat/K     a count: the launcher of node K lives
@@ -16,21 +19,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torchestra
 from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store, TCPStore, TCPStoreServer
 from torchestra.store.base import nap
+from torchestra.store.process import ProcessIdentity
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
 
 __all__ = ["Nodes", "OtherFailure", "parse_rendezvous"]
 
 _MEET_SECONDS = 600.0
+_LOOK_SECONDS = 1.0
+_PATIENCE = 5.0
 _LISTEN_SECONDS = 1.0
-_SILENT_SECONDS = 30.0
+_SILENT_SECONDS = 10.0
 
 
 class OtherFailure(NamedTuple):
@@ -74,7 +83,8 @@ class Nodes:
         other: the failure of another node, once there is one.
 
     Raises:
-        InvalidArgumentError: the numbers make no sense, or the launchers have no secret.
+        InvalidArgumentError: the numbers make no sense, the launchers have no secret, another one is the same
+            node, or they disagree on the number of nodes or are of different versions of torchestra.
         StoreTimeoutError, DistNetworkError: not all launchers came within ten minutes.
     """
 
@@ -90,25 +100,93 @@ class Nodes:
         self._reader, self._writer = os.pipe()
         self._closed = threading.Event()
         try:
-            joint = TCPStore(self._host, self._port, timeout=_MEET_SECONDS)
-            self._store: Store = PrefixStore("launchers", joint)
-            self._store.set(f"node/{node}", str(nproc))
-            if node == 0:
-                self._store.set("port", str(port))
-            keys = [f"node/{other}" for other in range(nnodes)]
-            try:
-                counts = [int(text) for text in self._store.multi_get(keys)]
-            except StoreTimeoutError as error:
-                late = [other for other in range(nnodes) if not self._store.check([f"node/{other}"])]
-                raise StoreTimeoutError(
-                    f"launchers of nodes {late} did not come to {rendezvous} within {_MEET_SECONDS:g} s"
-                ) from error
+            self._store = self._reached(rendezvous)
+            members = self._meet(rendezvous, nproc, port)
         except BaseException:
             self._end()
             raise
+        counts = [int(member["nproc"]) for member in members]
         self.first_rank, self.world_size = sum(counts[:node]), sum(counts)
+        self._port_for_torch = str(members[0]["port"])
         self._thread = threading.Thread(target=self._listen, name="torchestra-nodes", daemon=True)
         self._thread.start()
+
+    def _reached(self, rendezvous: str) -> Store:
+        try:
+            joint = TCPStore(self._host, self._port, timeout=_MEET_SECONDS)
+        except DistNetworkError as error:
+            raise DistNetworkError(
+                f"{error} (The launcher with --node-rank 0 listens at --rendezvous {rendezvous}; is that an"
+                " address of its host?)"
+            ) from error
+        return PrefixStore("launchers", joint)
+
+    def _meet(self, rendezvous: str, nproc: int, port: int) -> list[dict[str, Any]]:
+        """What the launchers say of themselves, by node, once all have come."""
+        mine = {
+            "who": str(ProcessIdentity.current()),
+            "token": secrets.token_hex(8),
+            "nproc": nproc,
+            "port": port,
+        }
+        self._agree_on_job(mine)
+        key = f"node/{self.node}"
+        self._store.set(key, json.dumps(mine))
+        try:
+            self._await_all(rendezvous, key, mine)
+            said = self._store.multi_get([f"node/{other}" for other in range(self.nnodes)])
+            first = self._store.compare_set("members", "", json.dumps([json.loads(text) for text in said]))
+        except KeyboardInterrupt:
+            with contextlib.suppress(DistError, OSError):
+                self._store.delete_key(key)
+            raise
+        members: list[dict[str, Any]] = json.loads(first)
+        self._check_alone(mine, members[self.node])
+        return members
+
+    def _agree_on_job(self, mine: Mapping[str, Any]) -> None:
+        """Make sure that the launchers are of one job, and of one torchestra."""
+        job = {"nnodes": self.nnodes, "torchestra": torchestra.__version__}
+        first = json.loads(self._store.compare_set("job", "", json.dumps({**job, "node": self.node, **mine})))
+        named = f"that of node {first['node']} ({first['who']})"
+        if first["nnodes"] != self.nnodes:
+            raise InvalidArgumentError(
+                f"the launcher of node {self.node} has --nnodes {self.nnodes}, but {named} has --nnodes"
+                f" {first['nnodes']}; all must have the same"
+            )
+        if first["torchestra"] != torchestra.__version__:
+            raise InvalidArgumentError(
+                f"node {self.node} has torchestra {torchestra.__version__}, but {named} is of version"
+                f" {first['torchestra']}; install the same on all hosts"
+            )
+
+    def _await_all(self, rendezvous: str, key: str, mine: Mapping[str, Any]) -> None:
+        """Wait for all launchers; after a moment, say for whom."""
+        started, told = time.monotonic(), False
+        while True:
+            try:
+                self._store.wait([f"node/{other}" for other in range(self.nnodes)], _LOOK_SECONDS)
+                return
+            except StoreTimeoutError:
+                waited = time.monotonic() - started
+            if self._store.check([key]):
+                self._check_alone(mine, json.loads(self._store.get(key)))
+            if waited > _MEET_SECONDS or (waited > _PATIENCE and not told):
+                late = [other for other in range(self.nnodes) if not self._store.check([f"node/{other}"])]
+                named = f"node{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+                if waited > _MEET_SECONDS:
+                    raise StoreTimeoutError(
+                        f"the launchers of {named} did not come to {rendezvous} within {_MEET_SECONDS:g} s"
+                    )
+                told = True
+                print(f"torchestra run: waiting for {named} to come to {rendezvous}", file=sys.stderr)
+
+    def _check_alone(self, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+        if theirs != mine:
+            raise InvalidArgumentError(
+                f"two launchers are node {self.node}: {mine['who']}, and {theirs['who']}; every host needs a"
+                " --node-rank of its own"
+            )
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
         """What the ranks of this node find in their environment, given what they would if it were alone."""
@@ -118,7 +196,7 @@ class Nodes:
             "WORLD_SIZE": str(self.world_size),
             "GROUP_RANK": str(self.node),
             "MASTER_ADDR": self._host,
-            "MASTER_PORT": self._store.get("port").decode(),
+            "MASTER_PORT": self._port_for_torch,
             "TORCHESTRA_STORE": f"{named}:{self._port}",
         }
 
@@ -172,7 +250,7 @@ class Nodes:
             except DistNetworkError as error:
                 if self._closed.is_set():
                     return
-                node, code, why = 0, 1, f"its launcher cannot be reached any more ({error})"
+                node, code, why = 0, 1, f"its launcher at {self._host} has ended, or is not reached ({error})"
             if node != self.node:
                 self.other = OtherFailure(node, code, why)
                 os.write(self._writer, b"!")

@@ -16,16 +16,21 @@ from torchestra.launcher.spec import Call, MainModule
 __all__ = ["dump_call", "dump_exception", "dump_result", "load_call", "load_in_caller"]
 
 
-def dump_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
+def dump_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, elsewhere: bool = False) -> Call:
     """The call as bytes. By reference where the ranks can import the function, else by value (cloudpickle).
+
+    Args:
+        function, arguments: what the ranks call.
+        elsewhere: the ranks are on hosts that may not have the file of this process's ``__main__``, so what
+            is defined there goes by value too.
 
     Raises:
         InvalidArgumentError: neither works, say because an argument holds a lock or a socket.
     """
-    main = _callers_main()
+    main = MainModule() if elsewhere else _callers_main()
     importable = main != MainModule() or getattr(function, "__module__", None) != "__main__"
     try:
-        if importable:
+        if importable and not elsewhere:
             return Call(pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL), main)
     except Exception as error:
         if not isinstance(function, FunctionType):
@@ -75,6 +80,8 @@ def dump_result(result: Any, file: BinaryIO) -> None:
     try:
         pickle.dump(result, file, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
+        if _dumped_by_value(result, file):
+            return
         kind = type(result)
         raise TypeError(
             f"the function returned a {kind.__module__}.{kind.__qualname__}, which cannot be pickled"
@@ -86,9 +93,28 @@ def dump_exception(error: BaseException) -> bytes | None:
     """The exception as bytes, or None if it would not come out at the other end."""
     try:
         data = pickle.dumps(error, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        file = io.BytesIO()
+        if not _dumped_by_value(error, file):
+            return None
+        data = file.getvalue()
+    try:
         return data if type(pickle.loads(data)) is type(error) else None
     except Exception:
         return None
+
+
+def _dumped_by_value(thing: object, file: BinaryIO) -> bool:
+    """Write what refers to a class or function that came by value itself, if that is what is the matter."""
+    from numba import cloudpickle
+
+    file.seek(0)
+    file.truncate()
+    try:
+        cloudpickle.dump(thing, file)
+    except Exception:
+        return False
+    return True
 
 
 class _InRank(pickle.Unpickler):

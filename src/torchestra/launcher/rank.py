@@ -71,7 +71,8 @@ def _take_standard_files(files: list[int]) -> None:
 
 
 def _take_surroundings(spec: JobSpec, rank: int) -> None:
-    environment = {**spec.environment, "RANK": str(spec.first_rank + rank), "LOCAL_RANK": str(rank)}
+    own = {"RANK": str(spec.first_rank + rank), "LOCAL_RANK": str(spec.first_local_rank + rank)}
+    environment = {**spec.environment, **own}
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     for name, value in environment.items():

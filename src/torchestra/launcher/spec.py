@@ -64,6 +64,7 @@ class JobSpec:
     Attributes:
         nproc: how many ranks, all on this host.
         first_rank: the number of the first of them in the whole job.
+        first_local_rank: the same among the ranks on this host, where not all of them are of this spec.
         world_size: how many ranks the whole job has; None: these.
         target: what each of them runs.
         environment: the whole environment of a rank, except the four variables that name the rank.
@@ -77,6 +78,7 @@ class JobSpec:
     directory: str
     search_path: tuple[str, ...] | None = None
     first_rank: int = 0
+    first_local_rank: int = 0
     world_size: int | None = None
 
 

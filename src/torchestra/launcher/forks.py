@@ -1,0 +1,151 @@
+"""The ranks of a job on this host: forked from its fork server, and heard through sockets and pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from functools import partial
+
+from torchestra.errors import DistError
+from torchestra.launcher.crew import Crew, Employer
+from torchestra.launcher.spec import Ended, Failure, Forked, Ready, Returned, SignalRanks
+from torchestra.launcher.surroundings import MeetingPoint
+from torchestra.launcher.warm import WarmServer
+from torchestra.launcher.wire import channel, receive, send
+
+__all__ = ["Forks"]
+
+_READ_SIZE = 1 << 16
+_MOST_READS_AT_THE_END = 17
+"""Enough for the largest pipe, and an end to it if a child of a rank writes on for ever."""
+
+
+class Forks(Crew):
+    """Ranks that are forked processes.
+
+    Args:
+        server: forks them; the caller's own for as long as the job runs.
+        meeting: where they meet; closed with this.
+        stdin: what rank 0 reads; by default nothing.
+    """
+
+    def __init__(self, server: WarmServer, meeting: MeetingPoint, stdin: int | None = None) -> None:
+        self._server = server
+        self._meeting = meeting
+        self._stdin = stdin
+        self._job: Employer | None = None
+        self._alive: dict[int, int] = {}  # process by rank
+        self._controls: list[socket.socket] = []  # our end of each rank's control channel
+        self._outputs: dict[int, tuple[int, int]] = {}  # rank and stream, by the descriptor that is read
+
+    @property
+    def job(self) -> Employer:
+        """The job that was started."""
+        assert self._job is not None
+        return self._job
+
+    def start(self, job: Employer) -> None:
+        self._job = job
+        job.watch(self._server.end, self._on_server)
+        if self._server.warm:
+            self._start_ranks()
+
+    def signal(self, signum: signal.Signals, final: bool) -> None:
+        send(self._server.end, SignalRanks(signum, final))
+
+    def drain(self) -> None:
+        for descriptor in list(self._outputs):
+            for _ in range(_MOST_READS_AT_THE_END):
+                if not self._on_output(descriptor):
+                    break
+
+    def close(self) -> None:
+        for control in self._controls:
+            control.close()
+        for descriptor in self._outputs:
+            os.close(descriptor)
+        self._meeting.close()
+
+    def _start_ranks(self) -> None:
+        job, spec = self.job, self.job.spec
+        send(self._server.end, spec, [self._meeting.listener.fileno()])
+        job.begun()
+        null = os.open(os.devnull, os.O_RDONLY)
+        for rank in range(spec.nproc):
+            control, ranks_control = channel()
+            control.setblocking(False)
+            self._controls.append(control)
+            job.watch(control, partial(self._on_rank, rank))
+            ends = []
+            for stream in range(2):
+                descriptor, ranks_end = os.pipe()
+                os.set_blocking(descriptor, False)
+                self._outputs[descriptor] = rank, stream
+                job.watch(descriptor, partial(self._on_output, descriptor))
+                ends.append(ranks_end)
+            stdin = self._stdin if rank == 0 and self._stdin is not None else null
+            send(self._server.end, rank, [ranks_control.fileno(), stdin, *ends])
+            ranks_control.close()
+            for ranks_end in ends:
+                os.close(ranks_end)
+        os.close(null)
+
+    def _on_server(self) -> None:
+        message = receive(self._server.end)
+        content = None if message is None else message.content
+        if isinstance(content, Ready):
+            self._server.warm = True
+            self._start_ranks()
+        elif isinstance(content, Forked):
+            self._alive = dict(enumerate(content.pids))
+            for rank, pid in self._alive.items():
+                self.job.forked(rank, pid)
+        elif isinstance(content, Ended):
+            self._hear(content.rank)
+            self._alive.pop(content.rank, None)
+            self.job.ended(content)
+        else:
+            self._lose_server()
+
+    def _lose_server(self) -> None:
+        """The server has died, so the kernel has killed the ranks; what the ranks started is left to kill."""
+        for pid in self._alive.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        self.job.lost()
+        self._server.warm = False
+        if not self._controls:
+            raise DistError("the ranks could not be started: the process that loads torch for them failed")
+        raise DistError("the launcher's fork server was killed, and its ranks with it; start the job again")
+
+    def _on_rank(self, rank: int) -> None:
+        if not self._hear(rank):
+            self.job.unwatch(self._controls[rank])
+
+    def _hear(self, rank: int) -> bool:
+        """Take every message that a rank has sent so far; False when no more can come."""
+        with contextlib.suppress(BlockingIOError):
+            while (message := receive(self._controls[rank])) is not None:
+                if isinstance(message.content, Failure):
+                    self.job.failed(rank, message.content)
+                else:
+                    assert isinstance(message.content, Returned)
+                    self.job.returned(rank, os.fdopen(message.files[0], "rb"))
+            return False
+        return True
+
+    def _on_output(self, descriptor: int) -> bool:
+        """Pass on what a rank has written; False when there was nothing."""
+        try:
+            data = os.read(descriptor, _READ_SIZE)
+        except BlockingIOError:
+            return False
+        self.job.printed(*self._outputs[descriptor], data)
+        if data:
+            return True
+        self.job.unwatch(descriptor)
+        del self._outputs[descriptor]
+        os.close(descriptor)
+        return False

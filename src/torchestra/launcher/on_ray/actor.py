@@ -1,0 +1,265 @@
+"""The actor that holds one rank: it has the rank forked, and keeps what it hears until it is fetched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import BinaryIO
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.launcher.blame import failure_of
+from torchestra.launcher.crew import Employer
+from torchestra.launcher.forks import Forks
+from torchestra.launcher.on_ray.words import Heard, News, Place, Printed, ResultPart, Started
+from torchestra.launcher.recorder import Recorder
+from torchestra.launcher.spec import Ended, Failure, JobSpec, Script
+from torchestra.launcher.surroundings import MeetingPoint
+from torchestra.launcher.warm import WarmServer
+from torchestra.store import TCPStoreServer
+
+__all__ = ["CONCURRENT_CALLS", "RankActor"]
+
+CONCURRENT_CALLS = 4
+"""One that listens, one that listens again after a broken connection, one that signals, one that closes."""
+_LISTEN_SECONDS = 10.0
+_BATCH_BYTES = 8 << 20
+_KEPT_BYTES = 16 << 20
+
+
+class RankActor:
+    """Holds one rank of a job, and on rank 0's node its store. Its methods are called by the launcher."""
+
+    def __init__(self) -> None:
+        self._store: TCPStoreServer | None = None
+        self._master: MeetingPoint | None = None
+        self._held: _HeldRank | None = None
+
+    def place(self) -> Place:
+        """Where this actor is."""
+        import ray
+
+        import torchestra
+
+        context = ray.get_runtime_context()
+        return Place(
+            node=context.get_node_id(),
+            host=socket.gethostname(),
+            address=ray.util.get_node_ip_address(),
+            gpus=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
+            cluster=context.gcs_address,
+            version=torchestra.__version__,
+        )
+
+    def serve_store(self, address: str, secret: str) -> tuple[int, int]:
+        """Serve the job's store, which no rank's death takes along; its port, and one to be MASTER_PORT."""
+        self._store = TCPStoreServer(address, secret=secret)
+        self._master = MeetingPoint("")
+        return self._store.port, self._master.master_port
+
+    def start(self, spec: JobSpec, rank: int, local_rank: int, variables: Mapping[str, str]) -> None:
+        """Begin to start the rank.
+
+        Args:
+            spec: of the whole job. The search path is this process's, and so is the working directory if that
+                of the job is empty.
+            rank: the number of the rank.
+            local_rank: the same among the ranks on this node.
+            variables: of the rank's environment, before this process's.
+
+        Raises:
+            InvalidArgumentError: its directory or its script is not on this host.
+        """
+        own = replace(
+            spec,
+            nproc=1,
+            environment={**os.environ, **variables},
+            directory=spec.directory or os.getcwd(),
+            search_path=_search_path(),
+            first_rank=rank,
+            first_local_rank=local_rank,
+            world_size=spec.nproc,
+        )
+        _check_files(own)
+        self._held = _HeldRank(own)
+
+    def listen(self, seen: int) -> Heard:
+        """What has happened since; waits a while for something. What was ``seen`` is forgotten."""
+        assert self._held is not None
+        return self._held.listen(seen)
+
+    def signal(self, signum: int, final: bool) -> None:
+        """Signal the rank."""
+        if self._held is not None:
+            self._held.signal(signal.Signals(signum), final)
+
+    def close(self) -> None:
+        """End what is left; the rank is gone when this returns."""
+        if self._held is not None:
+            self._held.close()
+        if self._store is not None:
+            self._store.close()
+        if self._master is not None:
+            self._master.close()
+
+
+def _search_path() -> tuple[str, ...]:
+    """That of this process, without what Ray has added for itself."""
+    import ray
+
+    rays_own = os.path.dirname(ray.__file__)
+    return tuple(path for path in sys.path if not path.startswith(rays_own))
+
+
+def _check_files(spec: JobSpec) -> None:
+    directory = spec.directory
+    where = (
+        f"on host {socket.gethostname()}; it must be there on every node, or be shipped: see --working-dir"
+    )
+    if not os.path.isdir(directory):
+        raise InvalidArgumentError(f"there is no directory {directory!r} {where}")
+    if isinstance(spec.target, Script) and not spec.target.is_module:
+        script = os.path.join(directory, spec.target.name)
+        if not os.path.exists(script):
+            raise InvalidArgumentError(f"there is no file {script!r} {where}")
+
+
+class _HeldRank(Employer):
+    """A rank, its fork server, and a thread that listens to both."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.spec = spec
+        self._news: deque[News] = deque()
+        self._first = 0  # the number of the first of these
+        self._size = 0  # bytes in them
+        self._changed = threading.Condition()
+        self._begun = False
+        self._over = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = os.pipe()
+        self.watch(self._wake_reader, lambda: os.read(self._wake_reader, 1))
+        self._recorder = Recorder(spec.environment.get("TORCHESTRA_RECORD"))
+        self._pids: list[int] = []
+        self._server = WarmServer.spawned(spec.environment)
+        self._crew = Forks(self._server, MeetingPoint())
+        self._thread = threading.Thread(target=self._run, name="torchestra-rank", daemon=True)
+        self._thread.start()
+
+    def listen(self, seen: int) -> Heard:
+        """See :meth:`RankActor.listen`."""
+        with self._changed:
+            while self._first < seen:
+                self._size -= _size(self._news.popleft())
+                self._first += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._news or self._over, _LISTEN_SECONDS)
+            batch: list[News] = []
+            size = 0
+            for piece in self._news:
+                if batch and size + _size(piece) > _BATCH_BYTES:
+                    break
+                batch.append(piece)
+                size += _size(piece)
+            return Heard(self._first, tuple(batch), time.monotonic())
+
+    def signal(self, signum: signal.Signals, final: bool) -> None:
+        """See :meth:`RankActor.signal`."""
+        if self._over:
+            return
+        if not self._begun:
+            if final:
+                self._tell(Ended(0, -signum, time.monotonic()))
+                self._leave()
+            return
+        if final:
+            self._recorder.hold(self._pids)
+        with contextlib.suppress(OSError):
+            self._crew.signal(signum, final)
+
+    def close(self) -> None:
+        """End the server, and with it the rank and this thread."""
+        self._leave()
+        self._thread.join()
+        self._server.close()
+        self._recorder.write()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+
+    def _leave(self) -> None:
+        """Have the thread end, and whoever listens return."""
+        self._over = True
+        with self._changed:
+            self._changed.notify_all()
+        os.write(self._wake_writer, b"!")
+
+    def _run(self) -> None:
+        try:
+            with contextlib.closing(self._crew), self._selector:
+                self._crew.start(self)
+                while not self._over:
+                    for key, _ in self._selector.select():
+                        key.data()
+                    self._await_room()
+        except BaseException as error:
+            if not self._over:
+                self._tell(failure_of(error))
+                self._tell(Ended(0, -signal.SIGKILL, time.monotonic()))
+
+    def _await_room(self) -> None:
+        """Read no more from a rank that prints faster than the launcher fetches it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._size < _KEPT_BYTES)
+
+    def _tell(self, piece: News) -> None:
+        with self._changed:
+            self._news.append(piece)
+            self._size += _size(piece)
+            self._changed.notify_all()
+
+    # What the crew says
+
+    def watch(self, file: int | socket.socket, when_readable: Callable[[], object]) -> None:
+        self._selector.register(file, selectors.EVENT_READ, when_readable)
+
+    def unwatch(self, file: int | socket.socket) -> None:
+        self._selector.unregister(file)
+
+    def begun(self) -> None:
+        self._begun = True
+
+    def forked(self, rank: int, pid: int, host: str = "") -> None:
+        self._pids.append(pid)
+        self._tell(Started(pid))
+
+    def printed(self, rank: int, stream: int, data: bytes) -> None:
+        self._tell(Printed(stream, data))
+
+    def failed(self, rank: int, failure: Failure) -> None:
+        self._tell(failure)
+
+    def returned(self, rank: int, result: BinaryIO) -> None:
+        with result:
+            result.seek(0)
+            while data := result.read(_BATCH_BYTES):
+                self._tell(ResultPart(data, last=False))
+        self._tell(ResultPart(b"", last=True))
+
+    def ended(self, end: Ended) -> None:
+        self._crew.drain()
+        self._tell(end)
+        self._over = True
+
+    def lost(self) -> None:
+        pass
+
+
+def _size(piece: News) -> int:
+    return len(piece.data) if isinstance(piece, (Printed, ResultPart)) else 0

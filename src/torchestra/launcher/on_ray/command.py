@@ -1,0 +1,76 @@
+"""``torchestra run --on ray``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+from torchestra.engine.layout import RECORD_VARIABLE
+from torchestra.errors import DistError
+from torchestra.launcher.command import conclude
+from torchestra.launcher.job import Job
+from torchestra.launcher.on_ray.arguments import ray_options
+from torchestra.launcher.on_ray.crew import RayCrew
+from torchestra.launcher.on_ray.placement import Cluster
+from torchestra.launcher.output import open_devices
+from torchestra.launcher.report import survived_report
+from torchestra.launcher.signals import run_job
+from torchestra.launcher.spec import JobSpec, Script
+
+__all__ = ["run_on_ray"]
+
+
+def run_on_ray(options: argparse.Namespace) -> int:
+    """Run the script on all ranks; the exit code."""
+    received: list[int] = []
+    try:
+        with contextlib.closing(Cluster(ray_options(options))) as cluster:
+            for signum in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(signum, _leave)
+            ranks = options.nproc or cluster.ranks_at_most()
+            with contextlib.closing(cluster.place(ranks)) as placement:
+                job = _job(options, ranks, RayCrew(placement, _environment(options)))
+                with contextlib.closing(job):
+                    code = run_job(job, received)
+        return conclude(job, received) if code is None else code
+    except DistError as error:
+        print(f"torchestra run: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("torchestra: ended by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    """End before there is a job, with nothing left on the cluster."""
+    sys.exit(128 + signum)
+
+
+def _job(options: argparse.Namespace, ranks: int, crew: RayCrew) -> Job:
+    spec = JobSpec(
+        nproc=ranks,
+        target=Script(options.script, tuple(options.arguments), options.module),
+        environment={},
+        directory=os.getcwd() if options.working_dir is None else "",
+    )
+    devices = open_devices(sys.stdout, sys.stderr)
+    job = Job(crew, spec, devices, options.max_failures)
+    job.when_survived = lambda fault: devices[1].say(survived_report(job, fault))
+    return job
+
+
+def _environment(options: argparse.Namespace) -> dict[str, str]:
+    """The variables that the command line names."""
+    given: dict[str, str] = {}
+    for text in options.env:
+        name, equals, value = text.partition("=")
+        if equals or name in os.environ:
+            given[name] = value if equals else os.environ[name]
+    if options.record is not None:
+        given[RECORD_VARIABLE] = os.path.abspath(options.record)
+    return given

@@ -1,0 +1,240 @@
+"""Places on a Ray cluster: a placement group with a bundle for each rank, and an actor in each bundle."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torchestra
+from torchestra.errors import DistError, LaunchTimeoutError, NotReadyError
+from torchestra.launcher.on_ray.actor import CONCURRENT_CALLS, RankActor
+from torchestra.launcher.on_ray.options import RayOptions
+from torchestra.launcher.on_ray.words import Place
+from torchestra.types import timeout_seconds
+
+__all__ = ["Cluster", "Placement"]
+
+_SLICE_S = 0.1
+"""How long the main thread is in Ray at a time, where Ctrl-C is not heard."""
+_NOTICE_AFTER_S = 3.0
+_CLOSE_S = 5.0
+_CONNECT_S = 5.0
+
+
+class Cluster:
+    """A connection to a Ray cluster: this process's, or one that is made here and ended by :meth:`close`.
+
+    Raises:
+        NotReadyError: Ray is not installed.
+        DistError: the cluster cannot be reached.
+    """
+
+    def __init__(self, options: RayOptions) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise NotReadyError(
+                f"on='ray' needs Ray, which is not installed ({error}): pip install 'torchestra[ray]'"
+            ) from error
+        self.ray: Any = ray
+        self._options = options
+        self._own = not ray.is_initialized()
+        if self._own:
+            address = options.address or os.environ.get("RAY_ADDRESS")
+            _check_reachable(address)
+            environment = None if options.runtime_env is None else dict(options.runtime_env)
+            try:
+                ray.init(
+                    options.address, runtime_env=environment, log_to_driver=False, logging_level="warning"
+                )
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise DistError(f"no connection to a Ray cluster at {address or 'hand'}: {error}") from error
+
+    def ranks_at_most(self) -> int:
+        """How many ranks there are places for, in all: what ``"auto"`` stands for."""
+        there = self.ray.cluster_resources()
+        fit = (int(there.get(resource, 0) // amount) for resource, amount in self._options.bundle.items())
+        return max(1, min(fit))
+
+    def place(self, ranks: int) -> Placement:
+        """Places for so many ranks.
+
+        Raises:
+            LaunchTimeoutError: the cluster has not given them in time.
+            DistError: there is an actor that cannot start.
+        """
+        # Where this process connected to the cluster itself, all that runs for it has that environment.
+        return Placement(self.ray, self._options, ranks, None if self._own else self._options.runtime_env)
+
+    def close(self) -> None:
+        """Leave the cluster, if it was entered here."""
+        if self._own:
+            self.ray.shutdown()
+
+
+def _check_reachable(address: str | None) -> None:
+    """Fail at once where nobody listens; Ray itself would go on trying for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise DistError(f"no connection to a Ray cluster at {address}: {error}") from error
+
+
+class Seat(NamedTuple):
+    """One rank's.
+
+    Attributes:
+        actor: a handle on its :class:`RankActor`.
+        place: where that is.
+        local_rank, local_size: its number among those on the same node, and how many they are.
+        node: the node's number.
+    """
+
+    actor: Any
+    place: Place
+    local_rank: int
+    local_size: int
+    node: int
+
+
+class Placement:
+    """One actor per rank, each holding its resources until :meth:`close`. See :meth:`Cluster.place`.
+
+    Ranks are numbered node by node, in the order of the bundles.
+
+    Attributes:
+        seats: of each rank.
+    """
+
+    def __init__(
+        self, ray: Any, options: RayOptions, ranks: int, runtime_env: Mapping[str, Any] | None
+    ) -> None:
+        self.ray = ray
+        self.seats: list[Seat] = []
+        self._options = options
+        self._ranks = ranks
+        self._actors: list[Any] = []
+        self._deadline = time.monotonic() + timeout_seconds(options.placement_timeout)
+        self._group = ray.util.placement_group([options.bundle] * ranks, strategy=options.strategy)
+        try:
+            self._await_group()
+            self._actors = self._start_actors(runtime_env)
+            refs = [actor.place.remote() for actor in self._actors]
+            self._number(self.call(refs, "start the actors of the ranks"))
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, refs: Sequence[Any], purpose: str) -> list[Any]:
+        """The results of calls to actors.
+
+        Raises:
+            LaunchTimeoutError: they have not all come before the placement's deadline.
+            DistError: one of them failed, or its actor did.
+        """
+        waiting = list(refs)
+        while waiting:
+            if time.monotonic() > self._deadline:
+                raise LaunchTimeoutError(
+                    f"launch: Ray did not {purpose} within {self._seconds:g} s: {len(waiting)} of"
+                    f" {len(refs)} are missing; raise placement_timeout if the nodes are only slow"
+                )
+            _, waiting = self.ray.wait(waiting, num_returns=len(waiting), timeout=_SLICE_S)
+        try:
+            return list(self.ray.get(list(refs)))
+        except self.ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, DistError) else None
+            raise DistError(f"launch: Ray could not {purpose}: {cause or error}") from error
+        except self.ray.exceptions.RayError as error:
+            raise DistError(
+                f"launch: Ray could not {purpose}; torchestra {torchestra.__version__} must be installed on"
+                f" every node, or come with runtime_env: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """End the ranks that are left, their actors and the placement group."""
+        ray = self.ray
+        with contextlib.suppress(ray.exceptions.RayError):
+            refs = [actor.close.remote() for actor in self._actors]
+            ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_S) if refs else None
+        for actor in self._actors:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor)
+        ray.util.remove_placement_group(self._group)
+
+    @property
+    def _seconds(self) -> float:
+        return timeout_seconds(self._options.placement_timeout)
+
+    def _await_group(self) -> None:
+        notice_at = time.monotonic() + _NOTICE_AFTER_S
+        while not self._group.wait(timeout_seconds=_SLICE_S):
+            now = time.monotonic()
+            if now > self._deadline:
+                raise LaunchTimeoutError(
+                    f"launch: Ray had no place for the ranks within {self._seconds:g} s: {self._demand()};"
+                    " ask for less, or raise placement_timeout if there will be more"
+                )
+            if now > notice_at:
+                notice_at = math.inf
+                print(f"torchestra: waiting for Ray: {self._demand()}", file=sys.stderr, flush=True)
+
+    def _demand(self) -> str:
+        options, ranks = self._options, self._ranks
+        all_there, free = self.ray.cluster_resources(), self.ray.available_resources()
+        nodes = sum(1 for node in self.ray.nodes() if node["Alive"])
+        asked = " and ".join(f"{amount:g} {resource}s" for resource, amount in options.bundle.items())
+        there = " and ".join(
+            f"{all_there.get(resource, 0):g} {resource}s of which {free.get(resource, 0):g} are free"
+            for resource in options.bundle
+        )
+        return (
+            f"{ranks} ranks ask for {asked} each ({options.strategy}), and the cluster has {there},"
+            f" on {nodes} node{'s' if nodes != 1 else ''}"
+        )
+
+    def _start_actors(self, runtime_env: Mapping[str, Any] | None) -> list[Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options = self._options
+        more = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
+        remote = self.ray.remote(RankActor)
+        return [
+            remote.options(
+                num_cpus=options.num_cpus,
+                num_gpus=options.num_gpus,
+                max_concurrency=CONCURRENT_CALLS,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._group, placement_group_bundle_index=index
+                ),
+                **more,
+            ).remote()
+            for index in range(self._ranks)
+        ]
+
+    def _number(self, places: list[Place]) -> None:
+        """Number the ranks; which node comes first is told by the order of the bundles."""
+        self._check_versions(places)
+        members: dict[str, list[int]] = {}
+        for index, place in enumerate(places):
+            members.setdefault(place.node, []).append(index)
+        self.seats = [
+            Seat(self._actors[index], places[index], local_rank, len(indices), node)
+            for node, indices in enumerate(members.values())
+            for local_rank, index in enumerate(indices)
+        ]
+
+    def _check_versions(self, places: list[Place]) -> None:
+        here = torchestra.__version__
+        other = sorted({f"{place.version} on {place.host}" for place in places if place.version != here})
+        if other:
+            raise DistError(f"launch: torchestra is {here} here and {', '.join(other)}; install one version")

@@ -1,0 +1,73 @@
+"""What launcher and actors tell each other: plain data, carried by Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Union
+
+from torchestra.launcher.spec import Ended, Failure
+
+__all__ = ["Heard", "News", "Place", "Printed", "ResultPart", "Started"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor is.
+
+    Attributes:
+        node: Ray's name of the node.
+        host: the host's name.
+        address: the node's IP address.
+        gpus: the GPUs that Ray gave the actor.
+        cluster: where rank programs reach the same cluster.
+        version: the torchestra that is installed there.
+    """
+
+    node: str
+    host: str
+    address: str
+    gpus: tuple[str, ...]
+    cluster: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Started:
+    """The rank has a process."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Printed:
+    """The rank wrote to its standard output (stream 0) or error (1); empty: it closed the stream."""
+
+    stream: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class ResultPart:
+    """Some of the pickled result; ``last`` says that the function has returned, and that this was all."""
+
+    data: bytes
+    last: bool
+
+
+News = Union[Started, Printed, ResultPart, Failure, Ended]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What an actor has to tell.
+
+    Attributes:
+        first: the number of the first piece of news, counted from the actor's beginning.
+        news: in order; empty when nothing happened for a while. Nothing follows an
+            :class:`~torchestra.launcher.spec.Ended`.
+        clock: ``time.monotonic()`` of the actor's host, by which news tells its times.
+    """
+
+    first: int
+    news: tuple[News, ...]
+    clock: float

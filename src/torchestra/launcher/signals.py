@@ -1,0 +1,107 @@
+"""``torchestra run`` while its job runs: the signals that it gets, and output that nobody reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from torchestra.errors import DistError
+from torchestra.launcher.job import Job, StopPlan
+
+__all__ = ["ENDING", "fill_standard_files", "run_job"]
+
+_INTERRUPT: StopPlan = ((signal.SIGINT, 5.0), (signal.SIGTERM, 0.5))
+_TERMINATE: StopPlan = ((signal.SIGTERM, 5.0),)
+_KILL: StopPlan = ()
+ENDING = {signal.SIGINT: _INTERRUPT, signal.SIGTERM: _TERMINATE, signal.SIGHUP: _TERMINATE}
+"""The signals that end a job, and how they do it."""
+
+
+class _SecondSignal(BaseException):
+    """A signal came while an earlier one still waits to be seen: the launcher hangs in its output."""
+
+
+def run_job(job: Job, received: list[int]) -> int | None:
+    """Run a job to its end; an exit code if that was not an end to be reported on.
+
+    The signals that ended it are added to ``received``; afterwards such signals are ignored.
+    """
+    try:
+        with _signals_to(job, received):
+            job.run()
+    except BrokenPipeError:
+        _give_up_output()
+        return 128 + signal.SIGPIPE
+    except _SecondSignal:
+        pass
+    except DistError as error:
+        print(f"torchestra: {error}", file=sys.stderr)
+        return 1
+    return None
+
+
+@contextlib.contextmanager
+def _signals_to(job: Job, received: list[int]) -> Iterator[None]:
+    """Have the signals that end the job, or halt it, act on the ranks; those that end it go to ``received``.
+
+    A handler only notes the signal and wakes the job's loop, which acts on it.
+    """
+    wake_reader, wake_writer = os.pipe()
+    os.set_blocking(wake_reader, False)
+    os.set_blocking(wake_writer, False)
+    unseen: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        if unseen and signum in ENDING:
+            received.append(signum)
+            raise _SecondSignal
+        unseen.append(signum)
+
+    def act() -> None:
+        os.read(wake_reader, 512)
+        while unseen:
+            signum = unseen.pop(0)
+            if signum in ENDING:
+                job.stop(_KILL if received else ENDING[signal.Signals(signum)])
+                received.append(signum)
+            elif signum == signal.SIGTSTP:
+                job.signal(signal.SIGSTOP, final=False)
+                os.kill(os.getpid(), signal.SIGSTOP)
+                job.signal(signal.SIGCONT, final=False)
+
+    for signum in (*ENDING, signal.SIGTSTP):
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, note)
+    signal.set_wakeup_fd(wake_writer)
+    job.watch(wake_reader, act)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        for signum in ENDING:
+            signal.signal(signum, signal.SIG_IGN)
+
+
+def fill_standard_files() -> None:
+    """Let no pipe or socket of ours become file 0, 1 or 2 because the caller closed one of those."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
+def _give_up_output() -> None:
+    """Nobody reads our output: what is still buffered must not fail once more at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)

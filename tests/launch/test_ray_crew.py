@@ -1,0 +1,226 @@
+"""How the launcher and the actors of ranks on Ray get on, with calls that threads carry instead of Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from torchestra.errors import LaunchTimeoutError, RankError
+from torchestra.launcher.job import Job
+from torchestra.launcher.on_ray.actor import RankActor
+from torchestra.launcher.on_ray.crew import RayCrew
+from torchestra.launcher.on_ray.placement import Placement, Seat
+from torchestra.launcher.on_ray.words import Heard, Place
+from torchestra.launcher.outcome import LaunchedJob
+from torchestra.launcher.output import open_devices
+from torchestra.launcher.pickling import dump_call
+from torchestra.launcher.spec import JobSpec, Script
+
+
+class RayError(Exception):
+    pass
+
+
+class RayTaskError(RayError):
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class ActorUnavailableError(RayError):
+    pass
+
+
+class FakeRay:
+    """As much of ray as a crew uses."""
+
+    def __init__(self, nodes: list[str]) -> None:
+        self.alive = dict.fromkeys(nodes, True)
+        self.exceptions = SimpleNamespace(
+            RayError=RayError, RayTaskError=RayTaskError, ActorUnavailableError=ActorUnavailableError
+        )
+
+    def put(self, thing: object) -> object:
+        return thing
+
+    def nodes(self) -> list[dict[str, object]]:
+        return [{"NodeID": node, "Alive": alive} for node, alive in self.alive.items()]
+
+
+class Handle:
+    """An actor in this process. ``spoil`` is called with each reply of ``listen``, and may raise."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.actor = RankActor()
+        self.spoil: Callable[[Heard], None] = lambda heard: None
+        self._pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            def run() -> Any:
+                try:
+                    result = getattr(self.actor, name)(*arguments)
+                except Exception as error:
+                    raise RayTaskError(error) from error
+                if isinstance(result, Heard):
+                    self.spoil(result)
+                return result
+
+            future: Future[Any] = self._pool.submit(run)
+            return SimpleNamespace(future=lambda: future)
+
+        return SimpleNamespace(remote=call)
+
+
+class Stage:
+    """Ranks on pretended nodes, two on each."""
+
+    def __init__(self, ranks: int) -> None:
+        self.pool = ThreadPoolExecutor(16)
+        self.handles = [Handle(self.pool) for _ in range(ranks)]
+        names = [f"node{rank // 2}" for rank in range(ranks)]
+        self.ray = FakeRay(names)
+        self.seats = [
+            Seat(handle, Place(names[rank], names[rank], "127.0.0.1", (), "", ""), rank % 2, 2, rank // 2)
+            for rank, handle in enumerate(self.handles)
+        ]
+
+    def call(self, replies: list[Any], purpose: str) -> list[Any]:
+        return [reply.future().result() for reply in replies]
+
+    def launch(self, function: Callable[[], Any], timeout: float | None = None, **more: Any) -> list[Any]:
+        """As launch_on_ray does it, but for the cluster."""
+        target = more.pop("target", None) or dump_call(function, (), elsewhere=True)
+        spec = JobSpec(len(self.seats), target, environment={}, directory=more.pop("directory", ""))
+        crew = RayCrew(cast(Placement, self), {"MY_OWN": "word"})
+        job = Job(crew, spec, open_devices(sys.stdout, sys.stderr))
+        launched = LaunchedJob(job, timeout)
+        with contextlib.closing(job):
+            launched.run()
+            return launched.results()
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.actor.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Stage]]:
+    """Make a stage. Where the actors would ask Ray, they find nothing special."""
+    monkeypatch.setattr("torchestra.launcher.on_ray.actor._search_path", lambda: tuple(sys.path))
+    stages: list[Stage] = []
+
+    def make(ranks: int) -> Stage:
+        stages.append(Stage(ranks))
+        return stages[-1]
+
+    yield make
+    for each in stages:
+        each.close()
+
+
+def test_replies_that_are_lost_are_fetched_anew(stage, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is missing and nothing comes twice, whichever replies a broken connection swallows."""
+    there = stage(2)
+    for handle in there.handles:
+        lost = iter([True, False, True, True])
+
+        def spoil(heard: Heard, lost: Iterator[bool] = lost) -> None:
+            if next(lost, False):
+                raise ActorUnavailableError("connection lost")
+
+        handle.spoil = spoil
+
+    def work() -> tuple[list[str | None], bytes]:
+        for line in range(3):
+            print(f"line {line}")
+        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "WORLD_SIZE", "MY_OWN")
+        return [os.environ.get(name) for name in names], bytes(20 << 20)
+
+    for rank, (names, data) in enumerate(there.launch(work)):
+        assert names == [str(rank), str(rank), "2", "0", "2", "word"]
+        assert data == bytes(20 << 20)
+    lines = capsys.readouterr().out.splitlines()
+    for rank in range(2):
+        assert [line for line in lines if f"rank {rank}" in line] == [
+            f"[rank {rank}] line {n}" for n in range(3)
+        ]
+
+
+def test_a_node_and_an_actor_that_are_lost_are_named(stage) -> None:
+    def wait() -> None:
+        print("here", flush=True)
+        threading.Event().wait()
+
+    there = stage(3)
+
+    def die(heard: Heard) -> None:
+        if heard.first > 0 or heard.news:
+            there.ray.alive["node1"] = False
+            raise RayError("The actor died unexpectedly before finishing this task.\nno more is known")
+
+    there.handles[2].spoil = die
+    message = r"rank 2 of 3 failed: host node1 \(127.0.0.1\) with rank 2 is lost: its Ray node died"
+    with pytest.raises(RankError, match=message):
+        there.launch(wait)
+
+    alone = stage(1)
+
+    def be_killed(heard: Heard) -> None:
+        raise RayError("The actor died.\nThe actor is dead because it was killed by `ray.kill`.")
+
+    alone.handles[0].spoil = be_killed
+    with pytest.raises(RankError, match=r"the Ray actor of rank 0 on host node0 .* killed by `ray.kill`"):
+        alone.launch(wait)
+
+
+def test_a_rank_that_prints_more_than_is_fetched_waits(stage, capsys: pytest.CaptureFixture[str]) -> None:
+    """An actor keeps only so much; all of it arrives."""
+
+    def chatter() -> None:
+        for _ in range(250):
+            print("x" * 99_999)
+
+    there = stage(1)
+    most = 0
+
+    def look(heard: Heard) -> None:
+        nonlocal most
+        most = max(most, sum(len(getattr(piece, "data", b"")) for piece in heard.news))
+
+    there.handles[0].spoil = look
+    assert there.launch(chatter) == [None]
+    assert len(capsys.readouterr().out) == 250 * 100_000
+    assert most <= 8 << 20
+
+
+def test_a_script_that_is_not_on_the_node_is_an_error_with_its_host(stage, tmp_path) -> None:
+    message = (
+        f"there is no file '{tmp_path}/job.py' on host {socket.gethostname()}; it must be there on every"
+    )
+    with pytest.raises(RankError, match=message):
+        stage(1).launch(print, target=Script("job.py"), directory=str(tmp_path))
+    with pytest.raises(RankError, match="there is no directory '/nowhere/at/all' on host"):
+        stage(1).launch(print, target=Script("job.py"), directory="/nowhere/at/all")
+
+
+def test_a_rank_that_is_stopped_before_it_exists_never_starts(stage, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("torchestra.launcher.on_ray.crew._LAST_WAIT_S", 1e9)
+
+    def wait() -> None:
+        (tmp_path / "started").touch()
+        threading.Event().wait()
+
+    with pytest.raises(LaunchTimeoutError, match=r"rank 0 of 1 had not finished after 0\.01 s"):
+        stage(1).launch(wait, timeout=0.01)
+    assert list(tmp_path.iterdir()) == []
