@@ -24,6 +24,7 @@ from __future__ import annotations
 
 __all__ = [
     "BackwardError",
+    "CallLostError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DistBackendError",
@@ -207,6 +208,13 @@ class RpcError(DistError):
 
 class RpcTimeoutError(RpcError, TimeoutError):
     """A remote call, or the value of a remote reference, did not come within its time."""
+
+
+class CallLostError(RpcTimeoutError):
+    """A remote call was lost by a worker that is to lose some (rpc/faulty.py).
+
+    The worker called knows nothing of it.
+    """
 
 
 class WorkerFailedError(RpcError):

@@ -182,3 +182,69 @@ def test_devices_are_told_with_their_worker(text: str, told: tuple[Any, ...]) ->
 def test_what_is_no_device_is_refused(text: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"Could not parse remote_device|device"):
         RemoteDevice.parse(text)
+
+
+@torch.jit.interface
+class Scaling:
+    def forward(self, inputs: torch.Tensor, times: int = 2) -> tuple[torch.Tensor, str]:
+        pass
+
+
+@torch.jit.interface
+class ScalingElsewhere:
+    def forward(self, inputs: torch.Tensor, times: int = 2) -> tuple[torch.Tensor, str]:
+        pass
+
+    def forward_async(
+        self, inputs: torch.Tensor, times: int = 2
+    ) -> torch.jit.Future[tuple[torch.Tensor, str]]:
+        pass
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(scale))
+
+    def forward(self, inputs: torch.Tensor, times: int = 2) -> tuple[torch.Tensor, str]:
+        return inputs * self.scale * times, "scaled"
+
+
+@torch.jit.script
+def call_both_ways(module: ScalingElsewhere, inputs: torch.Tensor) -> tuple[torch.Tensor, str]:
+    begun = module.forward_async(inputs, 3)
+    own, _ = module.forward(inputs, 2)
+    value, word = begun.wait()
+    return own + value, word
+
+
+def use_from_scripts() -> None:
+    modules = [
+        RemoteModule("worker1", Scaled, (scale,), _module_interface_cls=Scaling) for scale in (1.0, 10.0)
+    ]
+    modules.append(
+        RemoteModule.init_from_module_rref("worker1", modules[0].module_rref, _module_interface_cls=Scaling)
+    )
+    scripted = [torch.jit.script(module) for module in modules]
+    assert modules[0].is_scriptable
+    for module, scale in zip([*modules, *scripted], (1, 10, 1) * 2, strict=True):
+        assert module(torch.ones(1), 3)[0].item() == 3 * scale
+        value, word = module.forward_async(torch.ones(1)).wait()
+        assert (value.item(), word) == (2 * scale, "scaled")
+    del modules, module
+    value, word = call_both_ways(scripted[1], torch.ones(2))
+    assert (value.tolist(), word) == ([50.0, 50.0], "scaled")
+    with autograd.context() as context:
+        inputs = torch.ones(1, requires_grad=True)
+        autograd.backward(context, [call_both_ways(scripted[1], inputs)[0].sum()])
+        assert autograd.get_gradients(context)[inputs].item() == 50
+    with pytest.raises(torch.jit.Error, match="can only be pickled when using RPC"):
+        torch.save(scripted[0], io.BytesIO())
+    with pytest.raises(RuntimeError, match="Passing a script RemoteModule over RPC is not supported"):
+        rpc.rpc_sync("worker1", as_attributes, (scripted[0],))
+    with pytest.raises(ValueError, match=r"decorated by @torch\.jit\.interface"):
+        RemoteModule("worker1", Scaled, (1.0,), _module_interface_cls=Scaled)
+
+
+def test_a_module_of_an_interface_can_be_called_by_scripts() -> None:
+    rpc_workers.first("threads", 2, use_from_scripts)

@@ -178,6 +178,21 @@ def fail_to_create() -> None:
     raise KeyError("no value")
 
 
+_gate = threading.Event()
+
+
+def close_gate() -> None:
+    _gate.clear()
+
+
+def open_gate() -> None:
+    _gate.set()
+
+
+def pass_gate() -> None:
+    assert _gate.wait(30)
+
+
 def use_what_has_no_value() -> None:
     rref = rpc.remote("worker1", fail_to_create)
     for _ in range(2):
@@ -188,14 +203,13 @@ def use_what_has_no_value() -> None:
     own = rpc.remote("worker0", fail_to_create)
     with pytest.raises(KeyError):
         own.to_here()
-    slow = rpc.remote("worker1", time.sleep, (0.5,))
-    with pytest.raises(RpcTimeoutError, match="to_here"):
-        slow.to_here(timeout=0.05)
-    assert slow.to_here() is None
-    late = rpc.remote("worker0", time.sleep, (0.5,))
-    with pytest.raises(RpcTimeoutError, match="to_here"):
-        late.to_here(timeout=0.05)
-    assert late.to_here() is None
+    for worker in ("worker0", "worker1"):
+        rpc.rpc_sync(worker, close_gate)
+        late = rpc.remote(worker, pass_gate)
+        with pytest.raises(RpcTimeoutError, match="to_here"):
+            late.to_here(timeout=0.05)
+        rpc.rpc_sync(worker, open_gate)
+        assert late.to_here() is None
 
 
 def test_errors_and_time_outs_reach_whoever_wants_the_value(kind: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchestra.errors import InvalidArgumentError, RemoteReferenceError
 from torchestra.nn.remote_device import RemoteDevice
+from torchestra.nn.remote_script import NOT_PICKLED, Home, home_of, scripted_methods
 from torchestra.rpc import RRef, get_worker_info, remote, rpc_async, rpc_sync
 from torchestra.rpc.current import agent_or_none
 from torchestra.rpc.encoding import reducer_in_progress
@@ -39,10 +41,13 @@ class RemoteModule(torch.nn.Module):
             CPU. Inputs are moved to a device that is not the CPU, and results back from it.
         module_cls: makes the module; anything callable that can be sent.
         args, kwargs: for it.
+        _module_interface_cls: a TorchScript interface whose ``forward`` the module's is. Then the module is
+            scripted there, and this one may be by ``torch.jit.script``: scripts can call it.
 
     Attributes:
         on: the worker's name or rank.
         device: the device there.
+        is_scriptable: whether it has an interface.
         module_rref: refers to the module.
 
     Raises:
@@ -60,17 +65,16 @@ class RemoteModule(torch.nn.Module):
         _module_interface_cls: Any = None,
     ) -> None:
         super().__init__()
-        self._place(remote_device, _module_interface_cls)
-        to_make = (module_cls, tuple(args or ()), kwargs or {}, self.device)
+        self._place(remote_device)
+        scripted = _module_interface_cls is not None
+        to_make = (module_cls, tuple(args or ()), kwargs or {}, self.device, scripted)
+        methods = scripted_methods(_module_interface_cls, _begin) if scripted else {}
         self.module_rref = remote(self.on, _make_module, to_make)
+        self._take_methods(methods)
 
-    def _place(self, remote_device: str | torch.device, interface: Any) -> None:
+    def _place(self, remote_device: str | torch.device) -> None:
         if agent_or_none() is None:
             raise RemoteReferenceError("RemoteModule only works in RPC: call init_rpc first")
-        if interface is not None:
-            raise InvalidArgumentError(
-                "a RemoteModule of a TorchScript interface cannot be made: scripts cannot make calls"
-            )
         place = RemoteDevice.parse(remote_device)
         self.on: str | int = get_worker_info().name
         if place.worker is not None:
@@ -81,6 +85,14 @@ class RemoteModule(torch.nn.Module):
         self.is_device_map_set = False
         self.is_scriptable = False
 
+    def _take_methods(self, methods: dict[str, Callable[..., Any]]) -> None:
+        """Be called as an interface says, if there is one."""
+        if methods:
+            self.is_scriptable = True
+            self._home = home_of((self.module_rref, self.device))
+        for name, method in methods.items():
+            setattr(self, name, types.MethodType(method, self))
+
     @staticmethod
     def init_from_module_rref(
         remote_device: str | torch.device, module_rref: RRef, _module_interface_cls: Any = None
@@ -90,16 +102,19 @@ class RemoteModule(torch.nn.Module):
         Args:
             remote_device: as for the constructor; the module's device.
             module_rref: refers to the module, wherever that is.
+            _module_interface_cls: as for the constructor.
         """
         made = RemoteModule.__new__(RemoteModule)
         torch.nn.Module.__init__(made)
-        made._place(remote_device, _module_interface_cls)
+        made._place(remote_device)
         made.module_rref = module_rref
+        if _module_interface_cls is not None:
+            made._take_methods(scripted_methods(_module_interface_cls, _begin))
         return made
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run the module's forward; a future of what it returns."""
-        return rpc_async(self.module_rref.owner(), _forward, (self.module_rref, self.device, args, kwargs))
+        return _begin((self.module_rref, self.device), args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, and return what it returns."""
@@ -132,14 +147,24 @@ class RemoteModule(torch.nn.Module):
 
     def __reduce__(self) -> Any:
         if reducer_in_progress(RRef) is None:
+            raise RemoteReferenceError(NOT_PICKLED)
+        if self.is_scriptable:
             raise RemoteReferenceError(
-                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using"
-                " RPC"
+                "Passing a script RemoteModule over RPC is not supported. Send its module_rref, and make"
+                " another of that by RemoteModule.init_from_module_rref"
             )
         left = vars(self).keys() - vars(torch.nn.Module()).keys() - set(PICKLED_ATTRIBUTES) - set(_METHODS)
         if left:
             _log.warning("not sent with a RemoteModule: its attributes %s", ", ".join(sorted(left)))
         return _received, (type(self), [vars(self)[name] for name in PICKLED_ATTRIBUTES])
+
+
+def _begin(
+    place: tuple[RRef, str], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> Future[Any]:
+    """Begin a call of the module at a place: its reference, and its device."""
+    rref, device = place
+    return rpc_async(rref.owner(), _forward, (rref, device, args, kwargs or {}))
 
 
 def _received(kind: type[RemoteModule], attributes: list[Any]) -> RemoteModule:
@@ -159,6 +184,8 @@ def _not_supported(name: str, hint: str = "") -> Callable[..., Any]:
     return method
 
 
+RemoteModule.__annotations__["_home"] = Home  # for torch.jit.script, which cannot read an annotation's text
+
 _NOT_SUPPORTED = """
     add_module apply bfloat16 buffers children cpu cuda double extra_repr float half ipu load_state_dict
     modules named_buffers named_children named_modules named_parameters register_backward_hook
@@ -176,7 +203,11 @@ RemoteModule.parameters = _not_supported(  # type: ignore[method-assign]
 
 
 def _make_module(
-    module_cls: Callable[..., torch.nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
+    module_cls: Callable[..., torch.nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: str,
+    scripted: bool,
 ) -> torch.nn.Module:
     module = module_cls(*args, **kwargs)
     if not isinstance(module, torch.nn.Module):
@@ -184,7 +215,8 @@ def _make_module(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an"
             f" instance of {type(module)}."
         )
-    return module.to(device)
+    made = module.to(device)
+    return torch.jit.script(made) if scripted else made
 
 
 def _forward(module_rref: RRef, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
@@ -20,6 +21,9 @@ def told(number: Number) -> str:
     return f"GloballyUniqueId(created_on={number[0]}, local_id={number[1]})"
 
 
+_settling = threading.Lock()
+
+
 class Entry:
     """A value at its owner.
 
@@ -29,9 +33,11 @@ class Entry:
         forks: the ranks that hold them.
         handles: how many references there are on this worker.
         created: whether the call that makes the value has come.
+        settled: whether the future is done, or is just being made so.
+        error: why it was given up, where the time of the call that makes the value was over.
     """
 
-    __slots__ = ("created", "forks", "future", "handles", "number")
+    __slots__ = ("created", "error", "forks", "future", "handles", "number", "settled")
 
     def __init__(self, number: Number) -> None:
         self.number = number
@@ -39,16 +45,26 @@ class Entry:
         self.forks: dict[Number, int] = {}
         self.handles = 0
         self.created = False
+        self.settled = False
+        self.error: Exception | None = None
 
     def set(self, value: Any) -> None:
-        """The value is there."""
-        self.future.set_result(value)
+        """The value is there; of no use any more if it was given up."""
+        if self._settles():
+            self.future.set_result(value)
 
     def fail(self, error: BaseException) -> None:
         """There will be no value."""
         if not isinstance(error, Exception):
             error = RpcError(f"{type(error).__name__}: {error}")
-        self.future.set_exception(error)
+        if self._settles():
+            self.future.set_exception(error)
+
+    def _settles(self) -> bool:
+        """Whether this is the first to settle it: its value may come while its caller gives it up."""
+        with _settling:
+            first, self.settled = not self.settled, True
+        return first
 
 
 class User:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchestra.errors import InvalidArgumentError
 from torchestra.rpc.constants import (
@@ -15,6 +15,10 @@ from torchestra.rpc.constants import (
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
 )
+
+if TYPE_CHECKING:
+    from torchestra.rpc.agent import Agent
+    from torchestra.rpc.roads import Roads
 
 
 class BackendType(enum.Enum):
@@ -96,6 +100,12 @@ class RpcBackendOptions:
     @rpc_timeout.setter
     def rpc_timeout(self, seconds: float | timedelta) -> None:
         self._rpc_timeout = checked_timeout(seconds)
+
+    def _make_agent(self, roads: Roads, names: list[str]) -> Agent:
+        """For ``init_rpc``: the worker, among those of these names."""
+        from torchestra.rpc.agent import Agent
+
+        return Agent(roads, names, self.rpc_timeout, self.num_worker_threads, self.max_worker_threads)
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Refused, but for a map that names the CPU only.

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
 
-from torchestra.errors import RemoteReferenceError, WorkerFailedError
+from torchestra.errors import CallLostError, RemoteReferenceError, WorkerFailedError
 from torchestra.rpc.envelopes import Envelope, Inbound, Outbound, Passed
 from torchestra.rpc.functions import async_execution
 from torchestra.rpc.holdings import Entry, Number, User
@@ -145,7 +145,7 @@ class References:
     def disown(self, user: User, error: Exception) -> None:
         """The owner will never list its fork."""
         user.error = error
-        if isinstance(error, WorkerFailedError):
+        if isinstance(error, (WorkerFailedError, CallLostError)):
             self._users.pop(user.fork, None)
         else:
             self.confirm(user)
@@ -192,13 +192,13 @@ class References:
         held = rref._held
         if held is None:
             raise RemoteReferenceError("an RRef that was deleted at shutdown cannot be passed on")
+        if held.error is not None:
+            raise held.error
         fork = self.new_number()
         if isinstance(held, Entry):
             with self._lock:
                 held.forks[fork] = to
             return Passed(held.number, self._rank, fork, True)
-        if held.error is not None:
-            raise held.error
         rref._check_not_deleted("fork an UserRRef")
         with self._lock:
             self._kept[fork] = (rref, to)

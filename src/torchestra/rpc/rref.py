@@ -11,7 +11,7 @@ import torch
 from torch.futures import Future
 
 from torchestra.autograd.here import calling_context
-from torchestra.errors import RemoteReferenceError, RpcError, RpcTimeoutError
+from torchestra.errors import CallLostError, RemoteReferenceError, RpcError, RpcTimeoutError
 from torchestra.rpc.calls import Named
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
 from torchestra.rpc.current import agent_or_none, current_agent
@@ -163,6 +163,18 @@ class RRef:
             raise RemoteReferenceError(
                 f"{self!r} was deleted when its worker shut down. Cannot call {doing} after deletion."
             )
+
+    def _serialize(self) -> Any:
+        """Refused: a reference travels in a call only, where its owner learns of it.
+
+        Raises:
+            RemoteReferenceError: always, if it does not raise what kept the value from being made.
+        """
+        held = self._holding()
+        if held.error is not None:
+            raise held.error
+        self._check_not_deleted("fork an UserRRef")
+        raise RemoteReferenceError("an RRef cannot be serialized outside of a call: pass it to one")
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value, or a future of it, which is asked for once."""
@@ -353,6 +365,22 @@ def _used(value: Future[Any], use: Callable[[Any], Future[Any]]) -> Future[Any]:
     return result
 
 
+def _too_late(error: RpcTimeoutError) -> RpcTimeoutError:
+    return type(error)(f"RRef creation via rpc.remote() timed out, so there may be no value: {error}")
+
+
+def _give_up_late(entry: Entry, future: Future[Any]) -> None:
+    """A call of this worker to itself has ended: if its time was over, so that its caller gets no value."""
+    try:
+        future.value()
+    except RpcTimeoutError as error:
+        entry.error = _too_late(error)
+        entry.created |= isinstance(error, CallLostError)
+        entry.fail(entry.error)
+    except Exception:
+        pass  # which the entry knows, for it was told of it where it was raised
+
+
 def remote_call(
     agent: Agent,
     to: int,
@@ -368,7 +396,7 @@ def remote_call(
     if to == agent.rank:
         entry = known.entry_to_fill()
         rref = RRef._of(agent, entry)
-        agent.call(
+        future = agent.call(
             to,
             function,
             args,
@@ -379,6 +407,7 @@ def remote_call(
             context=calling_context(),
             doing=doing,
         )
+        future.add_done_callback(partial(_give_up_late, entry))
         return rref
     user = User(known.new_number(), known.new_number(), to, False)
     rref = RRef._of(agent, user)
@@ -405,12 +434,7 @@ def remote_call(
         try:
             future.value()
         except Exception as error:
-            noted = error
-            if isinstance(error, RpcTimeoutError):
-                noted = RpcTimeoutError(
-                    f"RRef creation via rpc.remote() timed out, so there may be no value: {error}"
-                )
-            known.disown(user, noted)
+            known.disown(user, _too_late(error) if isinstance(error, RpcTimeoutError) else error)
             created.set_exception(error)
         else:
             known.confirm(user)

@@ -10,6 +10,7 @@ from torch._jit_internal import _qualified_name
 from torch.jit._script import RecursiveScriptModule
 from torch.jit._state import _python_cu
 
+from torchestra.errors import RpcError
 from torchestra.rpc.encoding import register_reducer
 
 
@@ -26,7 +27,10 @@ def _function(name: str) -> Any:
 
 def _reduce_module(module: torch.jit.ScriptModule) -> Any:
     file = io.BytesIO()
-    torch.jit.save(module, file)
+    try:
+        torch.jit.save(module, file)
+    except torch.jit.Error as error:  # raised by the module's own __getstate__
+        raise RpcError(f"a script module cannot be sent: {error}") from error
     return _module, (file.getvalue(),)
 
 

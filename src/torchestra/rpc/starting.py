@@ -84,7 +84,7 @@ def init_rpc(
     warm_up()
     scripts.register()
     roads = _open_roads(own, name, met.rank, met.world_size, seconds, here)
-    agent = Agent(roads, names, options.rpc_timeout, options.num_worker_threads, options.max_worker_threads)
+    agent = options._make_agent(roads, names)
     try:
         if far := roads.far():
             from torchestra.rpc.wire import connect

@@ -1,0 +1,123 @@
+"""What makes a RemoteModule one that TorchScript can call: methods typed as its interface's ``forward`` is.
+
+A script cannot make a remote call, but it can call Python (``torch.jit.ignore``). So ``forward`` begins its
+call and ends it there. ``forward_async`` begins it on the caller's thread, whose autograd context counts, and
+has it ended on a thread of ``torch.jit.fork``, which makes a future of the right type.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import linecache
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from torchestra.errors import InvalidArgumentError
+
+__all__ = ["NOT_PICKLED", "Begin", "Home", "home_of", "scripted_methods"]
+
+NOT_PICKLED = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
+
+Home = Future[Any]
+"""Says where calls go. A script module keeps no Python objects, but finished futures, which may hold any."""
+
+Begin = Callable[[Any, tuple[Any, ...]], Future[Any]]
+"""Begins a call: of what a home holds, with arguments."""
+
+_SOURCE = """
+def forward_async(self, {typed}) -> _Future[_Result]:
+    if not torch.jit.is_scripting():
+        return _begin(self._home.value(), ({names}))
+    return torch.jit.fork(_end, self._home, _begin_for_script(self._home, {names}))
+
+def forward(self, {typed}) -> _Result:
+    return _end(self._home, _begin_for_script(self._home, {names}))
+
+def _begin_for_script(_home: _Home, {typed}) -> int:
+    return _keep(_begin(_home.value(), ({names})))
+
+def _end(_home: _Home, _number: int) -> _Result:
+    return _begun.pop(_number).wait()
+
+def __getstate__(self) -> int:
+    raise RuntimeError({not_pickled!r})
+
+def __setstate__(self, state: int) -> None:
+    raise RuntimeError({not_pickled!r})
+"""
+_METHODS = ("forward_async", "forward", "__getstate__", "__setstate__")
+_NOT_SENT = "Passing a script RemoteModule over RPC is not supported."
+
+_numbers = itertools.count()
+_begun: dict[int, Future[Any]] = {}
+
+
+def home_of(place: Any) -> Home:
+    """A home that holds a place."""
+    home: Home = Future()
+    home.set_result(place)
+    return home
+
+
+def _keep(call: Future[Any]) -> int:
+    """Keep a call that has been begun until it is ended; its number."""
+    number = next(_numbers)
+    _begun[number] = call
+    return number
+
+
+@functools.cache
+def scripted_methods(interface: type, begin: Begin) -> dict[str, Callable[..., Any]]:
+    """The methods of a module that is called as an interface says; they use its attribute ``_home``.
+
+    Args:
+        interface: what ``torch.jit.interface`` has made, with a method ``forward``.
+        begin: a call.
+
+    Raises:
+        InvalidArgumentError: it is no interface, or one without ``forward``.
+    """
+    forward = getattr(interface, "forward", None)
+    if not getattr(interface, "__torch_script_interface__", False) or forward is None:
+        raise InvalidArgumentError(
+            "Expect a TorchScript class interface decorated by @torch.jit.interface, with a method forward;"
+            f" got {interface!r}"
+        )
+    hints = typing.get_type_hints(forward)
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    namespace: dict[str, Any] = {
+        "__name__": __name__,
+        "torch": torch,
+        "_Future": Future,
+        "_Home": Home,
+        "_Result": hints.get("return", torch.Tensor),
+        "_begin": begin,
+        "_begun": _begun,
+        "_keep": _keep,
+    }
+    typed = []
+    for index, parameter in enumerate(parameters):
+        namespace[f"_Type{index}"] = hints.get(parameter.name, torch.Tensor)
+        text = f"{parameter.name}: _Type{index}"
+        if parameter.default is not parameter.empty:
+            namespace[f"_default{index}"] = parameter.default
+            text += f" = _default{index}"
+        typed.append(text)
+    source = _SOURCE.format(
+        typed=", ".join(typed),
+        names="".join(f"{parameter.name}, " for parameter in parameters),
+        not_pickled=f"{NOT_PICKLED}. {_NOT_SENT}",
+    )
+    # TorchScript compiles from the text.
+    file = f"<methods of a RemoteModule by {interface.__module__}.{interface.__qualname__}, {next(_numbers)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec", dont_inherit=True), namespace)
+    for name in ("_begin_for_script", "_end"):
+        namespace[name] = torch.jit.ignore(namespace[name])
+    return {name: torch.jit.export(namespace[name]) for name in _METHODS}

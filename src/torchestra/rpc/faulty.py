@@ -1,0 +1,155 @@
+"""A worker that loses and delays what it sends, to test how programs bear it.
+
+What is lost and what is late is told by the kind of message (``MESSAGES``, in torch's words). A call that
+is lost ends at once with a time-out, as one does to which no answer comes. What workers tell each other of
+remote references is sent until it arrives, so it only comes later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.futures import Future
+from torch.jit._builtins import _find_builtin
+
+from torchestra.errors import CallLostError, InvalidArgumentError
+from torchestra.rpc import references
+from torchestra.rpc.agent import CALL, Agent
+from torchestra.rpc.calls import name_of
+from torchestra.rpc.encoding import Outgoing
+from torchestra.rpc.options import RpcBackendOptions
+from torchestra.rpc.roads import Roads
+
+__all__ = ["MESSAGES", "FaultyAgent", "FaultyRpcBackendOptions"]
+
+_REPEATED = {
+    references._list: "RREF_FORK_REQUEST",
+    references._accept: "RREF_CHILD_ACCEPT",
+    references._strike_out: "RREF_USER_DELETE",
+}
+_FETCHES = ("PYTHON_RREF_FETCH_CALL", "SCRIPT_RREF_FETCH_CALL")
+MESSAGES = (
+    *_REPEATED.values(),
+    "CLEANUP_AUTOGRAD_CONTEXT_REQ",
+    "PYTHON_CALL",
+    "PYTHON_REMOTE_CALL",
+    "SCRIPT_CALL",
+    "SCRIPT_REMOTE_CALL",
+    *_FETCHES,
+)
+"""What faults are told of: calls of Python's functions, those of torch's and of TorchScript ("SCRIPT"), what
+``remote`` calls, ``to_here()``, the owner's being asked to list, accept and strike out references, and the
+end of autograd contexts (which is never lost)."""
+_REPEAT_SECONDS = 0.01
+
+
+class FaultyRpcBackendOptions(RpcBackendOptions):
+    """Has ``init_rpc`` make this worker a :class:`FaultyAgent`.
+
+    Args:
+        messages_to_fail: kinds of messages that are lost.
+        messages_to_delay: by how many seconds later which kinds are sent.
+        num_fail_sends: how often each message of a kind that is repeated is lost before it arrives. Others
+            are not repeated, and lost if this is not 0.
+        options: as for :class:`RpcBackendOptions`.
+
+    Raises:
+        InvalidArgumentError: there is no such kind, or a number is negative.
+    """
+
+    def __init__(
+        self,
+        *,
+        messages_to_fail: Sequence[str] = (),
+        messages_to_delay: Mapping[str, float] | None = None,
+        num_fail_sends: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.messages_to_fail = list(messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay or {})
+        self.num_fail_sends = num_fail_sends
+        unknown = {*self.messages_to_fail, *self.messages_to_delay} - {*MESSAGES}
+        if unknown:
+            raise InvalidArgumentError(
+                f"No mapping to a kind of message exists for {min(unknown)}; there are {', '.join(MESSAGES)}"
+            )
+        if num_fail_sends < 0 or any(seconds < 0 for seconds in self.messages_to_delay.values()):
+            raise InvalidArgumentError(
+                "num_fail_sends and the seconds of messages_to_delay must not be negative, got"
+                f" {num_fail_sends} and {self.messages_to_delay}"
+            )
+
+    def _make_agent(self, roads: Roads, names: list[str]) -> Agent:
+        return FaultyAgent(self, roads, names)
+
+
+class FaultyAgent(Agent):
+    """A worker whose messages to others and to itself are lost or late, as its options say."""
+
+    def __init__(self, options: FaultyRpcBackendOptions, roads: Roads, names: list[str]) -> None:
+        limits = options.num_worker_threads, options.max_worker_threads
+        super().__init__(roads, names, options.rpc_timeout, *limits)
+        self._lost_kinds = frozenset(options.messages_to_fail if options.num_fail_sends else ())
+        self._late = options.messages_to_delay
+        self._repeats = options.num_fail_sends
+        self._of_thread = threading.local()
+        self._timers: set[threading.Timer] = set()
+
+    def call(self, to: int, function: Any, *args: Any, **options: Any) -> Future[Any]:
+        """:meth:`Agent.call`, unless the call is lost, or it is sent later."""
+        kinds = _kinds(function, remote=options.get("creates") is not None)
+        delay = next((self._late[kind] for kind in kinds if kind in self._late), 0.0)
+        if self._lost_kinds & {*kinds}:
+            if function not in _REPEATED:
+                return self._lost_call(to, function)
+            delay += self._repeats * _REPEAT_SECONDS
+        self._of_thread.delay = delay
+        try:
+            return super().call(to, function, *args, **options)
+        finally:
+            self._of_thread.delay = 0.0
+
+    def _lost_call(self, to: int, function: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(
+            CallLostError(
+                f"the call of {name_of(function)} on worker {self.workers[to].name!r} was lost on purpose"
+                " (messages_to_fail), so no answer comes"
+            )
+        )
+        return future
+
+    def _post(self, to: int, kind: int, number: int, outgoing: Outgoing) -> None:
+        delay = getattr(self._of_thread, "delay", 0.0) if kind == CALL else 0.0
+        if not delay:
+            super()._post(to, kind, number, outgoing)
+            return
+
+        def post() -> None:
+            self._timers.discard(timer)
+            if not self.closed:
+                Agent._post(self, to, kind, number, outgoing)
+
+        timer = threading.Timer(delay, post)
+        timer.daemon = True
+        self._timers.add(timer)
+        timer.start()
+
+    def close(self) -> None:
+        """:meth:`Agent.close`; what is still to be sent is not."""
+        for timer in tuple(self._timers):
+            timer.cancel()
+        super().close()
+
+
+def _kinds(function: Any, *, remote: bool) -> tuple[str, ...]:
+    if function is references.fetch:
+        return _FETCHES
+    if function in _REPEATED:
+        return (_REPEATED[function],)
+    is_script = isinstance(function, torch.jit.ScriptFunction) or _find_builtin(function) is not None
+    return (f"{'SCRIPT' if is_script else 'PYTHON'}_{'REMOTE_' if remote else ''}CALL",)
