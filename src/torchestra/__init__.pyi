@@ -69,12 +69,14 @@ from .errors import (
     UnknownDimensionError,
     WorkerFailedError,
 )
-from .flight import FlightEntry, FlightRecord, RankRecord, flight_record
+from .flight import FlightEntry, FlightRecord, HostRecord, RankRecord, flight_record
 from .inquiries import (
     abort_process_group,
     default_pg_timeout,
+    get_backend,
     get_backend_config,
     get_default_backend_for_device,
+    get_node_local_rank,
     get_pg_count,
     is_backend_available,
     is_gloo_available,
@@ -86,7 +88,7 @@ from .inquiries import (
     set_pg_timeout,
     supports_complex,
 )
-from .launcher import launch
+from .launcher import RayOptions, launch
 from .mesh import DeviceMesh, init_device_mesh
 from .nn.parallel import BuiltinCommHookType, GradBucket
 from .objects import (
@@ -119,10 +121,8 @@ from .work import Work
 from .world import (
     GroupMember,
     destroy_process_group,
-    get_backend,
     get_global_rank,
     get_group_rank,
-    get_node_local_rank,
     get_process_group_ranks,
     get_rank,
     get_world_size,
@@ -165,6 +165,7 @@ __all__ = [
     "GroupMember",
     "GroupOptions",
     "HashStore",
+    "HostRecord",
     "InvalidArgumentError",
     "InvalidArgumentTypeError",
     "InvalidShapeError",
@@ -183,6 +184,7 @@ __all__ = [
     "RankExcludedError",
     "RankFailedError",
     "RankRecord",
+    "RayOptions",
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",

@@ -17,6 +17,9 @@ Where the host has cores to spare, reductions run on the group's own thread whil
 has none, they could only take turns with backward, which then finds its caches emptied, and waits for the
 slowest rank once more for each of them; so they run at the end of backward. Ranks need not do the same: the
 order of operations is.
+
+Between hosts it is the network that is to be kept busy, so reductions always run beside backward, and the
+first of a round is sent off before backward goes on.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import Any
 import torch
 
 from torchestra.errors import GradientReductionError, InvalidArgumentError
+from torchestra.hosts import HostsCommunicator
 from torchestra.nn.parallel.buckets import Bucket
 from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket, run_comm_hook, wait_for_hook
 from torchestra.nn.parallel.sink import GradientSink
@@ -132,7 +136,7 @@ class Averager:
         """Forget the buckets that were started, when what runs of them has ended."""
         for flight in self._flights.values():
             if flight.work is not None:
-                flight.work._done.wait()
+                flight.work.await_end()
         self._flights.clear()
 
     # -- start
@@ -181,7 +185,13 @@ class Averager:
             flight.future = run_comm_hook(hook, state, grad_bucket)
         # After the last there is nothing left to overlap with, and another thread would take longer to begin.
         elif self._overlap and not (is_last and bucket.nbytes <= _INLINE_BYTES):
-            self._reduce(bucket, flight, beside=True)
+            communicator = self._communicator
+            if isinstance(communicator, HostsCommunicator) and len(self._flights) == 1 and not is_last:
+                before = communicator.sent_off
+                self._reduce(bucket, flight, beside=True)
+                communicator.await_sending(before)
+            else:
+                self._reduce(bucket, flight, beside=True)
 
     def _reduce(self, bucket: Bucket, flight: _Flight, *, beside: bool) -> None:
         """Reduce a bucket's tensors, ``beside`` what this thread does if it can be."""

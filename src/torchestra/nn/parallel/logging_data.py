@@ -14,11 +14,11 @@ import torch
 
 from torchestra.nn.parallel.reducer import Reducer
 from torchestra.process_group import ProcessGroup
-from torchestra.registry import current_world
 
 _FIRST_STEPS = 10
 _SAMPLE_RATE = 100
 _ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
+_OF_GLOO = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
 # The names of dtypes in C++, which torch's fields have.
 _TYPE_NAMES = {torch.int64: "long int", torch.bool: "bool", torch.bfloat16: "c10::BFloat16"}
 _TYPE_NAMES |= {torch.float16: "c10::Half", torch.float32: "float", torch.float64: "double"}
@@ -40,8 +40,12 @@ class Logger:
         self._epoch = time.time_ns() - time.perf_counter_ns()
         self.set("world_size", group.size())
         self.set("rank", group.rank())
-        self.set("backend_name", current_world().known_as.get(group.backend, group.backend))
-        for name in _ENVIRONMENT:
+        self.set("backend_name", group.known_as)
+        variables = list(_ENVIRONMENT)
+        if group.known_as == "gloo":
+            variables += _OF_GLOO
+            self.set("gloo_num_threads", group.options.threads)
+        for name in variables:
             self.set(name.lower(), os.environ.get(name, "N/A"))
 
     def set(self, name: str, value: LoggingValue) -> None:
