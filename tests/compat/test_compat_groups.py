@@ -36,16 +36,25 @@ def test_names_of_gloo_mean_the_engine(backend: str | None) -> None:
         assert torchestra.get_backend() == "threads"
 
 
-def test_logging_data_name_the_backend_as_it_was_asked_for() -> None:
-    def name() -> object:
-        return DistributedDataParallel(torch.nn.Linear(1, 1))._get_ddp_logging_data()["backend_name"]
+def test_logging_data_name_the_backend_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Gloo's settings, where it was Gloo that was asked for."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def data() -> dict[str, object]:
+        return DistributedDataParallel(torch.nn.Linear(1, 1))._get_ddp_logging_data()
 
     with thread_rank(0, 1, HashStore()):
         dist.init_process_group("gloo")
-        assert name() == dist.get_backend() == "gloo"
+        known = data()
+        assert known["backend_name"] == dist.get_backend() == "gloo"
+        assert known["gloo_socket_ifname"] == "lo"
+        assert known["gloo_device_transport"] == "N/A"
+        assert known["gloo_num_threads"] == 2
         dist.destroy_process_group()
         torchestra.init_process_group()
-        assert name() == torchestra.get_backend() == "threads"
+        known = data()
+        assert known["backend_name"] == torchestra.get_backend() == "threads"
+        assert not any(name.startswith("gloo") for name in known)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi", "cpu:gloo,cuda:nccl", "nonsense"])
@@ -198,3 +207,20 @@ def test_a_group_that_is_made_directly_takes_gloos_options() -> None:
     tensor = torch.ones(1)
     group.allreduce([tensor], dist.AllreduceOptions()).wait()
     assert tensor.item() == 2
+
+
+def test_what_torch_keeps_of_groups_can_be_read() -> None:
+    with thread_rank(0, 1, HashStore()):
+        assert c10d._world.default_pg is None
+        dist.init_process_group("gloo")
+        tagged = c10d._new_group_with_tag([0], pg_tag="mine")
+        world = c10d._world
+        assert world.default_pg is dist.group.WORLD
+        assert list(world.pg_names) == list(world.pg_map) == [dist.group.WORLD, tagged]
+        assert world.pg_map[tagged][0] == "gloo"
+        assert world.pg_group_ranks[tagged] == {0: 0}
+        assert world.pg_backend_config[tagged] == "cpu:gloo,cuda:gloo"
+        assert world.tags_to_pg["mine"] == [tagged]
+        assert world.pg_to_tag[dist.group.WORLD] == c10d._get_group_tag(dist.group.WORLD)
+        assert world.group_count == 2
+        assert [info["pg_name"] for info in world.pg_config_info] == list(world.pg_names.values())

@@ -100,10 +100,17 @@ NAMES = {
         _find_pg_by_ranks_and_tag _get_default_group _get_default_store _get_group_size_by_name
         _get_group_tag _get_process_group_store _new_group_with_tag _rank_not_in_group
         _register_builtin_comm_hook _register_comm_hook _resolve_process_group _set_pg_timeout
-        _store_based_barrier
+        _store_based_barrier _world.default_pg _world.pg_map _world.pg_names _world.pg_group_ranks
+        _world.pg_backend_config _world.group_count _world.pg_to_tag _world.tags_to_pg
+        _world.pg_config_info
     """,
     "torchestra.compat.nn": """
-        RemoteModule
+        RemoteModule _all_gather_base all_gather all_reduce all_to_all all_to_all_single broadcast
+        gather reduce reduce_scatter scatter
+    """,
+    "torchestra.compat.nn.functional": """
+        _all_gather_base all_gather all_reduce all_to_all all_to_all_single broadcast
+        gather reduce reduce_scatter scatter
     """,
     "torchestra.compat.nn.api.remote_module": """
         RemoteModule _REMOTE_MODULE_PICKLED_ATTRIBUTES _RemoteModule
@@ -139,6 +146,9 @@ NAMES = {
         _rref_context_get_debug_info _set_rpc_timeout api backend_registry constants functions
         get_rpc_timeout get_worker_info init_rpc internal is_available options remote rpc_async
         rpc_sync shutdown
+    """,
+    "torchestra.compat.rpc._testing": """
+        FaultyTensorPipeAgent FaultyTensorPipeRpcBackendOptions faulty_agent_backend_registry is_available
     """,
     "torchestra.compat.rpc.api": """
         _all_gather _barrier _default_pickler _delete_all_user_and_unforked_owner_rrefs

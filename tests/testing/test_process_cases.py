@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import unittest
 from unittest import SkipTest
 
@@ -58,6 +59,12 @@ class Cases(MultiProcessTestCase):
     def test_wrong_exit_code(self) -> None:
         sys.exit(6)
 
+    def test_others_wait(self) -> None:
+        self.join()
+        if self.rank == 1:
+            raise ValueError("rank 1 gives up")
+        threading.Event().wait()
+
     def test_death(self) -> None:
         self.join()
         if self.rank == 1:
@@ -82,6 +89,12 @@ def test_the_traceback_of_a_failing_rank_is_told() -> None:
     [(_, text)] = outcome("test_failure").errors
     assert "Process 1 exited with error code 10 and exception" in text
     assert "Tensor-likes are not close" in text
+
+
+def test_who_waits_for_a_failed_rank_is_ended() -> None:
+    [(_, text)] = outcome("test_others_wait").errors
+    assert "rank 1 gives up" in text
+    assert "timed out" not in text
 
 
 def test_skips_pass_through() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from torchestra import inquiries, world
+from torchestra import inquiries
+from torchestra.compat.registered import Creator, maker_of
+from torchestra.delegation.nccl import is_nccl_built
 from torchestra.errors import DistBackendError, InvalidArgumentError
+from torchestra.process_group.group import GroupMaker
 from torchestra.process_group.starting import BACKENDS
 from torchestra.world import AnyGroup
 
@@ -19,21 +22,22 @@ __all__ = [
     "get_default_backend_for_device",
     "is_backend_available",
     "is_gloo_available",
+    "registered",
 ]
 
 _OWN = {"gloo", "threaded", "undefined"}
 
 
 class _Plugin(NamedTuple):
-    creator_fn: Callable[..., Any]
+    creator_fn: Creator
     extended_api: bool
 
 
 class Backend(str):
     """``Backend(name)`` is the name in lower case; the known ones are attributes.
 
-    ``GLOO`` is torchestra's own engine, ``FAKE`` the fake world. The others cannot be had; registering a
-    backend makes its name known, no more.
+    ``GLOO`` is torchestra's own engine, ``FAKE`` the fake world. ``NCCL`` is for CUDA tensors, where this
+    torch has it. The like of UCC cannot be had; others can be registered.
     """
 
     __slots__ = ()
@@ -70,13 +74,18 @@ class Backend(str):
     def register_backend(
         cls,
         name: str,
-        func: Callable[..., Any],
+        func: Creator,
         extended_api: bool = False,
         devices: str | Sequence[str] | None = None,
     ) -> None:
-        """Make a backend's name known: for which devices it is, and how torch would make it.
+        """Make a backend known: for which devices it is, and what makes its groups.
 
-        Groups of it cannot be made: their methods would be torch's, on torch's stores.
+        Args:
+            name: in any case; ``Backend.NAME`` is it in lower case from then on.
+            func: returns a group of a class derived from :class:`~torchestra.compat.ProcessGroup`; called
+                with a store, this rank's number, how many ranks there are, and a time-out (a timedelta).
+            extended_api: if true, it is called with a DistributedBackendOptions and ``pg_options`` instead.
+            devices: kinds of devices; default: the CPU and CUDA.
         """
         lower = name.lower()
         if not hasattr(cls, name.upper()):
@@ -129,6 +138,28 @@ class BackendConfig:
         return ",".join(f"{device}:{name}" for device, name in self.device_backend_map.items())
 
 
+def registered(backend: str | None, options: Any = None) -> GroupMaker | None:
+    """What makes groups of a registered backend; None for any other.
+
+    Args:
+        backend: its name, or ``"cpu:name,cuda:name"``.
+        options: for a creator that takes them.
+
+    Raises:
+        DistBackendError: several backends are named, and a registered one among them.
+    """
+    if backend is None:
+        return None
+    names = set(BackendConfig(backend).device_backend_map.values()) if ":" in backend else {Backend(backend)}
+    plugins = {name: plugin for name in names if (plugin := Backend._plugins.get(name.upper())) is not None}
+    if not plugins:
+        return None
+    if len(names) > 1:
+        raise DistBackendError(f"a group has one backend for all devices, got backend={backend!r}")
+    (name, plugin), *_ = plugins.items()
+    return maker_of(name, plugin.creator_fn, plugin.extended_api, options)
+
+
 def engine_of(backend: str | None) -> str | None:
     """The backend of torchestra that a name of torch's means; None for the one that the rank was launched as.
 
@@ -139,13 +170,21 @@ def engine_of(backend: str | None) -> str | None:
     if backend is None:
         return None
     names = set(BackendConfig(backend).device_backend_map.values()) if ":" in backend else {Backend(backend)}
-    strange = names - _OWN - set(BACKENDS)
+    nccl = Backend.NCCL in names and is_nccl_built()
+    strange = names - _OWN - set(BACKENDS) - ({Backend.NCCL} if nccl else set())
     if strange:
         name = min(strange)
+        if name.upper() in Backend._plugins:
+            raise DistBackendError(
+                f"subgroups of the registered backend {name!r} are made one by one, with new_group(), or by"
+                f" leaving `backend` out where it is the default group's; got backend={backend!r}"
+            )
         raise DistBackendError(
             f'Distributed package doesn\'t have {name.upper()} built in: torchestra runs "gloo", which is its'
             f' own engine (and moves CUDA tensors through the host), and "fake"; got backend={backend!r}'
         )
+    if nccl:
+        return Backend.NCCL
     chosen = names - _OWN
     if len(names) > 1 and chosen:
         raise DistBackendError(f"one engine serves all devices, got backend={backend!r}")
@@ -167,18 +206,23 @@ def is_backend_available(backend: str) -> bool:
 
 
 def get_backend(group: AnyGroup | None = None) -> str:
-    """The backend of a group (default: the default group), by torch's name: ``"gloo"`` or ``"fake"``.
+    """The backend of a group (default: the default group), by torch's name: ``"gloo"``, ``"fake"`` or a
+    registered one's.
 
     Raises:
         InvalidArgumentError: this rank is not in it.
     """
-    own = world.get_backend(group)
-    return Backend.FAKE if own == "fake" else Backend.GLOO
+    own = inquiries.get_backend(group)
+    return Backend.GLOO if own in ("native", "threads") else own
 
 
 def get_backend_config(group: AnyGroup | None = None) -> str:
-    """Which backend a group (default: the default group) has for which device: ``"cpu:gloo,cuda:gloo"``."""
-    return repr(BackendConfig(get_backend(group)))
+    """Which backend a group (default: the default group) has for which device: ``"cpu:gloo,cuda:gloo"``, or
+    ``"cpu:gloo,cuda:nccl"`` where it delegates operations on CUDA tensors to NCCL.
+    """
+    own = get_backend(group)
+    delegates = inquiries.get_backend_config(group).endswith("cuda:nccl")
+    return f"cpu:{own},cuda:nccl" if delegates else repr(BackendConfig(own))
 
 
 def get_default_backend_for_device(device: Any) -> str:

@@ -24,7 +24,6 @@ from torchestra import (
     HashStore,
     P2POp,
     PrefixStore,
-    ProcessGroup,
     QueueEmptyError,
     ReduceOp,
     ReduceOptions,
@@ -52,8 +51,6 @@ from torchestra import (
     destroy_process_group,
     gather,
     gather_object,
-    get_global_rank,
-    get_group_rank,
     get_node_local_rank,
     get_pg_count,
     get_process_group_ranks,
@@ -70,6 +67,7 @@ from torchestra import (
     is_xccl_available,
     isend,
     monitored_barrier,
+    process_group,
     recv,
     recv_object_list,
     reduce,
@@ -118,6 +116,8 @@ from torchestra.compat.groups import (
     _resolve_process_group,
     _round_robin_process_groups,
     _store_based_barrier,
+    get_global_rank,
+    get_group_rank,
     init_process_group,
     new_group,
     new_subgroups,
@@ -133,11 +133,14 @@ from torchestra.compat.reducing import (
     _register_comm_hook,
     _verify_params_across_processes,
 )
+from torchestra.compat.registered import DistributedBackendOptions, ProcessGroup
+from torchestra.compat.registry_view import _World, _world
 from torchestra.nn.parallel import Reducer
 from torchestra.types import DEFAULT_TIMEOUT
 
-ProcessGroupGloo = ProcessGroup
+ProcessGroupGloo = process_group.ProcessGroup
 _DEFAULT_PG_TIMEOUT = DEFAULT_TIMEOUT
+_DistributedBackendOptions = DistributedBackendOptions
 _CoalescingManager = CoalescingManager
 _abort_process_group = abort_process_group
 _all_gather_base = all_gather_into_tensor
@@ -187,6 +190,8 @@ __all__ = [
     "TCPStore",
     "Work",
     "_CoalescingManager",
+    "_DistributedBackendOptions",
+    "_World",
     "_abort_process_group",
     "_all_gather_base",
     "_broadcast_coalesced",
@@ -215,6 +220,7 @@ __all__ = [
     "_set_pg_timeout",
     "_store_based_barrier",
     "_verify_params_across_processes",
+    "_world",
     "abort_process_group",
     "all_gather",
     "all_gather_coalesced",

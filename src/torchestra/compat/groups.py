@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from torchestra import subgroups, world
-from torchestra.compat.backends import engine_of, get_backend_config
-from torchestra.errors import DistStoreError, StoreTimeoutError
+from torchestra.compat.backends import engine_of, get_backend_config, registered
+from torchestra.errors import DistStoreError, InvalidArgumentError, StoreTimeoutError
 from torchestra.functional import groups as functional_groups
 from torchestra.process_group import NonMember, ProcessGroup, RoundRobinGroup
+from torchestra.process_group.starting import choose_backend
 from torchestra.registry import current_world
 from torchestra.store import Store
 from torchestra.types import Timeout, timeout_seconds
@@ -36,6 +37,8 @@ __all__ = [
     "_resolve_process_group",
     "_round_robin_process_groups",
     "_store_based_barrier",
+    "get_global_rank",
+    "get_group_rank",
     "init_process_group",
     "new_group",
     "new_subgroups",
@@ -47,14 +50,28 @@ _log = logging.getLogger(__name__)
 _USER = "user:"
 
 
+class _NoMember(NonMember):
+    """Of all groups that this rank is not in; its ranks are those of the last such that was made."""
+
+    def __init__(self) -> None:
+        self.group_name = "one that this rank is not in"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        return current_world().others
+
+
 class GroupMember(world.GroupMember):
     """``WORLD`` is the default group; ``NON_GROUP_MEMBER`` stands for a group that this rank is not in."""
 
-    NON_GROUP_MEMBER = NonMember((), "one that this rank is not in")
+    NON_GROUP_MEMBER = _NoMember()
 
 
 def _or_non_member(made: AnyGroup) -> AnyGroup:
-    return GroupMember.NON_GROUP_MEMBER if isinstance(made, NonMember) else made
+    if not isinstance(made, NonMember):
+        return made
+    current_world().others = made.ranks
+    return GroupMember.NON_GROUP_MEMBER
 
 
 def init_process_group(
@@ -71,15 +88,26 @@ def init_process_group(
 ) -> None:
     """:func:`torchestra.init_process_group` by torch's names of backends: ``"gloo"`` is our engine.
 
-    ``device_id`` names a device that torch's NCCL would bind the group to; ``_ranks`` is torch's own.
+    ``backend`` may be a registered one, whose ``pg_options`` may be anything. ``device_id`` names a device
+    that torch's NCCL would bind the group to; ``_ranks`` is torch's own.
 
     Raises:
         DistBackendError: the backend is one that torchestra does not run.
     """
-    world.init_process_group(
-        engine_of(backend), init_method, timeout, world_size, rank, store, group_name, pg_options, device_id
+    maker = registered(backend, pg_options)
+    world.make_world(
+        None if maker else engine_of(backend),
+        init_method,
+        timeout,
+        world_size,
+        rank,
+        store,
+        group_name,
+        pg_options,
+        device_id,
+        maker=maker,
     )
-    current_world().known_as = {"native": "gloo", "threads": "gloo"}
+    current_world().call_backends({"native": "gloo", "threads": "gloo"})
 
 
 def new_group(
@@ -96,19 +124,17 @@ def new_group(
 
     That is ``GroupMember.NON_GROUP_MEMBER``, or None with ``use_local_synchronization``.
     """
-    made = world.new_group(
+    return _new_group_with_tag(
         ranks,
         timeout,
-        engine_of(backend),
+        backend,
         pg_options,
+        None,
         use_local_synchronization,
         group_desc,
         device_id,
         sort_ranks,
     )
-    if use_local_synchronization and isinstance(made, NonMember):
-        return None
-    return _or_non_member(made)
 
 
 def _new_group_with_tag(
@@ -123,26 +149,20 @@ def _new_group_with_tag(
     sort_ranks: bool = True,
 ) -> AnyGroup | None:
     """:func:`new_group`, with a tag: if there is a group of these ranks and this tag already, that one."""
-    if not pg_tag:
-        return new_group(
-            ranks,
-            timeout,
-            backend,
-            backend_options,
-            use_local_synchronization,
-            group_desc,
-            device_id,
-            sort_ranks,
-        )
+    maker = registered(backend, backend_options)
+    engine = None if maker else engine_of(backend)
+    if backend is not None and engine is None and default_group().maker is not None:
+        engine = choose_backend(None)  # asked for by name, where it is not what the default group has
     made = world.make_group(
-        sorted(ranks) if ranks is not None and sort_ranks else ranks,
+        world.in_order(ranks) if sort_ranks else ranks,
         timeout,
-        engine_of(backend),
+        engine,
         backend_options,
         use_local_synchronization,
         group_desc,
         device_id,
-        tag=pg_tag.removeprefix(_USER),
+        tag=(pg_tag or "").removeprefix(_USER),
+        maker=maker,
     )
     if use_local_synchronization and isinstance(made, NonMember):
         return None
@@ -263,9 +283,25 @@ def _get_group_size_by_name(group_name: str) -> int:
     return current_world().group(group_name).size()
 
 
-def _get_global_rank(group: ProcessGroup, rank: int) -> int:
-    """The global number of a rank of a group."""
-    return world.get_global_rank(group, rank)
+def get_group_rank(group: AnyGroup, global_rank: int) -> int:
+    """:func:`torchestra.get_group_rank`; of ``NON_GROUP_MEMBER``, in the last group without this rank."""
+    if group is GroupMember.NON_GROUP_MEMBER:
+        if global_rank not in group.ranks:
+            raise InvalidArgumentError(f"Global rank {global_rank} is not part of group {group!r}")
+        return group.ranks.index(global_rank)
+    return world.get_group_rank(cast(ProcessGroup, group), global_rank)
+
+
+def get_global_rank(group: AnyGroup, group_rank: int) -> int:
+    """:func:`torchestra.get_global_rank`; of ``NON_GROUP_MEMBER``, in the last group without this rank."""
+    if group is GroupMember.NON_GROUP_MEMBER:
+        if not 0 <= group_rank < len(group.ranks):
+            raise InvalidArgumentError(f"Group rank {group_rank} is not part of group {group!r}")
+        return group.ranks[group_rank]
+    return world.get_global_rank(cast(ProcessGroup, group), group_rank)
+
+
+_get_global_rank = get_global_rank
 
 
 def _round_robin_process_groups(process_groups: Sequence[ProcessGroup]) -> RoundRobinGroup:

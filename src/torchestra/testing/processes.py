@@ -6,14 +6,13 @@ import contextlib
 import functools
 import os
 import tempfile
-import traceback
 import types
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torchestra.errors import LaunchTimeoutError, RankError
-from torchestra.launcher import launch
+from torchestra.launcher.api import launched
 from torchestra.testing.comparing import TestCase, WithoutTests
 from torchestra.testing.outcomes import RankFailure
 from torchestra.testing.skips import TEST_SKIPS, skip_reason
@@ -23,10 +22,21 @@ __all__ = ["MultiProcessTestCase", "MultiProcessTests"]
 
 DEFAULT_WORLD_SIZE = 4
 DEFAULT_TIMEOUT = 300.0
+_SETTLE_SECONDS = 2.0  # in which other ranks may fail too, and tell why, when one has
+LAUNCH_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHESTRA_STORE",
+)
+"""What launching a rank puts into its environment."""
 
 
 class _Ending(NamedTuple):
-    """How a rank ended, as it tells by itself: its exit code, and the traceback if it failed."""
+    """How a rank ended, as it tells by itself: its exit code, and why it was skipped."""
 
     exit_code: int = 0
     text: str = ""
@@ -44,8 +54,8 @@ class MultiProcessTests(WithoutTests):
     world_size=self.world_size)``.
 
     The test fails with a RankFailure that has the traceback of every rank that raised, and is skipped
-    if rank 0 raises SkipTest or exits with one of the codes of :data:`TEST_SKIPS`. A rank that dies or hangs
-    ends the others within a second.
+    if rank 0 raises SkipTest or exits with one of the codes of :data:`TEST_SKIPS`. When a rank has failed or
+    died the others are ended, two seconds later.
 
     Attributes:
         special_return_code_checks: by test, the exit code that rank 0 must end with instead of 0.
@@ -95,6 +105,10 @@ class MultiProcessTests(WithoutTests):
         self.addCleanup(_remove, self.file_name)
 
     @classmethod
+    def _enter(cls, before: Mapping[str, str]) -> None:
+        """On a rank, first of all. ``before``: which :data:`LAUNCH_VARIABLES` the test's process has."""
+
+    @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
         """On a rank: make its instance, and run the test. May be overridden, to do something around it."""
         case = cls(test_name)
@@ -120,11 +134,22 @@ class MultiProcessTests(WithoutTests):
         if not self._spawned:
             raise RuntimeError(f"{self.id()}: no ranks were started: call self._spawn_processes() in setUp")
         size = int(getattr(test, "_required_world_size", self.world_size))
+        names = (type(self), self._testMethodName, self.file_name)
+        before = {name: os.environ[name] for name in LAUNCH_VARIABLES if name in os.environ}
+        failures: dict[int, str] = {}
         try:
-            endings = launch(
-                _run_rank, size, type(self), self._testMethodName, self.file_name, timeout=self.timeout
-            )
+            with launched(_run_rank, size, (*names, before), self.timeout, {}, _SETTLE_SECONDS) as job:
+                failures = job.failures()
+                endings: list[_Ending] = job.results()
         except RankError as error:
+            if error.rank in failures:
+                raise RankFailure(
+                    "\n".join(
+                        f"Process {rank} exited with error code {self.TEST_ERROR_EXIT_CODE} and exception:\n"
+                        f"{text}"
+                        for rank, text in failures.items()
+                    )
+                ) from error.__cause__
             endings = [_Ending()] * size
             endings[error.rank] = _Ending(error.exit_code, f"{error}\n{error.traceback}")
             if endings[0].exit_code == 0 or not self._may_end_so(test, endings[0].exit_code):
@@ -137,13 +162,6 @@ class MultiProcessTests(WithoutTests):
         self._judge(test, endings)
 
     def _judge(self, test: Any, endings: list[_Ending]) -> None:
-        failed = [
-            f"Process {rank} exited with error code {self.TEST_ERROR_EXIT_CODE} and exception:\n{ending.text}"
-            for rank, ending in enumerate(endings)
-            if ending.exit_code == self.TEST_ERROR_EXIT_CODE
-        ]
-        if failed:
-            raise RankFailure("\n".join(failed))
         code = endings[0].exit_code
         reason = skip_reason(code)
         if reason is not None:
@@ -173,17 +191,17 @@ def _joining(test: Callable[[], None]) -> Callable[[MultiProcessTests], None]:
     return join_or_run
 
 
-def _run_rank(kind: type[MultiProcessTests], name: str, file_name: str) -> _Ending:
+def _run_rank(kind: type[MultiProcessTests], name: str, file_name: str, before: Mapping[str, str]) -> _Ending:
     """The whole of a rank: run the test, and say how it ended."""
+    rank = int(os.environ["RANK"])
+    kind._enter(before)
     try:
-        kind._run(int(os.environ["RANK"]), name, file_name, None)
+        kind._run(rank, name, file_name, None)
     except unittest.SkipTest as skipped:
         return _Ending(TEST_SKIPS["generic"].exit_code, str(skipped))
     except SystemExit as left:
         code = left.code
         return _Ending(code if isinstance(code, int) else int(code is not None), "")
-    except Exception:
-        return _Ending(kind.TEST_ERROR_EXIT_CODE, traceback.format_exc())
     return _Ending()
 
 

@@ -1,7 +1,31 @@
-"""As ``torch.distributed.nn``; of its functions, those of torchestra.functional are the counterpart."""
+"""As ``torch.distributed.nn``."""
 
 from __future__ import annotations
 
+from torchestra.compat.nn.functional import (
+    _all_gather_base,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
 from torchestra.nn import RemoteModule
 
-__all__ = ["RemoteModule"]
+__all__ = [
+    "RemoteModule",
+    "_all_gather_base",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]

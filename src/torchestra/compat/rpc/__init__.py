@@ -92,7 +92,8 @@ def init_rpc(
     Raises:
         InvalidArgumentTypeError: the backend or the options are none, or do not fit each other.
     """
-    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+    # Its type may be that of before another backend was registered.
+    if backend is not None and not isinstance(getattr(backend, "value", None), backend_registry.BackendValue):
         raise InvalidArgumentTypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise InvalidArgumentTypeError(

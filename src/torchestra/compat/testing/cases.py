@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import unittest
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torchestra import testing
-from torchestra.testing.processes import MultiProcessTests
+from torchestra.testing.processes import LAUNCH_VARIABLES, MultiProcessTests
 from torchestra.testing.threads import MultiThreadedTests
 
 __all__ = ["MultiProcessTestCase", "MultiThreadedTestCase", "TestCase"]
@@ -33,6 +35,15 @@ class MultiThreadedTestCase(MultiThreadedTests, TestCase):
 
 
 class MultiProcessTestCase(MultiProcessTests, TestCase):
-    """:class:`torchestra.testing.MultiProcessTestCase` with torch's assertions, where they can be had."""
+    """:class:`torchestra.testing.MultiProcessTestCase` with torch's assertions, where they can be had.
+
+    As torch's, its ranks find nothing in their environment that the test's own process has not there.
+    """
 
     __test__ = False
+
+    @classmethod
+    def _enter(cls, before: Mapping[str, str]) -> None:
+        for name in LAUNCH_VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(before)
