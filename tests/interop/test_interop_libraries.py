@@ -15,7 +15,7 @@ import pytest
 import torchestra
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "interop"
-LIMIT_SECONDS = 110.0
+LIMIT_SECONDS = 280.0
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -55,7 +55,7 @@ def check(nothing_left: Callable[[], None], *command: str) -> None:
     nothing_left()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @needs("accelerate")
 def test_accelerate(nothing_left: Callable[[], None]) -> None:
     launcher = (
@@ -68,7 +68,7 @@ def test_accelerate(nothing_left: Callable[[], None]) -> None:
     check(nothing_left, *launcher, str(EXAMPLES / "accelerate_train.py"))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @needs("lightning")
 def test_lightning(nothing_left: Callable[[], None]) -> None:
     check(nothing_left, str(EXAMPLES / "lightning_train.py"))

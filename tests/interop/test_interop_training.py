@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch_worlds import run
+from torch_worlds import SECONDS, run
 
 
 def mean_losses(losses: list[float]) -> torch.Tensor:
@@ -142,6 +142,12 @@ def save_and_load() -> None:
     for saved, restored in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(saved.full_tensor(), restored.full_tensor())
     assert not torch.equal(next(transformer().parameters()), next(other.parameters()).full_tensor())
+
+    checkpoint.async_save({"model": model.state_dict()}, checkpoint_id=f"{path}-2").result(SECONDS)
+    blank = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    checkpoint.load({"model": blank}, checkpoint_id=f"{path}-2")
+    for name, saved in model.state_dict().items():
+        assert torch.equal(saved.full_tensor(), blank[name].full_tensor())
 
 
 def test_distributed_checkpoint() -> None:
