@@ -74,6 +74,14 @@ class Remote(Exception):
         return f"\n{self.args[0]}"
 
 
+def results(ended: Sequence[Outcome]) -> list[Any]:
+    """What the ranks returned; if some failed, what all of those said, in full."""
+    errors = {rank: outcome.error for rank, outcome in enumerate(ended) if outcome.error is not None}
+    told = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items()]
+    assert not errors, "\n".join(["some ranks failed", *told])
+    return [outcome.value for outcome in ended]
+
+
 def run(kind: str, size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     """Call ``fn(*args)`` on every rank; the results, by rank. Options as for :func:`outcomes`."""
     ended = outcomes(kind, size, fn, *args, **options)

@@ -32,6 +32,7 @@ from worlds import (
     mappings,
     outcomes,
     processes,
+    results,
     run,
 )
 
@@ -257,7 +258,7 @@ def test_ctrl_c_gets_through_while_waiting_for_an_asynchronous_operation_which_g
         time.sleep(0.05)
         world.signal(0, signal.SIGINT)
         world.await_file("interrupted", SOON)
-        assert [outcome.result() for outcome in world.finish()] == [True, True]
+        assert results(world.finish()) == [True, True]
 
 
 def be_interrupted_behind_another_thread() -> list[float]:

@@ -22,7 +22,7 @@ from torchestra.engine import admission as module
 from torchestra.engine.admission import Admission, fetch
 from torchestra.errors import CollectiveTimeoutError, DistBackendError
 from torchestra.store import FileStore
-from worlds import outcomes
+from worlds import outcomes, results
 
 LONG = 60.0
 NOBODY = 65534
@@ -324,7 +324,7 @@ def _joined(store: FileStore, rank: int, size: int, *secrets: str) -> list[float
 
 def test_ranks_join_by_their_secret_and_their_groups_do_too() -> None:
     ended = outcomes("processes", 2, _joined, "same", "same", init=False)
-    assert [outcome.result() for outcome in ended] == [[0], [1]]
+    assert results(ended) == [[0], [1]]
 
 
 def test_ranks_with_different_secrets_do_not_join() -> None:

@@ -18,7 +18,7 @@ import torch
 import torchestra as dist
 from torchestra.engine import patience
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError, StoreTimeoutError
-from worlds import await_note, leave_note, processes, run
+from worlds import await_note, leave_note, processes, results, run
 
 SOON = 20.0
 
@@ -195,4 +195,4 @@ def test_a_time_out_does_not_run_while_the_process_is_stopped(message: bool) -> 
         Path(world.path("go")).touch()
         for rank in range(2):
             world.signal(rank, signal.SIGCONT)
-        assert [outcome.result() for outcome in world.finish()] == [True, True]
+        assert results(world.finish()) == [True, True]

@@ -13,6 +13,8 @@ import pytest
 from launched import LAUNCHERS, launched, why_no_mpich, why_no_openmpi
 from real_hosts import Network, why_not
 
+from worlds import results
+
 # What the example imports: once, for all ranks that are forked.
 pytest.importorskip("sklearn.datasets")
 pytest.importorskip("matplotlib.pyplot")
@@ -52,7 +54,7 @@ def test_the_example_runs_unchanged(network: Network, launcher: str, tmp_path: P
     if why := MISSING.get(launcher):
         pytest.skip(why)
     with launched(launcher, network, (2, 2), run_digits, str(tmp_path)) as world:
-        told, *others = [outcome.result() for outcome in world.finish()]
+        told, *others = results(world.finish())
     assert "bit-identical" in told
     assert "ranks                 │ 4" in told
     assert not any(others)

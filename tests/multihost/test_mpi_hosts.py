@@ -23,6 +23,7 @@ import torchestra as dist
 from torchestra import rpc
 from torchestra.engine.multihost.mpi_bridge import MPIBridge
 from torchestra.errors import DistBackendError, RankFailedError
+from worlds import results
 
 _WHY_NOT = why_not() or why_no_mpich()
 pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
@@ -65,9 +66,7 @@ def test_everything_works_between_hosts(
     network: Network, launcher: str, layout: Layout, members: list[list[int]]
 ) -> None:
     with launched(launcher, network, layout, in_default_group, everything_over_mpi) as world:
-        ended = world.finish()
-    assert all(outcome.error is None for outcome in ended), ended
-    found = [outcome.result() for outcome in ended]
+        found = results(world.finish())
     assert [each for each, _ in found] == [members] * sum(layout)
     assert len({trained for _, trained in found}) == 1, "the ranks differ"
     assert found[0][1][1] > 0.8
@@ -86,8 +85,8 @@ def test_a_link_that_stays_cut_is_an_error_on_all_ranks_within_the_bound(network
         finally:
             network.restore(1)
         told = messages_of(world.finish(), DistBackendError)
-    assert all("with ranks 2, 3 has been silent for 2 s" in text for text in told[:2]), told
-    assert all("has not reached the group's store" in text for text in told[2:]), told
+    assert all("with ranks 2, 3 has been silent for 2 s" in text for text in told[:2]), "\n".join(told)
+    assert all("has not reached the group's store" in text for text in told[2:]), "\n".join(told)
 
 
 def test_a_killed_rank_is_named_on_all_hosts(network: Network) -> None:

@@ -22,7 +22,7 @@ import torchestra as dist
 import torchestra.functional as funcol
 from torchestra.errors import DistBackendError, RankFailedError
 from torchestra.nn.parallel import DistributedDataParallel
-from worlds import Outcome, await_note, leave_note
+from worlds import Outcome, await_note, leave_note, results
 
 datasets = pytest.importorskip("sklearn.datasets")
 STORE_LOST = re.compile(r"has not reached the group's store, TCPStore\(10.77.0.1:\d+\), for 2 s")
@@ -77,7 +77,7 @@ def functional_sum() -> None:
 )
 def test_everything_works_between_hosts(network: Network, layout: Layout, members: list[list[int]]) -> None:
     with on_hosts(network, layout, everything) as world:
-        assert [outcome.result() for outcome in world.finish()] == [members] * sum(layout)
+        assert results(world.finish()) == [members] * sum(layout)
 
 
 def train_on_digits(distributed: bool = True) -> tuple[str, float]:
@@ -103,7 +103,7 @@ def train_on_digits(distributed: bool = True) -> tuple[str, float]:
 
 def test_ddp_learns_the_digits_as_one_process_does(network: Network) -> None:
     with on_hosts(network, (2, 2), train_on_digits) as world:
-        found = [outcome.result() for outcome in world.finish()]
+        found = results(world.finish())
     assert len(set(found)) == 1, "the ranks differ"
     _, alone = train_on_digits(distributed=False)
     assert found[0][1] == pytest.approx(alone, abs=0.03)
@@ -134,7 +134,7 @@ def test_a_link_that_comes_back_in_time_is_only_a_pause(network: Network) -> Non
             time.sleep(0.7)
         finally:
             network.restore(1)
-        assert [outcome.result() for outcome in world.finish()] == [[2.0 * n for n in range(400)]] * 2
+        assert results(world.finish()) == [[2.0 * n for n in range(400)]] * 2
 
 
 def sums_for_ever() -> None:
@@ -166,7 +166,7 @@ def test_a_link_that_stays_cut_is_an_error_on_all_ranks_within_the_bound(network
         told = messages_of(world.finish(), DistBackendError)
     name = network.hosts[1]
     assert all("with ranks 2, 3 has been silent for 2 s" in text for text in told[:2]), (name, told)
-    assert all(STORE_LOST.search(text) for text in told[2:]), told
+    assert all(STORE_LOST.search(text) for text in told[2:]), "\n".join(told)
 
 
 def test_a_host_whose_processes_are_all_killed_is_named(network: Network) -> None:
@@ -177,7 +177,7 @@ def test_a_host_whose_processes_are_all_killed_is_named(network: Network) -> Non
             world.signal(rank, signal.SIGKILL)
         survivors = [world.wait(rank, 30.0) for rank in (0, 1)]
     told = messages_of(survivors, RankFailedError)
-    assert all("with ranks 2, 3 has been silent" in text for text in told), told
+    assert all("with ranks 2, 3 has been silent" in text for text in told), "\n".join(told)
     assert [outcome.error.ranks for outcome in survivors] == [(2, 3), (2, 3)]  # type: ignore[union-attr]
 
 

@@ -14,7 +14,7 @@ import torchestra as dist
 from torchestra import autograd, rpc
 from torchestra.errors import WorkerFailedError
 from torchestra.rpc.current import current_agent
-from worlds import await_note, leave_note
+from worlds import await_note, leave_note, results
 
 _WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
@@ -68,7 +68,7 @@ def call_all(rank: int) -> list[int]:
 
 def test_calls_and_gradients_between_two_hosts(network: Network) -> None:
     with on_hosts(network, (2, 2), call_everybody) as world:
-        far = [outcome.result() for outcome in world.finish()]
+        far = results(world.finish())
     assert far == [[2, 3], [2, 3], [0, 1], [0, 1]]
 
 

@@ -12,7 +12,7 @@ import torch
 
 import torchestra as dist
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError, RankFailedError
-from worlds import KINDS, Outcome, await_note, leave_note, outcomes, processes
+from worlds import KINDS, Outcome, await_note, leave_note, outcomes, processes, results
 
 SOON = 30.0
 LINE = re.compile(r"^  rank (\d+) (.+); (.+)$")
@@ -75,7 +75,7 @@ def check_that_one_never_came(told: list[str]) -> None:
 def test_a_time_out_says_the_same_on_every_rank(kind: str) -> None:
     late = threading.Event() if kind == "threads" else None
     ended = outcomes(kind, 3, one_never_comes, late, timeout=0.8)
-    check_that_one_never_came([outcome.result() for outcome in ended])
+    check_that_one_never_came(results(ended))
 
 
 def wait_for_the_dead() -> str:
@@ -115,7 +115,7 @@ def test_a_rank_that_ended_is_told_of_with_its_exit_code() -> None:
 
 
 def check_death(ended: list[Outcome], how: str) -> None:
-    told = [outcome.result() for outcome in ended]
+    told = results(ended)
     assert len({tuple(block(message)) for message in told}) == 1
     for message in told:
         assert re.search(rf"rank 2 died \(({how})\); rank \d saw it in all_reduce", message)
