@@ -1,8 +1,9 @@
-"""When survivors that shrink a group take a host for gone."""
+"""When a host is taken for gone: by the wardens of the others, and by survivors that shrink a group."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,3 +68,62 @@ def test_who_was_stopped_itself_does_not_take_the_others_for_silent(clock: Clock
         clock.now += 1.0
         gone = silence.gone()
     assert gone == {4}  # it has had its time to beat again
+
+
+class LoneMember:
+    """The only rank of its host, as its warden sees it.
+
+    Attributes:
+        aborted: why it has been told to abort.
+    """
+
+    name, rank, size, own_number = "lone", 0, 1, 0
+    peers = None
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+
+    def has_left(self, place: int) -> bool:
+        return False
+
+    def called(self, places: Iterable[int]) -> list[int]:
+        return list(places)
+
+    def abort(self, why: str, failed: tuple[int, ...], standing: object = None) -> None:
+        self.aborted.append(why)
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[warden.Warden, LoneMember, HashStore]]:
+    """The warden of the first of two hosts, of one rank each."""
+    monkeypatch.setenv(warden.HEARTBEAT_VARIABLE, str(BOUND))
+    store, member = HashStore(), LoneMember()
+    made = warden.Warden(store, Hosts([[0], [1]], ["a", "b"]), 0, member)  # type: ignore[arg-type]
+    yield made, member, store
+    made.leave()
+
+
+def test_a_warden_that_looks_often_because_there_are_many_news_does_not_run_out_of_patience(
+    clock: Clock, head: tuple[warden.Warden, LoneMember, HashStore]
+) -> None:
+    """As when many ranks ask for a flight record at once: it looks again after each of the news."""
+    made, member, store = head
+    beat(store, 1, 7)
+    for _ in range(100):
+        made.listen()
+        clock.now += BOUND / 1000
+    assert not member.aborted
+
+
+def test_a_warden_gives_up_a_host_that_has_been_silent_for_the_bound(
+    clock: Clock, head: tuple[warden.Warden, LoneMember, HashStore]
+) -> None:
+    made, member, store = head
+    beat(store, 1, 7)
+    began = clock.now
+    while not member.aborted:
+        made.listen()
+        clock.now += 0.25
+        assert clock.now - began <= BOUND
+    assert clock.now - began > 0.75 * BOUND
+    assert "host b with rank 1 has been silent for 8 s" in member.aborted[0]

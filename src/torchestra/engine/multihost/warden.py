@@ -27,7 +27,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torchestra.engine import layout as at
@@ -61,6 +61,36 @@ def heartbeat_bound() -> float:
     if not 0 < seconds < math.inf:
         raise InvalidArgumentError(f"{HEARTBEAT_VARIABLE} must be a number of seconds, got {given!r}")
     return seconds
+
+
+class _Watch:
+    """For how long each host's beat has been the same, for one who looks again and again.
+
+    What counts is the time in which somebody looked, however often. Who was stopped for a while must not take
+    the others for silent: perhaps they were stopped too.
+
+    Args:
+        interval: about how many seconds are between two looks; more than twice as many do not count.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._longest = 2 * interval
+        self._looked = -math.inf
+        self._heard: dict[int, tuple[bytes, float]] = {}
+
+    def knows(self, hosts: Iterable[int]) -> bool:
+        """Whether beats of all these hosts have been seen."""
+        return self._heard.keys() >= set(hosts)
+
+    def unchanged(self, beats: Mapping[int, bytes]) -> dict[int, float]:
+        """Look at hosts' beats: for how many seconds, by host, each has been what it is."""
+        now = time.monotonic()
+        passed = min(now - self._looked, self._longest)
+        self._looked = now
+        for host, beat in beats.items():
+            before, unchanged = self._heard.get(host, (None, 0.0))
+            self._heard[host] = (beat, unchanged + passed if beat == before else 0.0)
+        return {host: self._heard[host][1] for host in beats}
 
 
 class Outlook:
@@ -227,7 +257,7 @@ class Warden(Outlook):
         self.silent: set[int] = set()
         self._head = 0
         self._told_gone: tuple[set[int], set[int]] = set(), set()
-        self._heard: dict[int, tuple[bytes, int]] = {}  # by host: the last beat, and for how many of ours
+        self._watch = _Watch(self._interval)
         self._unreached = 0
         name = f"torchestra-warden-{member.name}-{host}"
         self._threads = [
@@ -252,7 +282,7 @@ class Warden(Outlook):
         while not self._closed.is_set():
             try:
                 self._beat()
-                self._listen()
+                self.listen()
                 seen = self._await_news(seen)
                 self._unreached = 0
             except (DistError, OSError):
@@ -275,32 +305,31 @@ class Warden(Outlook):
                 )
                 return
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
         """Hear the beats of others; those that have not begun are not waited for."""
         is_head = self._head == self.host
         others = [host for host in range(len(self.hosts)) if host != self.host] if is_head else [self._head]
         keys = [f"beat/{host}" for host in others]
-        if not self._heard.keys() >= set(others) and not self._store.check(keys):
+        if not self._watch.knows(others) and not self._store.check(keys):
             return
-        for host, beat in zip(others, self._store.multi_get(keys), strict=True):
-            self._hear(host, beat)
+        beats = dict(zip(others, self._store.multi_get(keys), strict=True))
+        for host, unchanged in self._watch.unchanged(beats).items():
+            self._hear(host, beats[host], unchanged)
         while self._head < self.host and self.hosts.on(self._head)[0] in self.left:
             self._head += 1
         if is_head and (self.dead, self.left) != self._told_gone:
             self._told_gone = set(self.dead), set(self.left)
             self._publish({"gone": [sorted(self.dead), sorted(self.left)], "host": self.host})
 
-    def _hear(self, host: int, beat: bytes) -> None:
-        before, times = self._heard.get(host, (b"", 0))
+    def _hear(self, host: int, beat: bytes, unchanged: float) -> None:
+        """Take in what a host has said, which has been that for so many seconds."""
         count, dead, left = json.loads(beat)
         self.dead.update(dead)
         self.left.update(left)
         ranks = self.hosts.on(host)
-        if beat != before or ranks[0] in self.left:  # its warden has left
-            self._heard[host] = (beat, 0)
-            return
-        self._heard[host] = (beat, times + 1)
-        if times + 1 >= _BEATS_PER_BOUND - 1 and host not in self.silent:
+        warden_has_left = ranks[0] in self.left
+        # This was heard up to an interval after it was said, and the next look may be as much too late.
+        if unchanged > self.bound - 1.5 * self._interval and not warden_has_left and host not in self.silent:
             self.silent.add(host)
             self._store.append("silent", f"{host}:{count} ")
             self._member.abort(
@@ -370,8 +399,7 @@ class Silence:
         self._store.set_timeout(self._bound)
         self._store.compare_set("silent", "", "")
         self._looked = -math.inf
-        # By host: its last beat, and for how many of the seconds in which somebody looked it has been that.
-        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._watch = _Watch(self._bound / _BEATS_PER_BOUND)
         self._gone: frozenset[int] = frozenset()
 
     def gone(self) -> frozenset[int]:
@@ -380,19 +408,14 @@ class Silence:
         As far as was known an eighth of the heartbeat bound ago.
         """
         now, pause = time.monotonic(), self._bound / _BEATS_PER_BOUND
-        passed = now - self._looked
-        if passed < pause:
+        if now - self._looked < pause:
             return self._gone
         self._looked = now
-        # Who was stopped for a while must not take the others for silent: perhaps they were stopped too.
-        passed = min(passed, 2 * pause)
         given_up, *beats = self._store.multi_get(["silent", *(f"beat/{host}" for host in self._others)])
+        said = dict(zip(self._others, beats, strict=True))
         gone: set[int] = set()
-        for host, beat in zip(self._others, beats, strict=True):
-            before, unchanged = self._heard.get(host, (b"", 0.0))
-            unchanged = unchanged + passed if beat == before else 0.0
-            self._heard[host] = (beat, unchanged)
-            count, dead, left = json.loads(beat)
+        for host, unchanged in self._watch.unchanged(said).items():
+            count, dead, left = json.loads(said[host])
             gone.update(dead, left)
             silent = f"{host}:{count}" in given_up.decode().split()
             if silent or unchanged > self._bound:
