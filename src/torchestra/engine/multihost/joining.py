@@ -16,7 +16,7 @@ from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.messages import Messages
 from torchestra.engine.multihost.mpi import close_at_exit, start_mpi
 from torchestra.engine.multihost.opening import BRIDGE_VARIABLE, open_bridge
-from torchestra.engine.multihost.warden import Outlook, Warden
+from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE, Outlook, Warden
 from torchestra.engine.operations import Kind, pack
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import PrefixStore, Store
@@ -50,7 +50,7 @@ def join_hosts(
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
         DistBackendError: there is no way to the other hosts.
-        InvalidArgumentError: another rank uses another bridge.
+        InvalidArgumentError: another rank uses another bridge, or has another heartbeat bound.
     """
     deadline = time.monotonic() + seconds
     host = hosts.host_at(rank)
@@ -70,7 +70,7 @@ def join_hosts(
     member.ask_elsewhere = outlook.ask_where_they_are
     end: Bridge | None = None
     try:
-        _agree_on_bridge(store, bridge, hosts, rank, member)
+        _agree(store, bridge, outlook.bound, hosts, rank, member)
         if bridge == "mpi":
             start_mpi(max(0.1, deadline - time.monotonic()), len(hosts.host_of))
         if place < hosts.rails:
@@ -94,16 +94,25 @@ def join_hosts(
     return engine
 
 
-def _agree_on_bridge(store: Store, bridge: str, hosts: Hosts, rank: int, member: Member) -> None:
-    """Make sure that all ranks use the same bridge; the first to come says which."""
-    said = store.compare_set("bridge", "", f"{rank} {bridge}").decode()
-    first, theirs = said.split(" ")
-    if theirs == bridge:
+def _agree(store: Store, bridge: str, bound: float, hosts: Hosts, rank: int, member: Member) -> None:
+    """Make sure that all ranks use the same bridge and heartbeat bound; the first to come says which."""
+    said = store.compare_set("terms", "", f"{rank} {bridge} {bound!r}").decode()
+    first, their_bridge, their_bound = said.split(" ")
+    if (their_bridge, float(their_bound)) == (bridge, bound):
         return
-    message = (
-        f"{hosts.describe(rank)} uses the bridge {bridge!r} between hosts, but {hosts.describe(int(first))}"
-        f" uses {theirs!r}; all ranks must use the same: have mpi4py on all hosts or on none, or set"
-        f" {BRIDGE_VARIABLE} for all"
-    )
+    who, other = hosts.describe(rank), hosts.describe(int(first))
+    if their_bridge != bridge:
+        message = (
+            f"{who} uses the bridge {bridge!r} between hosts, but {other} uses {their_bridge!r}; all ranks"
+            f" must use the same: have mpi4py on all hosts or on none, or set {BRIDGE_VARIABLE} for all"
+        )
+    else:
+        message = (
+            f"{who} has a heartbeat bound of {bound:g} s, but {other} of {float(their_bound):g} s; a host"
+            " with the longer one beats too rarely for the other, and would be given up though it lives:"
+            f" set {HEARTBEAT_VARIABLE} to the same for all ranks, or for none"
+        )
+    # Several may find it at once: all raise what the first of them says.
+    message = store.compare_set("refused", "", message).decode()
     member.abort(message)
     raise InvalidArgumentError(message)

@@ -1,0 +1,58 @@
+"""Ranks of one group that were given different settings for what is between hosts are all told so."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from simulated import host_names
+from worlds import processes
+
+import torchestra as dist
+from torchestra.engine.multihost.host_id import HOST_VARIABLE
+from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE
+from torchestra.store import PrefixStore, Store
+
+LAYOUT = (1, 2, 1)
+
+
+def meet_with_bounds(store: Store, rank: int, size: int, bounds: list[str]) -> str:
+    """What the rank is told when the group is made; it stays until all have been told."""
+    os.environ.update({HOST_VARIABLE: host_names(LAYOUT)[rank], HEARTBEAT_VARIABLE: bounds[rank]})
+    try:
+        dist.init_process_group(store=PrefixStore("job", store), rank=rank, world_size=size, timeout=60)
+        dist.destroy_process_group()
+        return "a group"
+    except dist.DistError as error:
+        return str(error)
+    finally:
+        store.barrier("told", size)
+
+
+def told_with(bounds: list[str]) -> list[str]:
+    with processes(len(bounds), meet_with_bounds, bounds, init=False) as world:
+        return [outcome.result() for outcome in world.finish()]
+
+
+def test_ranks_that_do_not_agree_on_the_heartbeat_bound_are_told_so() -> None:
+    """Else a host with a longer bound beats too rarely for the others, which give it up though it lives."""
+    bounds = ["1000", "2000", "1000", "3000"]
+    told = told_with(bounds)
+    found = {
+        match.groups()
+        for text in told
+        for match in re.finditer(
+            r"rank (\d) on host (h\d) has a heartbeat bound of (\d+) s, but rank (\d) on host (h\d) of"
+            r" (\d+) s; .* set TORCHESTRA_HEARTBEAT to the same for all ranks",
+            text,
+        )
+    }
+    assert len(found) == 1, told
+    [(rank, host, bound, other, other_host, other_bound)] = found
+    assert (bounds[int(rank)], bounds[int(other)]) == (bound, other_bound)
+    assert (host_names(LAYOUT)[int(rank)], host_names(LAYOUT)[int(other)]) == (host, other_host)
+    assert all("set TORCHESTRA_HEARTBEAT" in text for text in told), told
+
+
+def test_one_bound_may_be_written_in_several_ways() -> None:
+    assert told_with(["1000", "1000.0", "1e3", "1000"]) == ["a group"] * 4
