@@ -6,12 +6,12 @@ import os
 import re
 
 from simulated import host_names
-from worlds import processes
 
 import torchestra as dist
 from torchestra.engine.multihost.host_id import HOST_VARIABLE
 from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE
 from torchestra.store import PrefixStore, Store
+from worlds import processes
 
 LAYOUT = (1, 2, 1)
 
