@@ -1,16 +1,17 @@
-"""When a host is taken for gone: by the wardens of the others, and by survivors that shrink a group."""
+"""What wardens hear: when a host is taken for gone, by them or by survivors that shrink; who is told."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from simulated import SECONDS
 
-from torchestra.engine.multihost import warden
+from torchestra.engine.multihost import silence, warden
 from torchestra.engine.multihost.hosts import Hosts
+from torchestra.errors import GroupAbortedError
 from torchestra.store import HashStore
 
 BOUND = 8.0
@@ -29,15 +30,12 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(warden, "time", clock)
+    monkeypatch.setattr(silence, "time", clock)
     return clock
 
 
-def watching(store: HashStore) -> warden.Silence:
-    outlook: Any = SimpleNamespace(
-        bound=BOUND, hosts=Hosts([[0, 1], [2, 3], [4]], ["a", "b", "c"]), host=0, store=store
-    )
-    return warden.Silence(outlook)
+def watching(store: HashStore) -> silence.Silence:
+    return silence.Silence(store, Hosts([[0, 1], [2, 3], [4]], ["a", "b", "c"]), 0, BOUND)
 
 
 def beat(store: HashStore, host: int, count: int, dead: tuple[int, ...] = ()) -> None:
@@ -46,27 +44,27 @@ def beat(store: HashStore, host: int, count: int, dead: tuple[int, ...] = ()) ->
 
 def test_a_host_whose_beat_does_not_change_for_the_heartbeat_bound_is_gone(clock: Clock) -> None:
     store = HashStore()
-    silence = watching(store)
+    watch = watching(store)
     beat(store, 1, 7)
     for second in range(int(BOUND) + 2):
         beat(store, 2, second, dead=(4,) if second == BOUND else ())
-        gone = silence.gone()
+        gone = watch.gone()
         assert gone == ({2, 3} if second > BOUND else {4} if second == BOUND else set())
         clock.now += 1.0
 
 
 def test_who_was_stopped_itself_does_not_take_the_others_for_silent(clock: Clock) -> None:
     store = HashStore()
-    silence = watching(store)
+    watch = watching(store)
     for host in (1, 2):
         beat(store, host, 7)
-    assert silence.gone() == set()
+    assert watch.gone() == set()
     clock.now += 100 * BOUND
-    assert silence.gone() == set()
+    assert watch.gone() == set()
     beat(store, 1, 8)
     for _ in range(int(BOUND)):
         clock.now += 1.0
-        gone = silence.gone()
+        gone = watch.gone()
     assert gone == {4}  # it has had its time to beat again
 
 
@@ -74,14 +72,24 @@ class LoneMember:
     """The only rank of its host, as its warden sees it.
 
     Attributes:
-        aborted: why it has been told to abort.
+        told: why it has been told to abort.
+        over: set when it has.
     """
 
-    name, rank, size, own_number = "lone", 0, 1, 0
+    name, rank, size = "lone", 0, 1
     peers = None
 
-    def __init__(self) -> None:
-        self.aborted: list[str] = []
+    def __init__(self, number: int = 0) -> None:
+        self.own_number = number
+        self.told: list[str] = []
+        self.over = threading.Event()
+
+    @property
+    def is_aborted(self) -> bool:
+        return bool(self.told)
+
+    def aborted(self) -> GroupAbortedError:
+        return GroupAbortedError(self.told[0])
 
     def has_left(self, place: int) -> bool:
         return False
@@ -90,7 +98,8 @@ class LoneMember:
         return list(places)
 
     def abort(self, why: str, failed: tuple[int, ...], standing: object = None) -> None:
-        self.aborted.append(why)
+        self.told.append(why)
+        self.over.set()
 
 
 @pytest.fixture
@@ -100,6 +109,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[warden.Warden, LoneM
     store, member = HashStore(), LoneMember()
     made = warden.Warden(store, Hosts([[0], [1]], ["a", "b"]), 0, member)  # type: ignore[arg-type]
     yield made, member, store
+    member.told.clear()  # nobody is there to hear it
     made.leave()
 
 
@@ -112,7 +122,7 @@ def test_a_warden_that_looks_often_because_there_are_many_news_does_not_run_out_
     for _ in range(100):
         made.listen()
         clock.now += BOUND / 1000
-    assert not member.aborted
+    assert not member.told
 
 
 def test_a_warden_gives_up_a_host_that_has_been_silent_for_the_bound(
@@ -121,9 +131,30 @@ def test_a_warden_gives_up_a_host_that_has_been_silent_for_the_bound(
     made, member, store = head
     beat(store, 1, 7)
     began = clock.now
-    while not member.aborted:
+    while not member.told:
         made.listen()
         clock.now += 0.25
         assert clock.now - began <= BOUND
     assert clock.now - began > 0.75 * BOUND
-    assert "host b with rank 1 has been silent for 8 s" in member.aborted[0]
+    assert "host b with rank 1 has been silent for 8 s" in member.told[0]
+
+
+def test_who_tells_that_a_group_is_over_waits_until_the_other_hosts_have_heard_it(
+    head: tuple[warden.Warden, LoneMember, HashStore],
+) -> None:
+    """Its process may end next, and with it the store, and they would only know that the store is gone."""
+    made, member, store = head
+    elsewhere = LoneMember(1)
+    other = warden.Warden(store, made.hosts, 1, elsewhere)  # type: ignore[arg-type]
+    member.abort("it is over", ())
+    teller = threading.Thread(target=made.tell_aborted, args=("it is over", (), ""))
+    teller.start()
+    store.wait(["news/1"], SECONDS)
+    assert teller.is_alive()
+    other.start()
+    teller.join(SECONDS)
+    assert not teller.is_alive()
+    store.wait(["heard/1"], 0)
+    assert elsewhere.over.wait(SECONDS)
+    assert elsewhere.told == ["it is over"]
+    other.leave()

@@ -43,7 +43,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torchestra.engine.multihost.crossing import Crossing
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.multihost.warden import Silence
+from torchestra.engine.multihost.silence import Silence
 from torchestra.errors import (
     CollectiveTimeoutError,
     DistError,
@@ -150,7 +150,8 @@ class _Attempt(Generic[E]):
         self._store = self._group_store.clone()
         self._store.set_timeout(self._bound)
         self._enter = enter
-        self._silence = Silence(crossing.outlook)
+        outlook = crossing.outlook
+        self._silence = Silence(outlook.store, crossing.hosts, crossing.host, outlook.bound)
         self._told: set[int] = set()
         self._number = 1
         self._entry: _Entry[E] | None = None

@@ -8,12 +8,15 @@ A host that has said nothing for the *heartbeat bound* (TORCHESTRA_HEARTBEAT, de
 group is aborted on all hosts that are left. So it is if the store cannot be reached for so long: then this
 host is the one cut off, or the store's host is gone.
 
-News are for all, come at once, and are numbered; any rank may tell some::
+News are for all, come at once, and are numbered; any rank may tell some. Who tells that the group is over
+waits until the other hosts have heard it, or for a few seconds: its process may end next, and the store with
+it, and they would never know why::
 
     beat/H        what host H says: a count, the ranks that have died, those that have left
     silent        "H:count ..." of hosts that were given up, with the count that was last heard
     news          how many news there are
     news/N        {"abort": ...}, {"ask": host, ...} or {"gone": [ranks that have died, that have left]}
+    heard/H       host H knows that the group is over, or has left it
     left/R        rank R has left the group
     answer/N/H    what host H answers to news N: who has not begun the operation, where its ranks stand; or to
                   {"recount": host}, what they did last (records.py)
@@ -21,13 +24,15 @@ News are for all, come at once, and are numbered; any rank may tell some::
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torchestra.engine import layout as at
@@ -36,19 +41,20 @@ from torchestra.engine.flight import read_flight_record
 from torchestra.engine.member import Member
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.records import Answer, answer, understand
-from torchestra.errors import DistError, InvalidArgumentError, StoreTimeoutError
+from torchestra.engine.multihost.silence import BEATS_PER_BOUND, Watch
+from torchestra.errors import DistError, InvalidArgumentError, RankFailedError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
 
-__all__ = ["HEARTBEAT_VARIABLE", "Outlook", "Silence", "Warden", "heartbeat_bound"]
+__all__ = ["HEARTBEAT_VARIABLE", "Outlook", "Warden", "heartbeat_bound"]
 
 HEARTBEAT_VARIABLE = "TORCHESTRA_HEARTBEAT"
 """How many seconds a host may be silent before it is given up; the same for all ranks."""
 
 _DEFAULT_BOUND = 10.0
-_BEATS_PER_BOUND = 8
 _ANSWER_SECONDS = 3.0
 _FATE_SECONDS = 1.0
 _TELL_SECONDS = 1.0
+_HEARD_SECONDS = 3.0
 
 
 def heartbeat_bound() -> float:
@@ -61,36 +67,6 @@ def heartbeat_bound() -> float:
     if not 0 < seconds < math.inf:
         raise InvalidArgumentError(f"{HEARTBEAT_VARIABLE} must be a number of seconds, got {given!r}")
     return seconds
-
-
-class _Watch:
-    """For how long each host's beat has been the same, for one who looks again and again.
-
-    What counts is the time in which somebody looked, however often. Who was stopped for a while must not take
-    the others for silent: perhaps they were stopped too.
-
-    Args:
-        interval: about how many seconds are between two looks; more than twice as many do not count.
-    """
-
-    def __init__(self, interval: float) -> None:
-        self._longest = 2 * interval
-        self._looked = -math.inf
-        self._heard: dict[int, tuple[bytes, float]] = {}
-
-    def knows(self, hosts: Iterable[int]) -> bool:
-        """Whether beats of all these hosts have been seen."""
-        return self._heard.keys() >= set(hosts)
-
-    def unchanged(self, beats: Mapping[int, bytes]) -> dict[int, float]:
-        """Look at hosts' beats: for how many seconds, by host, each has been what it is."""
-        now = time.monotonic()
-        passed = min(now - self._looked, self._longest)
-        self._looked = now
-        for host, beat in beats.items():
-            before, unchanged = self._heard.get(host, (None, 0.0))
-            self._heard[host] = (beat, unchanged + passed if beat == before else 0.0)
-        return {host: self._heard[host][1] for host in beats}
 
 
 class Outlook:
@@ -118,16 +94,43 @@ class Outlook:
         self._store = store.clone()
         self._store.set_timeout(self.bound)
         self._fates: dict[int, tuple[float, Sequence[int], Sequence[int]]] = {}
-        self._interval = self.bound / _BEATS_PER_BOUND
+        self._interval = self.bound / BEATS_PER_BOUND
         self._closed = threading.Event()
         self._count = member.rank << 32  # no other rank of the host comes to the same
         self._stand_in: threading.Thread | None = None
+        self._heard_abort = False
+        self._process = os.getpid()
+        _all.add(self)
 
     def tell_aborted(self, why: str, failed: tuple[int, ...], standing: str) -> None:
         """Have the ranks of all hosts know that the group can be used no more."""
-        news = {"abort": [why, list(failed), standing], "host": self.host}
-        _try_for(_TELL_SECONDS, lambda: self._publish(news))
         self.stand_in_if_needed()
+        if not self._heard_abort:  # else it is what another host has told all
+            news = {"abort": [why, list(failed), standing], "host": self.host}
+            _try_for(_TELL_SECONDS, lambda: self._publish(news))
+            self.await_heard()
+
+    def await_heard(self, seconds: float = _HEARD_SECONDS) -> None:
+        """If the group is over: wait until the other hosts that live know it, so many seconds at most."""
+        if os.getpid() == self._process and self._member.is_aborted:
+            _try_for(seconds, lambda: self._await_heard(time.monotonic() + seconds))
+
+    def _await_heard(self, deadline: float) -> None:
+        error = self._member.aborted()
+        failed = error.ranks if isinstance(error, RankFailedError) else ()
+        while (left := deadline - time.monotonic()) > 0:
+            wardens = ((host, self.hosts.on(host)[0]) for host in range(len(self.hosts)))
+            keys = [
+                f"heard/{host}"
+                for host, warden in wardens
+                if not (host == self.host or warden in failed or self._is_deaf(host) or self.fate(warden))
+            ]
+            with contextlib.suppress(StoreTimeoutError):
+                self._store.wait(keys, min(left, _FATE_SECONDS))
+                return
+
+    def _say_heard(self) -> None:
+        self._store.set(f"heard/{self.host}", b"")
 
     def stand_in_if_needed(self) -> None:
         """Beat for this host if its warden has died, for as long as this rank lives."""
@@ -168,10 +171,17 @@ class Outlook:
             self._fates[host] = (time.monotonic(), dead, left)
         return "died" if rank in dead else "destroyed the group" if rank in left else None
 
+    @property
+    def has_left(self) -> bool:
+        return self._closed.is_set()
+
     def leave(self) -> None:
         """Say that this rank has left the group."""
+        if self.has_left:
+            return
         self._closed.set()
         _try_for(_TELL_SECONDS, self._say_left)
+        self.await_heard()
 
     def _say_left(self) -> None:
         self._store.set(f"left/{self._member.own_number}", b"")
@@ -257,7 +267,7 @@ class Warden(Outlook):
         self.silent: set[int] = set()
         self._head = 0
         self._told_gone: tuple[set[int], set[int]] = set(), set()
-        self._watch = _Watch(self._interval)
+        self._watch = Watch(self._interval)
         self._unreached = 0
         name = f"torchestra-warden-{member.name}-{host}"
         self._threads = [
@@ -273,6 +283,7 @@ class Warden(Outlook):
     def _say_left(self) -> None:
         super()._say_left()
         self._beat()
+        self._say_heard()
 
     def _is_deaf(self, host: int) -> bool:
         return host in self.silent or self.hosts.on(host)[0] in self.dead | self.left
@@ -296,7 +307,7 @@ class Warden(Outlook):
         """
         while not self._closed.wait(self._interval):
             self._unreached += 1
-            if self._unreached >= _BEATS_PER_BOUND:
+            if self._unreached >= BEATS_PER_BOUND:
                 self._member.abort(
                     f"host {self.hosts.names[self.host]} has not reached the group's store,"
                     f" {_innermost(self.store)}, for {self.bound:g} s: it is cut off, or the store's process"
@@ -349,6 +360,8 @@ class Warden(Outlook):
         news = json.loads(self._store.get(key))
         if "abort" in news and news["host"] != self.host:
             why, failed, standing = news["abort"]
+            self._say_heard()
+            self._heard_abort = True
             self._member.abort(why, tuple(failed), lambda: standing)
         elif "gone" in news and news["host"] != self.host:
             dead, left = news["gone"]
@@ -384,44 +397,18 @@ class Warden(Outlook):
         return tuple(rank for rank in range(len(self.hosts.host_of)) if rank not in here)
 
 
-class Silence:
-    """Which hosts of a group are gone, for one who looks again and again.
+_all: weakref.WeakSet[Outlook] = weakref.WeakSet()
 
-    Args:
-        outlook: that one's.
-    """
 
-    def __init__(self, outlook: Outlook) -> None:
-        self._bound = outlook.bound
-        self._hosts = outlook.hosts
-        self._others = [host for host in range(len(self._hosts)) if host != outlook.host]
-        self._store = outlook.store.clone()
-        self._store.set_timeout(self._bound)
-        self._store.compare_set("silent", "", "")
-        self._looked = -math.inf
-        self._watch = _Watch(self._bound / _BEATS_PER_BOUND)
-        self._gone: frozenset[int] = frozenset()
+def _await_heard_at_exit() -> None:
+    """For ranks that did not tell: the rank that did may be another of this host, and the store be here."""
+    deadline = time.monotonic() + _HEARD_SECONDS
+    for outlook in tuple(_all):
+        if not outlook.has_left:
+            outlook.await_heard(max(0.0, deadline - time.monotonic()))
 
-    def gone(self) -> frozenset[int]:
-        """The ranks that have died or left by what their wardens say, and those of silent hosts.
 
-        As far as was known an eighth of the heartbeat bound ago.
-        """
-        now, pause = time.monotonic(), self._bound / _BEATS_PER_BOUND
-        if now - self._looked < pause:
-            return self._gone
-        self._looked = now
-        given_up, *beats = self._store.multi_get(["silent", *(f"beat/{host}" for host in self._others)])
-        said = dict(zip(self._others, beats, strict=True))
-        gone: set[int] = set()
-        for host, unchanged in self._watch.unchanged(said).items():
-            count, dead, left = json.loads(said[host])
-            gone.update(dead, left)
-            silent = f"{host}:{count}" in given_up.decode().split()
-            if silent or unchanged > self._bound:
-                gone.update(self._hosts.on(host))
-        self._gone = frozenset(gone)
-        return self._gone
+atexit.register(_await_heard_at_exit)
 
 
 def _innermost(store: Store) -> Store:
