@@ -33,6 +33,9 @@ __all__ = ["close_at_exit", "doubt_end", "end_mpi", "mpi_module", "start_mpi", "
 _LOOK_SECONDS = 0.05
 _GRACE_SECONDS = 10.0
 
+_FORWARDING_SECONDS = 0.3
+"""What mpiexec has to fetch what this rank has written: it drops the rest when the job is aborted."""
+
 # Which mpiexec it was (rendezvous/environment.py). MPIs end a process that another's has started.
 _RANK_OF_OPEN_MPI, _RANK_OF_OTHERS = "OMPI_COMM_WORLD_RANK", "PMI_RANK"
 
@@ -133,6 +136,7 @@ class _Keeper:
         if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
             sys.stdout.flush()
             sys.stderr.flush()
+            time.sleep(_FORWARDING_SECONDS)
             self.module.COMM_WORLD.Abort(1)
         let_tasks_end()
         for each in list(self.closing):
