@@ -9,6 +9,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,9 +47,23 @@ def free_place() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def run_nodes(script: Path, ranks: tuple[int, ...], *arguments: str) -> list[tuple[int, str, str]]:
+def run_nodes(script: Path, ranks: tuple[int, ...], *arguments: str) -> list[tuple[str, str, int]]:
     """One launcher for each node, all on this machine but told that they are not; how each ended."""
-    place = free_place()
+    with nodes_running(free_place(), script, ranks, *arguments) as launchers:
+        return [ended(launcher) for launcher in launchers]
+
+
+def ended(launcher: subprocess.Popen[str]) -> tuple[str, str, int]:
+    """What a launcher has printed, and its exit code."""
+    out, err = launcher.communicate(timeout=LIMIT_S)
+    return out, err, launcher.returncode
+
+
+@contextmanager
+def nodes_running(
+    place: str, script: Path, ranks: tuple[int, ...], *arguments: str, options: tuple[str, ...] = ()
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The same, under way. ``options`` are the launchers' own."""
     launchers = []
     for node, nproc in enumerate(ranks):
         command = [
@@ -60,15 +76,16 @@ def run_nodes(script: Path, ranks: tuple[int, ...], *arguments: str) -> list[tup
             "--node-rank",
             str(node),
         ]
-        command += ["--rendezvous", place, "--nproc", str(nproc), str(script), *arguments]
+        command += ["--rendezvous", place, "--nproc", str(nproc), *options, str(script), *arguments]
         environment = {**os.environ, "TORCHESTRA_SECRET": "of this test", "TORCHESTRA_HOST_ID": f"node{node}"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         launchers.append(subprocess.Popen(command, env=environment, text=True, **pipes))
     try:
-        return [(*launcher.communicate(timeout=LIMIT_S), launcher.returncode) for launcher in launchers]
+        yield launchers
     finally:
         for launcher in launchers:
             launcher.kill()
+            launcher.communicate()
 
 
 @pytest.fixture
@@ -95,6 +112,50 @@ def test_the_failure_of_one_node_ends_all_with_its_code(script: Path) -> None:
         r"torchestra: ended because node 1 failed: rank 2 \(pid \d+ on \S+\) failed: exit code 7", first
     )
     assert re.search(r"torchestra: rank 2 \(pid \d+\) failed: exit code 7", second)
+
+
+FAILING = """
+    import os, sys, time
+    rank, folder = int(os.environ["RANK"]), sys.argv[1]
+    def await_the_test():
+        while not os.path.exists(os.path.join(folder, "go on")):
+            time.sleep(0.01)
+"""
+
+
+def test_a_host_whose_ranks_all_fail_does_not_end_the_others(tmp_path: Path) -> None:
+    """What --max-failures allows may be all that a host has: with one rank on each, say, as with one GPU."""
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(FAILING + "    sys.exit(3) if rank == 1 else await_the_test()\n"))
+    options = ("--max-failures", "1")
+    with nodes_running(free_place(), script, (1, 1), str(tmp_path), options=options) as (first, second):
+        _, told, code = ended(second)
+        assert code == 0, told
+        assert re.search(r"torchestra: rank 1 \(pid \d+\) failed: exit code 3\n", told)
+        assert told.endswith("torchestra: no rank is left on this host; those on other hosts go on\n")
+        (tmp_path / "go on").touch()
+        assert ended(first) == ("", "", 0)
+
+
+def test_failures_on_all_hosts_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHESTRA_SECRET", "of this test")
+    script, place = tmp_path / "job.py", free_place()
+    last = """
+    if rank == 0: sys.exit(3)
+    await_the_test()
+    if rank == 3: sys.exit(5)
+    time.sleep(1000)
+"""
+    script.write_text(textwrap.dedent(FAILING + last))
+    with nodes_running(place, script, (2, 2), str(tmp_path), options=("--max-failures", "1")) as launchers:
+        store = PrefixStore("launchers", TCPStore(*parse_rendezvous(place), timeout=LIMIT_S))
+        store.wait(["failures"], LIMIT_S)
+        (tmp_path / "go on").touch()
+        (_, first, code), (_, second, other_code) = map(ended, launchers)
+    assert (code, other_code) == (5, 5), "the second failure is one too many, though the first here"
+    assert "failed: exit code 3; rank 1 goes on" in first
+    assert re.search(r"ended because node 1 failed: rank 3 \(pid \d+ on \S+\) failed: exit code 5", first)
+    assert re.search(r"torchestra: rank 3 \(pid \d+\) failed: exit code 5; rank 2 ended with it\n$", second)
 
 
 def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

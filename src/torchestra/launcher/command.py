@@ -11,12 +11,13 @@ from functools import partial
 
 from torchestra.engine.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
+from torchestra.launcher.blame import Fault
 from torchestra.launcher.cores import usable_cores
 from torchestra.launcher.forks import Forks
 from torchestra.launcher.job import AFTER_FAILURE, Job
 from torchestra.launcher.nodes import Nodes
 from torchestra.launcher.on_ray.arguments import add_ray_arguments, ray_arguments_given
-from torchestra.launcher.output import colours_wanted, open_devices
+from torchestra.launcher.output import Device, colours_wanted, open_devices
 from torchestra.launcher.recorder import Recorder
 from torchestra.launcher.report import (
     failure_abroad,
@@ -44,7 +45,7 @@ through untouched. Rank 0 reads the launcher's standard input, the others read n
 The first rank to fail ends the job, and its exit code is the job's (128 + the number for a signal). With
 --max-failures N, up to N ranks may fail (be killed, raise, exit with a code other than 0) while the others go
 on; if these end well the exit code is 0. For programs that go on without the ranks they lose, by
-group.shrink(): see docs/guides/surviving-failures.md.
+group.shrink(): see docs/guides/surviving-failures.md. With --nnodes, N is of the ranks on all hosts together.
 
 With --nnodes N the job has ranks on N hosts: on each, run the same command with --rendezvous HOST:PORT (of
 node 0) and its own --node-rank; --nproc may differ. All need the same TORCHESTRA_SECRET in their environment.
@@ -190,12 +191,12 @@ def _run_here(options: argparse.Namespace, nproc: int) -> int:
     stdin = StandardInput()
     devices = open_devices(sys.stdout, sys.stderr)
     job = Job(Forks(server, meeting, stdin.for_rank), spec, devices, options.max_failures)
-    job.when_survived = lambda fault: devices[1].say(survived_report(job, fault))
+    job.when_survived = partial(_go_on, job, nodes, devices[1], options.max_failures)
     recorder = Recorder(environment.get(RECORD_VARIABLE))
     job.when_stopped = lambda: recorder.hold(job.pids)
     stdin.relay(job)
     if nodes is not None:
-        job.watch(nodes.news, partial(_end_with_others, job, nodes))
+        job.watch(nodes.news, partial(_hear, job, nodes))
     received: list[int] = []
     try:
         code = run_job(job, received)
@@ -211,14 +212,24 @@ def _run_here(options: argparse.Namespace, nproc: int) -> int:
     return conclude(job, received, nodes) if code is None else code
 
 
-def _end_with_others(job: Job, nodes: Nodes) -> None:
-    """Another node has failed: end this one's ranks."""
+def _go_on(job: Job, nodes: Nodes | None, screen: Device, max_failures: int, fault: Fault) -> None:
+    """A rank has failed, and those that are left on this host need not end for it."""
+    screen.say(survived_report(job, fault))
+    if nodes is not None:
+        nodes.count_failure(fault, max_failures)
+
+
+def _hear(job: Job, nodes: Nodes) -> None:
+    """Another node has failed, or a rank here as one too many of all nodes: end this one's ranks."""
     job.unwatch(nodes.news)
+    job.cause = job.cause or nodes.one_too_many
     job.stop(AFTER_FAILURE)
 
 
 def _tell_others(job: Job, nodes: Nodes, received: list[int]) -> None:
     """Have the other nodes end, if this one has failed or was ended."""
+    nodes.finish_counting()
+    job.cause = job.cause or nodes.one_too_many
     if received:
         name = signal.Signals(received[0]).name
         nodes.tell_failed(128 + received[0], f"ended by {name} on {socket.gethostname()}")

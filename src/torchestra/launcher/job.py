@@ -76,7 +76,8 @@ class Job(Employer):
         crew: where its ranks will be.
         spec: what they run.
         devices: where their standard output and standard error are shown.
-        max_failures: how many ranks may fail without ending the job; one at least must end well.
+        max_failures: how many ranks may fail without ending the job; one at least must end well, here or
+            on another host.
         settle: for how many seconds after a failure others are waited for.
 
     Attributes:
@@ -104,7 +105,7 @@ class Job(Employer):
         self.survived: list[Fault] = []
         self.when_stopped: Callable[[], None] = lambda: None
         self.when_survived: Callable[[Fault], None] = lambda _: None
-        self._max_failures = min(max_failures, spec.nproc - 1)
+        self._max_failures = min(max_failures, (spec.world_size or spec.nproc) - 1)
         self._settle = settle
         self._crew = crew
         self._devices = devices

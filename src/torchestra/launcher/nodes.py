@@ -10,6 +10,7 @@ long::
                programs that use torch.distributed; of two launchers, the one that came later
     members    what stood under all node/K when all had come, as the first to see that read it
     failed     which node failed first, its exit code and why
+    failures   how many ranks have failed, on all nodes, where the job may go on without some
     done/K     node K has ended
     beat/K     a count: the launcher of node K lives
 """
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torchestra
 from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError, StoreTimeoutError
+from torchestra.launcher.blame import Fault
 from torchestra.store import PrefixStore, Store, TCPStore, TCPStoreServer
 from torchestra.store.base import nap
 from torchestra.store.process import ProcessIdentity
@@ -81,6 +83,7 @@ class Nodes:
         first_rank: the number of this node's first rank.
         world_size: how many ranks there are on all nodes.
         other: the failure of another node, once there is one.
+        one_too_many: the failure here that was, of those on all nodes, the first not to be survived.
 
     Raises:
         InvalidArgumentError: the numbers make no sense, the launchers have no secret, another one is the same
@@ -97,6 +100,8 @@ class Nodes:
         self._host, self._port = parse_rendezvous(rendezvous)
         self._server = TCPStoreServer(self._host, self._port) if node == 0 else None
         self.other: OtherFailure | None = None
+        self.one_too_many: Fault | None = None
+        self._counting: list[threading.Thread] = []
         self._reader, self._writer = os.pipe()
         self._closed = threading.Event()
         try:
@@ -202,7 +207,7 @@ class Nodes:
 
     @property
     def news(self) -> int:
-        """A descriptor that can be read once another node has failed."""
+        """A descriptor that can be read once another node has failed, or :attr:`one_too_many` is there."""
         return self._reader
 
     def tell_failed(self, code: int, why: str) -> None:
@@ -210,6 +215,32 @@ class Nodes:
         if self.other is None:
             with contextlib.suppress(DistError, OSError):
                 self._store.compare_set("failed", "", json.dumps([self.node, code, why]))
+
+    def count_failure(self, fault: Fault, most: int) -> None:
+        """Count a failure here among those of all nodes; :attr:`news` tells if it was one too many.
+
+        The store may be slow or gone, and who calls this has ranks to look after: so it is asked on a thread.
+
+        Args:
+            fault: the failure.
+            most: how many the job may survive; one rank at least must end well.
+        """
+        thread = threading.Thread(
+            target=self._count, args=(fault, most), name="torchestra-failures", daemon=True
+        )
+        self._counting.append(thread)
+        thread.start()
+
+    def _count(self, fault: Fault, most: int) -> None:
+        with contextlib.suppress(DistError, OSError):
+            if self._store.add("failures", 1) > min(most, self.world_size - 1):
+                self.one_too_many = fault
+                os.write(self._writer, b"!")
+
+    def finish_counting(self) -> None:
+        """Wait for the answers on all failures that were counted."""
+        for thread in self._counting:
+            thread.join(_SILENT_SECONDS)
 
     def close(self) -> None:
         """Leave; on node 0, once the others have ended, or have been silent for long."""
@@ -219,6 +250,7 @@ class Nodes:
                 self._store.set(f"done/{self.node}", b"")
                 if self.node == 0:
                     self._await_the_others()
+                    self._hear_of_failure()
         finally:
             self._end()
 
@@ -235,6 +267,13 @@ class Nodes:
                     waiting.discard(other)
             if waiting:
                 nap(0.2)
+
+    def _hear_of_failure(self) -> None:
+        """Of one that came after the ranks of this node had ended: it is the job's all the same."""
+        if self.other is None and self._store.check(["failed"]):
+            node, code, why = json.loads(self._store.get("failed"))
+            if node != self.node:
+                self.other = OtherFailure(node, code, why)
 
     def _listen(self) -> None:
         """Say that this launcher lives, and hear whether another node has failed."""

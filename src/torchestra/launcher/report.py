@@ -49,6 +49,8 @@ def survivors_report(job: Job) -> str:
     lost = [job.first_rank + fault.rank for fault in job.survived]
     numbers = [job.first_rank + state.rank for state in job.ranks]
     well = [number for number in numbers if number not in lost]
+    if not well:
+        return "torchestra: no rank is left on this host; those on other hosts go on\n"
     return f"torchestra: {ranks_phrase(well)} ended well, without {ranks_phrase(sorted(lost))}\n"
 
 
