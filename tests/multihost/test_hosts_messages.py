@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from simulated import LAYOUTS, Layout, on_processes, on_threads
 
 import torchestra as dist
+from torchestra.engine.multihost.correspondence import Correspondence
+from torchestra.engine.multihost.lookout import Lookout
+from torchestra.engine.multihost.parcel import Parcel
 from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 
@@ -226,3 +230,38 @@ def break_the_line() -> int:
 def test_a_line_that_breaks_loses_nothing(gloo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HEARTBEAT_VARIABLE, "2")
     assert on_threads((1, 2), break_the_line, gloo=gloo) == [1, 0, 1]
+
+
+def receive_from_one_that_has_left() -> None:
+    group = dist.new_group()
+    if dist.get_rank() == 0:
+        for tag in range(3):
+            dist.send(torch.tensor([tag]), 1, group=group, tag=tag)
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        for tag in (2, 0, 1):
+            dist.recv(received := torch.zeros(1, dtype=torch.int64), 0, group=group, tag=tag)
+            assert received.item() == tag
+        dist.destroy_process_group(group)
+
+
+def test_messages_of_one_that_has_left_are_received_however_slowly_letters_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a loaded machine: a letter is only read when who waits for it has looked around some times."""
+    looked = threading.Semaphore(0)
+    check, take = Lookout.check, Correspondence._take
+
+    def counted_check(self: Lookout, parcel: Parcel) -> None:
+        looked.release()
+        check(self, parcel)
+
+    def slow_take(self: Correspondence, raw: bytes) -> None:
+        for _ in range(4):
+            assert looked.acquire(timeout=10.0)
+        take(self, raw)
+
+    monkeypatch.setattr(Lookout, "check", counted_check)
+    monkeypatch.setattr(Correspondence, "_take", slow_take)
+    on_threads((1, 1), receive_from_one_that_has_left)

@@ -141,6 +141,10 @@ class Correspondence:
         peer = self._peers.get(rank)
         return peer is not None and peer.is_open
 
+    def mark(self) -> threading.Event:
+        """See :meth:`Postman.mark`."""
+        return self._post.mark()
+
     def has_left(self, rank: int) -> bool:
         """Whether a rank has said that it leaves."""
         peer = self._peers.get(rank)

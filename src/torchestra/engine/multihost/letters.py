@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import struct
 import threading
 from collections.abc import Callable
@@ -137,6 +138,7 @@ class Postman:
         self._rank = rank
         self._take, self._look, self._failed = take, look, failed
         self._lock = threading.Lock()
+        self._marks: dict[bytes, threading.Event] = {}
         self._closed = False
         # In the context of the rank that makes it, so that callbacks know which rank they are of.
         run = contextvars.copy_context().run
@@ -164,6 +166,17 @@ class Postman:
             number = self._store.add(f"count/{rank}", 1)
             self._store.set(f"box/{rank}/{number}", bytes(raw))
 
+    def mark(self) -> threading.Event:
+        """An event that is set when all letters that are in this rank's box by now have been read.
+
+        Raises:
+            DistStoreError, DistNetworkError: the store cannot be reached.
+        """
+        sign, mark = b"mark " + os.urandom(8), threading.Event()
+        self._marks[sign] = mark
+        self.put(self._rank, sign)
+        return mark
+
     def close(self) -> None:
         """End the thread."""
         with self._lock:
@@ -187,7 +200,9 @@ class Postman:
                     self._failed(error)
                 return
             number += 1
-            if raw != _WAKE_UP:
+            if (mark := self._marks.pop(raw, None)) is not None:
+                mark.set()
+            elif raw != _WAKE_UP:
                 self._take(raw)
                 pause = self._look()
 

@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
+from torchestra.engine.multihost.correspondence import Correspondence
 from torchestra.engine.multihost.crossing import Crossing
 from torchestra.engine.multihost.parcel import Parcel
 from torchestra.errors import (
     CollectiveTimeoutError,
     DistBackendError,
+    DistError,
     GroupAbortedError,
     RankFailedError,
 )
 
 __all__ = ["Lookout"]
 
-_DOUBT_SECONDS = 0.05
-"""What a rank has written before it went may be read as much later."""
+_LINE_SECONDS = 1.0
+"""How long a line to a rank that is gone may take to break, or to bring what that rank has written."""
+
+_LONGEST_LOOK = 0.1
+
+
+class _Doubt:
+    """A rank is known to be gone; but what it has written before may not have been read.
+
+    It is in this rank's box, or on the line. The first is known for certain: a mark is put into the box, and
+    read after all that. The second is given some time, of which no interruption of this process uses up much.
+
+    Args:
+        letters: of this rank.
+        peer: the rank that is gone.
+        longest: how many seconds it may take to read what is in the box.
+    """
+
+    def __init__(self, letters: Correspondence, peer: int, longest: float) -> None:
+        self._letters, self._peer, self._longest = letters, peer, longest
+        self._waited, self._looked = 0.0, time.monotonic()
+        self._mark = threading.Event()
+        try:
+            self._mark = letters.mark()
+        except (DistError, OSError):
+            self._mark.set()  # nothing comes by the store any more
+
+    def is_over(self) -> bool:
+        """Whether all has been read; to be asked again and again."""
+        now = time.monotonic()
+        self._waited += min(now - self._looked, _LONGEST_LOOK)
+        self._looked = now
+        if self._letters.is_direct(self._peer) and self._waited < _LINE_SECONDS:
+            return False
+        return self._mark.is_set() or self._waited > self._longest
 
 
 class Lookout:
@@ -24,10 +60,12 @@ class Lookout:
 
     Args:
         crossing: the group's.
+        letters: of this rank.
     """
 
-    def __init__(self, crossing: Crossing) -> None:
+    def __init__(self, crossing: Crossing, letters: Correspondence) -> None:
         self._crossing = crossing
+        self._letters = letters
         self._hosts = crossing.hosts
         self._member = crossing.member
 
@@ -65,10 +103,9 @@ class Lookout:
 
     def _give_up_on(self, parcel: Parcel, peer: int, fate: str) -> None:
         """The other rank is gone: raise, unless what it has written may still be on its way."""
-        now = time.monotonic()
-        if parcel.doubted is None:
-            parcel.doubted = now
-        if now - parcel.doubted < _DOUBT_SECONDS:
+        if parcel.doubt is None:
+            parcel.doubt = _Doubt(self._letters, peer, self._crossing.outlook.bound)
+        if not parcel.doubt.is_over():
             return
         who = self._hosts.describe(peer)
         why = f"{who} {fate}; {self._hosts.describe(self._crossing.rank)} saw it in {parcel.what}"

@@ -72,7 +72,6 @@ class Messages:
         self._member = crossing.member
         self._mailbox: Mailbox = crossing.local.mailbox
         self._store, self._kind = store, bridge
-        self._lookout = Lookout(crossing)
         self._whose = f"group {crossing.name!r}, rank {crossing.rank}: "
         self._lock = threading.RLock()
         self._letters = Correspondence(
@@ -86,6 +85,7 @@ class Messages:
             self._look_after_all,
             self._lose_store,
         )
+        self._lookout = Lookout(crossing, self._letters)
         self._numbers = itertools.count(1)
         self._wanted: list[Parcel] = []  # receives that nothing has come for, in their order
         self._offers: list[Offer] = []  # what nobody has received yet, in the order of its coming
@@ -286,6 +286,8 @@ class Messages:
                     self._look_after(parcel)
                 except DistError as error:
                     self._withdraw(parcel, error)
+        if any(parcel.doubt is not None for parcel in parcels):
+            return _LOOK_SECONDS
         return min([_LONGEST_PAUSE, *(max(_LOOK_SECONDS, parcel.remaining()) for parcel in parcels)])
 
     def _look_after(self, parcel: Parcel) -> None:

@@ -60,7 +60,7 @@ class Parcel:
         part: how many bytes of the message go in letters, ahead of the others.
         filled, got: how many of these have come, and how many of all.
         broken: the way to the other rank has failed, when and why.
-        doubted: since when the other rank is known to be gone.
+        doubt: the other rank is known to be gone; who decides whether to wait on keeps here what it knows.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Parcel:
         self.part = 0
         self.filled = self.got = 0
         self.broken: tuple[float, str] | None = None
-        self.doubted: float | None = None
+        self.doubt: Any = None
         self.offered = 0
         self._started = time.monotonic()
         self._latch = threading.Lock()
