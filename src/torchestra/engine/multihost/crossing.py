@@ -16,7 +16,7 @@ died, a host or a rank elsewhere that is gone (warden.py), the deadline.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,8 +50,29 @@ _TEXT_BYTES = 768
 _LOOK_SECONDS = 0.05
 _EXPLANATION_SECONDS = 0.01
 
-_Suspects = tuple[int | None, frozenset[int]]
-_NOBODY: _Suspects = (None, frozenset())
+_DOUBT_SECONDS, _LONGEST_LOOK = 1.0, 0.1
+"""For how long what a rank elsewhere has sent before it went may be on its way; how much a look counts."""
+
+
+class _Suspects:
+    """Ranks that seem to be gone, while one wait lasts. They may have done their part before they went.
+
+    Attributes:
+        here: a rank of this host; for what it has done, it takes a second look.
+    """
+
+    def __init__(self) -> None:
+        self.here: int | None = None
+        self._looked = time.monotonic()
+        self._seconds: dict[int, float] = {}  # by rank elsewhere: for how long, while this rank looked
+
+    def certain(self, gone: Iterable[int]) -> frozenset[int]:
+        """Those of some ranks elsewhere that have been gone for so long that nothing of theirs will come."""
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, _LONGEST_LOOK), now
+        self._seconds = {rank: self._seconds.get(rank, -passed) + passed for rank in gone}
+        return frozenset(rank for rank, seconds in self._seconds.items() if seconds >= _DOUBT_SECONDS)
+
 
 
 @dataclass
@@ -170,29 +191,25 @@ class Crossing:
         Raises:
             GroupAbortedError, RankFailedError, CollectiveTimeoutError: as from :meth:`Member.check`.
         """
-        suspects = _NOBODY
+        suspects = _Suspects()
         try:
             while not pending.wait(_LOOK_SECONDS):
-                suspects = self._look_around(call, suspects)
+                self._look_around(call, suspects)
+                if gone := suspects.certain(self._gone_elsewhere()):
+                    self._give_up_on(gone, call)
             return
         except BridgeError as error:
             failure = error
         # Not in the handler: that a rank died is told without what the bridge had to say of it.
         self._explain(failure, call)
 
-    def _look_around(self, call: Call, suspects: _Suspects) -> _Suspects:
-        """Raise if waiting any longer is in vain; who is gone, to be handed in the next time.
-
-        A rank may have done its part before it went, so it takes two looks.
-        """
-        here = self.member.check(str(call), self.place, time.monotonic(), float("inf"), suspects[0])
-        gone = self._gone_elsewhere()
-        if gone & suspects[1]:
-            self._give_up_on(gone & suspects[1], call)
+    def _look_around(self, call: Call, suspects: _Suspects) -> None:
+        """Raise if waiting any longer is in vain, whoever is gone elsewhere."""
+        doing, now = str(call), time.monotonic()
+        suspects.here = self.member.check(doing, self.place, now, float("inf"), suspects.here)
         waited = time.monotonic() - call.patience.started()
         if waited > call.seconds:
             self._time_out(call, waited)
-        return here, gone
 
     def _gone_elsewhere(self) -> frozenset[int]:
         outlook = self.outlook
@@ -232,9 +249,11 @@ class Crossing:
     def _explain(self, error: BridgeError, call: Call) -> None:
         """The bridge has failed: find out why within the heartbeat bound, and raise it."""
         deadline = time.monotonic() + self.outlook.bound
-        suspects = _NOBODY
+        suspects = _Suspects()
         while time.monotonic() < deadline:
-            suspects = self._look_around(call, suspects)
+            self._look_around(call, suspects)
+            if gone := self._gone_elsewhere():
+                self._give_up_on(gone, call)
             time.sleep(_EXPLANATION_SECONDS)
         self.member.abort(
             f"the way from {self.hosts.describe(self.rank)} to other hosts failed in {call}: {error}"

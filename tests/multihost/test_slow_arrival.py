@@ -1,0 +1,65 @@
+"""What a rank elsewhere has sent before it went arrives, however late this host comes to take it in."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from simulated import on_threads
+
+import torchestra as dist
+from torchestra.engine.multihost.crossing import Crossing
+from torchestra.engine.multihost.thread_bridge import ThreadBridge
+from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE, Warden
+
+LOOKS = 5
+LENGTH = 100_000
+
+
+class LatePending:
+    """Has come, but is only seen when who waits has looked around some times since its sender has left."""
+
+    def __init__(self, pending: Any, outlook: Warden) -> None:
+        self._pending, self._outlook = pending, outlook
+        self._looks = 0
+
+    def wait(self, seconds: float) -> bool:
+        if self._looks < LOOKS:
+            self._looks += bool(self._outlook.left)
+            time.sleep(0.001)
+            return False
+        return bool(self._pending.wait(seconds))
+
+
+def receive_from_one_that_leaves() -> None:
+    group = dist.new_group()
+    tensor = torch.full((LENGTH,), float(dist.get_rank()))
+    dist.broadcast(tensor, 0, group=group)
+    assert not tensor.any()
+    dist.destroy_process_group(group)
+
+
+def test_a_broadcast_arrives_though_its_root_has_left_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, "2")
+    wait, late = Crossing.wait, []
+
+    def wait_late(self: Crossing, pending: Any, call: Any) -> None:
+        if pending in late:
+            late.remove(pending)
+            assert isinstance(self.outlook, Warden)
+            pending = LatePending(pending, self.outlook)
+        wait(self, pending, call)
+
+    broadcast = ThreadBridge.broadcast
+
+    def broadcast_late(self: ThreadBridge, tensor: torch.Tensor, root: int, seconds: float) -> Any:
+        pending = broadcast(self, tensor, root, seconds)
+        if self.host != root:
+            late.append(pending)
+        return pending
+
+    monkeypatch.setattr(Crossing, "wait", wait_late)
+    monkeypatch.setattr(ThreadBridge, "broadcast", broadcast_late)
+    on_threads((1, 1), receive_from_one_that_leaves)
