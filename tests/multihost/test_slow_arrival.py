@@ -1,8 +1,9 @@
-"""What a rank elsewhere has sent before it went arrives, however late this host comes to take it in."""
+"""What a rank elsewhere has sent before it went arrives, and why the way failed is told, however late."""
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,15 @@ import torch
 from simulated import on_threads
 
 import torchestra as dist
+from torchestra.engine import operations, patience
+from torchestra.engine.multihost import crossing
+from torchestra.engine.multihost.bridge import BridgeError
 from torchestra.engine.multihost.crossing import Crossing
+from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.thread_bridge import ThreadBridge
 from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE, Warden
+from torchestra.engine.operations import Kind
+from torchestra.errors import GroupAbortedError
 
 LOOKS = 5
 LENGTH = 100_000
@@ -63,3 +70,33 @@ def test_a_broadcast_arrives_though_its_root_has_left_meanwhile(monkeypatch: pyt
     monkeypatch.setattr(Crossing, "wait", wait_late)
     monkeypatch.setattr(ThreadBridge, "broadcast", broadcast_late)
     on_threads((1, 1), receive_from_one_that_leaves)
+
+
+def test_the_reason_for_a_failed_way_is_waited_for_until_whoever_finds_it_must_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That the store is gone is told after a bound of sleeps, each of which lasts longer under load."""
+    now, bound = [100.0], 2.0
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    for module in (crossing, patience):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+
+    class ToldLate:
+        def check(self, *_: Any) -> None:
+            if now[0] > 100 + 1.3 * bound:
+                raise GroupAbortedError("the store is gone")
+
+        def abort(self, why: str) -> None:
+            raise AssertionError(why)
+
+    made = Crossing.__new__(Crossing)
+    made.member = ToldLate()  # type: ignore[assignment]
+    made.outlook = SimpleNamespace(bound=bound)  # type: ignore[assignment]
+    made.hosts = Hosts([[0], [1]], ["a", "b"])
+    made.rank = made.place = 0
+    call = crossing.Call(operations.pack(Kind.barrier), 0, 60.0, None)
+    with pytest.raises(GroupAbortedError, match="the store is gone"):
+        made._explain(BridgeError("reset"), call)

@@ -33,7 +33,7 @@ from torchestra.engine.operations import Kind
 from torchestra.engine.patience import Patience
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
 
-__all__ = ["EARLY", "Call", "Crossing", "bytes_of", "split_evenly"]
+__all__ = ["EARLY", "EXPLANATION_BOUNDS", "Call", "Crossing", "bytes_of", "split_evenly"]
 
 EARLY = 2
 """How often an end sends each other end something before it is known that all ranks have called the same."""
@@ -47,6 +47,9 @@ _INLINE_BYTES, _LEAST_INLINE_BYTES = 1 << 16, 1 << 12
 _HEAD_WORDS = 4
 _HEAD_BYTES = 8 * _HEAD_WORDS
 _TEXT_BYTES = 768
+EXPLANATION_BOUNDS = 1.5
+"""For how many heartbeat bounds the way to another host has failed before it is told without the reason."""
+
 _LOOK_SECONDS = 0.05
 _EXPLANATION_SECONDS = 0.01
 
@@ -72,7 +75,6 @@ class _Suspects:
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK), now
         self._seconds = {rank: self._seconds.get(rank, -passed) + passed for rank in gone}
         return frozenset(rank for rank, seconds in self._seconds.items() if seconds >= _DOUBT_SECONDS)
-
 
 
 @dataclass
@@ -247,10 +249,10 @@ class Crossing:
         raise CollectiveTimeoutError(message + report, missing or tuple(others))
 
     def _explain(self, error: BridgeError, call: Call) -> None:
-        """The bridge has failed: find out why within the heartbeat bound, and raise it."""
-        deadline = time.monotonic() + self.outlook.bound
-        suspects = _Suspects()
-        while time.monotonic() < deadline:
+        """The bridge has failed: find out why, and raise it. Who has to tell needs the heartbeat bound."""
+        seconds = EXPLANATION_BOUNDS * self.outlook.bound
+        patience, suspects = Patience(seconds), _Suspects()
+        while time.monotonic() - patience.started() < seconds:
             self._look_around(call, suspects)
             if gone := self._gone_elsewhere():
                 self._give_up_on(gone, call)

@@ -6,7 +6,7 @@ import threading
 import time
 
 from torchestra.engine.multihost.correspondence import Correspondence
-from torchestra.engine.multihost.crossing import Crossing
+from torchestra.engine.multihost.crossing import EXPLANATION_BOUNDS, Crossing
 from torchestra.engine.multihost.parcel import Parcel
 from torchestra.errors import (
     CollectiveTimeoutError,
@@ -75,7 +75,7 @@ class Lookout:
         Raises:
             GroupAbortedError: the group can be used no more, or the other rank has left it.
             RankFailedError: the other rank has died.
-            DistBackendError: the way to it has failed, and nobody has told why within the heartbeat bound.
+            DistBackendError: the way to it has failed, and nobody tells why.
             CollectiveTimeoutError: its time is over, and it has not begun to move.
         """
         if self._member.is_aborted:
@@ -85,7 +85,7 @@ class Lookout:
             self._give_up_on(parcel, peer, fate)
         if parcel.broken is not None:
             since, why = parcel.broken
-            if time.monotonic() - since > self._crossing.outlook.bound:
+            if time.monotonic() - since > EXPLANATION_BOUNDS * self._crossing.outlook.bound:
                 raise self.failure(parcel, why)
         elif parcel.partner is None and parcel.remaining() <= 0:
             others = (each for each in range(self._hosts.size) if each != self._crossing.rank)
