@@ -42,6 +42,8 @@ _LOOK_SECONDS = 1.0
 _PATIENCE = 5.0
 _LISTEN_SECONDS = 1.0
 _SILENT_SECONDS = 10.0
+_REST_SECONDS = 0.2
+_LONGEST_LOOK = 1.0
 
 
 class OtherFailure(NamedTuple):
@@ -255,18 +257,22 @@ class Nodes:
             self._end()
 
     def _await_the_others(self) -> None:
-        heard: dict[int, tuple[bytes, float]] = {}
+        """Time in which this process, and the store with it, was stopped is no silence of the others."""
+        heard: dict[int, bytes] = {}
+        silent: dict[int, float] = {}
         waiting = set(range(1, self.nnodes))
+        looked = time.monotonic()
         while waiting:
             now = time.monotonic()
+            passed, looked = min(now - looked, _LONGEST_LOOK), now
             for other in tuple(waiting):
                 beat = self._store.get(f"beat/{other}") if self._store.check([f"beat/{other}"]) else b""
-                if heard.get(other, (None, 0.0))[0] != beat:
-                    heard[other] = (beat, now)
-                if self._store.check([f"done/{other}"]) or now - heard[other][1] > _SILENT_SECONDS:
+                silent[other] = silent[other] + passed if heard.get(other) == beat else 0.0
+                heard[other] = beat
+                if self._store.check([f"done/{other}"]) or silent[other] > _SILENT_SECONDS:
                     waiting.discard(other)
             if waiting:
-                nap(0.2)
+                nap(_REST_SECONDS)
 
     def _hear_of_failure(self) -> None:
         """Of one that came after the ranks of this node had ended: it is the job's all the same."""
@@ -277,18 +283,24 @@ class Nodes:
 
     def _listen(self) -> None:
         """Say that this launcher lives, and hear whether another node has failed."""
-        count = 0
+        store = self._store.clone()
+        store.set_timeout(_SILENT_SECONDS)
+        count, unanswered = 0, False
         while not self._closed.is_set():
             try:
                 count += 1
-                self._store.set(f"beat/{self.node}", str(count))
-                self._store.wait(["failed"], _LISTEN_SECONDS)
-                node, code, why = json.loads(self._store.get("failed"))
+                store.set(f"beat/{self.node}", str(count))
+                store.wait(["failed"], _LISTEN_SECONDS)
+                node, code, why = json.loads(store.get("failed"))
             except StoreTimeoutError:
+                unanswered = False
                 continue
             except DistNetworkError as error:
                 if self._closed.is_set():
                     return
+                if isinstance(error.__cause__, TimeoutError) and not unanswered:
+                    unanswered = True  # perhaps both were stopped: then there is an answer now
+                    continue
                 node, code, why = 0, 1, f"its launcher at {self._host} has ended, or is not reached ({error})"
             if node != self.node:
                 self.other = OtherFailure(node, code, why)
