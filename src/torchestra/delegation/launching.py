@@ -17,6 +17,7 @@ from torchestra.delegation.lane import Lane
 from torchestra.delegation.watch import Flight, Watch
 from torchestra.engine.callsites import call_site
 from torchestra.engine.member import Member
+from torchestra.engine.patience import Patience
 from torchestra.errors import DistError
 
 __all__ = ["EVERYBODY", "LateBackend"]
@@ -88,7 +89,7 @@ class LateBackend:
                 self._connected |= ends
         except RuntimeError as error:
             self._raise_cause(doing, error)
-        self.watch.add(Flight(doing, work.is_completed, seconds, time.monotonic(), site))
+        self.watch.add(Flight(doing, work.is_completed, seconds, Patience(seconds), site))
         return work
 
     def settle(self, work: Any, doing: str) -> None:
@@ -126,7 +127,7 @@ class LateBackend:
                 ended.set()
 
         threading.Thread(target=launch, name="torchestra-devices-connect", daemon=True).start()
-        self.watch.add(Flight(doing, ended.is_set, seconds, time.monotonic(), site))
+        self.watch.add(Flight(doing, ended.is_set, seconds, Patience(seconds), site))
         while not ended.wait(_CONNECT_LOOK_SECONDS):
             self.refuse()
         (result,) = outcome

@@ -20,6 +20,7 @@ from functools import partial
 from typing import NamedTuple
 
 from torchestra.engine.member import Member
+from torchestra.engine.patience import Patience
 from torchestra.errors import CollectiveTimeoutError, DistBackendError
 
 __all__ = ["Flight", "Watch"]
@@ -35,14 +36,15 @@ class Flight(NamedTuple):
     Attributes:
         doing: what it is, for messages.
         is_done: asks whether it has ended.
-        seconds: how long it may take, since ``began`` (time.monotonic()).
+        seconds: how long it may take.
+        patience: the time that it has used up.
         site: the line of the program that called.
     """
 
     doing: str
     is_done: Callable[[], bool]
     seconds: float
-    began: float
+    patience: Patience
     site: str
 
 
@@ -150,10 +152,11 @@ class Watch:
         self._suspect = member.check(
             doing, None, now, float("inf"), self._suspect, alone=True, site=flight.site
         )
-        if now - flight.began <= flight.seconds:
+        waited = now - flight.patience.started()
+        if waited <= flight.seconds:
             return
         message = (
-            f"{doing} of group {self._name!r} timed out after {now - flight.began:.1f} s on rank"
+            f"{doing} of group {self._name!r} timed out after {waited:.1f} s on rank"
             f" {member.own_number} (the timeout is {flight.seconds:g} s); it was called at {flight.site}."
         )
         member.abort(message, explain=partial(member.report, range(member.size), flight.site))

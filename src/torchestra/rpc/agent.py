@@ -26,7 +26,7 @@ from torchestra.autograd.here import here
 from torchestra.engine.channels import Message
 from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
 from torchestra.rpc import failures
-from torchestra.rpc.calls import Call, Named, name_of
+from torchestra.rpc.calls import Call, Named, Pauses, name_of
 from torchestra.rpc.crew import Crew, Job
 from torchestra.rpc.encoding import (
     Outgoing,
@@ -87,6 +87,7 @@ class Agent:
         self._ending: set[int] = set()  # calls whose answer is here, and not yet told of
         self.calls_made = 0
         self._gone: dict[int, str] = {}
+        self._pauses = Pauses()
         self.office = roads.office(self._is_lost)
         self.crew = Crew(self.info.name, self.office, self._sort, self._look, kept, limit)
 
@@ -408,6 +409,9 @@ class Agent:
             self.close()  # a rank that is a thread has ended without shutdown()
             return
         now = time.monotonic()
+        self._pauses.look(now, self.pending, self.waits)
+        if any(call.deadline is not None and now > call.deadline for call in self.pending.copy().values()):
+            self.crew.drain()  # the answer may be here, and nobody have had the time to read it
         for number, call in self.pending.copy().items():
             if call.deadline is not None and now > call.deadline:
                 self._fail(number, self._timeout_error(call, now))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from torch.futures import Future
 
 from torchestra.autograd.here import in_same_context
+
+_LONGEST_LOOK = 0.5
 
 
 class RpcFuture(Future):  # type: ignore[type-arg]
@@ -77,6 +80,23 @@ class Call:
         self.done = False
         self.leading = False
         self.latch: threading.Lock | None = None
+
+
+class Pauses:
+    """Has time in which this process was stopped not count for calls. Told by who looks after them."""
+
+    def __init__(self) -> None:
+        self._looked = time.monotonic()
+
+    def look(self, now: float, *calls: dict[int, Call]) -> None:
+        """Put off the deadlines of calls that were under way in a pause, if there was one."""
+        since, self._looked = self._looked, now
+        for each in calls if now - since > _LONGEST_LOOK else ():
+            for call in each.copy().values():
+                pause = now - max(since, call.began) - _LONGEST_LOOK
+                if call.deadline is not None and pause > 0:
+                    call.began += pause
+                    call.deadline += pause
 
 
 class Named:

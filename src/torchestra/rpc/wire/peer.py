@@ -19,6 +19,7 @@ HELLO = b"\0\0"  # all its connections are there
 FRAMES_IN_ADVANCE = 64  # that ZeroMQ keeps at either end of a connection
 _MOST_QUEUED = 1 << 26  # bytes
 _ENDED_SECONDS = 0.15
+_ENDED_TICK = 0.05
 _FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this worker's key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what answers there is another program",
@@ -54,7 +55,8 @@ class Peer:
         self.blocked = False
         self.assembly = Assembly(rank)
         self._monitor: zmq.Socket[Any] | None = socket.get_monitor_socket(_EVENTS)
-        self._ended: float | None = None
+        self._ended: float | None = None  # for how long the connection has been ended, with nothing heard
+        self._looked = 0.0
         self._queue: deque[tuple[int, Callable[[], Iterator[bytes | memoryview]]]] = deque()
         self._frames: Iterator[bytes | memoryview] | None = None
         self._frame: bytes | memoryview | None = None
@@ -139,17 +141,21 @@ class Peer:
                 self.joined, self.heard = True, clock
             elif self.joined:
                 if self._ended is None:
-                    self._ended = clock
+                    self._ended = 0.0
             elif not self.refused:
                 self.refused = _FAILED.get(event, str(event))
         if self.how or not self.joined:
             return
         if self._ended is not None:
-            # What it sent before may still be on its way from ZeroMQ, on a connection of its own.
-            if clock - max(self._ended, self.heard) > _ENDED_SECONDS:
+            # What it sent before may still be on its way from ZeroMQ, on a connection of its own. So it takes
+            # some looks: after a pause of this process ZeroMQ is as far behind as this thread.
+            passed = min(clock - self._looked, _ENDED_TICK)
+            self._ended = 0.0 if self.heard >= self._looked else self._ended + passed
+            if self._ended > _ENDED_SECONDS:
                 self.how = "died (its connection has ended)"
         elif clock - self.heard > heartbeat:
             self.how = f"died or is cut off (nothing has been heard of it for {clock - self.heard:.1f} s)"
+        self._looked = clock
 
     def close(self, linger: int) -> None:
         """End the connection; ``linger``: milliseconds for what ZeroMQ still has."""

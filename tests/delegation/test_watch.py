@@ -1,0 +1,49 @@
+"""For how long an operation on a device may take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchestra.delegation import watch
+from torchestra.delegation.watch import Flight, Watch
+from torchestra.engine import patience
+from torchestra.errors import CollectiveTimeoutError, GroupAbortedError
+
+
+class Alone:
+    """A rank of a group in which nobody dies."""
+
+    own_number, size = 0, 1
+
+    def check(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def report(self, *_: Any) -> str:
+        return ""
+
+    def abort(self, why: str, explain: object) -> None:
+        self.why = why
+
+    def aborted(self) -> GroupAbortedError:
+        return GroupAbortedError(self.why)
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    for module in (watch, patience):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watching = Watch(Alone(), "world", lambda: None)  # type: ignore[arg-type]
+    flight = Flight("all_reduce", lambda: False, 10.0, patience.Patience(10.0), "here")
+    now[0] += 100.0
+    watching._check(flight, now[0])
+    for _ in range(150):
+        now[0] += 0.05
+        watching._check(flight, now[0])
+    for _ in range(50):
+        now[0] += 0.05
+        flight.patience.started()
+    with pytest.raises(CollectiveTimeoutError, match=r"timed out after 10\.\d s"):
+        watching._check(flight, now[0])

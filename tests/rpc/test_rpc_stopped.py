@@ -1,0 +1,69 @@
+"""Workers that were stopped for a while, with what they had under way."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import rpc_workers
+import worlds
+from torchestra import rpc
+from torchestra.rpc.calls import Call, Pauses
+from torchestra.rpc.wire.peer import Peer
+
+
+def answer_late(note: str) -> int:
+    worlds.await_note(note)
+    return 5
+
+
+def call_and_be_stopped() -> int:
+    """All are stopped for longer than the call may take; the answer comes right afterwards."""
+    rank = rpc_workers.begin()
+    found = 5
+    if rank == 0:
+        future = rpc.rpc_async("worker1", answer_late, ("go",), timeout=2.0)
+        worlds.leave_note("calling")
+        found = future.wait()
+    rpc.shutdown()
+    return found
+
+
+def test_a_call_does_not_time_out_because_the_workers_were_stopped() -> None:
+    with worlds.processes(2, call_and_be_stopped) as world:
+        world.await_file("calling")
+        for rank in range(2):
+            world.signal(rank, signal.SIGSTOP)
+        time.sleep(2.5)
+        Path(world.path("go")).touch()
+        for rank in range(2):
+            world.signal(rank, signal.SIGCONT)
+        assert worlds.results(world.finish()) == [5, 5]
+
+
+def test_a_pause_puts_off_the_deadlines_of_calls_that_were_under_way() -> None:
+    pauses = Pauses()
+    pauses.look(100.0)
+    before, after = (Call(1, "f", began, began + 5.0, None, lambda _: None) for began in (99.0, 119.9))
+    pauses.look(120.0, {1: before, 2: after})
+    assert before.deadline == pytest.approx(104.0 + 19.5)
+    assert before.began == pytest.approx(99.0 + 19.5)
+    assert after.deadline == pytest.approx(124.9)
+
+
+def test_a_worker_whose_connection_has_ended_is_not_gone_because_this_process_paused() -> None:
+    """What it sent before may not have been read: whatever reads it has paused as well."""
+    peer = Peer.__new__(Peer)
+    peer.joined, peer.how, peer.heard = True, "", 0.0
+    peer._monitor, peer._ended, peer._looked = None, 0.0, 0.1
+    peer.look(0.6, 60.0)
+    assert not peer.how
+    peer.heard = 0.6  # something has come
+    peer.look(1.1, 60.0)
+    assert not peer.how
+    for tick in range(1, 6):
+        peer.look(1.1 + tick / 20, 60.0)
+    assert peer.how == "died (its connection has ended)"
