@@ -12,7 +12,7 @@ from simulated import on_threads
 
 import torchestra as dist
 from torchestra.engine import operations, patience
-from torchestra.engine.multihost import crossing
+from torchestra.engine.multihost import crossing, parcel
 from torchestra.engine.multihost.bridge import BridgeError
 from torchestra.engine.multihost.crossing import Crossing
 from torchestra.engine.multihost.hosts import Hosts
@@ -70,6 +70,20 @@ def test_a_broadcast_arrives_though_its_root_has_left_meanwhile(monkeypatch: pyt
     monkeypatch.setattr(Crossing, "wait", wait_late)
     monkeypatch.setattr(ThreadBridge, "broadcast", broadcast_late)
     on_threads((1, 1), receive_from_one_that_leaves)
+
+
+def test_a_message_does_not_time_out_because_this_process_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(parcel, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    waiting = parcel.Parcel("recv", 1, torch.empty(1), 0, 0, 10.0, None)
+    now[0] += 100.0
+    assert waiting.remaining() > 5
+    for _ in range(10):
+        now[0] += 1.0
+        left = waiting.remaining()
+    assert left < 0
 
 
 def test_the_reason_for_a_failed_way_is_waited_for_until_whoever_finds_it_must_have(

@@ -15,6 +15,9 @@ from torchestra.engine.channels import Transfer
 
 __all__ = ["Offer", "Parcel"]
 
+_LONGEST_LOOK = 2.0
+"""Who looks after messages does so every second at least."""
+
 
 @dataclass
 class Offer:
@@ -91,7 +94,7 @@ class Parcel:
         self.broken: tuple[float, str] | None = None
         self.doubt: Any = None
         self.offered = 0
-        self._started = time.monotonic()
+        self._waited, self._looked = 0.0, time.monotonic()
         self._latch = threading.Lock()
         self._latch.acquire()
         self._lock = threading.Lock()
@@ -115,8 +118,11 @@ class Parcel:
         return offer.tag == self.tag and self.peer in (None, offer.source)
 
     def remaining(self) -> float:
-        """For how many seconds it may still wait."""
-        return self.seconds - (time.monotonic() - self._started)
+        """For how many seconds it may still wait. No interruption of this process uses up much of them."""
+        now = time.monotonic()
+        self._waited += min(now - self._looked, _LONGEST_LOOK)
+        self._looked = now
+        return self.seconds - self._waited
 
     def wait(self, seconds: float) -> bool:
         """Wait for its end, at most so long; whether it has ended."""
