@@ -132,8 +132,8 @@ def test_a_forked_child_that_closes_what_it_inherited_disturbs_nobody(road: str)
 
 def miss_a_silent_one() -> str:
     rank = begin_on("wire", heartbeat_timeout=2.0)
+    worlds.leave_note(f"ready-{rank}")
     if rank == 1:
-        worlds.leave_note("ready")
         time.sleep(60)
     worlds.await_note("stopped")
     with pytest.raises(WorkerFailedError, match=r"'worker1' \(rank 1\) died or is cut off") as caught:
@@ -144,7 +144,8 @@ def miss_a_silent_one() -> str:
 
 def test_a_worker_on_another_host_that_falls_silent_is_given_up() -> None:
     with worlds.processes(2, miss_a_silent_one) as world:
-        world.await_file("ready")
+        for rank in range(2):  # or the other would still be about to meet this one
+            world.await_file(f"ready-{rank}")
         world.signal(1, signal.SIGSTOP)
         with open(world.path("stopped"), "w"):
             pass
