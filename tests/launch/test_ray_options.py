@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import torchestra as dist
 from torchestra.cli import main
-from torchestra.errors import InvalidArgumentError, NotReadyError
+from torchestra.errors import DistError, InvalidArgumentError, NotReadyError
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,18 @@ def test_where_ray_is_missing_the_extra_is_named(
     script.touch()
     assert main(["run", "--on", "ray", str(script)]) == 1
     assert "pip install 'torchestra[ray]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_nobody_listens_is_refused_before_ray_tries_it(
+    monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """Ray would try it for half a minute, or for minutes."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"{scheme}127.0.0.1:{probe.getsockname()[1]}"
+    with pytest.raises(DistError, match=rf"no connection to a Ray cluster at {address}: \[Errno"):
+        dist.launch(print, 2, on=dist.RayOptions(address=address))
 
 
 @pytest.mark.parametrize(

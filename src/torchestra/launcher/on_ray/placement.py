@@ -79,8 +79,8 @@ class Cluster:
 
 
 def _check_reachable(address: str | None) -> None:
-    """Fail at once where nobody listens; Ray itself would go on trying for minutes."""
-    host, _, port = (address or "").rpartition(":")
+    """Fail at once where nobody listens; Ray itself would go on trying for half a minute or for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         return
     try:
