@@ -171,6 +171,17 @@ def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         Nodes(2, 0, "127.0.0.1:1", 1, 1)
 
 
+def test_node_0_that_is_not_at_the_rendezvous_says_so_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts whose node ranks are exchanged would wait for each other for ten minutes."""
+    monkeypatch.setenv("TORCHESTRA_SECRET", "a secret")
+    monkeypatch.setattr(meeting, "_OWN_SECONDS", 0.5)
+    of_no_host = free_place().replace("127.0.0.1", "192.0.2.1")
+    with pytest.raises(
+        DistError, match=f"--node-rank 0 listens at --rendezvous {of_no_host}; is that an address"
+    ):
+        Nodes(2, 0, of_no_host, 1, 1)
+
+
 class Launchers:
     """Launchers of one job in this process, each on a thread of its own. As a context, ends them."""
 

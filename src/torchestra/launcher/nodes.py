@@ -38,6 +38,8 @@ from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
 __all__ = ["Nodes", "OtherFailure", "parse_rendezvous"]
 
 _MEET_SECONDS = 600.0
+_OWN_SECONDS = 30.0
+"""For node 0 to reach the store that it serves itself. If it does not, the address is not its host's."""
 _LOOK_SECONDS = 1.0
 _PATIENCE = 5.0
 _LISTEN_SECONDS = 1.0
@@ -119,13 +121,15 @@ class Nodes:
         self._thread.start()
 
     def _reached(self, rendezvous: str) -> Store:
+        limit = _MEET_SECONDS if self._server is None else _OWN_SECONDS
         try:
-            joint = TCPStore(self._host, self._port, timeout=_MEET_SECONDS)
+            joint = TCPStore(self._host, self._port, timeout=limit)
         except DistNetworkError as error:
             raise DistNetworkError(
                 f"{error} (The launcher with --node-rank 0 listens at --rendezvous {rendezvous}; is that an"
                 " address of its host?)"
             ) from error
+        joint.set_timeout(_MEET_SECONDS)
         return PrefixStore("launchers", joint)
 
     def _meet(self, rendezvous: str, nproc: int, port: int) -> list[dict[str, Any]]:
