@@ -66,7 +66,7 @@ def test_everything_works_between_hosts(
     network: Network, launcher: str, layout: Layout, members: list[list[int]]
 ) -> None:
     with launched(launcher, network, layout, in_default_group, everything_over_mpi) as world:
-        found = results(world.finish())
+        found = results(world.finish(limit=100.0))  # six ranks that poll, on a loaded machine of two cores
     assert [each for each, _ in found] == [members] * sum(layout)
     assert len({trained for _, trained in found}) == 1, "the ranks differ"
     assert found[0][1][1] > 0.8
