@@ -125,7 +125,7 @@ class RankRecord:
         operation_bytes, message_bytes: of all that have ended.
         operations_waited, messages_waited: seconds, in collectives and in blocking receives.
         waited_for: by rank, seconds of both. Of ranks waited for to get to the same point, the one that came
-            last has it all.
+            last has it all. Of ranks on other hosts it is not told, and 0.
         waiting_for: the rank that it waits for in a collective at this moment, or None; None also
             while it waits for other hosts.
         waiting_since: when that wait began, by ``time.monotonic()``, or None.
@@ -273,7 +273,10 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
     numbers, size = _numbering(arena)
     crosses = _host_name(arena) is not None
     operations_ = _ring(arena, record + (at.CROSSINGS_AT if crosses else at.OPERATIONS_AT))
-    messages = _ring(arena, record + at.MESSAGES_AT)
+    messages = [(row, numbers) for row in _ring(arena, record + at.MESSAGES_AT)]
+    if crosses:
+        parcels = _ring(arena, record + at.PARCELS_AT)
+        messages = sorted([*messages, *((row, range(size)) for row in parcels)], key=_stamp)
     since = arena.word(record + at.WAITING_SINCE)
     blamed = [0] * size
     for place, number in enumerate(numbers):
@@ -287,13 +290,15 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
         pid=arena.word(control + at.PROCESS),
         presence=_PRESENCE.get(arena.word(control + at.STATE), "absent"),
         operations=tuple(_operation(row, scale, numbers) for row in operations_[-last:]),
-        messages=tuple(_message(row, scale, numbers) for row in messages[-last:]),
+        messages=tuple(_message(row, scale, ranks) for row, ranks in messages[-last:]),
         operations_begun=operations_[-1][at.STAMP // 8] if operations_ else 0,
         messages_begun=arena.word(record + at.MESSAGES_OPENED),
         operation_bytes=arena.word(record + (at.CROSSING_BYTES if crosses else at.TOTAL_BYTES)),
-        message_bytes=arena.word(record + at.MESSAGES_BYTES),
+        message_bytes=arena.word(record + at.MESSAGES_BYTES) + arena.word(record + at.PARCELS_BYTES),
         operations_waited=scale.duration(arena.word(record + at.TOTAL_WAITED)),
-        messages_waited=scale.duration(arena.word(record + at.MESSAGES_WAITED)),
+        messages_waited=scale.duration(
+            arena.word(record + at.MESSAGES_WAITED) + arena.word(record + at.PARCELS_WAITED)
+        ),
         waited_for=tuple(map(scale.duration, blamed)),
         waiting_for=_rank(arena.word(record + at.WAITING_FOR), numbers) if since else None,
         waiting_since=scale.time(since) if since else None,
@@ -306,6 +311,10 @@ def _ring(arena: Readable, offset: int) -> list[list[int]]:
     _read_ring(arena.address + offset, words.ctypes.data)
     used: list[list[int]] = words[words[:, at.STAMP // 8] > 0].tolist()
     return sorted(used)
+
+
+def _stamp(message: tuple[list[int], Sequence[int]]) -> int:
+    return message[0][at.STAMP // 8]
 
 
 def _rank(place: int, numbers: Sequence[int]) -> int | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
-VERSION = 3
+VERSION = 4
 MEMORY_FILE = "torchestra"  # what the names of all arenas' memory files begin with
 RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for what is left of arenas (keeping.py)
 PAGE = 4096
@@ -90,12 +90,15 @@ MESSAGES_WAITED = 80  # ticks that blocking receives waited for their message
 CROSSING = 88  # of an operation over several hosts: its number in the group,
 CROSSING_WAITED = 96  # what TOTAL_WAITED was when it began,
 CROSSING_BYTES = 104  # and the bytes of all that have ended
+PARCELS_BYTES = 112  # as MESSAGES_BYTES and MESSAGES_WAITED, of messages to and from other hosts
+PARCELS_WAITED = 120
 OPERATIONS_AT = 256
 ENTRIES = 256  # a power of two
 ENTRY_BYTES = 64
 MESSAGES_AT = OPERATIONS_AT + ENTRIES * ENTRY_BYTES
 CROSSINGS_AT = MESSAGES_AT + ENTRIES * ENTRY_BYTES
-BLAMED_AT = CROSSINGS_AT + ENTRIES * ENTRY_BYTES  # by peer, ticks waited: in collectives, for messages
+PARCELS_AT = CROSSINGS_AT + ENTRIES * ENTRY_BYTES
+BLAMED_AT = PARCELS_AT + ENTRIES * ENTRY_BYTES  # by peer, ticks waited: in collectives, for messages
 
 # An entry of a record.
 STAMP = 0  # number of the operation or message, or 0 while the entry changes hands
@@ -112,7 +115,7 @@ SENT = 9
 RECEIVED = 10
 BACKGROUND = 1 << 8
 TAG = AMOUNT
-OTHER = AWAITED  # 1 + the rank that it goes to or comes from, 0 where that may be any
+OTHER = AWAITED  # 1 + the rank (in PARCELS: by the group's number) that it goes to or comes from, 0 if any
 # A rank's part of the succession: words, as byte offsets.
 COMES = 0  # 1 while the rank is in shrink()
 READY = 8  # the round whose new arena the rank has entered

@@ -4,10 +4,12 @@ Each rank has a record in the arena (layout.py) with rings of ENTRIES entries, o
 messages, that is written in passing and never read by the rank itself. Number n lies in entry n modulo
 ENTRIES. Of collectives, n is the sequence number of the group. Where the group has several hosts, these are
 the steps that its operations consist of within this one, and the operations themselves lie in a third ring.
+Messages to and from other hosts (parcels.py) lie in a fourth; they and those within the host are numbered
+together, so the last ENTRIES of both are always there.
 
-Who writes. A ring has one writer at a time: the thread that runs the rank's collectives, or that holds its
-mailbox. Anybody reads at any time, also when the writer is dead; a reader writes nothing, and no writer waits
-for readers.
+Who writes. A ring has one writer at a time: the thread that runs the rank's collectives, that holds its
+mailbox, or that holds the lock of its journal (multihost/journal.py). Anybody reads at any time, also when
+the writer is dead; a reader writes nothing, and no writer waits for readers.
 
 The invariant: *an entry that is seen with the same stamp before and after it was read holds what that number
 was written with*. The writer takes the stamp away (0), and everything that it writes afterwards comes after
@@ -18,7 +20,8 @@ and AWAITED, and ENDED, which is written last (release).
 
 What it costs. A collective writes one cache line and reads the clock twice, some 25 ns (clock.py). Waiting is
 accounted for only when a wait has come to the end of its spinning, where time is no longer short. A message
-costs as much on either side, and a third reading of the clock when a receive gets its message.
+costs as much on either side, and a third reading of the clock when a receive gets its message; one between
+hosts some 1.3 µs, most of them Python's.
 
 An entry of a message is opened when the call is made, and may be gone by the time the message has come: more
 than ENTRIES receives can wait at once.
@@ -31,7 +34,15 @@ from __future__ import annotations
 from numba import njit
 
 from torchestra.engine import layout as at
-from torchestra.engine.atomics import KERNEL_OPTIONS, load, load_acquire, release_fence, store, store_release
+from torchestra.engine.atomics import (
+    KERNEL_OPTIONS,
+    fetch_add,
+    load,
+    load_acquire,
+    release_fence,
+    store,
+    store_release,
+)
 from torchestra.engine.clock import now
 
 RECORD, OPERATIONS_AT, BLAMED_AT = at.RECORD, at.OPERATIONS_AT, at.BLAMED_AT
@@ -174,15 +185,16 @@ def _crossing(record):
 def open_message(context, what, tag, nbytes, other):
     """A send or a receive begins; its number."""
     record = load(context + RECORD)
-    number = load(record + MESSAGES_OPENED) + 1
-    store(record + MESSAGES_OPENED, number)
+    number = fetch_add(record + MESSAGES_OPENED, 1) + 1
     write_entry(_message(record, number), number, now(context), what, tag, nbytes, other)
     return number
 
 
 @njit(**KERNEL_OPTIONS)
 def message_came(context, number, source):
-    """The message that a receive wants has come."""
+    """The message that a receive wants has come. (Here and below, number 0 is none that is recorded.)"""
+    if number == 0:
+        return
     record = load(context + RECORD)
     entry = _message(record, number)
     if load(entry + STAMP) == number:
@@ -198,6 +210,8 @@ def message_came(context, number, source):
 @njit(**KERNEL_OPTIONS)
 def close_message(context, number, nbytes, well):
     """A send or a receive has come to its end."""
+    if number == 0:
+        return
     record = load(context + RECORD)
     entry = _message(record, number)
     store(record + MESSAGES_BYTES, load(record + MESSAGES_BYTES) + nbytes)

@@ -129,14 +129,21 @@ class Mailbox(Traffic):
         tag: int,
         waiter: Waiter,
         done: Callable[[Transfer], None] | None = None,
+        *,
+        recorded: bool = True,
     ) -> Transfer:
         """Begin to receive a message; the memory must not be touched until the transfer is finished.
 
         Receives get messages in the order in which they were called for, blocking ones included. For the rest
         see :meth:`isend` and :meth:`recv`.
+
+        Args:
+            recorded: whether it shall be in the flight record, which it need not if the caller records it.
         """
         peer = -1 if source is None else source
-        return self._begin(Transfer(False, address, nbytes, kind, peer, tag, waiter, done))
+        transfer = Transfer(False, address, nbytes, kind, peer, tag, waiter, done)
+        transfer.recorded = recorded
+        return self._begin(transfer)
 
     def wait(self, transfer: Transfer) -> int:
         """Wait for a transfer of this mailbox; of a receive, the rank that sent.

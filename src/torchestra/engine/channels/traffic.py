@@ -280,6 +280,7 @@ class Traffic:
                 transfer.kind,
                 transfer.peer,
                 transfer.tag,
+                1 if transfer.recorded else w.UNRECORDED,
             )
             if code == w.NO_MEMORY:
                 self._drop(transfer, self._wording.no_memory(transfer))

@@ -72,6 +72,7 @@ class Transfer:
         "length",
         "peer",
         "record",
+        "recorded",
         "retracting",
         "sending",
         "source",
@@ -104,6 +105,7 @@ class Transfer:
         self._patience = Patience()
         self.suspect: int | None = None  # the waiter's
         self.record: Record | None = None
+        self.recorded = True  # in the rank's flight record
         self.watched = False  # somebody waits for it, and lets the waiter check
         self.withdrawn: BaseException | None = None  # what made its caller give it up
         self.retracting = False  # its caller wants it back, if nothing has come for it

@@ -94,6 +94,9 @@ FROM_LENGTH = 96
 FROM_KIND = 104
 ENTRY = 112  # the number of its entry in the rank's flight record, 0: none
 
+# NOTIFY of a record that has no entry.
+UNRECORDED = 2
+
 # STAGE
 QUEUED = 0
 RUNNING = 1  # a byte of it has been moved

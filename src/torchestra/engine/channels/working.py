@@ -152,7 +152,10 @@ def _enqueue(state, record, sending, address, length, kind, peer, tag, notify):
     store(record + w.TAG, tag)
     store(record + w.NOTIFY, notify)
     what = (SENT if sending != 0 else RECEIVED) | (BACKGROUND if notify != 0 else 0) | kind << 16
-    store(record + w.ENTRY, open_message(load(state + w.CONTEXT), what, tag, length, peer + 1))
+    entry = 0
+    if notify != w.UNRECORDED:
+        entry = open_message(load(state + w.CONTEXT), what, tag, length, peer + 1)
+    store(record + w.ENTRY, entry)
     if sending != 0:
         store(record + w.MOVED, 0)
         if peer == load(state + w.RANK):
@@ -175,9 +178,12 @@ def _enqueue(state, record, sending, address, length, kind, peer, tag, notify):
 
 
 @njit(**KERNEL_OPTIONS)
-def post(state, record, sending, address, length, kind, peer, tag):
-    """Queue a transfer that goes to COMPLETED when it is finished: PENDING, DONE, MISMATCH or NO_MEMORY."""
-    return _enqueue(state, record, sending, address, length, kind, peer, tag, 1)
+def post(state, record, sending, address, length, kind, peer, tag, notify):
+    """Queue a transfer that goes to COMPLETED when it is finished: PENDING, DONE, MISMATCH or NO_MEMORY.
+
+    ``notify``: 1, or UNRECORDED.
+    """
+    return _enqueue(state, record, sending, address, length, kind, peer, tag, notify)
 
 
 @njit(**KERNEL_OPTIONS)
@@ -257,7 +263,7 @@ def discard(state):
 
 
 _ENTRIES = (
-    (post, 8),
+    (post, 9),
     (transfer, 8),
     (run, 3),
     (cancel, 2),

@@ -12,7 +12,7 @@ import torch
 from numba import types
 from numba.core.dispatcher import Dispatcher
 
-from torchestra.engine import clock, recording, reductions
+from torchestra.engine import clock, parcels, recording, reductions
 from torchestra.engine.channels import warm_up_channels, warm_up_posting
 from torchestra.engine.compilation import compiling, forget_what_is_stale, undisturbed
 from torchestra.engine.kernels import bell, control, move, reduce
@@ -44,6 +44,9 @@ _KERNELS: dict[Any, int] = {
     control.await_step: 2,
     recording.fail_entry: 1,
     recording.read_ring: 2,
+    parcels.open_parcel: 5,
+    parcels.parcel_came: 3,
+    parcels.close_parcel: 5,
     clock.read_clock: 2,
 }
 

@@ -28,14 +28,15 @@ import torch
 
 from torchestra.engine.channels import Mailbox, Transfer
 from torchestra.engine.dtypes import DTYPE_CODE
-from torchestra.engine.member import Member
+from torchestra.engine.layout import RECEIVED, SENT
 from torchestra.engine.multihost.bridge import Bridge, BridgeError
 from torchestra.engine.multihost.correspondence import Correspondence
 from torchestra.engine.multihost.crossing import Crossing, bytes_of
+from torchestra.engine.multihost.journal import Entry, Journal
 from torchestra.engine.multihost.letters import ENCLOSED_BYTES, Letter, What
 from torchestra.engine.multihost.lookout import Lookout
 from torchestra.engine.multihost.opening import open_bridge
-from torchestra.engine.multihost.parcel import Offer, Parcel
+from torchestra.engine.multihost.parcel import Offer, Parcel, Patient
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.errors import (
     DistBackendError,
@@ -86,6 +87,7 @@ class Messages:
             self._lose_store,
         )
         self._lookout = Lookout(crossing, self._letters)
+        self._journal = Journal(self._member)
         self._numbers = itertools.count(1)
         self._wanted: list[Parcel] = []  # receives that nothing has come for, in their order
         self._offers: list[Offer] = []  # what nobody has received yet, in the order of its coming
@@ -104,7 +106,7 @@ class Messages:
         if self._is_here(rank):
             self._crossing.local.send(tensor, self._hosts.place_of[rank], tag, seconds)
         elif tensor.nbytes <= _SMALL_BYTES:
-            self._send_small(tensor, rank, tag)
+            self._send_small(tensor, rank, tag, background=False)
         else:
             self._wait(self._begin_far_send(tensor, rank, tag, seconds, None))
 
@@ -171,12 +173,12 @@ class Messages:
         parcel = Parcel(self._whose + "send", next(self._numbers), tensor, rank, tag, seconds, done)
         length = tensor.nbytes
         if length <= _SMALL_BYTES:
-            self._send_small(tensor, rank, tag)
+            self._send_small(tensor, rank, tag, background=True)
             parcel.finish()
             return parcel
         self._refuse_if_over(rank)
         self._letters.start()
-        with self._lock:
+        with self._begin_entry(parcel, SENT), self._lock:
             parcel.part = part = self._how_much_ahead(rank, length)
             if part:
                 self._ahead[parcel.number] = rank, part
@@ -193,11 +195,13 @@ class Messages:
             parcel.finish()
         return parcel
 
-    def _send_small(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+    def _send_small(self, tensor: torch.Tensor, rank: int, tag: int, *, background: bool) -> None:
         self._refuse_if_over(rank)
-        length = tensor.nbytes
-        enclosed = ctypes.string_at(tensor.data_ptr(), length)
-        self._write(rank, Letter(What.offer, 0, tag, DTYPE_CODE[tensor.dtype], length, 0, enclosed))
+        length, kind = tensor.nbytes, DTYPE_CODE[tensor.dtype]
+        with self._journal.begin(SENT, kind, tag, length, rank, background) as entry:
+            enclosed = ctypes.string_at(tensor.data_ptr(), length)
+            self._write(rank, Letter(What.offer, 0, tag, kind, length, 0, enclosed))
+            entry.end(well=True)
 
     def _how_much_ahead(self, rank: int, length: int) -> int:
         """How many bytes of a large message may be in letters."""
@@ -212,7 +216,7 @@ class Messages:
         self._refuse_if_over()
         self._letters.start()
         parcel = Parcel(self._whose + "recv", next(self._numbers), tensor, rank, tag, seconds, done)
-        with self._lock:
+        with self._begin_entry(parcel, RECEIVED), self._lock:
             offer = next((offer for offer in self._offers if parcel.takes(offer)), None)
             if offer is not None:
                 self._offers.remove(offer)
@@ -223,6 +227,12 @@ class Messages:
             if rank is None:
                 self._post_here(parcel, tensor)
         return parcel
+
+    def _begin_entry(self, parcel: Parcel, way: int) -> Entry:
+        kind, background = DTYPE_CODE[parcel.tensor.dtype], parcel.done is not None
+        length = parcel.tensor.nbytes
+        parcel.entry = self._journal.begin(way, kind, parcel.tag, length, parcel.peer, background)
+        return parcel.entry
 
     def _post_here(self, parcel: Parcel, tensor: torch.Tensor) -> None:
         """Have a receive from any source wait in the mailbox as well."""
@@ -237,9 +247,9 @@ class Messages:
             else:
                 parcel.finish(source=self._crossing.here[transfer.source])
 
-        kind, waiter = DTYPE_CODE[tensor.dtype], _Patient(self._member)
+        kind, waiter = DTYPE_CODE[tensor.dtype], Patient(self._member)
         parcel.here = self._mailbox.irecv(
-            tensor.data_ptr(), tensor.nbytes, kind, None, parcel.tag, waiter, end
+            tensor.data_ptr(), tensor.nbytes, kind, None, parcel.tag, waiter, end, recorded=False
         )
 
     def _refuse_if_over(self, rank: int | None = None) -> None:
@@ -401,6 +411,8 @@ class Messages:
         source = offer.source
         parcel.partner, parcel.offered, parcel.part = source, offer.number, offer.part
         self._coming[source, offer.number] = parcel
+        if parcel.entry is not None:
+            parcel.entry.came(source)
         rest = offer.length - offer.part
         if rest and not self._ask(parcel, rest):
             return
@@ -480,18 +492,3 @@ def _leave_at_exit() -> None:
 
 
 atexit.register(_leave_at_exit)
-
-
-class _Patient:
-    """Waits in the mailbox for a message that may come from elsewhere as well (see Waiter)."""
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-
-    def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> int | None:
-        if self._member.is_aborted:
-            raise self._member.aborted()
-        return None
-
-    def abort(self, reason: str) -> None:
-        self._member.abort(reason)

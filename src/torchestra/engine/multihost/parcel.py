@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from torchestra.engine.channels import Transfer
+from torchestra.engine.member import Member
+from torchestra.engine.multihost.journal import Entry
 
-__all__ = ["Offer", "Parcel"]
+__all__ = ["Offer", "Parcel", "Patient"]
 
 _LONGEST_LOOK = 2.0
 """Who looks after messages does so every second at least."""
@@ -57,6 +59,7 @@ class Parcel:
         finished: it has ended, well or not.
         error: why it failed, or None.
         source: of a receive that has ended well, the rank that sent.
+        entry: in the flight record, once it has begun.
         here: the part of a receive from any source that waits in the mailbox.
         partner: the other rank, once that is known to take part: the message is on its way.
         offered: of a receive on its way, the number by which the sender knows the message.
@@ -87,6 +90,7 @@ class Parcel:
         self.finished = False
         self.error: BaseException | None = None
         self.source = -1
+        self.entry: Entry | None = None
         self.here: Transfer | None = None
         self.partner: int | None = None
         self.part = 0
@@ -137,6 +141,8 @@ class Parcel:
                 return
             self.error = error
             self.source = source
+            if self.entry is not None:  # first, so that who has waited finds the record right
+                self.entry.end(well=error is None, source=source)
             self.finished = True
         self._latch.release()
         if self.done is not None:
@@ -144,3 +150,18 @@ class Parcel:
                 self.done(self)
             except Exception:
                 traceback.print_exc()
+
+
+class Patient:
+    """Waits in the mailbox for a message that may come from elsewhere as well (see Waiter)."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> int | None:
+        if self._member.is_aborted:
+            raise self._member.aborted()
+        return None
+
+    def abort(self, reason: str) -> None:
+        self._member.abort(reason)

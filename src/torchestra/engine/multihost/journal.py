@@ -1,0 +1,96 @@
+"""A rank's messages to and from other hosts in its flight record (parcels.py).
+
+They begin on any thread of the program, and end on those and on the threads that letters come by. Who holds
+the journal's lock writes; it is held for one kernel only, and nothing is waited for meanwhile. A thread may
+take it twice, since a signal's handler may send a message too.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from torchestra.engine import layout as at
+from torchestra.engine import parcels
+from torchestra.engine.compilation import entry_point
+from torchestra.engine.member import Member
+
+__all__ = ["Entry", "Journal"]
+
+
+class Entry:
+    """What is recorded of one message. As a context manager: what leaves that with an error has failed.
+
+    Args:
+        journal: that it is in.
+        number: of the message.
+        nbytes: its length.
+    """
+
+    __slots__ = ("_journal", "_nbytes", "_number")
+
+    def __init__(self, journal: Journal, number: int, nbytes: int) -> None:
+        self._journal, self._number, self._nbytes = journal, number, nbytes
+
+    def __enter__(self) -> Entry:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.end(well=False)
+
+    def came(self, source: int) -> None:
+        """What a receive wants has begun to come."""
+        journal = self._journal
+        with journal.lock:
+            if self._number:
+                journal.come(journal.context, self._number, source)
+
+    def end(self, *, well: bool, source: int = -1) -> None:
+        """The message has come to its end; of a receive, from whom. Later calls are without effect."""
+        journal = self._journal
+        with journal.lock:
+            number, self._number = self._number, 0
+            if number:
+                journal.close(journal.context, number, source, self._nbytes, int(well))
+
+
+class Journal:
+    """What one rank writes.
+
+    Args:
+        member: the rank's.
+
+    Attributes:
+        lock, context, open, come, close: for entries: held while a kernel runs, its first argument, and the
+            kernels.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self._arena = member.arena  # which is mapped for as long as this is there
+        # A context of its own, for the clock's scratch in it.
+        self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
+        for word in (at.RECORD, at.CLOCK):
+            self._words[word // 8] = member.word(word)
+        self.context: int = self._words.ctypes.data
+        self.lock = threading.RLock()
+        self.open = entry_point(parcels.open_parcel)
+        self.come = entry_point(parcels.parcel_came)
+        self.close = entry_point(parcels.close_parcel)
+
+    def begin(self, way: int, kind: int, tag: int, nbytes: int, peer: int | None, background: bool) -> Entry:
+        """A message begins.
+
+        Args:
+            way: SENT or RECEIVED (layout.py).
+            kind: the dtype's code.
+            tag, nbytes: of the message.
+            peer: the other rank; None for any.
+            background: the call that begins it does not wait for it.
+        """
+        what = way | (at.BACKGROUND if background else 0) | kind << 16
+        with self.lock:
+            number = self.open(self.context, what, tag, nbytes, 0 if peer is None else peer + 1)
+        return Entry(self, number, nbytes)
