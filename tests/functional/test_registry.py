@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+import time
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torchestra as dist
 from torchestra.registry import World, current_world, label, thread_rank
 from torchestra.store import HashStore
 from torchestra.world import make_group
-from worlds import KINDS, outcomes, run
+from worlds import KINDS, WORLD_SECONDS, outcomes, run
 
 # -- tags
 
@@ -101,7 +102,16 @@ def test_threads_that_a_rank_starts_belong_to_it() -> None:
     assert run("threads", 3, ranks_of_threads) == [[rank] * 6 for rank in range(3)]
 
 
+def await_no_thread_ranks() -> None:
+    """Those of another test may still be about to end."""
+    deadline = time.monotonic() + WORLD_SECONDS
+    while hasattr(threading.Thread.start, "__wrapped__"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_starting_threads_is_as_before_when_there_are_no_thread_ranks() -> None:
+    await_no_thread_ranks()
     before = threading.Thread.start
     with thread_rank(0, 1, HashStore()):
         assert threading.Thread.start is not before
