@@ -103,11 +103,10 @@ class LoneMember:
 
 
 @pytest.fixture
-def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[warden.Warden, LoneMember, HashStore]]:
+def head() -> Iterator[tuple[warden.Warden, LoneMember, HashStore]]:
     """The warden of the first of two hosts, of one rank each."""
-    monkeypatch.setenv(warden.HEARTBEAT_VARIABLE, str(BOUND))
     store, member = HashStore(), LoneMember()
-    made = warden.Warden(store, Hosts([[0], [1]], ["a", "b"]), 0, member)  # type: ignore[arg-type]
+    made = warden.Warden(store, Hosts([[0], [1]], ["a", "b"]), 0, member, BOUND)  # type: ignore[arg-type]
     yield made, member, store
     member.told.clear()  # nobody is there to hear it
     made.leave()
@@ -145,7 +144,7 @@ def test_who_tells_that_a_group_is_over_waits_until_the_other_hosts_have_heard_i
     """Its process may end next, and with it the store, and they would only know that the store is gone."""
     made, member, store = head
     elsewhere = LoneMember(1)
-    other = warden.Warden(store, made.hosts, 1, elsewhere)  # type: ignore[arg-type]
+    other = warden.Warden(store, made.hosts, 1, elsewhere, BOUND)  # type: ignore[arg-type]
     member.abort("it is over", ())
     teller = threading.Thread(target=made.tell_aborted, args=("it is over", (), ""))
     teller.start()

@@ -99,12 +99,15 @@ def test_top_tells_who_keeps_the_others_waiting(
     assert [rank["operations"] for rank in sub["ranks"]] == [0, 0]
 
 
-def test_top_draws_a_table(job: ProcessWorld, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_draws_a_table(
+    job: ProcessWorld, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs.Job, "command", "a long command line that does not fit " * 10)
     hang(job)
     code, text = run(capsys, "top", "--once", "--interval", "0.2", "--job", str(job.pids[1]))
     assert code == 0
     lines = text.splitlines()
-    assert lines[0].startswith(f"job {job.pids[0]} ")
+    assert lines[0].startswith(f"job {job.pids[0]} a long command")
     assert lines[2].strip() == "group 'default'"
     assert lines[3].split()[:4] == ["rank", "pid", "no.", "operation"]
     for rank, line in enumerate(lines[4:7]):

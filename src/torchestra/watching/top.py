@@ -136,7 +136,9 @@ def _print_once(job: Job, interval: float) -> None:
         console = Console(width=200)
     watch = Watch(job)
     time.sleep(interval)
-    console.print(_title(job), *tables(watch.look()), sep="\n", highlight=False)
+    # print() makes a text of its own of what it is given, which would be wrapped.
+    console.print(_title(job), highlight=False, overflow="ellipsis", no_wrap=True)
+    console.print(*tables(watch.look()), sep="\n", highlight=False)
 
 
 def _print_json(job: Job, options: argparse.Namespace) -> None:

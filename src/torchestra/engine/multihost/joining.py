@@ -16,7 +16,7 @@ from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.messages import Messages
 from torchestra.engine.multihost.mpi import close_at_exit, start_mpi
 from torchestra.engine.multihost.opening import BRIDGE_VARIABLE, open_bridge
-from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE, Outlook, Warden
+from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE, Outlook, Warden, heartbeat_bound
 from torchestra.engine.operations import Kind, pack
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import PrefixStore, Store
@@ -53,6 +53,7 @@ def join_hosts(
         InvalidArgumentError: another rank uses another bridge, or has another heartbeat bound.
     """
     deadline = time.monotonic() + seconds
+    bound = heartbeat_bound()  # refused, if it makes no sense, before this rank meets any other
     host = hosts.host_at(rank)
     here = hosts.on(host)
     place = here.index(rank)
@@ -64,13 +65,13 @@ def join_hosts(
     # while a yield may give the core away for a whole slice.
     member.set_word(at.YIELDS, 0)
     watch = PrefixStore("watch", store)
-    outlook = (Warden if place == 0 else Outlook)(watch, hosts, host, member)
+    outlook = (Warden if place == 0 else Outlook)(watch, hosts, host, member, bound)
     member.when_aborted = outlook.tell_aborted
     member.be_on_host(hosts.names[host], hosts.size)
     member.ask_elsewhere = outlook.ask_where_they_are
     end: Bridge | None = None
     try:
-        _agree(store, bridge, outlook.bound, hosts, rank, member)
+        _agree(store, bridge, bound, hosts, rank, member)
         if bridge == "mpi":
             start_mpi(max(0.1, deadline - time.monotonic()), len(hosts.host_of))
         if place < hosts.rails:

@@ -77,17 +77,17 @@ class Outlook:
         hosts: of the group.
         host: which this rank is on.
         member: this rank's place among those of its host.
+        bound: the heartbeat bound.
 
     Attributes:
-        store, hosts, host: those.
-        bound: the heartbeat bound.
+        store, hosts, host, bound: those.
         begun: how many operations of the group this rank has begun; set by who counts them.
     """
 
-    def __init__(self, store: Store, hosts: Hosts, host: int, member: Member) -> None:
+    def __init__(self, store: Store, hosts: Hosts, host: int, member: Member, bound: float) -> None:
         self.hosts = hosts
         self.host = host
-        self.bound = heartbeat_bound()
+        self.bound = bound
         self.store = store
         self.begun: Callable[[], int] = lambda: 0
         self._member = member
@@ -260,8 +260,8 @@ class Warden(Outlook):
         silent: hosts that have been given up.
     """
 
-    def __init__(self, store: Store, hosts: Hosts, host: int, member: Member) -> None:
-        super().__init__(store, hosts, host, member)
+    def __init__(self, store: Store, hosts: Hosts, host: int, member: Member, bound: float) -> None:
+        super().__init__(store, hosts, host, member, bound)
         self.dead: set[int] = set()
         self.left: set[int] = set()
         self.silent: set[int] = set()
