@@ -64,13 +64,55 @@ def test_a_long_reason_is_cut(members: tuple[Member, Member], letter: str) -> No
     assert str(error).endswith(f"{letter} ...")
 
 
-def test_a_rank_that_dies_while_it_says_why_does_not_stop_the_others(members: tuple[Member, Member]) -> None:
-    zero, one = members
+def test_if_a_rank_dies_before_it_says_why_another_says_what_it_saw(members: tuple[Member, Member]) -> None:
+    zero, _ = members
     assert control.claim(zero.arena.address + at.HEADER_ABORT_CLAIM) == 0  # and no more comes
+    zero.abort("what rank 0 saw", failed=(1,))
+    for member in members:
+        error = member.aborted()
+        assert isinstance(error, RankFailedError)
+        assert error.ranks == (1,)
+        assert "what rank 0 saw" in str(error)
+
+
+def test_a_rank_that_dies_while_it_writes_why_does_not_stop_the_others(
+    members: tuple[Member, Member],
+) -> None:
+    zero, one = members
+    zero.arena.set_word(at.HEADER_ABORT_CLAIM, at.ABORT_WRITTEN)  # and no more comes
     zero.abort("what rank 0 saw", failed=(1,))
     assert "what rank 0 saw" in str(zero.aborted())
     assert isinstance(one.aborted(), GroupAbortedError)
     assert "a rank died while it said why" in str(one.aborted())
+
+
+def test_a_rank_that_explains_for_too_long_says_in_the_end_what_the_others_have_said(
+    members: tuple[Member, Member],
+) -> None:
+    """It asks other hosts, say, or its process hardly gets the processor."""
+    zero, one = members
+    told: list[str] = []
+    zero.when_aborted = lambda why, failed, standing: told.append(why)
+    one.when_aborted = lambda why, failed, standing: told.append(why)
+    asked, other_is_done = threading.Event(), threading.Event()
+
+    def explain() -> str:
+        asked.set()
+        assert other_is_done.wait(SOON)
+        return "where all stand"
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(zero.abort, "what rank 0 saw", (), explain)
+        assert asked.wait(SOON)
+        one.abort("what rank 1 saw", failed=(0,))
+        other_is_done.set()
+        first.result(SOON)
+    for member in members:
+        error = member.aborted()
+        assert isinstance(error, RankFailedError)
+        assert error.ranks == (0,)
+        assert "what rank 1 saw" in str(error)
+    assert told == ["what rank 1 saw"], "one rank tells the other hosts"
 
 
 def test_a_rank_that_takes_its_time_to_say_why_is_waited_for(members: tuple[Member, Member]) -> None:

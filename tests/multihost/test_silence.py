@@ -116,12 +116,29 @@ def test_a_warden_that_looks_often_because_there_are_many_news_does_not_run_out_
     clock: Clock, head: tuple[warden.Warden, LoneMember, HashStore]
 ) -> None:
     """As when many ranks ask for a flight record at once: it looks again after each of the news."""
-    made, member, store = head
+    made, _, store = head
     beat(store, 1, 7)
     for _ in range(100):
         made.listen()
         clock.now += BOUND / 1000
-    assert not member.told
+    assert not made.silent
+
+
+def test_a_warden_that_gives_a_host_up_beats_on_while_the_others_are_told(
+    clock: Clock, head: tuple[warden.Warden, LoneMember, HashStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a second host is gone too, it is waited for; meanwhile survivors took the warden's host for gone."""
+    made, member, store = head
+    has_looked = threading.Event()
+    waited: list[bool] = []
+    monkeypatch.setattr(member, "abort", lambda *_: waited.append(has_looked.wait(SECONDS)))
+    monkeypatch.setattr(made, "_interval", 0.01)
+    beat(store, 1, 7)
+    while not made.silent:
+        made.listen()
+        clock.now += 0.01
+    has_looked.set()
+    assert waited in ([], [True]), "the warden looks again before all have been told"
 
 
 def test_a_warden_gives_up_a_host_that_has_been_silent_for_the_bound(
@@ -130,11 +147,12 @@ def test_a_warden_gives_up_a_host_that_has_been_silent_for_the_bound(
     made, member, store = head
     beat(store, 1, 7)
     began = clock.now
-    while not member.told:
+    while not made.silent:
         made.listen()
         clock.now += 0.25
         assert clock.now - began <= BOUND
     assert clock.now - began > 0.75 * BOUND
+    assert member.over.wait(SECONDS)
     assert "host b with rank 1 has been silent for 8 s" in member.told[0]
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 from torchestra.engine import layout as at
+from torchestra.engine.arena import Arena
+from torchestra.engine.kernels import control
 
-__all__ = ["abort_text"]
+__all__ = ["abort_text", "write_abort_text"]
 
 _LEAST_TEXT = 100
 _CUT = " ..."
@@ -23,6 +25,21 @@ def abort_text(why: str, failed: tuple[int, ...], standing: str) -> str:
             standing = _cut(standing, whole[1])
         else:
             why = _cut(why, whole[0])
+
+
+def write_abort_text(arena: Arena, why: str, failed: tuple[int, ...], standing: str) -> bool:
+    """Write it, once a rank has claimed to; False if another rank writes, or has written.
+
+    That may be any rank, not only the one that has claimed to: finding out where all stand may take it long,
+    or it may die.
+    """
+    claim = arena.address + at.HEADER_ABORT_CLAIM
+    if control.replace(claim, at.ABORT_EXPLAINED, at.ABORT_WRITTEN) != at.ABORT_EXPLAINED:
+        return False
+    told = abort_text(why, failed, standing)
+    length = arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, told)
+    control.tell(arena.address + at.HEADER_ABORT_LENGTH, length)
+    return True
 
 
 def _cut(text: str, whole: str) -> str:

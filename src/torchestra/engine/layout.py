@@ -42,7 +42,7 @@ HEADER_NANOSECONDS = 64  # and by CLOCK_MONOTONIC
 HEADER_NAME_LENGTH = 72
 HEADER_GROUP_SIZE = 80  # how many ranks the group has on all its hosts, or 0 if they are all here
 HEADER_HOST_LENGTH = 88
-HEADER_ABORT_CLAIM = 120  # 1 when a rank is writing why it aborts the group
+HEADER_ABORT_CLAIM = 120  # ABORT_EXPLAINED or ABORT_WRITTEN once a rank aborts the group
 HEADER_ABORT = 128  # 1 when that is written
 HEADER_ABORT_LENGTH = 136
 HEADER_HOST = 144  # what the group calls this host, if it has several
@@ -52,6 +52,8 @@ HEADER_NAME_BYTES = 256
 HEADER_ABORT_TEXT = 512
 HEADER_BYTES = 16 * PAGE
 HEADER_ABORT_TEXT_BYTES = HEADER_BYTES - HEADER_ABORT_TEXT
+ABORT_EXPLAINED = 1  # a rank is finding out what to write; another may write instead
+ABORT_WRITTEN = 2  # a rank writes, or has written
 
 # A control block's words, as byte offsets. The first cache line is what every operation reads.
 CONTROL_BYTES = 4096

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from torchestra.engine import layout as at
 from torchestra.engine import operations, recording
-from torchestra.engine.abort_text import abort_text
+from torchestra.engine.abort_text import write_abort_text
 from torchestra.engine.algorithms import cores_in_affinity
 from torchestra.engine.arena import Arena
 from torchestra.engine.callsites import call_site
@@ -326,26 +326,29 @@ class Member:
             explain: tells where every rank stands. Called only if nobody else has aborted the group.
         """
         header = self.arena.address
-        standing: str | None
+        standing = ""
         if control.claim(header + at.HEADER_ABORT_CLAIM) == 0:
             standing = explain() if explain is not None else ""
-            told = abort_text(why, failed, standing)
-            length = self.arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, told)
-            control.tell(header + at.HEADER_ABORT_LENGTH, length)
-        else:
-            # Another rank is about to say why, unless it dies at just this moment.
-            deadline = time.monotonic() + _CLAIM_SECONDS
-            while not self.is_aborted and time.monotonic() < deadline:
-                time.sleep(0.001)
-            if self.is_aborted:
+        elif self._await_abort():
+            return
+        # Who comes here second waits no longer for the first, which has died, or takes long to explain.
+        written = write_abort_text(self.arena, why, failed, standing)
+        if not written:
+            if self._await_abort():
                 return
-            self._aborted = self._error_for(why, failed)
-            standing = None
+            self._aborted = self._error_for(why, failed)  # another rank has died while it wrote
         control.tell(header + at.HEADER_ABORT, 1)
         control.wake_everybody(self.context)
         keep_record(self.arena)
-        if standing is not None and self.when_aborted is not None:
+        if written and self.when_aborted is not None:
             self.when_aborted(why, failed, standing)
+
+    def _await_abort(self) -> bool:
+        """Wait some seconds for a rank that is about to say why it aborts the group; whether it has."""
+        deadline = time.monotonic() + _CLAIM_SECONDS
+        while not self.is_aborted and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.is_aborted
 
     def _error_for(self, why: str, failed: tuple[int, ...]) -> GroupAbortedError:
         message = f"rank {self.own_number}: group {self.name!r} can no longer be used: {why}"

@@ -343,11 +343,19 @@ class Warden(Outlook):
         if unchanged > self.bound - 1.5 * self._interval and not warden_has_left and host not in self.silent:
             self.silent.add(host)
             self._store.append("silent", f"{host}:{count} ")
-            self._member.abort(
+            self._abort_aside(
                 f"host {self.hosts.names[host]} with {_ranks(ranks)} has been silent for {self.bound:g} s:"
                 " it is down, or the network to it is",
                 ranks,
             )
+
+    def _abort_aside(self, why: str, failed: tuple[int, ...], standing: str = "") -> None:
+        """Abort the group, but beat on meanwhile, and answer what others ask.
+
+        It may take seconds: until another rank of this host has said why it aborts the group, which may ask
+        the other hosts first, and until these have heard it.
+        """
+        _try_for(self._interval, lambda: self._member.abort(why, failed, lambda: standing))
 
     def _await_news(self, seen: int) -> int:
         """Sleep until there are news, or for so long as may lie between two beats; how many were heard."""
@@ -362,7 +370,7 @@ class Warden(Outlook):
             why, failed, standing = news["abort"]
             self._say_heard()
             self._heard_abort = True
-            self._member.abort(why, tuple(failed), lambda: standing)
+            self._abort_aside(why, tuple(failed), standing)
         elif "gone" in news and news["host"] != self.host:
             dead, left = news["gone"]
             here = self.hosts.on(self.host)
