@@ -9,6 +9,9 @@ from torchestra.store.hash import HashStore
 from torchestra.store.prefix import PrefixStore
 from torchestra.store.tcp import TCPStore, TCPStoreServer
 
+# Before those who use stores register what they do at exit: its own comes after all that.
+import torchestra.store.torch_agent  # noqa: F401  # isort: skip
+
 __all__ = [
     "DEFAULT_STORE_TIMEOUT",
     "FakeStore",

@@ -7,7 +7,10 @@ threads; so nothing here waits in it: whether a key has come is asked every 1 to
 
 from __future__ import annotations
 
+import atexit
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -30,6 +33,9 @@ __all__ = ["TorchStore", "connect_to_agent"]
 
 _T = TypeVar("_T")
 _REQUEST_SECONDS = 60.0
+_LAST_SECONDS = 5.0
+_clients: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Of each client of torch's, what its requests are made under."""
 
 
 class TorchStore(Store):
@@ -49,6 +55,8 @@ class TorchStore(Store):
     def __init__(self, store: Any, name: str | None = None) -> None:
         self._store = store
         self._name = name or f"torch's {type(store).__name__}"
+        self._asking = threading.RLock()  # clones share it
+        _clients.add(self._asking)
         self.set_timeout(store.timeout)
 
     @property
@@ -99,7 +107,8 @@ class TorchStore(Store):
 
     def _ask(self, request: Callable[[], _T]) -> _T:
         try:
-            return request()
+            with self._asking:
+                return request()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise DistStoreError(f"{self}: {reason}; has the process that serves it ended?") from error
@@ -132,3 +141,16 @@ def connect_to_agent(host: str, port: int, timeout: Timeout) -> TorchStore:
     adapter = TorchStore(store, f"torchrun's store ({address})")
     adapter.set_timeout(timeout)
     return adapter
+
+
+def _ask_no_more() -> None:
+    """Let no other thread be in torch's client when the interpreter ends.
+
+    A thread that returns from C++ to an interpreter that is gone takes the process down; this one may go on
+    asking. Whatever else is done at exit over a store comes before, see :mod:`torchestra.store`.
+    """
+    for asking in tuple(_clients):
+        asking.acquire(timeout=_LAST_SECONDS)
+
+
+atexit.register(_ask_no_more)
