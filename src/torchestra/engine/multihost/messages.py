@@ -304,6 +304,7 @@ class Messages:
         """Raise if waiting for a message any longer is in vain."""
         if self._closed:
             raise GroupDestroyedError(f"{parcel}, but the group was destroyed")
+        self._crossing.outlook.stand_in_if_needed()
         self._lookout.check(parcel)
 
     def _withdraw(self, parcel: Parcel, error: BaseException) -> None:
