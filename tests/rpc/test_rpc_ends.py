@@ -117,10 +117,11 @@ def fork_in_between(road: str) -> None:
     rank = begin_on(road)
     for _ in range(3):
         rpc.rpc_sync(1 - rank, echo, (torch.ones(100_000),))
-        child = os.fork()
-        if child == 0:
-            current_agent().close()
-            os._exit(0)
+        with current_agent().crew._gate:  # as one of its threads may have it just then
+            child = os.fork()
+            if child == 0:
+                current_agent().close()
+                os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     rpc.shutdown()
 

@@ -13,6 +13,7 @@ to be done around calls is done there.
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -73,6 +74,7 @@ class Agent:
         self.info = self.workers[self.rank]
         self.by_name = {info.name: info for info in self.workers}
         self.timeout = timeout
+        self._owner = os.getpid()
         self.closed = False
         self.pending: dict[int, Call] = {}
         self.waits: dict[int, Call] = {}
@@ -475,6 +477,8 @@ class Agent:
         if self.closed:
             return
         self.closed = True
+        if os.getpid() != self._owner:
+            return  # a forked child has none of the threads, and what they had locked stays so
         self.roads.leave()
         self.crew.close()
         ended = RpcError(f"worker {self.info.name!r} has shut down before the answer came")
