@@ -7,10 +7,18 @@ costs the waker more than a small operation takes, so while there is much to do 
 takes naps, and looks after each. Only when nothing has come for some naps does it sleep until it is rung.
 
 The words, of one queue: SUBMITTED and URGENT are counted up by whoever submits or hurries, BEGUN is
-written by whoever has the turn. No wake-up is lost: the thread does ``ASLEEP = 1; read SUBMITTED``, whoever
-rings ``SUBMITTED += 1; read ASLEEP``, all four sequentially consistent, so that one of the two sees the
-other's write; and a futex compares its word again when it goes to sleep. A nap begins with a look at URGENT,
-before the others, and is a wait for that word to change.
+written by whoever has the turn.
+
+Invariant: **whatever the thread is to see when it sleeps is written before SUBMITTED is counted up**, the
+word that it sleeps on; so both a task and the end are told by :func:`ring`. Then no wake-up is lost. The
+thread reads SUBMITTED, then what there is to do, then does ``ASLEEP = 1; read SUBMITTED``, and sleeps while
+that is what it was at first. Whoever rings does ``SUBMITTED += 1; read ASLEEP``. All of these are
+sequentially consistent, so one of the two sees the other's write: the thread that SUBMITTED has changed (the
+futex compares it once more, as one step with falling asleep), or who rings that it is to wake the thread. A
+wake-up without a change of the word would be lost if it came between the thread's last look and its sleep.
+
+A nap begins with a look at URGENT, before the others, and is a wait for that word to change, or for GRACE to
+pass: an early nap's end that is missed costs no more than that.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -29,7 +37,7 @@ from torchestra.engine.atomics import (
 )
 from torchestra.engine.waiting import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE
 
-SUBMITTED = 0  # how many tasks have been submitted
+SUBMITTED = 0  # how often it was rung: once for each task submitted, and by whoever interrupts or closes
 BEGUN = 8  # how many of them have been begun
 URGENT = 16  # the first so many are to be begun without delay
 ASLEEP = 24  # whether the thread sleeps until something is submitted
@@ -41,7 +49,7 @@ NAPS = 20
 
 @njit(**KERNEL_OPTIONS)
 def ring(words):
-    """A task has been submitted; how many have been."""
+    """Have the thread look again, because a task was submitted, or the end is told; how often it was rung."""
     number = fetch_add(words + SUBMITTED, 1) + 1
     if load_ordered(words + ASLEEP) != 0:
         syscall(FUTEX, words + SUBMITTED, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
@@ -60,7 +68,7 @@ def hurry(words):
 def close(words):
     """The thread is to end when nothing is left to be begun."""
     store_ordered(words + CLOSED, 1)
-    syscall(FUTEX, words + SUBMITTED, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+    ring(words)
     return hurry(words)
 
 
