@@ -25,14 +25,17 @@ import hmac
 import logging
 import os
 import secrets
-import selectors
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
+from torchestra.engine.listening import BoundedListener
 from torchestra.errors import CollectiveTimeoutError, DistBackendError
 from torchestra.store.base import interpreter_slice
+from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.store.secret import SECRET_ADVICE
 from torchestra.store.tcp.locality import peer_user
 
@@ -47,22 +50,17 @@ _GIVEN, _TAKEN, _UNPROVED = b"given", b"taken", b"unproved"
 _LONGEST = 256
 
 _VISIT_SECONDS = 10.0
-_MOST_STRANGERS = 64
-_ACCEPTED_AT_ONCE = 64
 _TICK = 0.05
 _LONGEST_TICK = 1.0
 
 _log = logging.getLogger(__name__)
 
 
-class _Visitor:
-    """A connection that has not been given the descriptor yet; ``nonces`` are set once it was challenged."""
+class _Visitor(NamedTuple):
+    """What a connection that was challenged has said and been told."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.deadline = time.monotonic() + _VISIT_SECONDS
-        self.rank = -1
-        self.nonces = b""
+    rank: int
+    nonces: bytes
 
 
 class Admission:
@@ -99,17 +97,15 @@ class Admission:
         self._taken = set(taken)
         self._key = _key(token, secret)
         self._name = name
-        self._visitors: dict[_Visitor, None] = {}
-        self._selector = selectors.DefaultSelector()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            self._listener.bind(self._address)
-            self._listener.listen(socket.SOMAXCONN)
-            self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        except BaseException:
-            self.close()
-            raise
+        self._refusals = RateLimitedWarnings(_log)
+        self._challenged: weakref.WeakKeyDictionary[socket.socket, _Visitor] = weakref.WeakKeyDictionary()
+        self._listener = BoundedListener(
+            address,
+            f"group {name!r}",
+            _VISIT_SECONDS,
+            lambda: len(self._ranks) - len(self.given),
+            self._refusals,
+        )
 
     @property
     def waited_for(self) -> set[int]:
@@ -124,9 +120,8 @@ class Admission:
 
     def close(self) -> None:
         """End all connections."""
-        self._selector.close()
         self._listener.close()
-        for connection in [*self._kept, *(visitor.connection for visitor in self._visitors)]:
+        for connection in self._kept:
             connection.close()
 
     def wake(self) -> None:
@@ -138,89 +133,54 @@ class Admission:
 
     def serve(self, descriptor: int, seconds: float = _TICK) -> None:
         """Do what can be done; wait for something to do for 50 ms at most, or for so many seconds."""
-        for key, _ in self._selector.select(seconds):
-            if key.data is None:
-                self._accept()
-            elif key.data in self._visitors:
-                self._hear(key.data, descriptor)
-        now = time.monotonic()
-        # They are in the order in which they came, so in that of their deadlines.
-        while self._visitors and (oldest := next(iter(self._visitors))).deadline < now:
-            self._drop(oldest)
+        for connection in self._listener.ready(seconds):
+            self._hear(connection, descriptor)
 
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE):
-            try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:
-                # No descriptors are left: if not by letting a visitor go, then by time.
-                if self._visitors:
-                    self._drop(next(iter(self._visitors)))
-                else:
-                    time.sleep(_TICK)
-                return
-            if (user := peer_user(connection)) != os.geteuid():
-                connection.close()
-                _log.warning("group %r: a process of user %s wanted the group's memory", self._name, user)
-                continue
-            connection.setblocking(False)
-            visitor = _Visitor(connection)
-            self._visitors[visitor] = None
-            self._selector.register(connection, selectors.EVENT_READ, visitor)
-            if len(self._visitors) > _MOST_STRANGERS + len(self._ranks) - len(self.given):
-                self._drop(next(iter(self._visitors)))
-
-    def _drop(self, visitor: _Visitor, *, keep: bool = False) -> None:
-        del self._visitors[visitor]
-        self._selector.unregister(visitor.connection)
-        if keep:
-            self._kept.append(visitor.connection)
-        else:
-            visitor.connection.close()
-
-    def _hear(self, visitor: _Visitor, descriptor: int) -> None:
+    def _hear(self, connection: socket.socket, descriptor: int) -> None:
         given = False
         try:
-            packet = visitor.connection.recv(_LONGEST)
-            if not visitor.nonces:
-                if self._challenge(visitor, packet):
+            packet = connection.recv(_LONGEST)
+            visitor = self._challenged.pop(connection, None)
+            if visitor is None:
+                if self._challenge(connection, packet):
                     return
             else:
-                given = self._judge(visitor, packet, descriptor)
+                given = self._judge(connection, visitor, packet, descriptor)
         except BlockingIOError:
             return
         except OSError as error:
             _log.debug("group %r: lost a process that wanted the group's memory: %s", self._name, error)
-        self._drop(visitor, keep=given and self._keeps)
+        if given and self._keeps:
+            self._listener.release(connection)
+            self._kept.append(connection)
+        else:
+            self._listener.drop(connection)
 
-    def _challenge(self, visitor: _Visitor, hello: bytes) -> bool:
+    def _challenge(self, connection: socket.socket, hello: bytes) -> bool:
         """Answer a hello; False if it is none."""
         if len(hello) != _HELLO.size or not hello.startswith(_MAGIC):
             return False
-        _, visitor.rank, nonce = _HELLO.unpack(hello)
+        _, rank, nonce = _HELLO.unpack(hello)
         own = os.urandom(_NONCE_SIZE)
-        visitor.nonces = nonce + own
-        visitor.connection.send(
-            _CHALLENGE.pack(own, _proof(self._key, b"rank 0", visitor.rank, visitor.nonces))
-        )
+        visitor = _Visitor(rank, nonce + own)
+        connection.send(_CHALLENGE.pack(own, _proof(self._key, b"rank 0", rank, visitor.nonces)))
+        self._challenged[connection] = visitor
         return True
 
-    def _judge(self, visitor: _Visitor, given: bytes, descriptor: int) -> bool:
+    def _judge(self, connection: socket.socket, visitor: _Visitor, given: bytes, descriptor: int) -> bool:
         """Give the descriptor, or say why not; whether it was given."""
         if not hmac.compare_digest(given, _proof(self._key, b"rank", visitor.rank, visitor.nonces)):
-            _log.warning(
+            self._refusals.warn(
                 "group %r: a process that says it is rank %s does not know the group's key: %s",
                 self._name,
                 visitor.rank,
                 SECRET_ADVICE,
             )
-            visitor.connection.send(_UNPROVED)
+            connection.send(_UNPROVED)
         elif visitor.rank not in self._ranks or visitor.rank in self._taken:
-            visitor.connection.send(_TAKEN)
+            connection.send(_TAKEN)
         else:
-            socket.send_fds(visitor.connection, [_GIVEN], [descriptor])
+            socket.send_fds(connection, [_GIVEN], [descriptor])
             self._taken.add(visitor.rank)
             self.given.append(visitor.rank)
             return True

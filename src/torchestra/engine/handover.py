@@ -4,7 +4,8 @@ No store is needed for it, which may have died with a rank; the survivors know e
 random bytes that stands in the old arena (succession.py), where only ranks of the group can read it. Among
 processes, half of the key names an abstract Unix socket, and the other half is what a rank must say to be
 given the arena's descriptor: the names of such sockets can be seen by everybody on the host. The socket
-belongs to one user, is gone with the proposer's process, and leaves nothing in the file system.
+belongs to one user, is gone with the proposer's process, and leaves nothing in the file system. Strangers
+that connect are held at a bounded cost (listening.py), so they hold up nobody.
 
 Nothing here waits long: :meth:`Offer.serve` and :meth:`Request.answer` are called again and again by whoever
 waits.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -22,17 +24,21 @@ from typing import Protocol
 
 from torchestra.engine import layout as at
 from torchestra.engine.arena import Arena, layout_for
+from torchestra.engine.listening import BoundedListener
 from torchestra.errors import DistNetworkError
 from torchestra.store import HashStore, Store, TCPStore
 from torchestra.store.base import DEFAULT_STORE_TIMEOUT
+from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.store.tcp.locality import peer_user
 
 __all__ = ["Estate", "Offer", "Request", "leave_store", "make_offer", "make_request"]
 
 _CONNECT_SECONDS = 1.0
 _FAREWELL_SECONDS = 3.0
-_BACKLOG = 1024
+_PROOF_SECONDS = 10.0
 _YES = b"y"
+
+_log = logging.getLogger(__name__)
 
 
 class Estate:
@@ -124,42 +130,41 @@ class _ProcessOffer:
     def __init__(self, size: int, group: str) -> None:
         self.key = _new_key()
         name, self._proof = _halves(self.key)
-        self._asking: list[socket.socket] = []
         with contextlib.ExitStack() as undo:
             arena, self._descriptor = Arena.create(layout_for(size), group)
             undo.callback(os.close, self._descriptor)
-            self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            self._listener.bind(f"\0torchestra-{name}")
-            self._listener.listen(_BACKLOG)
-            self._listener.setblocking(False)
+            self._listener = undo.enter_context(
+                contextlib.closing(
+                    BoundedListener(
+                        f"torchestra-{name}",
+                        f"group {group!r}",
+                        _PROOF_SECONDS,
+                        lambda: size,
+                        RateLimitedWarnings(_log),
+                    )
+                )
+            )
             store: Store = HashStore() if size == 1 else _ServedStore(name, self._proof)
             self.estate = Estate(arena, store)
             undo.pop_all()
 
     def serve(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                self._asking.append(connection)
-        for connection in tuple(self._asking):
+        for connection in self._listener.ready(0):
             try:
                 said = connection.recv(len(self._proof) + 1)
-                if peer_user(connection) == os.geteuid() and hmac.compare_digest(said, self._proof):
+                if hmac.compare_digest(said, self._proof):
                     socket.send_fds(connection, [_YES], [self._descriptor])
             except BlockingIOError:
                 continue
             except OSError:
                 pass  # it is gone, or asks for nothing of ours
-            self._asking.remove(connection)
-            connection.close()
+            self._listener.drop(connection)
 
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        for each in (self._listener, *self._asking):
-            each.close()
+        self._listener.close()
 
 
 class _ServedStore(TCPStore):

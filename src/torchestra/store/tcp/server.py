@@ -31,6 +31,7 @@ from types import TracebackType
 
 from torchestra.errors import DistNetworkError, InvalidArgumentError
 from torchestra.store.base import pauses
+from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.store.secret import SECRET_ADVICE, Secret, job_secret
 from torchestra.store.table import Popper, Table
 from torchestra.store.tcp.address import Address, listen, tune
@@ -38,7 +39,6 @@ from torchestra.store.tcp.forks import forget_in_children
 from torchestra.store.tcp.locality import is_loopback, peer_user
 from torchestra.store.tcp.peer import Peer
 from torchestra.store.tcp.protocol import ProtocolError, RefusedError, Reply, encode
-from torchestra.store.tcp.refusals import Refusals
 from torchestra.store.tcp.requests import Outcome, Waiting, answer
 
 __all__ = ["TCPStoreServer"]
@@ -100,7 +100,7 @@ class TCPStoreServer:
         self._woken: list[tuple[Peer, Outcome]] = []
         self._resume_at: float | None = None
         self._closing = False
-        self._refusals = Refusals(self)
+        self._refusals, self._shortages = RateLimitedWarnings(_log), RateLimitedWarnings(_log)
         self._waker, self._wake_end = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_end, selectors.EVENT_READ)
@@ -195,7 +195,7 @@ class TCPStoreServer:
                 peer.connection, selectors.EVENT_WRITE if peer.sending else selectors.EVENT_READ, peer
             )
         except RefusedError as error:
-            self._refusals.note(peer.name(), str(error))
+            self._refusals.warn("%r refused %s: %s", self, peer.name(), error)
             self._drop(peer)
         except (OSError, ProtocolError) as error:
             _log.debug("%r drops a connection: %s", self, error)
@@ -330,7 +330,7 @@ class TCPStoreServer:
                 self._drop(peer)
             return
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            _log.warning("%r is out of file descriptors; raise `ulimit -n` where it runs", self)
+            self._shortages.warn("%r is out of file descriptors; raise `ulimit -n` where it runs", self)
         self._pause(time.monotonic() + _BREATH)
 
     def _set_deadline(self, peer: Peer, deadline: float) -> None:

@@ -1,0 +1,145 @@
+"""A listening Unix socket that strangers cannot fill.
+
+Whoever knows a name can connect to an abstract Unix socket, and names can be seen by everybody on the host.
+So a connection of another user is ended at once, as the kernel tells whose it is; and of this user's own,
+those that have not proved themselves are held at a bounded cost: each has a limited time, of too many the
+oldest has to go, and if no descriptors are left, one of them goes. A process of the job that had to go
+comes again by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+from torchestra.store.rate_limited import RateLimitedWarnings
+from torchestra.store.tcp.locality import peer_user
+
+__all__ = ["MOST_STRANGERS", "BoundedListener"]
+
+MOST_STRANGERS = 64
+_ACCEPTED_AT_ONCE = 64
+_BREATH = 0.05
+
+
+class BoundedListener:
+    """Listens at an abstract Unix socket (SOCK_SEQPACKET) for processes of this user; for one thread.
+
+    Args:
+        name: of the socket, without the leading zero byte.
+        what: what is listened for, for the log, such as ``"group 'default'"``.
+        seconds: how long a connection has to prove itself.
+        expected: asked for how many processes of the job are still to come; they have room besides
+            :data:`MOST_STRANGERS`.
+        refusals: where to log who is turned away.
+
+    Raises:
+        OSError: the name is taken, or no descriptors are left.
+    """
+
+    def __init__(
+        self, name: str, what: str, seconds: float, expected: Callable[[], int], refusals: RateLimitedWarnings
+    ) -> None:
+        self._what = what
+        self._seconds = seconds
+        self._expected = expected
+        self._refusals = refusals
+        # When the time of each is over. They are in the order in which they came, so in that of their times.
+        self._deadlines: dict[socket.socket, float] = {}
+        self._rest_until = 0.0
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._selector = selectors.DefaultSelector()
+        except BaseException:
+            self._listener.close()
+            raise
+        try:
+            self._listener.bind("\0" + name)
+            self._listener.listen(socket.SOMAXCONN)
+            self._listener.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        except BaseException:
+            self.close()
+            raise
+
+    def ready(self, seconds: float) -> Iterator[socket.socket]:
+        """The connections (non-blocking) on which something has come, or that have ended.
+
+        Takes in new ones, and ends those whose time is over. The caller reads from each, and calls
+        :meth:`drop` or :meth:`release` once it knows who it is.
+
+        Args:
+            seconds: how long to wait for something to do; 0 to return at once.
+        """
+        if self._rest_until:
+            self._rest(seconds)
+        for key, _ in self._selector.select(seconds):
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            if connection is self._listener:
+                self._accept()
+            elif connection in self._deadlines:
+                yield connection
+        now = time.monotonic()
+        while self._deadlines:
+            connection, deadline = next(iter(self._deadlines.items()))
+            if deadline >= now:
+                return
+            self.drop(connection)
+
+    def drop(self, connection: socket.socket) -> None:
+        """End a connection."""
+        self.release(connection)
+        connection.close()
+
+    def release(self, connection: socket.socket) -> None:
+        """Leave a connection to the caller, who knows now whose it is."""
+        del self._deadlines[connection]
+        self._selector.unregister(connection)
+
+    def close(self) -> None:
+        """End all connections, and listen no more. Closing twice is no error."""
+        self._selector.close()
+        self._listener.close()
+        for connection in self._deadlines:
+            connection.close()
+        self._deadlines.clear()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._make_room(error)
+                return
+            if (user := peer_user(connection)) != os.geteuid():
+                connection.close()
+                self._refusals.warn("%s: a process of user %s wanted the group's memory", self._what, user)
+                continue
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ)
+            self._deadlines[connection] = time.monotonic() + self._seconds
+            if len(self._deadlines) > MOST_STRANGERS + self._expected():
+                self.drop(next(iter(self._deadlines)))
+
+    def _make_room(self, error: OSError) -> None:
+        """No descriptors are left, most likely: if not by letting somebody go, there will be some in time."""
+        if self._deadlines:
+            self.drop(next(iter(self._deadlines)))
+            return
+        self._refusals.warn("%s: cannot accept a connection: %s", self._what, error)
+        self._selector.unregister(self._listener)
+        self._rest_until = time.monotonic() + _BREATH
+
+    def _rest(self, seconds: float) -> None:
+        """Take in nobody for a moment; without it, a caller who waits for newcomers would spin."""
+        if seconds:
+            time.sleep(max(0.0, min(seconds, self._rest_until - time.monotonic())))
+        if time.monotonic() >= self._rest_until:
+            self._rest_until = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)

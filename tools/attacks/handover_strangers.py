@@ -1,0 +1,66 @@
+"""Strangers at the socket where the survivors of a group get the memory of the smaller one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import ExitStack
+
+from tools.attacks import Outcome
+from tools.attacks._flood import SILENCE, Flood
+from tools.attacks._target import NOBODY, Watched
+
+from torchestra.engine.handover import Offer, make_offer, make_request
+
+
+def attack(seconds: float) -> Outcome:
+    """Make one offer after the other, each for a survivor who asks while thousands of others do."""
+    outcome = Outcome()
+    offer = make_offer(2, "g", threads=False)
+    over = threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            offer.serve()
+            time.sleep(0.001)
+
+    with ExitStack() as stack:
+        stack.callback(offer.estate.abandon)
+        stack.callback(offer.close)
+        serving = threading.Thread(target=serve)
+        serving.start()
+        stack.callback(serving.join)
+        stack.callback(over.set)
+        watched = stack.enter_context(Watched(outcome, 200))
+        address = f"torchestra-{offer.key[:16].hex()}"
+        talks = [SILENCE, (b"x",), (bytes(16),), (os.urandom(16),), (bytes(4096),)]
+        floods = [Flood(address, talks, packets=True, forbidden=b"y")]
+        if os.geteuid() == 0:
+            # One who even knows the key.
+            floods.append(
+                Flood(address, [(offer.key[16:],)], most=50, packets=True, forbidden=b"y", user=NOBODY)
+            )
+        with ExitStack() as crowd:
+            for flood in floods:
+                crowd.enter_context(flood)
+            for number in watched.serve(seconds, lambda: _ask(offer)):
+                outcome.tried["survivors served"] = number
+        for flood in floods:
+            outcome.tried["strangers"] += flood.seen["opened"]
+            outcome.refused["strangers"] += flood.seen["ended"]
+            outcome.expect(not flood.seen["forbidden"], "a stranger was given the memory")
+    return outcome
+
+
+def _ask(offer: Offer) -> None:
+    request = make_request(offer.key, 2, threads=False)
+    deadline = time.monotonic() + 30
+    try:
+        while (estate := request.answer()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the survivor was given nothing")
+            time.sleep(0.001)
+        estate.abandon()
+    finally:
+        request.close()
