@@ -71,7 +71,9 @@ def test_a_damaged_header_is_refused(changes: dict[int, int]) -> None:
         else:
             with pytest.raises(DistBackendError, match=r"no arena|layout of version|header is damaged"):
                 ForeignArena(descriptor)
-            with pytest.raises(DistBackendError, match=r"in word \d+ of its header, expected"):
+            with pytest.raises(
+                DistBackendError, match=r"in word \d+ of its header, expected|has \d+ bytes, expected"
+            ):
                 Arena.attach(descriptor, layout_for(RANKS))
     finally:
         os.close(descriptor)

@@ -5,24 +5,40 @@ and it is not bounded by the size of ``/dev/shm``. It is sparse: the channels an
 larger than what is ever touched. It cannot shrink (a seal), so that nobody who has it mapped can be made to
 fault.
 
-Each rank keeps its descriptor open (the mapping has one), for ``torchestra top`` to find it by.
+The heaps are by far the largest part, and the only one whose size matters to the address space, of which
+a process has 128 TiB. So a rank maps them when it first has to do with them, and most groups never need
+them. How large they are, rank 0 decides: ranks may see different amounts of memory, or be under different
+limits.
+
+Core dumps leave out what lies behind the records. A dump reads every page of a mapping, and reading a page
+of a sparse file that was never touched takes memory for it.
+
+Each rank keeps its descriptor open, for ``torchestra top`` to find it by.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
-import mmap
 import os
+import resource
+import struct
+import threading
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from torchestra.engine import layout as at
 from torchestra.engine.channels import channel_area_bytes
 from torchestra.engine.clock import Moment, best_clock
+from torchestra.engine.mapping import MemoryFile, leave_out_of_core_dumps
 from torchestra.errors import DistBackendError
 
 _MEBIBYTE = 1 << 20
+_GIBIBYTE = 1 << 30
+_ALL_HEAPS = 8 << 40  # of one arena: some 15 groups can have their heaps mapped at a time
 _NAME_BYTES = 200  # the system allows 249
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -31,28 +47,83 @@ def layout_for(size: int) -> at.Layout:
     """The arena of a group of ``size`` ranks on one host.
 
     Buffers shrink with the number of ranks, so that those of all ranks together stay in a last-level
-    cache of the usual size; a heap can hold all the memory that the machine has.
+    cache of the usual size; a heap can hold all the memory that the machine has, unless all heaps together
+    would then take too much of the address space, or more than this process is allowed.
     """
     buffer = max(128 << 10, min(_MEBIBYTE, at.align(8 * _MEBIBYTE // size, at.PAGE)))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return at.Layout(
+    without = at.Layout(
         size=size,
         slot_bytes=buffer,
         pipe_bytes=buffer,
         channel_bytes=channel_area_bytes(size),
-        heap_bytes=at.align(memory, 1 << 30),
+        heap_bytes=0,
     )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    bounds = [_ALL_HEAPS]
+    if (largest_file := _limit(resource.RLIMIT_FSIZE)) is not None:
+        bounds.append(largest_file - without.total)
+    if (address_space := _limit(resource.RLIMIT_AS)) is not None:
+        bounds.append(address_space // 4)
+    share = max(0, min(bounds)) // size // at.LARGEST_PAGE * at.LARGEST_PAGE
+    return replace(without, heap_bytes=min(at.align(memory, _GIBIBYTE), share))
+
+
+def _limit(which: int) -> int | None:
+    """A limit of this process, or None where it has none."""
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 class Arena:
-    """A mapped arena. The mapping lives as long as anything that points into it."""
+    """A mapped arena. A mapping lives as long as anything that points into it.
+
+    Attributes:
+        bytes: all but the heaps.
+        address: of that.
+    """
 
     def __init__(self, descriptor: int, layout: at.Layout) -> None:
         self.layout = layout
-        self.memory = mmap.mmap(descriptor, layout.total)
-        self.bytes = np.frombuffer(self.memory, dtype=np.uint8)
+        self._file = MemoryFile(descriptor)
+        self.bytes = self._file.map(0, layout.heaps)
         self.address: int = self.bytes.ctypes.data
-        self._words = (ctypes.c_int64 * (layout.slots // 8)).from_buffer(self.memory)
+        behind_records = at.align(layout.slots, at.LARGEST_PAGE)
+        leave_out_of_core_dumps(self.address + behind_records, layout.heaps - behind_records)
+        self._words = (ctypes.c_int64 * (layout.slots // 8)).from_address(self.address)
+        self._heaps: npt.NDArray[np.uint8] | None = None
+        self._mapping = threading.Lock()
+
+    @property
+    def heaps(self) -> npt.NDArray[np.uint8]:
+        """The heaps of all ranks, mapped at the first call.
+
+        Raises:
+            DistBackendError: this process has no address space left for them.
+        """
+        if self._heaps is None:
+            with self._mapping:
+                if self._heaps is None:
+                    self._heaps = self._map_heaps()
+        return self._heaps
+
+    def _map_heaps(self) -> npt.NDArray[np.uint8]:
+        layout = self.layout
+        length = layout.total - layout.heaps
+        try:
+            heaps = self._file.map(layout.heaps, length)
+            leave_out_of_core_dumps(heaps.ctypes.data, length)
+        except OSError as error:
+            raise DistBackendError(
+                f"cannot map the memory that the {layout.size} ranks of a group share tensors in"
+                f" ({length / _GIBIBYTE:.1f} GiB of address space: {error}); is the address space limited"
+                " (ulimit -v), or do too many groups use dist.empty()?"
+            ) from error
+        return heaps
+
+    def release_heap(self, start: int, length: int) -> None:
+        """Give the memory of a range of the heaps, in whole pages, back to the system."""
+        with contextlib.suppress(OSError):  # then it stays with the arena, and is used again
+            self._file.release(self.layout.heaps + start, length)
 
     @classmethod
     def create(cls, layout: at.Layout, name: str) -> tuple[Arena, int]:
@@ -66,9 +137,9 @@ class Arena:
         except OSError as error:
             os.close(descriptor)
             raise DistBackendError(
-                f"cannot map {layout.total >> 30} GiB of sparse shared memory for a group of {layout.size}"
-                f" ranks"
-                f" ({error}); is the address space limited (ulimit -v)?"
+                f"cannot make {layout.total / _GIBIBYTE:.1f} GiB of sparse shared memory, and map"
+                f" {layout.heaps / _GIBIBYTE:.1f} GiB of it, for a group of {layout.size} ranks ({error}):"
+                " is the address space (ulimit -v) or the size of files (ulimit -f) limited?"
             ) from error
         for offset, value in cls._header(layout):
             arena.set_word(offset, value)
@@ -83,8 +154,15 @@ class Arena:
 
     @classmethod
     def attach(cls, descriptor: int, layout: at.Layout) -> Arena:
-        """Map an arena that another rank made, and check that both mean the same by it."""
+        """Map an arena that another rank made, and check that both mean the same by it.
+
+        Args:
+            layout: the one expected, but for the size of the heaps, which whoever made the arena decides.
+        """
         found = os.fstat(descriptor).st_size
+        (heap_bytes,) = struct.unpack("=q", os.pread(descriptor, 8, at.HEADER_HEAP_BYTES).ljust(8, b"\0"))
+        if heap_bytes >= 0:
+            layout = replace(layout, heap_bytes=heap_bytes)
         if found != layout.total:
             raise DistBackendError(
                 f"the group's arena has {found} bytes, expected {layout.total}: do all ranks run the same"

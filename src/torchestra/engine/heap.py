@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import bisect
 import collections
-import contextlib
 import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -26,19 +26,32 @@ _RETURN_ABOVE = 1 << 20
 
 
 class Heap:
-    """The heap of one rank in an arena."""
+    """The heap of one rank in an arena.
 
-    def __init__(self, arena: Arena, rank: int) -> None:
+    Args:
+        when_mapped: called before the first tensor is made, when the heaps of all ranks are mapped here.
+    """
+
+    def __init__(self, arena: Arena, rank: int, when_mapped: Callable[[], None] | None = None) -> None:
         self._arena = arena
-        self._start = arena.layout.heaps + rank * arena.layout.heap_bytes
+        self._start = rank * arena.layout.heap_bytes
+        self._when_mapped = when_mapped
         self._free: list[tuple[int, int]] = [(0, arena.layout.heap_bytes)]
         # A finaliser may run at any moment, also in the middle of an allocation and on the same thread: it
         # only leaves a note here, and the next allocation does the rest.
         self._given: collections.deque[tuple[int, int]] = collections.deque()
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self.first_address = arena.address + self._start
-        self.last_address = self.first_address + arena.layout.heap_bytes
+
+    @property
+    def first_address(self) -> int:
+        """Where this heap begins."""
+        return int(self._arena.heaps.ctypes.data) + self._start
+
+    @property
+    def last_address(self) -> int:
+        """Where it ends."""
+        return self.first_address + self._arena.layout.heap_bytes
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in this heap."""
@@ -46,9 +59,13 @@ class Heap:
         for length in shape:
             elements *= length
         needed = at.align(max(1, elements * dtype.itemsize), _UNIT)
+        heaps = self._arena.heaps
+        if (when_mapped := self._when_mapped) is not None:
+            when_mapped()
+            self._when_mapped = None
         offset = self._take(needed)
         start = self._start + offset
-        block = self._arena.bytes[start : start + needed]
+        block = heaps[start : start + needed]
         weakref.finalize(block, self._give, offset, needed).atexit = False
         if elements == 0:
             return torch.frombuffer(block, dtype=dtype, count=1)[:0].view(shape)
@@ -56,9 +73,8 @@ class Heap:
 
     def offset_of(self, address: int) -> int:
         """Where an address lies in this heap, or NOT_SHARED."""
-        if self.first_address <= address < self.last_address:
-            return address - self.first_address
-        return at.NOT_SHARED
+        offset = address - self.first_address
+        return offset if 0 <= offset < self._arena.layout.heap_bytes else at.NOT_SHARED
 
     def _take(self, length: int) -> int:
         with self._lock:
@@ -81,8 +97,7 @@ class Heap:
         if length >= _RETURN_ABOVE:
             first = at.align(self._start + offset, mmap.PAGESIZE)
             last = (self._start + offset + length) // mmap.PAGESIZE * mmap.PAGESIZE
-            with contextlib.suppress(OSError):
-                self._arena.memory.madvise(mmap.MADV_REMOVE, first, last - first)
+            self._arena.release_heap(first, last - first)
         self._given.append((offset, length))
 
     def _insert(self, offset: int, length: int) -> None:

@@ -15,7 +15,8 @@ have rules of their own.
 *Splits* hold how much a rank sends to and expects from each peer in an uneven all_to_all. *Slots* (two a
 rank) carry what fits into one piece: the one with the parity of the operation's sequence number. A *record*
 holds what its rank did last (recording.py). *Pipes* (three a rank) carry larger operations chunk by chunk.
-The *heap* is a large, sparsely filled range for tensors that the ranks share (``dist.empty``).
+The *heap* is a large, sparsely filled range for tensors that the ranks share (``dist.empty``); all heaps are
+mapped together, by each rank when it first needs them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
-VERSION = 4
+VERSION = 5
 MEMORY_FILE = "torchestra"  # what the names of all arenas' memory files begin with
 RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for what is left of arenas (keeping.py)
 PAGE = 4096
+LARGEST_PAGE = 1 << 16  # of all systems; a mapping begins at a multiple of a page
 LINE = 64
 
 # The header's words, as byte offsets.
@@ -139,8 +141,8 @@ SLOTS = 32  # address of the slots of rank 0
 SLOT_BYTES = 40
 PIPES = 48  # address of the pipes of rank 0
 PIPE_BYTES = 56
-HEAPS = 64  # address of the heap of rank 0
-HEAP_BYTES = 72
+HEAPS = 64  # address of the heap of rank 0, once the heaps are mapped
+HEAP_BYTES = 72  # 0 before
 ABORT = 80  # address of the header's abort word
 SEQUENCE = 88  # of the last operation begun
 RESUME = 96  # where to go on in an operation that returned PENDING; 0 at its start
@@ -255,7 +257,7 @@ class Layout:
 
     @property
     def heaps(self) -> int:
-        return align(self.channels + self.channel_bytes, PAGE)
+        return align(self.channels + self.channel_bytes, LARGEST_PAGE)
 
     @property
     def total(self) -> int:

@@ -69,7 +69,6 @@ class Member:
         self.size = arena.layout.size
         self.numbers: Sequence[int] = range(self.size)
         self.name = name
-        self.heap = Heap(arena, rank)
         self.succession = Succession(arena, rank)
         self.shrinking = threading.Lock()
         self.when_aborted: Callable[[str, tuple[int, ...], str], None] | None = None
@@ -85,6 +84,7 @@ class Member:
         self._masks: npt.NDArray[np.int64] = np.zeros(2 * at.MASK_BYTES // 8, dtype=np.int64)
         self._patience = np.array([0, int(_LIVENESS_SECONDS * 1e9)], dtype=np.int64)
         self.context: int = self._words.ctypes.data
+        self.heap = Heap(arena, rank, partial(_find_heaps, arena, self._words))
         layout, base = arena.layout, arena.address
         for offset, value in (
             (at.RANK, rank),
@@ -95,8 +95,6 @@ class Member:
             (at.SLOT_BYTES, layout.slot_bytes),
             (at.PIPES, base + layout.pipes),
             (at.PIPE_BYTES, layout.pipe_bytes),
-            (at.HEAPS, base + layout.heaps),
-            (at.HEAP_BYTES, layout.heap_bytes),
             (at.ABORT, base + at.HEADER_ABORT),
             (at.SPINS, spins),
             (at.YIELDS, yields),
@@ -489,6 +487,12 @@ class Member:
         own = (self.rank, site or call_site(otherwise=self.program.ident))
         lines = describe_standing(self.arena, self.peers, ranks, self._dead(), own)
         return f"\nhost {self.host}:{lines}" if self.host else lines
+
+
+def _find_heaps(arena: Arena, context: npt.NDArray[np.int64]) -> None:
+    """Let the kernels, one of which may be running, know where the heaps are, and after that how long."""
+    control.tell(context.ctypes.data + at.HEAPS, arena.heaps.ctypes.data)
+    control.tell(context.ctypes.data + at.HEAP_BYTES, arena.layout.heap_bytes)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -194,7 +194,7 @@ def all_count(context, count):
 @njit(**KERNEL_OPTIONS)
 def offset_in_heap(context, address):
     """Where in this rank's heap an address lies, or NOT_SHARED."""
-    length = load(context + HEAP_BYTES)
+    length = load_acquire(context + HEAP_BYTES)
     offset = address - (load(context + HEAPS) + load(context + RANK) * length)
     return offset if 0 <= offset < length else NOT_SHARED
 

@@ -62,10 +62,10 @@ class Lender:
 
     def borrow(self, rank: int, offset: int, length: int) -> torch.UntypedStorage:
         """The storage of a loan by a rank; the loan ends with it."""
-        layout, arena = self._arena.layout, self._arena
-        start = layout.heaps + rank * layout.heap_bytes + offset
-        memory = arena.bytes[start + _HEAD_BYTES : start + _HEAD_BYTES + length]
-        weakref.finalize(memory, _give_back, arena.address + start, os.getpid()).atexit = False
+        heaps = self._arena.heaps
+        start = rank * self._arena.layout.heap_bytes + offset
+        memory = heaps[start + _HEAD_BYTES : start + _HEAD_BYTES + length]
+        weakref.finalize(memory, _give_back, heaps.ctypes.data + start, os.getpid()).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
     def _block(self, length: int) -> torch.Tensor:
