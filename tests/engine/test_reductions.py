@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from references import BITWISE, DEFINED, reduced, same_bits, sample
+from references import BITWISE, COMPLEX, DEFINED, FLOATS, INTEGERS, reduced, same_bits, sample
 from torchestra.engine import reductions
 from torchestra.types import ReduceOp
 
@@ -91,3 +95,126 @@ def test_what_is_defined_is_what_is_said_to_be_defined() -> None:
         torch.complex128,
     }
     assert not any(reductions.supports(torch.float32, op) for op in BITWISE)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in INTEGERS if dtype.itemsize < 4], ids=str)
+@pytest.mark.parametrize("number", [3, 100, 127, 128, 200, 255, 256, 300, 65535, 65536])
+def test_the_average_over_more_ranks_than_the_type_can_count(dtype: torch.dtype, number: int) -> None:
+    """Over 200 ranks a divisor of 8 bits was -56, and over 256 it was 0, which ends the process."""
+    source = torch.arange(1 << 8 * dtype.itemsize).to(dtype)  # every value there is
+    expected = [int(value / number) for value in source.tolist()]
+    some = sample(dtype, 150, seed=1)
+    target = torch.empty_like(some)
+    reduce_into(target, [some] + [torch.zeros_like(some)] * (number - 1), ReduceOp.AVG)
+    assert target.tolist() == [int(value / number) for value in some.tolist()]
+    reductions.divide(dtype, source.data_ptr(), number, len(source))  # what is left to do over several hosts
+    assert source.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
+@pytest.mark.parametrize("factor", [0.1, -3.0, 1e-40])
+def test_scaling(dtype: torch.dtype, factor: float) -> None:
+    tensor = sample(dtype, 300, seed=2)
+    parts = torch.view_as_real(tensor) if dtype.is_complex else tensor
+    expected = parts * factor
+    reductions.scale(dtype, tensor.data_ptr(), factor, 300)
+    assert same_bits(parts, expected)
+
+
+@pytest.mark.parametrize("op", [op for dtype, op in DEFINED if dtype is torch.bool], ids=lambda op: op.name)
+def test_every_byte_but_0_is_true(op: ReduceOp) -> None:
+    """Views of other tensors may hold them: True as 1 and True as 2 have no bit in common."""
+    bits = torch.randint(0, 256, (2, 600), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    bits[torch.rand(2, 600, generator=torch.Generator().manual_seed(4)) < 0.4] = 0
+    target = torch.empty(600, dtype=torch.bool)
+    reduce_into(target, list(bits.view(torch.bool)), op)
+    expected = reduced(list(bits != 0), op)
+    assert torch.equal(target.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("rounding", [0, 0x2000, 0x4000, 0x6000])
+@pytest.mark.skipif(not reductions._X86, reason="sets the bits of MXCSR")
+def test_the_mode_of_the_thread_does_not_matter_and_stays(flush: bool, rounding: int) -> None:
+    """Flushing of denormal numbers and rounding are set per thread, and which one reduces is chance."""
+    mode = 0x1F80 | (0x8040 if flush else 0) | rounding
+    with reductions.default_float_mode():  # and so at the end
+        for dtype, op in DEFINED:
+            if dtype not in (*FLOATS, *COMPLEX):
+                continue
+            sources = [sample(dtype, 130, seed) for seed in range(3)]
+            if dtype in FLOATS:
+                tiny = torch.finfo(dtype).smallest_normal
+                for source in sources:
+                    source[:70] *= tiny
+            expected, target = torch.empty_like(sources[0]), torch.empty_like(sources[0])
+            reduce_into(expected, sources, op)
+            _swap_mode(mode)
+            reduce_into(target, sources, op)
+            left = _swap_mode(0x1F80)
+            assert left & 0xFFC0 == mode, (dtype, op)
+            assert same_bits(target, expected), (dtype, op)
+
+
+def _swap_mode(mode: int) -> int:
+    with reductions.default_float_mode():  # which compiles it
+        pass
+    swap: int = reductions._SWAP(reductions._compiled["float-mode"].address)(mode)
+    return swap
+
+
+_ON_A_PLAIN_PROCESSOR = """
+import sys
+import torch
+from torchestra.engine import reductions
+from torchestra.types import ReduceOp
+
+def check(found, expected):
+    wrong = ~((found.view(torch.int16) == expected.view(torch.int16)) | (found.isnan() & expected.isnan()))
+    assert not wrong.any(), (found[wrong], expected[wrong])
+
+every = torch.arange(-1 << 15, 1 << 15).to(torch.int16).view(torch.float16)
+zeros = torch.zeros_like(every)
+target = torch.empty_like(every)
+
+def add(target, left, right):
+    addresses = [left.data_ptr(), right.data_ptr()]
+    reductions.combine(torch.float16, ReduceOp.SUM, target.data_ptr(), addresses, len(target))
+
+for first in (every, every.flip(0)):
+    add(target, first, every)
+    check(target, (first.float() + every.float()).half())
+dice = torch.Generator().manual_seed(0)
+for factor in (2.0**-25, 1 / 3, 1.0009765, 2.0**-10, 1.5, -7.0):
+    scaled = every.clone()
+    reductions.scale(torch.float16, scaled.data_ptr(), factor, len(scaled) - 1)
+    scaled[-1] *= factor
+    check(scaled, (every.float() * factor).half())
+for length in (1, 127, 129):
+    shuffled = every[torch.randperm(len(every), generator=dice)]
+    for start in range(0, len(every) - length, 9973):
+        left, right = every[start : start + length], shuffled[start : start + length]
+        part = torch.empty_like(left)
+        add(part, left, right)
+        check(part, (left.float() + right.float()).half())
+print("all equal")
+"""
+
+
+def test_halves_on_a_processor_that_cannot_convert_them(tmp_path: Path) -> None:
+    """There LLVM would call functions that do not exist: the process died by SIGSEGV."""
+    environment = os.environ | {
+        "NUMBA_CPU_NAME": "generic",
+        "NUMBA_CACHE_DIR": str(tmp_path / "numba"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", _ON_A_PLAIN_PROCESSOR],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "all equal\n"
