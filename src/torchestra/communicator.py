@@ -408,9 +408,12 @@ class Communicator(Messaging):
         self._refuse_if_closed(kind.name)
         return self.engine.plan(kind, dtype, op, root)
 
-    @staticmethod
-    def _scaled(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        return made_plain(tensor if op.factor is None else tensor.detach() * op.factor)
+    def _scaled(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        if op.factor is None:
+            return made_plain(tensor)
+        scaled = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+        self.engine.scale(scaled, op.factor)
+        return scaled
 
     def _ranges(self, tensor: torch.Tensor, splits: list[int]) -> list[tuple[int, int]]:
         """(address, bytes) of consecutive ranges of rows."""

@@ -17,6 +17,7 @@ from torchestra.engine.callsites import call_site
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.operations import DTYPE_NAMES, Kind
+from torchestra.engine.reductions import default_float_mode
 from torchestra.errors import CollectiveMismatchError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.types import ReduceOp
 
@@ -119,7 +120,8 @@ def _added_up(
         wide = values.view(torch.int64)  # which adds to the same bits
     else:
         wide = values.to(_ADDED_AS.get(like.dtype, like.dtype))
-    total = _sparse(indices, wide, like, coalesced=False).coalesce()
+    with default_float_mode():
+        total = _sparse(indices, wide, like, coalesced=False).coalesce()
     summed = total._values()
     summed = summed.view(torch.uint64) if like.dtype is torch.uint64 else summed.to(like.dtype)
     return total._indices().t().contiguous(), summed.contiguous()

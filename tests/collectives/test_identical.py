@@ -11,7 +11,7 @@ import torch
 import torchestra as dist
 from references import reduced, same_bits
 from torchestra.types import ReduceOp
-from worlds import KINDS, run
+from worlds import KINDS, outcomes, run
 
 
 def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -61,3 +61,38 @@ def test_the_order_of_summation_shows_in_the_values_used_here() -> None:
     """Otherwise the test above would say nothing."""
     inputs = [values(rank, 1000, torch.float32) for rank in range(3)]
     assert not torch.equal((inputs[0] + inputs[1]) + inputs[2], inputs[0] + (inputs[1] + inputs[2]))
+
+
+def tiny(rank: int) -> torch.Tensor:
+    """Some denormal, some nearly so."""
+    return values(rank, 300, torch.float32) * 2.0**-128
+
+
+def sums_of_tiny_numbers(flush: bool) -> list[list[int]]:
+    """The bits of their reductions, at once and queued; every second rank may ``flush`` them to zero."""
+    rank = dist.get_rank()
+    mine, row = tiny(rank), torch.arange(300) % 7
+    entries = torch.arange(1.0, 301.0) * 2.0**-149
+    torch.set_flush_denormal(flush and rank % 2 == 1)
+    found = []
+    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.premul_sum(1 / 3)):
+        for async_op in (False, True):
+            tensor = mine.clone()
+            work = dist.all_reduce(tensor, op, async_op=async_op)
+            if work is not None:
+                work.wait()
+            found.append(tensor)
+    sparse = torch.sparse_coo_tensor(row.unsqueeze(0), entries, (7,), check_invariants=False)
+    dist.all_reduce(sparse)
+    return [tensor.view(torch.int32).tolist() for tensor in (*found, sparse.coalesce().values())]
+
+
+@pytest.mark.parametrize("hosts", [("", ""), ("h0", "h0", "h1")])
+def test_the_floating_point_mode_of_a_rank_does_not_show(hosts: tuple[str, ...]) -> None:
+    """It is per thread, and an operation may run on a thread of the group or on one that waits for it."""
+    expected, *same = [
+        outcome.result()
+        for flush in (False, True)
+        for outcome in outcomes("threads", len(hosts), sums_of_tiny_numbers, flush, hosts=hosts)
+    ]
+    assert same == [expected] * (2 * len(hosts) - 1)

@@ -296,6 +296,11 @@ class DeviceEngine:
         for source in sources[1:]:
             target.copy_(_COMBINE[op.name](target, source))
 
+    @staticmethod
+    def scale(tensor: torch.Tensor, factor: float) -> None:
+        """Multiply a tensor of this rank by a factor, in place."""
+        tensor.mul_(factor)
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor on the device."""
         return torch.empty(shape, dtype=dtype, device=self.lane.device)

@@ -28,7 +28,7 @@ from torchestra.engine.flight import FlightRecord, read_flight_record
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.member import Member
 from torchestra.engine.operations import DTYPE_NAMES, UNEVEN, Kind, pack
-from torchestra.engine.reductions import combine, reduction, supports
+from torchestra.engine.reductions import combine, reduction, scale, supports
 from torchestra.types import ReduceOp
 
 
@@ -305,6 +305,11 @@ class LocalEngine:
         combine(
             target.dtype, op, target.data_ptr(), [source.data_ptr() for source in sources], target.numel()
         )
+
+    @staticmethod
+    def scale(tensor: torch.Tensor, factor: float) -> None:
+        """Multiply a contiguous tensor of this rank by a factor, in place."""
+        scale(tensor.dtype, tensor.data_ptr(), factor, tensor.numel())
 
     @staticmethod
     def kind_of_message(dtype: torch.dtype) -> int:

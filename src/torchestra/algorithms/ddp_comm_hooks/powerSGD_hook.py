@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from torchestra.collectives import all_reduce
+from torchestra.engine.reductions import default_float_mode
 from torchestra.errors import InvalidArgumentError
 from torchestra.nn.parallel.comm_hooks import GradBucket
 from torchestra.types import ReduceOp
@@ -322,16 +323,19 @@ def _compress(
         averaged.value()  # raises what went wrong
         for gradient, part in zip(rest, _views(p_flat[p_numel:], [each.shape for each in rest]), strict=True):
             gradient.copy_(part)
-        for stack, p, q in zip(stacks, ps, qs, strict=True):
-            orthogonalize(p)
-            torch.bmm(stack.transpose(1, 2), p, out=q)
+        # What all ranks compute alike, each on whichever thread ended the operation.
+        with default_float_mode():
+            for stack, p, q in zip(stacks, ps, qs, strict=True):
+                orthogonalize(p)
+                torch.bmm(stack.transpose(1, 2), p, out=q)
         if stacks:
             all_reduce(q_flat, ReduceOp.AVG, group)
-        for stack, batch, p, q in zip(stacks, batches, ps, qs, strict=True):
-            torch.bmm(p, q.transpose(1, 2), out=stack)
-            if len(batch) > 1:
-                for matrix, approximation in zip(batch, stack, strict=True):
-                    matrix.copy_(approximation)
+        with default_float_mode():
+            for stack, batch, p, q in zip(stacks, batches, ps, qs, strict=True):
+                torch.bmm(p, q.transpose(1, 2), out=stack)
+                if len(batch) > 1:
+                    for matrix, approximation in zip(batch, stack, strict=True):
+                        matrix.copy_(approximation)
 
     return average(group, p_flat).then(finish)
 

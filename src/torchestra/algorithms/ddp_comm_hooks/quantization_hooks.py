@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from torchestra.collectives import all_gather_into_tensor
+from torchestra.engine.reductions import default_float_mode
 from torchestra.nn.parallel.comm_hooks import GradBucket
 from torchestra.world import AnyGroup
 
@@ -55,6 +56,7 @@ def _average(
     work = all_gather_into_tensor(everybodys, mine, group, async_op=True)
     assert work is not None
 
+    @default_float_mode()  # run by whichever thread ends the operation
     def add_up(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         total = dequantize(everybodys[0], buffer.numel(), max(channel, 1))
         for message in everybodys[1:]:

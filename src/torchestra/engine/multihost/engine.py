@@ -49,6 +49,7 @@ class MultiHostEngine:
     """
 
     combine = staticmethod(LocalEngine.combine)
+    scale = staticmethod(LocalEngine.scale)
     kind_of_message = staticmethod(LocalEngine.kind_of_message)
     reduces = staticmethod(LocalEngine.reduces)
     moves = staticmethod(LocalEngine.moves)

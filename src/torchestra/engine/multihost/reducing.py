@@ -27,7 +27,7 @@ import torch
 from torchestra.engine.multihost.bridge import Pending
 from torchestra.engine.multihost.crossing import EARLY, Call, Crossing, bytes_of, split_evenly
 from torchestra.engine.multihost.joined import Cuts, Joined, chunk_ends
-from torchestra.engine.reductions import combine, reduction
+from torchestra.engine.reductions import combine, divide, reduction, scale
 from torchestra.types import ReduceOp
 
 __all__ = ["Reducer"]
@@ -301,7 +301,7 @@ class Reducer:
 
     def _weigh(self, tensor: torch.Tensor) -> None:
         if self._weight != 1.0:
-            tensor.mul_(self._weight)
+            scale(self._dtype, tensor.data_ptr(), self._weight, tensor.numel())
 
     def _combine(self, target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
         addresses = [source.data_ptr() for source in sources]
@@ -309,10 +309,5 @@ class Reducer:
 
     def _divide(self, tensor: torch.Tensor) -> None:
         """Make averages of sums of integers, truncated towards zero."""
-        if not self._divides:
-            return
-        if self._dtype in (torch.uint16, torch.uint32, torch.uint64):
-            numbers = tensor.numpy()
-            numbers //= self._size
-        else:
-            tensor.copy_(torch.div(tensor, self._size, rounding_mode="trunc"))
+        if self._divides:
+            divide(self._dtype, tensor.data_ptr(), self._size, tensor.numel())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchestra.communicator import Communicator
+from torchestra.engine.reductions import default_float_mode
 from torchestra.types import ReduceOp
 
 
@@ -26,5 +27,6 @@ def reduce_sparse(communicator: Communicator, tensor: torch.Tensor, op: ReduceOp
     total = tensor.clone()
     communicator.all_reduce_sparse([total], ReduceOp.SUM)
     if op == ReduceOp.AVG:
-        total._values().div_(communicator.size)
+        with default_float_mode():
+            total._values().div_(communicator.size)
     return total
