@@ -12,7 +12,7 @@ import rpc_workers
 import worlds
 from torchestra import rpc
 from torchestra.rpc.calls import Call, Pauses
-from torchestra.rpc.wire.peer import Peer
+from torchestra.transport.peer import Peer
 
 
 def answer_late(note: str) -> int:

@@ -9,11 +9,9 @@ may lead nowhere (a network of containers, say).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import secrets
 import socket
-import struct
 import threading
 import time
 from typing import Any, NamedTuple
@@ -24,13 +22,13 @@ from torchestra.store import TCPStore
 from torchestra.store.base import nap
 from torchestra.store.tcp.address import Address, dial
 from torchestra.store.tcp.tenants import keep_server
+from torchestra.transport.addresses import interface_address
 
 __all__ = ["open_over_mpi"]
 
 _BLOCK = 4096
 _POLL_SECONDS = 0.001
 _TRY_SECONDS = 2.0
-_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 class _Place(NamedTuple):
@@ -89,11 +87,9 @@ def own_addresses() -> list[str]:
     found: list[str] = []
     with contextlib.suppress(OSError):
         found += socket.gethostbyname_ex(socket.gethostname())[2]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                asked = struct.pack("256s", name.encode()[:15])
-                found.append(socket.inet_ntoa(fcntl.ioctl(probe, _GET_INTERFACE_ADDRESS, asked)[20:24]))
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            found.append(interface_address(name))
     return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127."))
 
 

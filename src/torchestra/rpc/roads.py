@@ -20,7 +20,7 @@ from torchestra.rpc.lending import Lender
 from torchestra.rpc.offices import Office, Parts
 
 if TYPE_CHECKING:
-    from torchestra.rpc.wire import Wire
+    from torchestra.transport.connections import Wire
 
 _SLIP = 0  # a kind of message that agents have no other use for
 _EMPTY = ((0, 0),)

@@ -87,7 +87,7 @@ def init_rpc(
     agent = options._make_agent(roads, names)
     try:
         if far := roads.far():
-            from torchestra.rpc.wire import connect
+            from torchestra.rpc.meeting import connect
 
             roads.wire = connect(own, met.rank, far, names, seconds, options, roads.deliver)
     except BaseException:

@@ -53,6 +53,11 @@ class PrefixStore(Store):
     def secret(self, secret: Secret) -> None:
         self._secret = job_secret(secret)
 
+    def full_key(self, key: str) -> str:
+        """The key with all prefixes: what it is called in the innermost store."""
+        inner = self._store
+        return inner.full_key(self._full(key)) if isinstance(inner, PrefixStore) else self._full(key)
+
     def set(self, key: str, value: Value) -> None:
         self._store.set(self._full(key), value)
 

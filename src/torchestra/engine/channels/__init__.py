@@ -11,11 +11,12 @@ any length that nobody has announced a receive for, sent and received by many th
 from __future__ import annotations
 
 from torchestra.engine.channels.mailbox import Mailbox
-from torchestra.engine.channels.post_office import LostPeerError, Message, PostOffice
+from torchestra.engine.channels.post_office import LostPeerError, PostOffice
 from torchestra.engine.channels.posting import warm_up_posting
 from torchestra.engine.channels.transfer import Transfer, Waiter
 from torchestra.engine.channels.words import channel_area_bytes
 from torchestra.engine.channels.working import warm_up_channels
+from torchestra.transport.message import Message
 
 __all__ = [
     "LostPeerError",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from torchestra.engine.channels import posting
 from torchestra.engine.channels import words as w
 from torchestra.engine.compilation import entry_point
 from torchestra.engine.layout import DONE
+from torchestra.transport.message import Message
 
 _PARTS_SHIFT = 16
 _SCRATCH_BYTES = 1 << 16
@@ -28,23 +29,6 @@ _GRACE_NANOSECONDS = 100_000
 
 class LostPeerError(Exception):
     """The rank at the other end died halfway through a message."""
-
-
-class Message(NamedTuple):
-    """A message that has come.
-
-    Attributes:
-        source: the rank that sent it.
-        kind, tag: as they were sent; a kind is below 65,536.
-        text: its first part.
-        storages: the memory of the other parts.
-    """
-
-    source: int
-    kind: int
-    tag: int
-    text: bytes | npt.NDArray[np.uint8]
-    storages: Sequence[torch.UntypedStorage]
 
 
 class _Parcel:

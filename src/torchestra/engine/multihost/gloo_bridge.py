@@ -19,9 +19,7 @@ a receive also takes what is shorter than it.
 from __future__ import annotations
 
 import atexit
-import os
 import queue
-import socket
 import threading
 import weakref
 from collections import deque
@@ -35,13 +33,10 @@ import torch
 from torchestra.engine import progress
 from torchestra.engine.multihost.bridge import BridgeError
 from torchestra.engine.multihost.gloo_store import store_for_gloo
-from torchestra.store import PrefixStore, Store
-from torchestra.store.torch_agent import TorchStore
+from torchestra.store import Store
+from torchestra.transport.addresses import own_address
 
 __all__ = ["GlooBridge"]
-
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Names the network interface that Gloo shall use, as for torch.distributed."""
 
 _TAG, _NEVER_SENT, _LETTERS = 0, 1, 2
 _LETTERS_AHEAD = 4
@@ -342,31 +337,4 @@ def _device(store: Store) -> Any:
 
     Each group has one of its own, because groups that connect lazily mix up their connections otherwise.
     """
-    interface = os.environ.get(INTERFACE_VARIABLE, "")
-    named = {"interface": interface} if interface else {"hostname": own_address(store)}
-    return _bindings().ProcessGroupGloo.create_device(**named, lazy_init=True)
-
-
-def own_address(store: Store) -> str:
-    """The address of this host that hosts which share the store can reach.
-
-    It is the one from which this host sends to the store's; where that is not a TCP store, the one that its
-    name stands for.
-    """
-    inner = store
-    while isinstance(inner, PrefixStore):
-        inner = inner.underlying_store
-    place = inner.torch_store if isinstance(inner, TorchStore) else inner
-    host, port = getattr(place, "host", ""), getattr(place, "port", 0)
-    if host and not host.startswith("unix:"):
-        for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                try:
-                    probe.connect(where)
-                except OSError:
-                    continue
-                return str(probe.getsockname()[0])
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+    return _bindings().ProcessGroupGloo.create_device(hostname=own_address(store), lazy_init=True)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchestra.engine.channels import Message
+from torchestra.transport.message import Message
 
 PIECE_BYTES = 1 << 18
 LARGEST_FRAME = PIECE_BYTES + 64

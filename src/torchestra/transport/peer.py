@@ -1,17 +1,18 @@
-"""A worker on another host, as its connection sees it."""
+"""A rank on another host, as its connection sees it."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from torchestra.rpc.wire.cards import Card
-from torchestra.rpc.wire.framing import Assembly, frames
+from torchestra.transport.cards import Card
+from torchestra.transport.framing import Assembly, frames
 
 ALIVE = b""
 GOODBYE = b"\0"
@@ -20,8 +21,9 @@ FRAMES_IN_ADVANCE = 64  # that ZeroMQ keeps at either end of a connection
 _MOST_QUEUED = 1 << 26  # bytes
 _ENDED_SECONDS = 0.15
 _ENDED_TICK = 0.05
+AGAIN_FOR_SECONDS = 10.0  # who is turned away tries again
 _FAILED = {
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this worker's key",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this rank's key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what answers there is another program",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended the handshake",
     zmq.EVENT_CLOSED: "nobody listens there",
@@ -30,8 +32,19 @@ _FAILED = {
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILED)
 
 
+class _Waiting(NamedTuple):
+    """A message that is to be sent: its bytes, what makes its frames, and what to call when they are sent."""
+
+    size: int
+    frames: Callable[[], Iterator[bytes | memoryview]]
+    done: Callable[[], None] | None
+
+
+_NOTHING = _Waiting(0, lambda: iter(()), None)
+
+
 class Peer:
-    """What one worker knows of another one. All but :meth:`post` is for the thread of the connections.
+    """What one rank knows of another one. All but :meth:`post` is for the thread of the connections.
 
     Times are by the clock of that thread, which stands still while the process does.
 
@@ -39,13 +52,15 @@ class Peer:
         joined: the handshake has succeeded.
         greeted: it has said hello.
         refused: why there is no connection, while none has been.
-        how: what has become of the worker, once it is gone.
+        began: when the connection was last tried to be made, by the time of the host.
+        how: what has become of the rank, once it is gone.
         heard, told: when something came from it, and was sent to it.
         blocked: ZeroMQ takes no more at the moment.
     """
 
     def __init__(self, rank: int, socket: zmq.Socket[Any], card: Card) -> None:
         self.rank = rank
+        self.card = card
         self.socket = socket
         self.joined = False
         self.greeted = False
@@ -54,28 +69,31 @@ class Peer:
         self.heard = self.told = 0.0
         self.blocked = False
         self.assembly = Assembly(rank)
-        self._monitor: zmq.Socket[Any] | None = socket.get_monitor_socket(_EVENTS)
+        self._monitor: zmq.Socket[Any] | None = None
         self._ended: float | None = None  # for how long the connection has been ended, with nothing heard
         self._looked = 0.0
-        self._queue: deque[tuple[int, Callable[[], Iterator[bytes | memoryview]]]] = deque()
+        self._queue: deque[_Waiting] = deque()
         self._frames: Iterator[bytes | memoryview] | None = None
         self._frame: bytes | memoryview | None = None
-        self._size = 0  # of the message that is being sent
+        self._current = _NOTHING  # the message that is being sent
         # Callers may come again from a finaliser that interrupts them.
         self._lock = threading.RLock()
         self._posted = 0
         self._sent = 0
         self._room = threading.Event()
-        socket.connect(card.address)
+        self._first = self.began = time.monotonic()
+        self.connect(socket)
 
     # -- every thread
 
-    def post(self, kind: int, tag: int, parts: Any, keep: object) -> None:
-        """Queue a message."""
+    def post(
+        self, kind: int, tag: int, parts: Any, keep: object, done: Callable[[], None] | None = None
+    ) -> None:
+        """Queue a message; ``done`` is called when all of it has been sent."""
         size = sum(length for _, length in parts)
         with self._lock:
             self._posted += size
-        self._queue.append((size, lambda: frames(kind, tag, parts, keep)))
+        self._queue.append(_Waiting(size, lambda: frames(kind, tag, parts, keep), done))
 
     @property
     def is_full(self) -> bool:
@@ -90,9 +108,29 @@ class Peer:
 
     def say(self, control: bytes) -> None:
         """Queue one of the frames above, which are shorter than the first of any message."""
-        self._queue.append((0, lambda: iter((control,))))
+        self._queue.append(_Waiting(0, lambda: iter((control,)), None))
 
     # -- the thread of the connections
+
+    def connect(self, socket: zmq.Socket[Any]) -> None:
+        """Connect, in place of what may have been refused."""
+        if self.refused:
+            self._close_socket(0)
+        self.socket, self.refused = socket, ""
+        self._monitor = socket.get_monitor_socket(_EVENTS)
+        self.began = time.monotonic()
+        socket.connect(self.card.address)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it has been refused, and for so long that it is not tried again."""
+        final = self.refused == _FAILED[zmq.EVENT_HANDSHAKE_FAILED_AUTH]
+        return bool(self.refused) and (final or time.monotonic() - self._first > AGAIN_FOR_SECONDS)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the connection has ended, and what came over it may not all have been read."""
+        return self._ended is not None
 
     @property
     def has_mail(self) -> bool:
@@ -107,13 +145,16 @@ class Peer:
                 if self._frames is None:
                     if not self._queue:
                         return
-                    self._size, made = self._queue.popleft()
-                    self._frames = made()
+                    self._current = self._queue.popleft()
+                    self._frames = self._current.frames()
                 self._frame = next(self._frames, None)
                 if self._frame is None:
                     self._frames = None
-                    self._sent += self._size
+                    self._sent += self._current.size
                     self._room.set()
+                    done, self._current = self._current.done, _NOTHING
+                    if done is not None:
+                        done()
                     continue
             try:
                 self.socket.send(self._frame, zmq.NOBLOCK)
@@ -133,7 +174,7 @@ class Peer:
             return
         self.told = clock
 
-    def look(self, clock: float, heartbeat: float) -> None:
+    def look(self, clock: float, heartbeat: float | None) -> None:
         """Note what has become of the connection."""
         while self._monitor is not None and self._monitor.poll(0):
             event = zmq.Event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
@@ -153,7 +194,7 @@ class Peer:
             self._ended = 0.0 if self.heard >= self._looked else self._ended + passed
             if self._ended > _ENDED_SECONDS:
                 self.how = "died (its connection has ended)"
-        elif clock - self.heard > heartbeat:
+        elif heartbeat is not None and clock - self.heard > heartbeat:
             self.how = f"died or is cut off (nothing has been heard of it for {clock - self.heard:.1f} s)"
         self._looked = clock
 
@@ -162,6 +203,9 @@ class Peer:
         self._queue.clear()
         self._frames = self._frame = None
         self._room.set()
+        self._close_socket(linger)
+
+    def _close_socket(self, linger: int) -> None:
         if self._monitor is not None:
             self.socket.disable_monitor()
             self._monitor.close(0)

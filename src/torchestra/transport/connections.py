@@ -1,14 +1,18 @@
-"""The connections of one worker to those on other hosts, and the one thread that uses them.
+"""The connections of one rank to those on other hosts, and the one thread that uses them.
 
-A worker listens at one port, where it only receives (PULL), and has a connection of its own to each of the
+A rank listens at one port, where it only receives (PULL), and has a connection of its own to each of the
 others, where it only sends (PUSH). ZeroMQ's sockets are for one thread: callers leave messages in queues and
-rouse it, and it gives what has come to the crew. It never waits for a connection or for anybody's function,
-so large messages in both directions do not stop each other, and an interrupted caller leaves nothing halfway.
+rouse it, and it hands on what has come. It never waits for a connection or for anybody's function, so large
+messages in both directions do not stop each other, and an interrupted caller leaves nothing halfway.
 
-*Who lives.* A connection that has ended is the end of that worker here, and never made again: what was on its
-way over it is lost, and calls are not to be lost in silence. A worker that says goodbye has shut down. And
-each lets the others hear of it now and then, so one is missed whose host is gone without a word. Time in
-which this process itself was stopped does not count.
+*Who lives.* A connection that has ended is the end of that rank here, and never made again: what was on its
+way over it is lost, and nothing is to be lost in silence. A rank that says goodbye has shut down. And each
+lets the others hear of it now and then, where that is wanted, so one is missed whose host is gone without a
+word. Time in which this process itself was stopped does not count.
+
+*Strangers.* The port is open only until all others are connected: nobody else has any business there. Until
+then whoever connects has some seconds to prove his key, and there are never many of them (listener.py). A
+rank whose connection is lost among them comes again.
 """
 
 from __future__ import annotations
@@ -17,48 +21,68 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import zmq
 
-from torchestra.engine.channels import Message
-from torchestra.errors import RpcError
-from torchestra.rpc.wire.cards import ZAP_DOMAIN, Card, Doorkeeper
-from torchestra.rpc.wire.framing import LARGEST_FRAME
-from torchestra.rpc.wire.peer import FRAMES_IN_ADVANCE, GOODBYE, HELLO, Peer
+from torchestra.errors import DistNetworkError
+from torchestra.transport.cards import ZAP_DOMAIN, Card, Doorkeeper
+from torchestra.transport.framing import LARGEST_FRAME
+from torchestra.transport.listener import HANDSHAKE_SECONDS, Listener
+from torchestra.transport.message import Message
+from torchestra.transport.peer import FRAMES_IN_ADVANCE, GOODBYE, HELLO, Peer
 
-_TICK = 0.05
+__all__ = ["Wire"]
+
+_TICK, _IDLE_TICK = 0.05, 0.2
 _MEETING_TICK = 0.002
 _LONGEST_TICK = 0.5
 _FLUSH_SECONDS = 2.0
 _JOIN_SECONDS = 5.0
-_HANDSHAKE_SECONDS = 10
-_BACKLOG = 1024
+_AGAIN_SECONDS = 0.25
 _FRAMES_AT_ONCE = 256
 
 
 class Wire:
-    """Connections to workers on other hosts.
+    """Connections to ranks on other hosts.
 
     Args:
-        name: of this worker, for its thread.
+        name: of this rank, for messages; its thread is named after it.
         address: of this host's interface to listen at.
         ports: the first and the last that may be used, or None for any.
-        heartbeat: after how many seconds of silence a worker is given up.
+        heartbeat: after how many seconds of silence a rank is given up; None where others see to that.
+        arrived: called with each message that comes. It must not wait for anything that another message may
+            bring.
+        lost: called with each rank that is gone, all that it had sent having come, and what has become of it.
+        advice: what to do where one cannot be reached, for messages.
+
+    Both are called by the thread of the connections.
 
     Attributes:
-        card: how this worker is reached.
+        card: how this rank is reached.
 
     Raises:
-        RpcError: it cannot listen there.
+        DistNetworkError: it cannot listen there.
     """
 
-    def __init__(self, name: str, address: str, ports: tuple[int, int] | None, heartbeat: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        ports: tuple[int, int] | None,
+        heartbeat: float | None,
+        arrived: Callable[[Message], None],
+        lost: Callable[[int, str], None] = lambda rank, how: None,
+        advice: str = "",
+    ) -> None:
         self._owner = os.getpid()
         self._name = name
         self._heartbeat = heartbeat
+        self._arrived, self._lost = arrived, lost
+        self._advice = advice
         self._peers: dict[int, Peer] = {}
+        self._told_lost: set[int] = set()
         self._clock = 0.0
         self._looked = time.monotonic()
         self._closing = False
@@ -66,8 +90,9 @@ class Wire:
         self._roused = False
         # Nothing may be written to a closed descriptor; and a finaliser may interrupt a caller in here.
         self._gate = threading.RLock()
-        self._arrived: Callable[[Message], None] | None = None
+        self._patience = _FLUSH_SECONDS
         self._thread: threading.Thread | None = None
+        self._listener: Listener | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
@@ -79,40 +104,37 @@ class Wire:
             inbox.linger = 0
             inbox.rcvhwm = FRAMES_IN_ADVANCE
             inbox.maxmsgsize = LARGEST_FRAME
-            inbox.backlog = _BACKLOG
-            inbox.handshake_ivl = _HANDSHAKE_SECONDS * 1000
+            inbox.handshake_ivl = HANDSHAKE_SECONDS * 1000
             inbox.ipv6 = ":" in address
             inbox.zap_domain = ZAP_DOMAIN
             inbox.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
             inbox.curve_server = True
             inbox.curve_secretkey = self._private
-            self.card = Card(_listen(inbox, address, ports), self._public)
+            self._listener = listener = Listener(inbox, address, ports)
+            self.card = Card(listener.endpoint, self._public)
         except BaseException:
             self._release()
             raise
 
     # -- every thread
 
-    def join(
-        self, cards: dict[int, Card], names: Sequence[str], seconds: float, arrived: Callable[[Message], None]
-    ) -> None:
-        """Connect to the others; returns when all have let this worker in. They all must call it.
+    def join(self, cards: Mapping[int, Card], names: Mapping[int, str], seconds: float) -> None:
+        """Connect to the others; returns when all have let this rank in. They all must call it.
 
         Args:
-            cards: of the workers on other hosts, by rank.
-            names: of all workers, for messages.
+            cards: of the ranks on other hosts.
+            names: what to call them in messages.
             seconds: how long that may take.
-            arrived: called with each message that comes, by the thread of the connections. It must not wait
-                for anything that another message may bring.
 
         Raises:
-            RpcError: one of them does not answer, or does not let this worker in.
+            DistNetworkError: one of them does not answer, or does not let this rank in.
         """
-        self._arrived = arrived
+        assert self._listener is not None
+        self._listener.expect(len(cards))
         self._door.ranks = {card.key: rank for rank, card in cards.items()}
         for rank, card in cards.items():
             self._peers[rank] = Peer(rank, self._socket_to(card), card)
-        self._thread = threading.Thread(target=self._serve, daemon=True, name=f"rpc-{self._name}-wire")
+        self._thread = threading.Thread(target=self._serve, daemon=True, name=f"wire of {self._name}")
         self._thread.start()
         deadline = time.monotonic() + seconds
         self._await("joined", names, cards, deadline)
@@ -121,34 +143,60 @@ class Wire:
         self._rouse()
         self._await("greeted", names, cards, deadline)
 
-    def _await(self, state: str, names: Sequence[str], cards: dict[int, Card], deadline: float) -> None:
+    def _await(
+        self, state: str, names: Mapping[int, str], cards: Mapping[int, Card], deadline: float
+    ) -> None:
         """Wait until all peers are ``joined`` or ``greeted``."""
         while waiting := [peer for peer in self._peers.values() if not getattr(peer, state)]:
+            if self._closing:
+                raise DistNetworkError("this end was closed")
             late = "no answer in time" if time.monotonic() > deadline else ""
             for peer in waiting:
-                if why := peer.refused or peer.how or late:
-                    raise self._unreachable(names[peer.rank], peer.rank, cards[peer.rank], why)
+                if why := peer.how or late or (peer.is_given_up and peer.refused):
+                    raise self._unreachable(names[peer.rank], cards[peer.rank], why)
             time.sleep(_MEETING_TICK)
 
-    def _unreachable(self, name: str, rank: int, card: Card, why: str) -> RpcError:
-        return RpcError(
-            f"worker {self._name!r} cannot reach worker {name!r} (rank {rank}), which is on another host, at"
-            f" {card.address}: {why}. Can this host connect to that address and port? See"
-            " TORCHESTRA_RPC_ADDRESS and TORCHESTRA_RPC_PORTS in docs/rpc.md"
+    def _unreachable(self, name: str, card: Card, why: str) -> DistNetworkError:
+        return DistNetworkError(
+            f"{self._name} cannot reach {name}, which is on another host, at {card.address}: {why}. Can this"
+            f" host connect to that address and port? {self._advice}"
         )
 
     def send(self, peer: int, kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object) -> None:
         """Send a message, see :meth:`~torchestra.engine.channels.PostOffice.send`.
 
-        Waits while 64 MB are under way to that worker.
+        Waits while 64 MB are under way to that rank.
+        """
+        self.post(peer, kind, tag, parts, keep)
+        to = self._peers[peer]
+        while to.is_full and not self._closing:
+            to.await_room(_TICK)
+
+    def post(
+        self,
+        peer: int,
+        kind: int,
+        tag: int,
+        parts: Sequence[tuple[int, int]],
+        keep: object,
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin to send a message; never waits. To a rank that is gone nothing is sent.
+
+        Args:
+            peer, kind, tag, parts, keep: see :meth:`send`.
+            done: called by the thread of the connections when the parts may be changed.
         """
         to = self._peers[peer]
         if to.how or self._closing:
             return
-        to.post(kind, tag, parts, keep)
+        to.post(kind, tag, parts, keep, done)
         self._rouse()
-        while to.is_full and not self._closing:
-            to.await_room(_TICK)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` has been called, or the thread has ended."""
+        return self._closing
 
     @property
     def strangers(self) -> int:
@@ -156,19 +204,25 @@ class Wire:
         return self._door.refused
 
     def lost(self) -> dict[int, str]:
-        """Which workers are gone, all that they had sent having come, and what has become of them."""
+        """Which ranks are gone, all that they had sent having come, and what has become of them."""
         return {rank: peer.how for rank, peer in self._peers.items() if peer.how}
 
-    def close(self) -> None:
-        """Say goodbye to the others and end all connections. What has been sent still arrives."""
+    def close(self, patience: float = _FLUSH_SECONDS, wait: float = _JOIN_SECONDS) -> None:
+        """Say goodbye to the others and end all connections. What has been sent still arrives.
+
+        Args:
+            patience: for so many seconds at most while they do not take what is for them.
+            wait: for how long to wait for that; the rest is done by the thread of the connections.
+        """
         if os.getpid() != self._owner or self._released:
             return  # a forked child has the sockets of its parent, which it must not touch
+        self._patience = patience
         self._closing = True
         if self._thread is None:
             self._release()
         elif self._thread is not threading.current_thread():
             self._rouse()
-            self._thread.join(_JOIN_SECONDS)
+            self._thread.join(wait)
 
     def _rouse(self) -> None:
         if not self._roused:
@@ -185,7 +239,7 @@ class Wire:
         socket.reconnect_ivl = -1
         socket.linger = 0
         socket.ipv6 = card.address.startswith("tcp://[")
-        socket.handshake_ivl = _HANDSHAKE_SECONDS * 1000
+        socket.handshake_ivl = HANDSHAKE_SECONDS * 1000
         socket.curve_serverkey = card.key
         socket.curve_publickey = self._public
         socket.curve_secretkey = self._private
@@ -199,17 +253,21 @@ class Wire:
             traceback.print_exc()
             for peer in self._peers.values():
                 peer.how = peer.how or f"cannot be reached any more ({type(error).__name__}: {error})"
+            self._tell_lost()
         finally:
             self._closing = True
             self._release()
 
     def _exchange(self) -> None:
-        poller = self._poller()
+        poller, listener = self._poller(), self._listener
+        assert listener is not None
         blocked: set[int] = set()
         next_look = 0.0
         while not self._closing:
             meeting = not all(peer.greeted for peer in self._peers.values())
-            ready = dict(poller.poll(round(1000 * (_MEETING_TICK if meeting else _TICK))))
+            watches = self._heartbeat is not None or any(peer.is_ending for peer in self._peers.values())
+            tick = _TICK if watches else _IDLE_TICK
+            ready = dict(poller.poll(round(1000 * (_MEETING_TICK if meeting else tick))))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
                 self._roused = False
@@ -222,9 +280,10 @@ class Wire:
                 self._door.answer()
             if self._inbox in ready:
                 self._receive()
+            listener.look(all_have_come=not meeting)
             if meeting or time.monotonic() >= next_look:
                 self._look(poller, blocked)
-                next_look = time.monotonic() + _TICK
+                next_look = time.monotonic() + tick
 
     def _poller(self) -> zmq.Poller:
         poller = zmq.Poller()
@@ -242,7 +301,6 @@ class Wire:
             blocked.discard(peer.rank)
 
     def _receive(self) -> None:
-        assert self._arrived is not None
         for _ in range(_FRAMES_AT_ONCE):
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
@@ -261,7 +319,7 @@ class Wire:
             try:
                 message = peer.assembly.feed(frame.buffer)
             except ValueError as error:
-                peer.how = f"speaks another language than this worker ({error}): the versions differ"
+                peer.how = f"speaks another language than this rank ({error}): the versions differ"
                 continue
             if message is not None:
                 self._arrived(message)
@@ -279,40 +337,37 @@ class Wire:
                     poller.unregister(peer.socket)
                     blocked.discard(peer.rank)
                 peer.close(linger=0)
-            elif peer.joined and self._clock - peer.told > self._heartbeat / 4:
+            elif peer.refused and now - peer.began > _AGAIN_SECONDS and not peer.is_given_up:
+                peer.connect(self._socket_to(peer.card))
+            elif peer.joined and self._heartbeat and self._clock - peer.told > self._heartbeat / 4:
                 peer.show_life(self._clock)
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        for rank, how in self.lost().items():
+            if rank not in self._told_lost:
+                self._told_lost.add(rank)
+                self._lost(rank, how)
 
     def _say_goodbye(self) -> None:
         """Let all hear the rest and the goodbye, as far as they listen."""
         there = [peer for peer in self._peers.values() if peer.joined and not peer.how]
         for peer in there:
             peer.say(GOODBYE)
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        while any(peer.has_mail for peer in there) and time.monotonic() < deadline:
+        deadline = time.monotonic() + self._patience
+        while any(peer.has_mail for peer in there):
             for peer in there:
                 peer.flush(self._clock)
+            if time.monotonic() > deadline:
+                break
             time.sleep(_MEETING_TICK)
 
     def _release(self) -> None:
         for peer in self._peers.values():
-            peer.close(linger=int(1000 * _FLUSH_SECONDS))
+            peer.close(linger=int(1000 * self._patience))
+        if self._listener is not None:
+            self._listener.close()
         self._context.destroy()
         with self._gate:
             self._released = True
             os.close(self._wake)
-
-
-def _listen(inbox: zmq.Socket[Any], address: str, ports: tuple[int, int] | None) -> str:
-    """Where it listens now."""
-    host = f"[{address}]" if ":" in address else address
-    first, last = ports or (0, 0)
-    for port in range(first, last + 1):
-        try:
-            inbox.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE or port == last:
-                where = f"port{'s' if first != last else ''} {first}-{last}" if ports else "any port"
-                raise RpcError(f"cannot listen for remote calls at {address}, {where}: {error}") from error
-        else:
-            break
-    return str(inbox.getsockopt_string(zmq.LAST_ENDPOINT))

@@ -1,11 +1,13 @@
-"""How workers on different hosts come to trust each other's keys: calling cards, and a doorkeeper.
+"""How ranks on different hosts come to trust each other's keys: calling cards, and a doorkeeper.
 
-Each worker makes a CURVE key pair for this one meeting, and leaves in the store a *card*: its address, its
-public key, and the proof that whoever wrote the card knows the job's secret (HMAC-SHA256). Nobody else can
-make one, and a card of another meeting is of no use to whoever has not its private key, which never leaves
-its worker. ZeroMQ's handshake then proves both sides' keys, encrypts what follows, and asks the *doorkeeper*
-(ZAP, 27/ZAP of the ZeroMQ RFCs) whether a client's key is on a card; it is let in under its worker's rank,
-and ZeroMQ marks every message of it with that. Whoever has no card gets no message through.
+Each rank makes a CURVE key pair for this one meeting, and leaves in the store a *card*: its address, its
+public key, and the proof that whoever wrote the card knows the job's secret (HMAC-SHA256). The proof is for
+one key of the store, so a card that somebody copies to another one, that of another rank or of another
+group, is not believed. Nobody else can make a card, and an old one is of no use to whoever has not its
+private key, which never leaves its rank. ZeroMQ's handshake then proves both sides' keys, encrypts what
+follows, and asks the *doorkeeper* (ZAP, 27/ZAP of the ZeroMQ RFCs) whether a client's key is on a card; it is
+let in under its rank, and ZeroMQ marks every message of it with that. Whoever has no card gets no message
+through.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from torchestra.errors import RpcError
+from torchestra.errors import DistNetworkError
 from torchestra.store.secret import SECRET_ADVICE
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -27,7 +29,7 @@ ZAP_DOMAIN = b"torchestra"
 
 
 class Card(NamedTuple):
-    """How a worker is to be reached.
+    """How a rank is to be reached.
 
     Attributes:
         address: as ZeroMQ writes it, ``tcp://10.0.0.1:40123``.
@@ -37,35 +39,41 @@ class Card(NamedTuple):
     address: str
     key: bytes
 
-    def written(self, secret: bytes, rank: int, meeting: str) -> str:
-        """For the store, with its proof."""
+    def written(self, secret: bytes, place: str) -> str:
+        """For the store, with its proof. ``place``: the whole key there, prefixes included."""
         key = self.key.decode()
-        proof = _proof(secret, rank, meeting, self.address, key)
+        proof = _proof(secret, place, self.address, key)
         return json.dumps({"address": self.address, "key": key, "proof": proof})
 
 
-def read_card(text: bytes, secret: bytes, rank: int, meeting: str, name: str) -> Card:
-    """The card of a worker.
+def read_card(text: bytes, secret: bytes, place: str, whose: str) -> Card:
+    """The card of a rank.
+
+    Args:
+        text: what the store has.
+        secret: the job's.
+        place: under which key, prefixes included.
+        whose: the rank, for messages.
 
     Raises:
-        RpcError: whoever wrote it does not know the secret.
+        DistNetworkError: whoever wrote it does not know the secret.
     """
     try:
         card = json.loads(text)
         address, key, proof = str(card["address"]), str(card["key"]), str(card["proof"])
-        genuine = hmac.compare_digest(proof, _proof(secret, rank, meeting, address, key))
+        genuine = hmac.compare_digest(proof, _proof(secret, place, address, key))
     except (ValueError, KeyError, TypeError):
         genuine = False
     if not genuine:
-        raise RpcError(
-            f"what the store says of the address of worker {name!r} (rank {rank}) was written by somebody who"
-            f" does not know this worker's secret, and is not trusted; {SECRET_ADVICE}"
+        raise DistNetworkError(
+            f"what the store says of the address of {whose} was written by somebody who does not know this"
+            f" job's secret, and is not trusted; {SECRET_ADVICE}"
         )
     return Card(address, key.encode())
 
 
-def _proof(secret: bytes, rank: int, meeting: str, address: str, key: str) -> str:
-    text = json.dumps(["torchestra rpc card", meeting, rank, address, key])
+def _proof(secret: bytes, place: str, address: str, key: str) -> str:
+    text = json.dumps(["torchestra card", place, address, key])
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -76,7 +84,7 @@ class Doorkeeper:
         context: whose sockets it keeps.
 
     Attributes:
-        ranks: which worker has which public key, in Z85.
+        ranks: which rank has which public key, in Z85.
         refused: how many keys were another's.
     """
 

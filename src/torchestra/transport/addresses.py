@@ -1,0 +1,70 @@
+"""At which of its addresses a host is reached by the others."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.store import PrefixStore, Store
+
+__all__ = ["INTERFACE_VARIABLE", "interface_address", "own_address"]
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Names the network interface to use between hosts, as for torch.distributed."""
+
+_LOOPBACK = "127.0.0.1"
+_ELSEWHERE = "192.0.2.1"  # for documentation (RFC 5737): on no network, so beyond every local one
+_ANY_PORT = 9
+_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
+
+
+def own_address(store: Store) -> str:
+    """An address of this host that others which share the store may reach it at.
+
+    That of the interface which GLOO_SOCKET_IFNAME names; else of the one that leads to the store's server;
+    else of the one that leads to the world. Loopback where there is no other.
+
+    Raises:
+        InvalidArgumentError: there is no interface of that name here, or it has no IPv4 address.
+    """
+    if name := os.environ.get(INTERFACE_VARIABLE):
+        try:
+            return interface_address(name)
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"{INTERFACE_VARIABLE} is {name!r}: this host has no such interface with an IPv4 address"
+            ) from error
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    place = getattr(store, "torch_store", store)
+    for target in (getattr(place, "host", "") or os.environ.get("MASTER_ADDR", ""), _ELSEWHERE):
+        address = _address_towards(target)
+        if address is not None:
+            return address
+    return _LOOPBACK
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface.
+
+    Raises:
+        OSError: there is no such interface, or it has none.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        asked = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _GET_INTERFACE_ADDRESS, asked)[20:24])
+
+
+def _address_towards(host: str) -> str | None:
+    """The address that packets to a host would be from, unless that is the host itself."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing
+            address = str(probe.getsockname()[0])
+    except (OSError, UnicodeError):  # the name of a Unix socket may be too long for one of a host
+        return None
+    return None if address.startswith("127.") or address == "::1" else address.partition("%")[0]
