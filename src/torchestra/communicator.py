@@ -93,7 +93,7 @@ class Communicator(Messaging):
                         tensor.copy_(twin)  # not its detach(), which would get entries of its own
             return list(tensors)
 
-        return self.run(operation, f"{name}({op.name}, sparse)", async_op, reads=tensors)
+        return self.run(operation, f"{name}({op.name}, sparse)", async_op, sparse.OPERATIONS, tensors)
 
     @overridable
     @any_device

@@ -23,7 +23,7 @@ from torchestra.delegation.nccl import open_nccl
 from torchestra.engine.local import LocalEngine
 from torchestra.errors import InvalidArgumentError
 from torchestra.layouts import made_plain, write_back
-from torchestra.order import Operation
+from torchestra.order import RAISED_BY_ALL, Operation
 from torchestra.store import PrefixStore, Store
 from torchestra.types import ReduceOp, Timeout
 from torchestra.work import Work, fresh
@@ -182,10 +182,12 @@ class DeviceCommunicator(Communicator):
             self.engine_of_device.refuse()
             with self._lock:
                 mark = self.lane.run(lambda: result.extend(operation(None)), beside=async_op)
+            if mark.error is not None and not isinstance(mark.error, RAISED_BY_ALL):
+                self.leave(description, mark.error)
         except BaseException as error:
-            if not isinstance(error, Exception):
-                member = self.engine_of_device.member
-                member.abort(f"rank {member.own_number} left {description} with {type(error).__name__}")
+            # What of it has been launched is not known: some take more than one of torch's operations.
+            if not isinstance(error, RAISED_BY_ALL):
+                self.leave(description, error)
             raise
         if not async_op:
             return None

@@ -357,6 +357,9 @@ class FakeCommunicator(Communicator):
             return super()._run_or_queue(operation, description, async_op, operations)
         return Work.finished(f"{description} of group {self.name!r}", operation(None))
 
+    def leave(self, description: str, error: BaseException) -> str:
+        return f"rank {self.rank} left {description} with {type(error).__name__}"  # there is nobody to tell
+
     def check_tensor(
         self, tensor: object, parameter: str, name: str, *, written: bool = False
     ) -> torch.Tensor:

@@ -3,6 +3,13 @@
 A synchronous operation with nothing pending runs on the calling thread; otherwise, and with ``async_op``,
 operations queue for the group's progress thread, or whoever waits for them first (engine/progress.py). They
 can also be collected first and then be run as one.
+
+Ranks find each other's operations by counting them: each that a kernel begins takes the next sequence number.
+So **an operation that was called, and whose arguments are right, takes all its numbers, or the group is
+aborted.** If one failed here before its kernel began (no memory for a copy), or between two of its kernels,
+this rank's next operation would take its place with the peers: kinds and sizes may agree, and they would get
+the sum of two different things. Errors that leave the numbers right, or that all ranks raise (arguments,
+a mismatch), leave the group usable.
 """
 
 from __future__ import annotations
@@ -22,13 +29,23 @@ from torchestra import profiling
 from torchestra.engine.callsites import call_site
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.progress import ProgressThread, Task
-from torchestra.errors import DistError, GroupAbortedError, GroupDestroyedError
+from torchestra.errors import (
+    CollectiveMismatchError,
+    DistError,
+    GroupAbortedError,
+    GroupDestroyedError,
+    InvalidArgumentError,
+    InvalidArgumentTypeError,
+)
 from torchestra.work import Work
 
 Operation = Callable[[str | None], list[Any]]
 """Runs an operation, given the line that called it if that is not on this thread's stack; its result."""
 
 _CLOSE_SECONDS = 5.0
+
+RAISED_BY_ALL = (CollectiveMismatchError, InvalidArgumentError, InvalidArgumentTypeError)
+"""What every rank raises in the same operation."""
 
 
 class Step(NamedTuple):
@@ -38,6 +55,7 @@ class Step(NamedTuple):
     description: str
     work: Work | None
     reads: Sequence[torch.Tensor]
+    operations: int
 
 
 class Order:
@@ -69,13 +87,13 @@ class Order:
             operation: what to run; nobody else uses the engine meanwhile.
             description: of it, for messages.
             async_op: whether only to queue it, and return its Work at once.
-            operations: how many of the engine's it consists of.
+            operations: how many of the engine's it consists of, at most.
             reads: the tensors that it reads, for profilers.
         """
         self._refuse_if_closed(description)
         if self._collected and (steps := self._collected.get(threading.get_ident())) is not None:
             work = self._work(description, held=True) if async_op else None
-            steps.append(Step(operation, description, work, reads))
+            steps.append(Step(operation, description, work, reads, operations))
             return work
         if profiler._is_profiler_enabled and profiling.wanted():
             with profiling.recorded(description, reads):
@@ -88,19 +106,19 @@ class Order:
         """Run an operation that is not to be collected: here and now, or queue it."""
         # A callback of an asynchronous operation runs on the progress thread, and cannot wait for its queue.
         if not async_op and (not self._progress.pending or self._progress.is_current()):
-            with self._lock:
-                operation(None)
+            self.perform(operation, description, operations)
             return None
         work = self._work(description)
         if async_op and self._progress.is_current():
             # Nor can it wait for what would be queued: on a rank where it is called earlier, before anything
             # else was queued, the operation comes first too.
-            self._run_at_once(operation, work)
+            self._run_at_once(partial(self.perform, operation, description, operations), work)
             return work
-        queued = _Queued(self, operation, description, call_site(), work)
+        queued = _Queued(self, operation, description, operations, call_site(), work)
         work.hasten, work.hurry = partial(self._hasten, work), self._progress.hurry
         self._promised = self.sequence_number() + operations
-        self._progress.submit(queued)
+        with self.abort_on_error(description):
+            self._progress.submit(queued)
         if async_op:
             return work
         work.wait()
@@ -113,10 +131,48 @@ class Order:
         else:
             self._progress.hurry()
 
-    def _run_at_once(self, operation: Operation, work: Work) -> None:
+    def perform(
+        self, operation: Operation, description: str, operations: int, site: str | None = None
+    ) -> list[Any]:
+        """Run an operation, whose turn it is; returns its result.
+
+        If that fails here, and has not taken as many sequence numbers as elsewhere, the group is aborted.
+        """
+        with self._lock:
+            before = self.engine.sequence_number()
+            try:
+                result = operation(site)
+            except BaseException as error:
+                if not isinstance(error, RAISED_BY_ALL) and (
+                    self.engine.sequence_number() != before + operations
+                ):
+                    self.leave(description, error)
+                raise
+        return result
+
+    @contextlib.contextmanager
+    def abort_on_error(self, description: str) -> Iterator[None]:
+        """Abort the group if the block, part of an operation, is left by an error of this rank alone."""
         try:
-            with self._lock:
-                result = operation(None)
+            yield
+        except BaseException as error:
+            if not isinstance(error, RAISED_BY_ALL):
+                self.leave(description, error)
+            raise
+
+    def leave(self, description: str, error: BaseException) -> str:
+        """Abort the group because this rank does not do its part of an operation; returns why."""
+        lines = str(error).splitlines()
+        told = f": {lines[0]}" if lines else ""
+        why = f"rank {self.engine.rank} left {description} with {type(error).__name__}{told}"
+        if not self.engine.member.is_aborted:
+            self.engine.member.abort(why)
+        return why
+
+    @staticmethod
+    def _run_at_once(perform: Callable[[], list[Any]], work: Work) -> None:
+        try:
+            result = perform()
         except BaseException as error:
             work.fail(error)
         else:
@@ -185,7 +241,7 @@ class Order:
             if step.work is not None:
                 step.work.held = False
         reads = [tensor for step in steps for tensor in step.reads]
-        return self.run(operation, description, async_op, len(steps), reads)
+        return self.run(operation, description, async_op, count_operations(steps), reads)
 
     def sequence_number(self) -> int:
         """How many operations of the whole group this rank has called, those that are queued included."""
@@ -205,6 +261,11 @@ class Order:
             raise GroupDestroyedError(f"{name}: rank {self.engine.rank} has destroyed group {self.name!r}")
 
 
+def count_operations(steps: Sequence[Step]) -> int:
+    """How many operations of the engine some collected ones consist of, at most."""
+    return sum(step.operations for step in steps)
+
+
 class _Queued(Task):
     """An operation in the queue.
 
@@ -213,12 +274,15 @@ class _Queued(Task):
     calling it again.
     """
 
-    def __init__(self, order: Order, operation: Operation, description: str, site: str, work: Work) -> None:
+    def __init__(
+        self, order: Order, operation: Operation, description: str, operations: int, site: str, work: Work
+    ) -> None:
         self.ran = False
         self.interrupt: BaseException | None = None
         self._order = order
         self._operation = operation
         self._description = description
+        self._operations = operations
         self._site = site
         self._work = work
         self._result: list[Any] = []
@@ -231,8 +295,9 @@ class _Queued(Task):
         if not self.ran:
             self.ran = True
             try:
-                with self._order._lock:
-                    self._result = self._operation(self._site)
+                self._result = self._order.perform(
+                    self._operation, self._description, self._operations, self._site
+                )
             except BaseException as error:
                 self._error = error
         failure = self._error
@@ -242,11 +307,9 @@ class _Queued(Task):
         if not isinstance(failure, Exception):
             self.interrupt = failure
             # The peers have been promised this operation, and those behind it must not take its place.
-            member = self._order.engine.member
-            why = f"rank {member.own_number} left {self._description} with {type(failure).__name__}"
-            member.abort(why)
+            why = self._order.leave(self._description, failure)
             # The interrupt itself is for who runs this, once; who waits for the operation later learns this.
             failure = GroupAbortedError(
-                f"rank {member.own_number}: group {self._order.name!r} can no longer be used: {why}"
+                f"rank {self._order.engine.rank}: group {self._order.name!r} can no longer be used: {why}"
             )
         self._work.fail(failure, let_go)

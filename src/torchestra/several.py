@@ -39,7 +39,8 @@ def all_reduce_together(
         return communicator.all_reduce(tensors[0], op, async_op, seconds)
     for index, tensor in enumerate(tensors):
         communicator.check_tensor(tensor, f"tensors[{index}]", "all_reduce", written=True)
-    total = torch.empty_like(tensors[0], memory_format=torch.contiguous_format, requires_grad=False)
+    with communicator.abort_on_error("all_reduce"):
+        total = torch.empty_like(tensors[0], memory_format=torch.contiguous_format, requires_grad=False)
     with communicator.collecting() as steps:
         communicator.all_reduce(total, op, seconds=seconds)
     within = ReduceOp.SUM if op.name in ("AVG", "PREMUL_SUM") else op
@@ -103,8 +104,9 @@ def all_gather_together(
     for index, tensor in enumerate(tensors):
         communicator.check_tensor(tensor, f"tensors[{index}]", name)
     first, shape = tensors[0].detach(), tensors[0].shape
-    mine = first.new_empty((len(tensors), *shape))
-    gathered = first.new_empty((communicator.size * len(tensors), *shape))
+    with communicator.abort_on_error(name):
+        mine = first.new_empty((len(tensors), *shape))
+        gathered = first.new_empty((communicator.size * len(tensors), *shape))
     with communicator.collecting() as steps:
         communicator.all_gather_into_tensor(gathered, mine, seconds=seconds)
 

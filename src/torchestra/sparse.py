@@ -21,6 +21,9 @@ from torchestra.engine.reductions import default_float_mode
 from torchestra.errors import CollectiveMismatchError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.types import ReduceOp
 
+OPERATIONS = 3
+"""How many operations of the engine an all_reduce consists of; one if there are no entries."""
+
 _MOST_DIMENSIONS = 16
 # What a rank tells of its tensor, as int64: dtype, sparse dimensions, all dimensions, lengths, entries.
 _HEAD = 4 + _MOST_DIMENSIONS

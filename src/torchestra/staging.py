@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 
-from torchestra.order import Order
+from torchestra.order import Order, count_operations
 from torchestra.work import Work
 
 POSSIBLE = torch.backends.cuda.is_built()
@@ -192,7 +192,8 @@ def run_staged(
         for tensor in tensors_in(value)
         if is_staged(tensor)
     ]
-    stage = stage_of(tensors)
+    with communicator.abort_on_error(f"{method.__name__} of tensors of a GPU"):
+        stage = stage_of(tensors)
     async_op = bool(values.pop("async_op", False))
     with communicator.collecting() as steps:
         method(communicator, **{name: stage.in_twins(value) for name, value in values.items()})
@@ -205,7 +206,7 @@ def run_staged(
         stage.give_back([tensor for tensor in tensors_in(results) if is_staged(tensor)])
         return results
 
-    return communicator.run(operation, steps[-1].description, async_op, len(steps), read)
+    return communicator.run(operation, steps[-1].description, async_op, count_operations(steps), read)
 
 
 def fetched(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torchestra import work as work_file
 from torchestra.engine import progress as engine_progress
 from torchestra.engine.progress import ProgressThread
 from torchestra.errors import GroupAbortedError
-from torchestra.order import _Queued
+from torchestra.order import Order, _Queued
 from torchestra.work import Work
 
 SOON = 20.0
@@ -33,14 +33,13 @@ class Queue:
     def __init__(self, grace: float) -> None:
         self.thread = ProgressThread("test", grace=grace)
         self.aborted: list[str] = []
-        member = SimpleNamespace(own_number=0, abort=self.aborted.append)
-        self._order: Any = SimpleNamespace(
-            name="test", _lock=threading.Lock(), engine=SimpleNamespace(member=member)
-        )
+        member = SimpleNamespace(abort=self.aborted.append, is_aborted=False)
+        engine: Any = SimpleNamespace(rank=0, member=member, sequence_number=lambda: 0)
+        self._order = Order(engine, "test")
 
     def call(self, operation: Callable[[], Any] = lambda: None) -> Work:
         work = Work("an operation")
-        queued = _Queued(self._order, lambda _: [operation()], "an operation", "here", work)
+        queued = _Queued(self._order, lambda _: [operation()], "an operation", 0, "here", work)
         work.hasten = lambda: self.thread.help(work.is_completed)
         work.hurry = self.thread.hurry
         self.thread.submit(queued)

@@ -102,17 +102,33 @@ class ProgressThread:
         only when nothing that this thread submitted is still to run."""
 
     def submit(self, task: Task) -> None:
-        """Queue a task."""
+        """Queue a task; it is not queued if this raises, but for an interrupt that came too late.
+
+        Raises:
+            RuntimeError: the thread cannot be started.
+        """
         with self._lock:
             self.pending += 1
-            if self._thread is None:
-                # In the submitter's context, so that callbacks know which rank they are of.
-                run = contextvars.copy_context().run
-                self._thread = threading.Thread(target=run, args=(self._run,), name=self._name, daemon=True)
-                self._thread.start()
-                _started.add(self)
-            self._tasks.append((int(self._words[bell.SUBMITTED // 8]) + 1, task))
-            bell.ring(self._address)
+            try:
+                if self._thread is None:
+                    self._start()
+                self._tasks.append((int(self._words[bell.SUBMITTED // 8]) + 1, task))
+            finally:
+                if self._tasks and self._tasks[-1][1] is task:
+                    bell.ring(self._address)
+                else:
+                    self.pending -= 1
+
+    def _start(self) -> None:
+        # In the submitter's context, so that callbacks know which rank they are of.
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name=self._name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
+            raise
+        _started.add(self)
 
     def hurry(self) -> None:
         """Have the thread begin with what has been submitted now: somebody waits who cannot :meth:`help`."""

@@ -265,12 +265,12 @@ class MultiHostEngine:
         if len(set(lengths)) > 1:
             count = _uneven(lengths)
             told = f" of {[length // plan.dtype.itemsize for length in lengths]} elements by rank"
-        self.crossing.sequence += 1
         call = Call(plan.meta, count, seconds, site, told)
         context = self.member.context
-        open_crossing(context, self.crossing.sequence, plan.meta, count, nbytes)
         well = False
+        self.crossing.sequence += 1
         try:
+            open_crossing(context, self.crossing.sequence, plan.meta, count, nbytes)
             yield call
             well = True
         except CollectiveMismatchError:
