@@ -65,6 +65,8 @@ class Order:
         self.engine = engine
         self.name = name
         self.closed = False
+        # The name of the group that shrink() has put in this one's place.
+        self.became = ""
         self._progress = ProgressThread(f"torchestra-{name}-{engine.rank}")
         # Held while an operation runs, so that two threads of one rank do not mix theirs.
         self._lock = threading.Lock()
@@ -258,7 +260,10 @@ class Order:
 
     def _refuse_if_closed(self, name: str) -> None:
         if self.closed:
-            raise GroupDestroyedError(f"{name}: rank {self.engine.rank} has destroyed group {self.name!r}")
+            raise GroupDestroyedError(
+                f"{name}: rank {self.engine.rank} has {'shrunk' if self.became else 'destroyed'} group"
+                f" {self.name!r}" + (f"; {self.became!r} is in its place" if self.became else "")
+            )
 
 
 def count_operations(steps: Sequence[Step]) -> int:

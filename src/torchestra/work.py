@@ -61,6 +61,39 @@ def _raise_fresh(error: BaseException) -> None:
     raise fresh(error)
 
 
+def _fail(future: torch.futures.Future[Any], error: BaseException) -> None:
+    # What set_exception() does, but for raising a copy: the one that the future holds, which is not
+    # seen by Python's garbage collector, would come to hold whoever catches it.
+    future._set_unwrap_func(_raise_fresh)
+    future.set_result(error)
+
+
+class _Future(torch.futures.Future[Any]):
+    """A future that hands errors on as they are to those that are chained to it.
+
+    With torch's own, an error in a chain becomes a RuntimeError that has its traceback for a message, which
+    nobody who catches a GroupAbortedError sees.
+    """
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> torch.futures.Future[Any]:
+        """A future of what the callback returns, to which this one is given when it is done."""
+        chained = _Future()
+
+        def run(done: torch.futures.Future[Any]) -> None:
+            try:
+                result = callback(done)
+            except Exception as error:
+                _fail(chained, without_frames(error))
+            except BaseException as error:
+                _fail(chained, DistError(f"the callback of a future was interrupted: {error!r}"))
+                raise
+            else:
+                chained.set_result(result)
+
+        self.add_done_callback(run)
+        return chained
+
+
 class Work:
     """An asynchronous operation of a group, as every collective returns it with ``async_op=True``.
 
@@ -183,7 +216,7 @@ class Work:
         """
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._future = _Future()
                 if self._ended:
                     self._settle(self._future)
             future = self._future
@@ -240,10 +273,7 @@ class Work:
         error = self._exception
         if not isinstance(error, Exception):
             error = DistError(f"{self._description} was interrupted: {error!r}")
-        # What set_exception() does, but for raising a copy: the one that the future holds, which is not
-        # seen by Python's garbage collector, would come to hold whoever catches it.
-        future._set_unwrap_func(_raise_fresh)
-        future.set_result(error)
+        _fail(future, error)
 
     def __repr__(self) -> str:
         if not self._ended:

@@ -58,6 +58,10 @@ class OverlapPlan:
         self._buckets: list[list[torch.Tensor]] = []
         self._pieces: list[list[Piece]] = []
 
+    def begin_anew(self) -> None:
+        """Have no plan, and learn the buckets again."""
+        self._buckets, self._pieces = [], []
+
     def see(self, bucket: GradBucket, final: bool) -> bool:
         """Learn of a bucket; whether the plan is made, so that it is to be updated.
 

@@ -78,12 +78,43 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = False
         Optimizer.__init__(self, given, defaults)
         Joinable.__init__(self)
-        self.process_group = group
-        self.rank, self.world_size = group.rank(), group.size()
-        self.global_rank = group.to_global_rank(self.rank)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap = OverlapPlan(self) if overlap_with_ddp else None
         self._optimizer_class = optimizer_class
+        self._begin(group)
+        if self.overlap is not None and parameters_as_bucket_view:
+            _log.warning(
+                "`parameters_as_bucket_view=True` will be ignored since `overlap_with_ddp=True`; instead, a"
+                " different bucketing strategy will be used"
+            )
+        self.initialized = True
+
+    def rebuild(self, process_group: AnyGroup | None = None) -> None:
+        """Divide the parameters anew, between the ranks of another group. By all of its ranks.
+
+        For after :meth:`ProcessGroup.shrink`. Nothing is sent. What a rank that is gone has kept is lost, and
+        shares change, so the optimizer's state begins anew; options such as the learning rate stay. Where
+        there is a saved state, :meth:`load_state_dict` on all ranks continues from that (with the overlap:
+        when the model's buckets are final again).
+
+        Args:
+            process_group: the group; default: the default group.
+
+        Raises:
+            InvalidArgumentError: this rank is not in the group.
+        """
+        group = default_group() if process_group is None else process_group
+        if not isinstance(group, ProcessGroup):
+            raise InvalidArgumentError(f"ZeroRedundancyOptimizer: this rank is {group!r}")
+        if self.overlap is not None:
+            self.overlap.begin_anew()
+        self._begin(group)
+
+    def _begin(self, group: ProcessGroup) -> None:
+        """Divide the parameters between the ranks of a group, with no state of theirs yet."""
+        self.process_group = group
+        self.rank, self.world_size = group.rank(), group.size()
+        self.global_rank = group.to_global_rank(self.rank)
         self._loads = [0] * self.world_size
         # For each rank, for each parameter group, its parameters.
         self._shares: list[Partition] = [[] for _ in range(self.world_size)]
@@ -95,12 +126,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for each in self.param_groups:
                 self._divide(each)
             self.build_local_optimizer()
-        elif parameters_as_bucket_view:
-            _log.warning(
-                "`parameters_as_bucket_view=True` will be ignored since `overlap_with_ddp=True`; instead, a"
-                " different bucketing strategy will be used"
-            )
-        self.initialized = True
 
     # -- who has what
 

@@ -56,6 +56,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         previous_ranks: of a group that :meth:`shrink` made: by number, that in the group before.
         lost_ranks: numbers in the group before of the ranks that are not in this one.
         generation: how often it has been shrunk.
+        successor: the group that :meth:`shrink` has put in this one's place; None before.
         known_as: what the program calls the backend.
         when_shrunk: called with this group and the one in its place; the registry's.
         maker: what made this group and makes its subgroups, where something else than torchestra does.
@@ -102,6 +103,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         self.previous_ranks: Sequence[int] = range(size)
         self.lost_ranks: tuple[int, ...] = ()
         self.generation = 0
+        self.successor: ProcessGroup | None = None
         self.when_shrunk: Callable[[ProcessGroup, ProcessGroup], None] | None = None
         if communicator is not None:
             self.communicator = communicator
@@ -259,6 +261,8 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
 
     def _succeed(self, new: ProcessGroup) -> ProcessGroup:
         """Put a group in this one's place."""
+        self.successor = new
+        self.communicator.became = new.group_name
         if self.when_shrunk is None:
             new._leave_at_last()
         else:

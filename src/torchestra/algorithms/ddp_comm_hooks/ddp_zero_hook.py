@@ -45,6 +45,8 @@ def hook_with_zero_step(
     waiting: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
 
     def average_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not bucket.index():
+            waiting.clear()  # of a step that has failed
         averaged = hook(state, bucket)
         if not plan.see(bucket, buckets_are_final()):
             return averaged
@@ -100,6 +102,7 @@ def _set_up(
             " properly"
         )
     zero.overlap.shard_buckets = shard_buckets
+    ddp._overlapped.append(zero)
     # The model has the hook, and should not be kept alive by it.
     model = weakref.ref(ddp)
 

@@ -13,6 +13,7 @@ import torch
 
 from torchestra.algorithms.hosts import same_host
 from torchestra.nn.parallel.comm_hooks import GradBucket
+from torchestra.process_group import ProcessGroup
 from torchestra.world import AnyGroup
 
 from .debugging_hooks import noop_hook
@@ -38,6 +39,7 @@ class PostLocalSGDState:
     """
 
     __slots__ = [
+        "_chosen",
         "iter",
         "post_local_gradient_allreduce",
         "process_group",
@@ -58,6 +60,19 @@ class PostLocalSGDState:
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
+        self._chosen = False
+
+    def subgroup_here(self) -> ProcessGroup:
+        """The ranks that average locally. The first call must be made by all ranks of the group."""
+        if self.subgroup is None:
+            self.subgroup, self._chosen = same_host(member(self.process_group)), True
+        return member(self.subgroup)
+
+    def on_rebuild(self) -> None:
+        """Count steps from 0: the wrapper's group was replaced. A subgroup that was chosen is so anew."""
+        self.iter = 0
+        if self._chosen:
+            self.subgroup, self._chosen = None, False
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count a step, with its last bucket."""
@@ -74,6 +89,4 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
         return average(member(state.process_group), bucket.buffer())
     if not state.post_local_gradient_allreduce:
         return noop_hook(None, bucket)
-    if state.subgroup is None:
-        state.subgroup = same_host(member(state.process_group))
-    return average(member(state.subgroup), bucket.buffer())
+    return average(state.subgroup_here(), bucket.buffer())

@@ -86,6 +86,7 @@ class PowerSGDState:
         "p_memory_dict",
         "process_group",
         "q_memory_dict",
+        "random_seed",
         "rng",
         "start_powerSGD_iter",
         "total_numel_after_compression",
@@ -124,16 +125,25 @@ class PowerSGDState:
         self.use_error_feedback = use_error_feedback
         self.warm_start = warm_start
         self.orthogonalization_epsilon = orthogonalization_epsilon
-        self.rng = np.random.RandomState(random_seed)
-        self.error_dict: dict[int, torch.Tensor] = {}
-        self.p_memory_dict: dict[int, torch.Tensor] = {}
-        self.q_memory_dict: dict[int, torch.Tensor] = {}
-        self.iter = 0
+        self.random_seed = random_seed
+        self.on_rebuild()
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.next_stats_report = 0
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+
+    def on_rebuild(self) -> None:
+        """Remember nothing, and count steps from 0: the wrapper's group was replaced, and its buckets are.
+
+        Gradients are averaged in full again in the first ``start_powerSGD_iter`` steps; for fewer, set
+        ``iter`` afterwards, on all ranks alike.
+        """
+        self.rng = np.random.RandomState(self.random_seed)
+        self.error_dict: dict[int, torch.Tensor] = {}
+        self.p_memory_dict: dict[int, torch.Tensor] = {}
+        self.q_memory_dict: dict[int, torch.Tensor] = {}
+        self.iter = 0
 
     def __getstate__(self) -> dict[str, Any]:
         _log.warning("NOTE: Process group is not serializable and excluded from a saved state.")
@@ -145,6 +155,7 @@ class PowerSGDState:
             "NOTE: Process group will be set to a default group (i.e. the world size). If a different group"
             " is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
+        self.random_seed = 0  # of a state that was saved before there was the attribute
         for slot, value in state.items():
             setattr(self, slot, value)
 

@@ -57,7 +57,8 @@ def _average(
     assert work is not None
 
     @default_float_mode()  # run by whichever thread ends the operation
-    def add_up(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    def add_up(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        done.value()  # raises what went wrong
         total = dequantize(everybodys[0], buffer.numel(), max(channel, 1))
         for message in everybodys[1:]:
             total += dequantize(message, buffer.numel(), max(channel, 1))

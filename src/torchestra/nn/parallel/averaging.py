@@ -24,6 +24,7 @@ first of a round is sent off before backward goes on.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,14 @@ import torch
 from torchestra.errors import GradientReductionError, InvalidArgumentError
 from torchestra.hosts import HostsCommunicator
 from torchestra.nn.parallel.buckets import Bucket
-from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket, run_comm_hook, wait_for_hook
+from torchestra.nn.parallel.comm_hooks import (
+    CommHook,
+    GradBucket,
+    await_future,
+    run_comm_hook,
+    wait_for_hook,
+)
+from torchestra.nn.parallel.rebuilding import follow
 from torchestra.nn.parallel.sink import GradientSink
 from torchestra.nn.parallel.sparse import empty_like_sparse, reduce_sparse
 from torchestra.nn.parallel.statistics import Counters
@@ -43,6 +51,8 @@ from torchestra.types import ReduceOp
 from torchestra.work import Work
 
 _INLINE_BYTES = 1 << 20
+# The operations of a group that has failed end at once; a future of the program's own may never.
+_HOOK_ENDS_SECONDS = 10.0
 _AVG, _SUM = ReduceOp.AVG, ReduceOp.SUM
 _now = time.perf_counter_ns
 
@@ -128,15 +138,21 @@ class Averager:
         """Let this hook average. Buckets must have memory from now on."""
         self._hook = hook, state
 
-    def take_over(self, former: Averager) -> None:
-        """Have the hook and the divisor of another one."""
-        self._hook, self.divisor = former._hook, former.divisor
+    def take_over(self, former: Averager, former_group: ProcessGroup, group: ProcessGroup) -> None:
+        """Have the hook of another one, whose state refers to this one's group from now on."""
+        if former._hook is not None:
+            hook, state = former._hook
+            self._hook = hook, follow(state, former_group, group)
 
     def reset(self) -> None:
         """Forget the buckets that were started, when what runs of them has ended."""
         for flight in self._flights.values():
             if flight.work is not None:
                 flight.work.await_end()
+            if flight.future is not None:
+                # Callbacks of a hook may still write into its state. What it failed with is known.
+                with contextlib.suppress(Exception):
+                    await_future(flight.future, _HOOK_ENDS_SECONDS)
         self._flights.clear()
 
     # -- start

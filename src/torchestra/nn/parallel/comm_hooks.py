@@ -177,14 +177,14 @@ def wait_for_hook(
     return result
 
 
-def builtin_hook(kind: BuiltinCommHookType, group: ProcessGroup) -> CommHook:
-    """The hook of a built-in kind."""
+def builtin_hook(kind: BuiltinCommHookType) -> CommHook:
+    """The hook of a built-in kind. Its state is the group."""
     if not isinstance(kind, BuiltinCommHookType):
         raise InvalidArgumentTypeError(
             f"comm_hook_type must be a torchestra.BuiltinCommHookType, got {kind!r}"
         )
 
-    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         sent = buffer.half() if kind is BuiltinCommHookType.FP16_COMPRESS else buffer
         work = group.communicator.all_reduce(sent, ReduceOp.AVG, async_op=True)

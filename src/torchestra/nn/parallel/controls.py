@@ -44,7 +44,7 @@ class Controls:
         """Average gradients in a way of your own. All ranks must do so, once, before the first backward.
 
         Args:
-            state: handed to the hook, and nothing else done with it.
+            state: handed to the hook. Groups in it are replaced by :meth:`rebuild`, and by nothing else.
             hook: ``hook(state, bucket)`` is called when all gradients of a bucket are there, with a
                 :class:`torchestra.GradBucket`. It returns a ``torch.futures.Future`` of a tensor with the
                 averages, laid out as ``bucket.buffer()``; the buffer itself if you like. It has to divide by

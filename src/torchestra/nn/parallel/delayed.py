@@ -39,14 +39,19 @@ class DelayedReduction:
                 f" {sorted(map(str, dtypes))}"
             )
         self._parameters = list(parameters)
+        self.update_process_group(group)
+        broadcast_coalesced([parameter.detach() for parameter in parameters], group)
+        trigger.register_hook(self._reduce)
+
+    def update_process_group(self, group: ProcessGroup) -> None:
+        """Average over these ranks from now on; a backward that has begun is not averaged."""
         self._group = group
+        parameters, first = self._parameters, self._parameters[0]
         sizes = [parameter.numel() for parameter in parameters]
-        self._flat = shared_memory(sum(sizes), dtypes.pop(), group, self._parameters[0].device).zero_()
+        self._flat = shared_memory(sum(sizes), first.dtype, group, first.device).zero_()
         self._views = [
             like(part, parameter) for part, parameter in zip(self._flat.split(sizes), parameters, strict=True)
         ]
-        broadcast_coalesced([parameter.detach() for parameter in parameters], group)
-        trigger.register_hook(self._reduce)
         self._armed = False
 
     @untraced

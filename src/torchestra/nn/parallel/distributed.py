@@ -7,7 +7,7 @@ import copy
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,7 @@ from torchestra.nn.parallel.delayed import DelayedReduction
 from torchestra.nn.parallel.joining import DDPJoinHook, begin_step
 from torchestra.nn.parallel.logging_data import Logger
 from torchestra.nn.parallel.mixed_precision import LowPrecision, MixedPrecision, reduce_in
+from torchestra.nn.parallel.rebuilding import replace_group
 from torchestra.nn.parallel.reducer import Reducer
 from torchestra.nn.parallel.statistics import Counters
 
@@ -57,6 +58,9 @@ from torchestra.nn.parallel.tracing import untraced
 from torchestra.process_group import ProcessGroup
 from torchestra.world import AnyGroup, default_group, is_initialized
 
+if TYPE_CHECKING:
+    from torchestra.optim import ZeroRedundancyOptimizer
+
 __all__ = ["DistributedDataParallel"]
 
 _NOT_COPIED = (
@@ -67,6 +71,7 @@ _NOT_COPIED = (
     "_counters",
     "_buffer_broadcast",
     "_precision",
+    "_overlapped",
 )
 
 
@@ -278,10 +283,12 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
             has_sync_bn=any(type(each).__name__ == "SyncBatchNorm" for each in self.module.modules()),
         )
 
+        # ZeroRedundancyOptimizers that a hook steps (ddp_zero_hook.py).
+        self._overlapped: list[ZeroRedundancyOptimizer] = []
         self._is_set_up = False
         dtypes = self.mixed_precision
         if dtypes is not None and (dtype := dtypes.reduce_dtype or dtypes.param_dtype) is not None:
-            self.register_comm_hook(None, reduce_in(dtype, self.process_group))
+            self.register_comm_hook(self.process_group, reduce_in(dtype))
 
     # -- training
 
@@ -419,8 +426,19 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         A step that failed is forgotten. Nothing is sent: as some ranks may have ended the step and others
         not, broadcast the state of one of them (parameters, buffers, optimizer) before you go on.
 
+        The group takes the old one's place in all that belongs to the wrapper: in SyncBatchNorms inside, and
+        in the state of a communication hook or buffer hook, if the state is the old group, or has it as an
+        attribute or item. (Other groups there that were shrunk are replaced by what they became.) A state
+        with a method ``on_rebuild()`` is told so, and begins anew: PowerSGD's and post-local SGD's count
+        their first steps again. A ZeroRedundancyOptimizer that updates in backward is rebuilt too. What
+        remains for you: a group that a hook holds otherwise, such as in its closure; other optimizers
+        (:meth:`torchestra.optim.ZeroRedundancyOptimizer.rebuild`) and averagers.
+
         Args:
             process_group: the group; default: the default group, such as :meth:`ProcessGroup.shrink` made it.
+
+        Raises:
+            InvalidArgumentError: the wrapper is in a join context, which ends with the group. Leave it first.
         """
         self._update_process_group(default_group() if process_group is None else process_group)
 
@@ -430,10 +448,7 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         On ranks that are not in it nothing happens.
         """
         if new_process_group.rank() >= 0:
-            group = choose_group(new_process_group, None)
-            self.process_group = group
-            self.reducer.update_process_group(group)
-            self._buffer_broadcast = BufferBroadcast(self.module, group, self.parameters_to_ignore)
+            replace_group(self, choose_group(new_process_group, None))
 
     # -- copies
 
@@ -442,15 +457,7 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         if self._delayed is not None:
             raise InvalidArgumentError("DDP with delay_all_reduce_named_params cannot be pickled or copied")
         state = copy.copy(self.__dict__)
-        for name in (
-            "process_group",
-            "device_mesh",
-            "reducer",
-            "logger",
-            "_counters",
-            "_buffer_broadcast",
-            "_precision",
-        ):
+        for name in _NOT_COPIED:
             del state[name]
         state["_join_config"] = DISABLED
         return state

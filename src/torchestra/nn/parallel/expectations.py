@@ -69,6 +69,13 @@ class Expectations:
         self._static_template: array.array[int] | None = None
         self._static_unused: Sequence[int] = ()
 
+    def forget_rounds(self, rank: int) -> None:
+        """Begin anew, as this rank, after the rounds so far: what they have shown may differ by rank."""
+        self._rank = rank
+        self._static_template, self._static_unused = None, ()
+        self.order, self.record = [], True
+        self.end()
+
     def lay_out(self, plan: Sequence[Sequence[int]]) -> None:
         """Take it that the parameters are in these buckets. Between rounds."""
         for number, indices in enumerate(plan):

@@ -38,15 +38,19 @@ class Logger:
         self.sample_rate = _SAMPLE_RATE
         # To tell what time it was when perf_counter_ns() said so and so.
         self._epoch = time.time_ns() - time.perf_counter_ns()
-        self.set("world_size", group.size())
-        self.set("rank", group.rank())
-        self.set("backend_name", group.known_as)
+        self.set_group(group)
         variables = list(_ENVIRONMENT)
         if group.known_as == "gloo":
             variables += _OF_GLOO
             self.set("gloo_num_threads", group.options.threads)
         for name in variables:
             self.set(name.lower(), os.environ.get(name, "N/A"))
+
+    def set_group(self, group: ProcessGroup) -> None:
+        """Set the fields that tell of the group."""
+        self.set("world_size", group.size())
+        self.set("rank", group.rank())
+        self.set("backend_name", group.known_as)
 
     def set(self, name: str, value: LoggingValue) -> None:
         """Set a field."""

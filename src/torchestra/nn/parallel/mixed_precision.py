@@ -58,6 +58,8 @@ class LowPrecision:
         for name, parameter in module.named_parameters():
             if name in ignored or not parameter.is_floating_point():
                 continue
+            if hasattr(parameter, "_fp_param"):
+                _raise(parameter)  # a step of another wrapper may have failed in between
             self._parameters.append(parameter)
             parameter._fp_param = parameter.data  # type: ignore[attr-defined]
             parameter._mp_param = parameter.data.to(self._dtype)  # type: ignore[attr-defined]
@@ -105,10 +107,10 @@ def _raise(parameter: Any) -> None:
         parameter.grad = gradient.to(parameter.dtype)
 
 
-def reduce_in(dtype: torch.dtype, group: ProcessGroup) -> CommHook:
-    """A communication hook that averages in this dtype."""
+def reduce_in(dtype: torch.dtype) -> CommHook:
+    """A communication hook that averages in this dtype. Its state is the group."""
 
-    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         sent = buffer.to(dtype) if buffer.is_floating_point() else buffer
         work = group.communicator.all_reduce(sent, ReduceOp.AVG, async_op=True)

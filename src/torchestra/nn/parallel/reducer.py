@@ -126,7 +126,8 @@ class Reducer:
         self._averager = self._make_averager()
         self.expected = Expectations(self.names, self._group.rank(), weakly(self._start_complete_buckets))
         self._used_by = torch.zeros(count, dtype=torch.int32)
-        self._lay_out(bucket_indices, per_bucket_size_limits)
+        self._first_layout = bucket_indices, per_bucket_size_limits
+        self._lay_out(*self._first_layout)
 
         self.iterations = 0
         self.rebuilt: tuple[tuple[int, ...], ...] | None = None
@@ -200,7 +201,7 @@ class Reducer:
 
     def register_builtin_comm_hook(self, kind: BuiltinCommHookType) -> None:
         """:meth:`register_comm_hook` with a hook of a built-in kind."""
-        self.register_comm_hook(None, builtin_hook(kind, self._group))
+        self.register_comm_hook(self._group, builtin_hook(kind))
 
     def set_static_graph(self) -> None:
         """Take it that every round uses the same parameters, equally often, as the first one.
@@ -234,13 +235,16 @@ class Reducer:
     def update_process_group(self, group: ProcessGroup) -> None:
         """Forget a round that was not finished, and average over another group from now on."""
         self._averager.reset()
-        self._group = group
+        former_group, self._group = self._group, group
         former, self._averager = self._averager, self._make_averager()
-        self._averager.take_over(former)
+        self._averager.take_over(former, former_group, group)
         self._close()
+        self.expected.forget_rounds(group.rank())
         self._failure = ""
-        self._agreed_order = self.rebuilt = None
-        self._lay_out([bucket.indices for bucket in self.buckets], [each.limit for each in self.buckets])
+        self._agreed_order = self.rebuilt = self._unused_before = None
+        self.last_unused, self.graph_is_static = (), True
+        # Not all ranks may have made new buckets, so the first ones are all that they have in common.
+        self._lay_out(*self._first_layout)
 
     @property
     def local_used_map(self) -> torch.Tensor:

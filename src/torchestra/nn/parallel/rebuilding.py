@@ -1,0 +1,109 @@
+"""What refers to a wrapper's group, and refers to the group in its place after ``rebuild()``.
+
+When a step fails, some ranks may have ended it and others not, so what they remember may differ: how many
+steps a hook has counted, what it carries over to the next, which buckets were agreed on. Nothing is sent when
+a wrapper is rebuilt; so all of that begins anew, as at construction, where it is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from torchestra.errors import InvalidArgumentError
+from torchestra.nn.parallel.coalesced import BufferBroadcast
+from torchestra.process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from torchestra.nn.parallel.distributed import DistributedDataParallel
+
+__all__ = ["StartsAnew", "follow", "replace_group"]
+
+
+@runtime_checkable
+class StartsAnew(Protocol):
+    """A state of a communication hook that remembers something from step to step."""
+
+    def on_rebuild(self) -> None:
+        """Forget what may differ between the ranks; its groups have been replaced. Called by rebuild()."""
+
+
+def _in_place_of(held: Any, former: ProcessGroup, group: ProcessGroup) -> Any:
+    """What stands for something now: ``group`` for ``former``, and for a shrunk group what it became."""
+    if held is former:
+        return group
+    while isinstance(held, ProcessGroup) and held.successor is not None:
+        held = held.successor
+    return held
+
+
+def follow(state: Any, former: ProcessGroup, group: ProcessGroup) -> Any:
+    """The state of a hook, now that ``group`` is in the place of ``former``.
+
+    The state may be a group, or hold groups in its attributes or, if it is a list, tuple or dict, in its
+    items. It stays the same object unless it is a group or a tuple. If it is :class:`StartsAnew`, it does.
+    """
+    if isinstance(state, ProcessGroup):
+        return _in_place_of(state, former, group)
+    if type(state) is tuple:
+        return tuple(_in_place_of(each, former, group) for each in state)
+    if isinstance(state, list):
+        state[:] = [_in_place_of(each, former, group) for each in state]
+    elif isinstance(state, dict):
+        state.update({key: _in_place_of(each, former, group) for key, each in state.items()})
+    else:
+        for name in _attributes(state):
+            held = getattr(state, name, None)
+            if (now := _in_place_of(held, former, group)) is not held:
+                setattr(state, name, now)
+    if isinstance(state, StartsAnew):
+        state.on_rebuild()
+    return state
+
+
+def _attributes(state: object) -> Iterator[str]:
+    yield from tuple(getattr(state, "__dict__", ()))
+    for kind in type(state).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _follow_in_modules(module: torch.nn.Module, former: ProcessGroup, group: ProcessGroup) -> None:
+    """Let the SyncBatchNorms in a module that normalize over ``former``, or a shrunk group, follow it."""
+    for each in module.modules():
+        if isinstance(each, torch.nn.SyncBatchNorm):
+            each.process_group = _in_place_of(each.process_group, former, group)
+
+
+def replace_group(ddp: DistributedDataParallel, group: ProcessGroup) -> None:
+    """Let a wrapper average over this group from now on.
+
+    Raises:
+        InvalidArgumentError: it is in a join context.
+    """
+    if ddp._join_config.enable:
+        raise InvalidArgumentError(
+            f"DistributedDataParallel.rebuild: the wrapper is in a join context over {ddp.process_group!r},"
+            " which has to be left before the group is replaced"
+        )
+    former, ddp.process_group = ddp.process_group, group
+    ddp.device_mesh = None  # the mesh of the former group
+    # On some ranks the forward pass has failed, on others not.
+    ddp._buffers_may_differ = True
+    _follow_in_modules(ddp.module, former, group)
+    if ddp.buffer_hook is not None:
+        state = follow(ddp.buffer_hook.buffer_comm_hook_state, former, group)
+        ddp.buffer_hook = ddp.buffer_hook._replace(buffer_comm_hook_state=state)
+    if ddp._precision is not None:
+        ddp._precision.restore()
+    if ddp._delayed is not None:
+        ddp._delayed.update_process_group(group)
+    if ddp._all_delayed:
+        return
+    ddp.reducer.update_process_group(group)
+    ddp.logger.set_group(group)
+    ddp._buffer_broadcast = BufferBroadcast(ddp.module, group, ddp.parameters_to_ignore)
+    for optimizer in ddp._overlapped:
+        optimizer.rebuild(group)
