@@ -8,6 +8,7 @@ from typing import Any
 
 from torchestra.communicator import Communicator
 from torchestra.errors import GroupDestroyedError
+from torchestra.forking import forget_in_children, refusal
 
 Meet = Callable[[float], Communicator]
 """Meets the other members of a group, which all must come within so many seconds."""
@@ -34,6 +35,13 @@ class DeferredCommunicator:
         self._meet = meet
         self._made: Communicator | None = None
         self._lock = threading.Lock()
+        self._inherited = False
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child, which is not part of the group: meet nobody in the parent's place."""
+        self._lock = threading.Lock()
+        self.closed = self._inherited = True
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -43,6 +51,8 @@ class DeferredCommunicator:
     def _communicator(self) -> Communicator:
         with self._lock:
             if self._made is None:
+                if self._inherited:
+                    raise refusal(f"group {self.name!r} of rank {self.rank} cannot be used")
                 if self.closed:
                     raise GroupDestroyedError(f"rank {self.rank} has destroyed group {self.name!r}")
                 self._made = self._meet(self.seconds)

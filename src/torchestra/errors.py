@@ -4,7 +4,8 @@
 you                       :class:`InvalidArgumentError`, :class:`InvalidShapeError`,
                           :class:`UnknownDimensionError`, :class:`NotInitializedError`,
                           :class:`NotReadyError`, :class:`NothingToDestroyError`,
-                          :class:`GroupDestroyedError`, :class:`CollectiveMismatchError`,
+                          :class:`GroupDestroyedError`, :class:`ForkedProcessError`,
+                          :class:`CollectiveMismatchError`,
                           :class:`GradientReductionError`, :class:`UnevenInputsError`
 a peer                    :class:`RankFailedError`, :class:`GroupAbortedError`,
                           :class:`RankExcludedError`, :class:`JoinInterruptedError`
@@ -31,6 +32,7 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "ForkedProcessError",
     "GradientReductionError",
     "GroupAbortedError",
     "GroupDestroyedError",
@@ -91,6 +93,13 @@ class NotReadyError(DistError):
 
 class GroupDestroyedError(DistBackendError):
     """The group was destroyed by this rank; nothing can be sent over it any more."""
+
+
+class ForkedProcessError(GroupDestroyedError):
+    """A process that was forked from a rank has used a group of that rank, of which it is no part.
+
+    Nothing was sent, and the rank is not disturbed.
+    """
 
 
 class CollectiveMismatchError(DistBackendError):

@@ -28,6 +28,10 @@ class Messaging(Order):
         self.seconds = seconds
         self.delegation: Delegation | None = None
 
+    def forget(self) -> None:
+        super().forget()
+        self.delegation = None
+
     def limit(self, seconds: float | None) -> float:
         """How long an operation may wait, in seconds, by its own time-out if it has one."""
         return self.seconds if seconds is None else seconds

@@ -37,6 +37,7 @@ from torchestra.errors import (
     InvalidArgumentError,
     InvalidArgumentTypeError,
 )
+from torchestra.forking import forget_in_children, refusal
 from torchestra.work import Work
 
 Operation = Callable[[str | None], list[Any]]
@@ -74,6 +75,15 @@ class Order:
         self._collected: dict[int, list[Step]] = {}
         # The sequence number when what is queued has been run; of no meaning when nothing is.
         self._promised = 0
+        self._inherited = False
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child, which is not part of the group: refuse everything."""
+        self.closed = self._inherited = True
+        # What is queued is the parent's, and a thread that does not exist here may have had the locks.
+        self._progress = ProgressThread(f"torchestra-{self.name}-{self.engine.rank}")
+        self._lock = threading.Lock()
 
     def run(
         self,
@@ -253,12 +263,20 @@ class Order:
         return Work(f"{description} of group {self.name!r}", held=held)
 
     def close(self) -> None:
-        """Run what is queued, then leave the group."""
+        """Run what is queued, then leave the group. In a forked child nothing is to be done."""
+        if self._inherited:
+            return
         self.closed = True
         self._progress.close(_CLOSE_SECONDS)
         self.engine.close()
 
+    def refuse_if_inherited(self, name: str) -> None:
+        """Raise ForkedProcessError in a process that was forked from the rank."""
+        if self._inherited:
+            raise refusal(f"{name}: group {self.name!r} of rank {self.engine.rank} cannot be used")
+
     def _refuse_if_closed(self, name: str) -> None:
+        self.refuse_if_inherited(name)
         if self.closed:
             raise GroupDestroyedError(
                 f"{name}: rank {self.engine.rank} has {'shrunk' if self.became else 'destroyed'} group"

@@ -300,12 +300,20 @@ class QuickCommunicator(Communicator):
         return source
 
     def close(self) -> None:
+        self._leave_short_ways()
+        super().close()
+
+    def forget(self) -> None:
+        super().forget()
+        self._leave_short_ways()
+
+    def _leave_short_ways(self) -> None:
+        """Have every call go the general way, which refuses it."""
         self._messages.clear()
         for quick in (*self._reductions, *self._scatters, *self._broadcasts):
             quick.clear()
         self._gathers.clear()
         self._exchanges.clear()
-        super().close()
 
     def _remember(
         self,

@@ -16,15 +16,16 @@ from typing import cast
 
 from torchestra import unwaited
 from torchestra.errors import InvalidArgumentError, NotInitializedError
+from torchestra.forking import forget_in_children
 from torchestra.process_group import ProcessGroup
 from torchestra.store import Store
-from torchestra.thread_ranks import ThreadRank, being_thread_rank, current_thread_rank
+from torchestra.thread_ranks import ThreadRank, being_thread_rank, current_thread_rank, leave_thread_rank
 
 _BY_NAME = "ptd:"  # as torch has it, where code looks for it
 _SHORT = 16
 
 
-@dataclass
+@dataclass(eq=False)
 class World:
     """What one rank knows: its groups, and how many it has made.
 
@@ -39,6 +40,8 @@ class World:
         thread: the one that the rank's program runs in: while it lives the rank does.
         known_as: what the program calls a backend, where that is not its name.
         others: the global ranks of the last group that compat has made without this rank.
+        inherited: whether this process was forked from the rank. It may ask what the rank's groups are, as a
+            data set does that is read by such children; their operations are refused.
     """
 
     default: ProcessGroup | None = None
@@ -48,10 +51,18 @@ class World:
     thread: threading.Thread | None = None
     known_as: dict[str, str] = field(default_factory=dict)
     others: tuple[int, ...] = ()
+    inherited: bool = False
     _tags: dict[str, str] = field(default_factory=dict)
     _acquaintances: weakref.WeakValueDictionary[str, ProcessGroup] = field(
         default_factory=weakref.WeakValueDictionary
     )
+
+    def __post_init__(self) -> None:
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child, which is not the rank."""
+        self.inherited = True
 
     def add(self, group: ProcessGroup, tag: str = "") -> None:
         """Enter a new group, under a tag if it has one."""
@@ -98,8 +109,10 @@ class World:
         self.made = 0
         self.made_locally.clear()
         self.known_as.clear()
-        for each in groups:
-            unwaited.report(each)
+        if not self.inherited:
+            for each in groups:
+                unwaited.report(each)
+        self.inherited = False
 
     def group(self, name: str) -> ProcessGroup:
         """The group of a name.
@@ -166,6 +179,18 @@ def current_world() -> World:
     """The registry of the rank that the calling thread belongs to."""
     here = current_thread_rank()
     return _process_world if here is None else cast(World, here.world)
+
+
+def own_world() -> World:
+    """:func:`current_world`; in a forked child, an empty one in place of what it has inherited."""
+    world = current_world()
+    if world.inherited:
+        leave_thread_rank()
+        world = current_world()
+        world.close()
+        world.thread = None
+        world.others = ()
+    return world
 
 
 @contextlib.contextmanager

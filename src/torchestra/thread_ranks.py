@@ -50,6 +50,11 @@ def current_thread_rank() -> ThreadRank | None:
     return _here.get()
 
 
+def leave_thread_rank() -> None:
+    """Have the calling thread belong to no rank that is a thread, in a process that was forked from one."""
+    _here.set(None)
+
+
 @contextlib.contextmanager
 def being_thread_rank(rank: ThreadRank) -> Iterator[None]:
     """Make the calling thread this rank while the block runs, and those that are started inside its own."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchestra.errors import CollectiveTimeoutError, DistError
+from torchestra.forking import forks_so_far, refusal
 from torchestra.types import Timeout, timeout_seconds
 
 __all__ = ["Work"]
@@ -111,6 +112,7 @@ class Work:
         self._ended = False
         self._sleepers: list[threading.Lock] = []
         self._lock = threading.Lock()
+        self._made_in = forks_so_far()
         self._exception: BaseException | None = None
         self._result: list[Any] = []
         self._keeps_result = True
@@ -140,6 +142,8 @@ class Work:
             DistError: what the operation failed with.
         """
         if not self._ended:
+            if self._made_in != forks_so_far():
+                raise refusal(f"{self._description} goes on elsewhere, and cannot be waited for")
             if self.held:
                 raise DistError(
                     f"{self._description} is run at the end of the `with` block that collects it; wait for it"

@@ -23,11 +23,12 @@ from torchestra.errors import (
     NothingToDestroyError,
     NotInitializedError,
 )
+from torchestra.forking import refusal
 from torchestra.hosts import Hosts, hosts_of
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
 from torchestra.process_group.group import GroupMaker
 from torchestra.process_group.starting import choose_backend, start, wish_of
-from torchestra.registry import World, compact, current_world, label
+from torchestra.registry import World, compact, current_world, label, own_world
 from torchestra.rendezvous import rendezvous
 from torchestra.store import FakeStore, PrefixStore, Store
 from torchestra.store.secret import Secret
@@ -132,7 +133,7 @@ def make_world(
     maker: GroupMaker | None = None,
 ) -> None:
     """:func:`init_process_group` with the choice of what makes the default group, instead of a backend."""
-    world = current_world()
+    world = own_world()
     if world.default is not None:
         raise InvalidArgumentError(
             "trying to initialize the default process group twice! Call destroy_process_group() first"
@@ -333,6 +334,8 @@ def make_group(
     """
     world = current_world()
     parent = default_group()
+    if world.inherited:
+        raise refusal(f"no group can be made of the world of rank {parent.rank()}")
     wish = wish_of(backend, device_id)
     if maker is None and backend is None:
         maker = parent.maker

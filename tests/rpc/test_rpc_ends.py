@@ -15,7 +15,7 @@ import rpc_workers
 import torchestra as dist
 import worlds
 from torchestra import rpc
-from torchestra.errors import RpcTimeoutError, WorkerFailedError
+from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
 from torchestra.rpc.current import current_agent
 
 
@@ -120,14 +120,18 @@ def fork_in_between(road: str) -> None:
         with current_agent().crew._gate:  # as one of its threads may have it just then
             child = os.fork()
             if child == 0:
-                current_agent().close()
-                os._exit(0)
+                try:
+                    rpc.rpc_sync(1 - rank, echo, (1,))
+                except RpcError as error:
+                    current_agent().close()
+                    os._exit("which was forked from this rank" not in str(error))
+                os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
     rpc.shutdown()
 
 
 @pytest.mark.parametrize("road", ["arena", "wire"])
-def test_a_forked_child_that_closes_what_it_inherited_disturbs_nobody(road: str) -> None:
+def test_a_forked_child_is_refused_and_disturbs_nobody(road: str) -> None:
     worlds.run("processes", 2, fork_in_between, road)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import collections
 import mmap
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 from torchestra.engine import layout as at
 from torchestra.engine.arena import Arena
 from torchestra.errors import InvalidArgumentError
+from torchestra.forking import forget_in_children, refusal
 
 _UNIT = 128
 _RETURN_ABOVE = 1 << 20
@@ -41,7 +41,12 @@ class Heap:
         # only leaves a note here, and the next allocation does the rest.
         self._given: collections.deque[tuple[int, int]] = collections.deque()
         self._lock = threading.Lock()
-        self._owner = os.getpid()
+        self._inherited = False
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child: the memory is the parent's, who gives out and takes back what is free in it."""
+        self._inherited = True
 
     @property
     def first_address(self) -> int:
@@ -55,6 +60,8 @@ class Heap:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in this heap."""
+        if self._inherited:
+            raise refusal("no tensor can be made in the memory that the group shares")
         elements = 1
         for length in shape:
             elements *= length
@@ -92,8 +99,8 @@ class Heap:
         )
 
     def _give(self, offset: int, length: int) -> None:
-        if os.getpid() != self._owner:
-            return  # a forked child drops its copy of the tensor; the memory is still its parent's
+        if self._inherited:
+            return  # only the child's view of the tensor is gone
         if length >= _RETURN_ABOVE:
             first = at.align(self._start + offset, mmap.PAGESIZE)
             last = (self._start + offset + length) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -29,6 +29,7 @@ from torchestra.engine.kernels import move, reduce
 from torchestra.engine.member import Member
 from torchestra.engine.operations import DTYPE_NAMES, UNEVEN, Kind, pack
 from torchestra.engine.reductions import combine, reduction, scale, supports
+from torchestra.forking import forget_in_children, refusal
 from torchestra.types import ReduceOp
 
 
@@ -101,6 +102,12 @@ class LocalEngine:
         self._plans: dict[tuple[Kind, torch.dtype, str, int | None], Plan] = {}
         self._waiter = MessageWaiter(member, 0.0)  # the last one: most calls want the same
         self.choices = Choices.for_group(member.size, member.arena.layout.slot_bytes)
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child, which has no place in the arena: run no kernel."""
+        self.mailbox.forget()
+        self._replace_kernels(partial(_refuse_in_child, self.member))
 
     @property
     def choices(self) -> Choices:
@@ -353,13 +360,20 @@ class LocalEngine:
         if self.member.word(at.RESUME):
             self.member.leave_halfway(error)
             # Not a method of this object, which would then hold itself, and the arena, after it is closed.
-            refuse = partial(_refuse, self.member)
-            self._all_reduce = self._all_reduce_parts = refuse
-            self._reduce_scatter = self._reduce_scatter_even = refuse
-            self._barrier = self._broadcast = self._share = self._all_gather = refuse
-            self._exchange = self._all_to_all_even = refuse
+            self._replace_kernels(partial(_refuse, self.member))
+
+    def _replace_kernels(self, refuse: Kernel) -> None:
+        self._all_reduce = self._all_reduce_parts = refuse
+        self._reduce_scatter = self._reduce_scatter_even = refuse
+        self._barrier = self._broadcast = self._share = self._all_gather = refuse
+        self._exchange = self._all_to_all_even = refuse
 
 
 def _refuse(member: Member, *arguments: int) -> int:
     """In place of every kernel once the group cannot be used."""
     raise member.aborted()
+
+
+def _refuse_in_child(member: Member, *arguments: int) -> int:
+    """In place of every kernel in a forked child."""
+    raise refusal(f"group {member.name!r} of rank {member.own_number} cannot be used")

@@ -13,6 +13,7 @@ raise it together and the group stays usable.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import threading
@@ -46,6 +47,7 @@ from torchestra.errors import (
     GroupDestroyedError,
     RankFailedError,
 )
+from torchestra.forking import forget_in_children
 
 _LIVENESS_SECONDS = 0.05
 _RESTLESS_SECONDS = 1.0
@@ -77,7 +79,7 @@ class Member:
         self.program = threading.current_thread()
         self.peers: Peers | None = None
         self.closed = False
-        self._owner = os.getpid()
+        self._inherited = False
         self._aborted: GroupAbortedError | None = None
         self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
         self._tables: npt.NDArray[np.int64] = np.zeros((len(at.TABLES), self.size), dtype=np.int64)
@@ -108,6 +110,11 @@ class Member:
         ):
             self._words[offset // 8] = value
         self._control = arena.control(rank)
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child, which is not the rank: write nothing into the arena any more."""
+        self.closed = self._inherited = True
 
     @property
     def patience(self) -> float:
@@ -173,7 +180,8 @@ class Member:
 
     def note_failure(self) -> None:
         """Mark the current operation as failed in the record, if it was not brought to its end."""
-        recording.fail_entry(self.context)
+        if not self._inherited:
+            recording.fail_entry(self.context)
 
     def leave_halfway(self, error: BaseException) -> None:
         """Abort the group because this rank has left its current operation with an exception."""
@@ -323,6 +331,8 @@ class Member:
             failed: the ranks that died, if that is why.
             explain: tells where every rank stands. Called only if nobody else has aborted the group.
         """
+        if self._inherited:
+            return
         header = self.arena.address
         standing = ""
         if control.claim(header + at.HEADER_ABORT_CLAIM) == 0:
@@ -360,12 +370,7 @@ class Member:
             told = self._told()
             self._aborted = self._error_for(told["why"] + told["standing"], tuple(told["failed"]))
         # A new object each time: a traceback must not grow over repeated raises.
-        error = self._aborted
-        return (
-            RankFailedError(str(error), error.ranks)
-            if isinstance(error, RankFailedError)
-            else type(error)(str(error))
-        )
+        return copy.copy(self._aborted)
 
     def _told(self) -> dict[str, Any]:
         """What the rank that aborted the group has written about it."""
@@ -414,8 +419,8 @@ class Member:
     def leave(self) -> None:
         """Say that this rank takes part in nothing any more."""
         self.closed = True
-        if os.getpid() != self._owner:
-            return  # a forked child is not the rank
+        if self._inherited:
+            return
         control.tell(self.arena.address + self._control + at.STATE, at.LEFT)
         dead = self._dead()
         if not self.is_aborted and all(rank in dead or self.has_left(rank) for rank in range(self.size)):

@@ -292,6 +292,8 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
 
         May be called by any one rank. The others get a GroupAbortedError.
         """
+        if isinstance(self.communicator, Communicator):
+            self.communicator.refuse_if_inherited("abort")
         if self.backend != "fake" and not isinstance(self.communicator, DeferredCommunicator):
             self.communicator.engine.member.abort(
                 f"rank {self.communicator.rank} has called abort_process_group()"

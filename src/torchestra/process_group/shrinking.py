@@ -117,6 +117,8 @@ def _check(group: ProcessGroup, exclude: Sequence[int]) -> None:
                 f"shrink: `exclude` must be other ranks of group {group.group_name!r} (0 to"
                 f" {group.size() - 1}), got {rank!r} on rank {group.rank()}"
             )
+    if isinstance(group.communicator, Communicator):
+        group.communicator.refuse_if_inherited("shrink")
     if group.communicator.closed:
         raise GroupDestroyedError(
             f"shrink: rank {group.rank()} has destroyed group {group.group_name!r}, or shrunk it already"

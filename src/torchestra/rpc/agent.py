@@ -13,7 +13,6 @@ to be done around calls is done there.
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from torch.futures import Future
 from torchestra.autograd.here import here
 from torchestra.engine.channels import Message
 from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
+from torchestra.forking import forget_in_children, refusal
 from torchestra.rpc import failures
 from torchestra.rpc.calls import Call, Named, Pauses, name_of
 from torchestra.rpc.crew import Crew, Job
@@ -49,11 +49,7 @@ from torchestra.rpc.worker_info import WorkerInfo
 if TYPE_CHECKING:
     from torchestra.autograd.contexts import Context
 
-CALL = 1
-ANSWER = 2
-FAILURE = 3
-GATHER = 4
-AUTOGRAD = 5
+CALL, ANSWER, FAILURE, GATHER, AUTOGRAD = range(1, 6)
 _MOST = 3600.0 * 24 * 365
 
 
@@ -74,8 +70,7 @@ class Agent:
         self.info = self.workers[self.rank]
         self.by_name = {info.name: info for info in self.workers}
         self.timeout = timeout
-        self._owner = os.getpid()
-        self.closed = False
+        self.closed = self.inherited = False
         self.pending: dict[int, Call] = {}
         self.waits: dict[int, Call] = {}
         self.gathered: dict[int, dict[int, Any]] = {}
@@ -92,6 +87,11 @@ class Agent:
         self._pauses = Pauses()
         self.office = roads.office(self._is_lost)
         self.crew = Crew(self.info.name, self.office, self._sort, self._look, kept, limit)
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child, which has none of the worker's threads, and whose locks may stay locked."""
+        self.closed = self.inherited = True
 
     def start(self) -> None:
         """Begin to answer."""
@@ -171,6 +171,8 @@ class Agent:
             RpcError: the worker has shut down, here.
             Exception: what pickling raised. Nothing was sent.
         """
+        if self.inherited:
+            raise RpcError(str(refusal(f"worker {self.info.name!r} cannot make calls")))
         if self.closed:
             raise RpcError(f"worker {self.info.name!r} has shut down: no calls can be made any more")
         if self.references.dropped:
@@ -477,8 +479,6 @@ class Agent:
         if self.closed:
             return
         self.closed = True
-        if os.getpid() != self._owner:
-            return  # a forked child has none of the threads, and what they had locked stays so
         self.roads.leave()
         self.crew.close()
         ended = RpcError(f"worker {self.info.name!r} has shut down before the answer came")

@@ -24,7 +24,7 @@ from torchestra.rpc.options import BackendType, RpcBackendOptions
 from torchestra.rpc.roads import Roads
 from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.store import PrefixStore
-from torchestra.thread_ranks import ThreadRank, current_thread_rank
+from torchestra.thread_ranks import ThreadRank, current_thread_rank, leave_thread_rank
 
 _MEETING_SECONDS = 1800.0
 
@@ -60,7 +60,10 @@ def init_rpc(
             "Argument rpc_backend_options must be an instance of RpcBackendOptions"
         )
     WorkerInfo(name, rank)
-    if agent_or_none() is not None:
+    if (agent := agent_or_none()) is not None and agent.inherited:
+        stop(agent)
+        leave_thread_rank()
+    elif agent is not None:
         raise RpcError("RPC is already initialized")
     options = rpc_backend_options or RpcBackendOptions()
     here = current_thread_rank()
@@ -147,6 +150,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         RemoteReferenceError: with leak checking on, references were left; this worker has stopped.
     """
     agent = current_agent()
+    if agent.inherited:
+        graceful = False
     left: list[str] = []
     try:
         if graceful:

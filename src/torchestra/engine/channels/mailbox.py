@@ -155,6 +155,8 @@ class Mailbox(Traffic):
             BaseException: the transfer's ``error`` (what its waiter raised among it), or what a signal
                 handler raised; the transfer goes on then.
         """
+        if self._inherited:
+            self._refuse()
         return self._wait(transfer)
 
     @property
@@ -164,6 +166,8 @@ class Mailbox(Traffic):
 
     def look(self) -> None:
         """Have every transfer that nobody waits for see now whether its waiter would give it up."""
+        if self._inherited:
+            return
         self._have_posted()
         self._look()
 

@@ -87,6 +87,7 @@ class Traffic:
         self._interrupted = False
         self._gate = threading.RLock()
         self._closed = False
+        self._inherited = False
         self._claimed = False
         self._inbox: deque[Transfer] = deque()
         self._broken: dict[tuple[bool, int], str] = {}
@@ -102,12 +103,28 @@ class Traffic:
         self._bell = threading.Lock()
         self._bell.acquire()
 
+    def forget(self) -> None:
+        """In a forked child, whose parent's these messages are: move nothing, refuse what is called.
+
+        Nothing is told of what was under way: it goes on in the parent.
+        """
+        self._closed = self._inherited = True
+        self._gate = threading.RLock()  # a thread that does not exist here may have had it
+        self._inbox.clear()
+        self._pending.clear()
+        self._transfer = self._refuse
+
+    def _refuse(self, *_: object) -> int:
+        raise self._wording.inherited()
+
     # -- whoever works
 
     def _submit(self, transfer: Transfer) -> None:
         """Put a transfer into the inbox, and post it if nobody is at work."""
         try:
             with self._gate:
+                if self._inherited:
+                    self._refuse()
                 if self._closed:
                     raise self._wording.destroyed(transfer)
                 reason = self._broken.get((transfer.sending, transfer.peer))

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torchestra.engine.channels import words as w
 from torchestra.engine.channels.transfer import Record, Transfer
-from torchestra.errors import DistBackendError, GroupAbortedError, GroupDestroyedError
+from torchestra.errors import DistBackendError, ForkedProcessError, GroupAbortedError, GroupDestroyedError
+from torchestra.forking import refusal
 
 
 class Wording:
@@ -22,6 +23,9 @@ class Wording:
         self._rank = rank
         self._kind_name = kind_name
         self._where = f"group {name!r}, rank {rank}"
+
+    def inherited(self) -> ForkedProcessError:
+        return refusal(f"{self._where}: no messages can be sent or received")
 
     def mismatch(self, transfer: Transfer, record: Record) -> DistBackendError:
         sender, length = record.word(w.FROM), record.word(w.FROM_LENGTH)

@@ -30,12 +30,12 @@ from functools import partial
 from types import TracebackType
 
 from torchestra.errors import DistNetworkError, InvalidArgumentError
+from torchestra.forking import forget_in_children
 from torchestra.store.base import pauses
 from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.store.secret import SECRET_ADVICE, Secret, job_secret
 from torchestra.store.table import Popper, Table
 from torchestra.store.tcp.address import Address, listen, tune
-from torchestra.store.tcp.forks import forget_in_children
 from torchestra.store.tcp.locality import is_loopback, peer_user
 from torchestra.store.tcp.peer import Peer
 from torchestra.store.tcp.protocol import ProtocolError, RefusedError, Reply, encode

@@ -1,0 +1,59 @@
+"""What becomes of a rank's groups, connections and workers in a process that is forked from it.
+
+A forked child has all of its parent's memory, so also the groups' shared memory and the parent's place in it.
+It is not that rank, though: were it to take part, the parent's next operation would find its place taken. So
+every object that speaks for the rank is told in the child, before any of its program runs there, and refuses
+from then on. That costs the operations of the rank itself nothing.
+
+In the child none of the parent's other threads exist, and what they had locked stays so:
+:meth:`Forgettable.forget` takes no lock that another thread may have had.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+from torchestra.errors import ForkedProcessError
+
+__all__ = ["forget_in_children", "forks_so_far", "refusal"]
+
+
+class Forgettable(Protocol):
+    """Something that speaks for the rank."""
+
+    def forget(self) -> None:
+        """In a forked child: let go of what is the parent's, without a word to anybody. Must not raise."""
+
+
+_held: weakref.WeakSet[Forgettable] = weakref.WeakSet()
+_forks = 0
+
+
+def forget_in_children(holder: Forgettable) -> None:
+    """Has ``holder.forget()`` called in every child forked from now on, for as long as it exists."""
+    _held.add(holder)
+
+
+def forks_so_far() -> int:
+    """How many forks lie between the process that imported this and the calling one: more in a child."""
+    return _forks
+
+
+def refusal(what: str) -> ForkedProcessError:
+    """The error for ``what``, which only the parent may do."""
+    return ForkedProcessError(
+        f"{what} in process {os.getpid()}, which was forked from this rank later on and is no rank itself:"
+        " call it in the rank only, or init_process_group() here for a world of this process's own"
+    )
+
+
+def _forget_all() -> None:
+    global _forks
+    _forks += 1
+    for holder in list(_held):
+        holder.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
