@@ -101,14 +101,18 @@ def broadcast_object_list(
     root = _root(member, src, group_src, "src", name, default=0)
     communicator, is_source = member.communicator, member.rank() == root
     own, error = _packed(object_list) if is_source else (None, None)
-    block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8) if own is None else own.block()
-    communicator.broadcast(block, root)
-    parcel = Parcel.arriving(block)[0] if own is None else own
-    _raise_failures({root: parcel}, error, member, name)
-    if parcel.rest.numel():
-        communicator.broadcast(parcel.rest, root)
-    for buffer in parcel.buffers if is_source else parcel.expect_buffers():
-        communicator.broadcast(buffer, root)
+    with communicator.abort_on_error(name):
+        block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8) if own is None else own.block()
+        communicator.broadcast(block, root)
+        parcel = Parcel.arriving(block)[0] if own is None else own
+        error = _failure({root: parcel}, error, member, name)
+        if error is None:
+            if parcel.rest.numel():
+                communicator.broadcast(parcel.rest, root)
+            for buffer in parcel.buffers if is_source else parcel.expect_buffers():
+                communicator.broadcast(buffer, root)
+    if error is not None:
+        raise error
     if not is_source:
         _unpack_list(parcel, object_list, root, member, name)
 
@@ -145,10 +149,6 @@ def scatter_object_list(
                 f" ranks, got {len(scatter_object_input_list)}"
             )
         outgoing, error = _packed_for_each(scatter_object_input_list)
-    block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
-    communicator.scatter(block, None if outgoing is None else _blocks(outgoing), root)
-    parcel, head = Parcel.arriving(block)
-    _raise_failures({root: parcel}, error, member, name)
 
     def move(piece: Callable[[Parcel], torch.Tensor]) -> None:
         sources = [_NOTHING] * size if outgoing is None else [piece(each) for each in outgoing]
@@ -156,11 +156,19 @@ def scatter_object_list(
             [piece(parcel) if peer == root else _NOTHING for peer in range(size)], sources
         )
 
-    if head.more & 1:
-        move(_rest)
-    parcel.expect_buffers()
-    for number in range(head.more >> 1):
-        move(partial(_buffer, number))
+    with communicator.abort_on_error(name):
+        block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
+        communicator.scatter(block, None if outgoing is None else _blocks(outgoing), root)
+        parcel, head = Parcel.arriving(block)
+        error = _failure({root: parcel}, error, member, name)
+        if error is None:
+            if head.more & 1:
+                move(_rest)
+            parcel.expect_buffers()
+            for number in range(head.more >> 1):
+                move(partial(_buffer, number))
+    if error is not None:
+        raise error
     if parcel:
         (scatter_object_output_list[0],) = _unpacked(parcel, root, member, name)
 
@@ -191,10 +199,11 @@ def send_object_list(
     parcel = Parcel.of(object_list)
     send = member.communicator.send
     send(parcel.block(), rank)
-    if parcel.rest.numel():
-        send(parcel.rest, rank)
-    for buffer in parcel.buffers:
-        send(buffer, rank)
+    with member.communicator.abort_on_error(name):
+        if parcel.rest.numel():
+            send(parcel.rest, rank)
+        for buffer in parcel.buffers:
+            send(buffer, rank)
 
 
 def recv_object_list(
@@ -224,11 +233,12 @@ def recv_object_list(
     block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
     receive = member.communicator.recv
     source = receive(block, source)
-    parcel, _ = Parcel.arriving(block)
-    if parcel.rest.numel():
-        receive(parcel.rest, source)
-    for buffer in parcel.expect_buffers():
-        receive(buffer, source)
+    with member.communicator.abort_on_error(name):
+        parcel, _ = Parcel.arriving(block)
+        if parcel.rest.numel():
+            receive(parcel.rest, source)
+        for buffer in parcel.expect_buffers():
+            receive(buffer, source)
     _unpack_list(parcel, object_list, source, member, name)
     return member.to_global_rank(source)
 
@@ -242,11 +252,6 @@ def _collect(member: ProcessGroup, obj: object, root: int | None, name: str) -> 
     """The parcels of all ranks, on the root or (None) on every rank; else an empty list."""
     communicator, size, rank = member.communicator, member.size(), member.rank()
     own, error = _packed([obj])
-    blocks = torch.empty((size, BLOCK_BYTES), dtype=torch.uint8)
-    communicator.all_gather_into_tensor(blocks, own.block())
-    arrived = [Parcel.arriving(block) for block in blocks]
-    parcels = [parcel for parcel, _ in arrived]
-    _raise_failures(dict(enumerate(parcels)), error, member, name)
     receives = root is None or root == rank
 
     def move(piece: Callable[[Parcel], torch.Tensor]) -> None:
@@ -258,13 +263,22 @@ def _collect(member: ProcessGroup, obj: object, root: int | None, name: str) -> 
                 targets, [piece(own) if peer == root else _NOTHING for peer in range(size)]
             )
 
-    if any(parcel.rest.numel() for parcel in parcels):
-        move(_rest)
-    if receives:
-        for parcel in parcels:
-            parcel.expect_buffers()
-    for number in range(max(head.buffers for _, head in arrived)):
-        move(partial(_buffer, number))
+    with communicator.abort_on_error(name):
+        blocks = torch.empty((size, BLOCK_BYTES), dtype=torch.uint8)
+        communicator.all_gather_into_tensor(blocks, own.block())
+        arrived = [Parcel.arriving(block) for block in blocks]
+        parcels = [parcel for parcel, _ in arrived]
+        error = _failure(dict(enumerate(parcels)), error, member, name)
+        if error is None:
+            if any(parcel.rest.numel() for parcel in parcels):
+                move(_rest)
+            if receives:
+                for parcel in parcels:
+                    parcel.expect_buffers()
+            for number in range(max(head.buffers for _, head in arrived)):
+                move(partial(_buffer, number))
+    if error is not None:
+        raise error
     return parcels if receives else []
 
 
@@ -300,20 +314,19 @@ def _packed_for_each(objects: Sequence[object]) -> tuple[list[Parcel], Exception
     return parcels, None
 
 
-def _raise_failures(
+def _failure(
     parcels: dict[int, Parcel], own: Exception | None, member: ProcessGroup, name: str
-) -> None:
-    """Raise if any rank had no objects to send; this one's own reason first."""
-    if own is not None:
-        raise own
+) -> Exception | None:
+    """What all ranks are to raise if any had no objects to send; this one's own reason first."""
     failures = {rank: parcel.reason for rank, parcel in parcels.items() if parcel.failed}
-    if failures:
-        told = "; ".join(f"that of rank {rank}: {reason}" for rank, reason in failures.items())
-        raise ObjectTransferError(
-            f"{name} of group {member.group_name!r}: an object could not be pickled where it is,"
-            f" {told}. No object was moved; the group stays usable.",
-            tuple(failures),
-        )
+    if own is not None or not failures:
+        return own
+    told = "; ".join(f"that of rank {rank}: {reason}" for rank, reason in failures.items())
+    return ObjectTransferError(
+        f"{name} of group {member.group_name!r}: an object could not be pickled where it is,"
+        f" {told}. No object was moved; the group stays usable.",
+        tuple(failures),
+    )
 
 
 def _unpacked(parcel: Parcel, sender: int, member: ProcessGroup, name: str) -> list[object]:

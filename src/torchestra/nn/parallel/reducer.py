@@ -50,6 +50,7 @@ from torchestra.nn.parallel.outputs import tensors_in, unused_parameters
 from torchestra.nn.parallel.sink import GradientSink, WhereTheyLand
 from torchestra.nn.parallel.sparse import empty_like_sparse
 from torchestra.nn.parallel.statistics import Counters
+from torchestra.order import RAISED_BY_ALL
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp
 
@@ -285,6 +286,8 @@ class Reducer:
             )
 
     def _note_failure(self, error: BaseException) -> None:
+        if not isinstance(error, RAISED_BY_ALL):
+            self._group.communicator.leave("the reduction of gradients", error)  # the others wait for it
         # In words: the error's traceback would hold this reducer, whose hooks then would outlive it.
         self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
@@ -343,7 +346,11 @@ class Reducer:
                 self._see_undefined(bucket)
             unused = self.expected.unused_in(bucket.indices)
             if not self._skips(bucket, unused):
-                self._averager.start(bucket, unused, is_last)
+                try:
+                    self._averager.start(bucket, unused, is_last)
+                except BaseException as error:
+                    self._note_failure(error)
+                    raise
             self._next += 1
             if is_last and not counters.backward_started:
                 queue_callback(self._backward_ended)
