@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ from torchestra.delegation import watch
 from torchestra.delegation.watch import Flight, Watch
 from torchestra.engine import patience
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError
+
+SOON = 20.0
 
 
 class Alone:
@@ -47,3 +50,23 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytes
         flight.patience.started()
     with pytest.raises(CollectiveTimeoutError, match=r"timed out after 10\.\d s"):
         watching._check(flight, now[0])
+
+
+def test_what_is_looked_at_and_has_not_ended_is_not_drained() -> None:
+    """It is the only thing under way, so that nothing else keeps barrier, settle and close waiting."""
+    watching = Watch(Alone(), "world", lambda: None)  # type: ignore[arg-type]
+    drained: list[bool] = []
+    ended = threading.Event()
+
+    def is_done() -> bool:
+        drained.append(watching.drain(0.0))
+        return len(drained) == 10
+
+    watching.add(Flight("all_reduce", is_done, 10.0, patience.Patience(10.0), "here"))
+    assert watching.drain(SOON)
+    assert drained == [False] * 10
+    drained.clear()
+    watching.tell(is_done, lambda _: ended.set())
+    assert ended.wait(SOON)
+    assert drained == [False] * 10
+    watching.close()

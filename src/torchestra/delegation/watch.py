@@ -128,16 +128,19 @@ class Watch:
             time.sleep(_LOOK_SECONDS)
 
     def _look(self) -> None:
+        # What is looked at stays in its place: drain() takes what is in neither for ended.
         for _ in range(len(self._waiting)):
-            is_done, end = self._waiting.popleft()
+            is_done, end = self._waiting[0]
             if is_done():
+                self._waiting.popleft()
                 end(None)
             else:
-                self._waiting.append((is_done, end))
+                self._waiting.rotate(-1)
         for _ in range(len(self._flights)):
-            flight = self._flights.popleft()
-            if not flight.is_done():
-                self._flights.append(flight)
+            if self._flights[0].is_done():
+                self._flights.popleft()
+            else:
+                self._flights.rotate(-1)
         now = time.monotonic()
         if not self._flights:
             self._suspect = None
@@ -169,7 +172,8 @@ class Watch:
         if not self._member.is_aborted and not self._is_closed:
             self._member.abort(f"rank {self._member.own_number}: {error}")
         threading.Thread(target=self._give_up, name="torchestra-devices-abort", daemon=True).start()
-        self._flights.clear()
-        while self._waiting:
-            _, end = self._waiting.popleft()
-            end(self.failure)
+        with self.looking:
+            self._flights.clear()
+            while self._waiting:
+                _, end = self._waiting.popleft()
+                end(self.failure)
