@@ -141,8 +141,8 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
             "parity = (sequence & 1) * 8 * (not is_broken(TWO_FINGERPRINTS))\n",
         ),
         (
-            "    return wait_for_step(context, 2)\n",
-            "    return DONE if is_broken(PARTING) else wait_for_step(context, 2)\n",
+            "    code = wait_for_step(context, 2)\n",
+            "    code = DONE if is_broken(PARTING) else wait_for_step(context, 2)\n",
         ),
     ],
     buffers: [

@@ -33,11 +33,13 @@ import numpy.typing as npt
 from torchestra.engine import layout as at
 from torchestra.engine.channels import channel_area_bytes
 from torchestra.engine.clock import Moment, best_clock
+from torchestra.engine.kernels import control
 from torchestra.engine.mapping import MemoryFile, leave_out_of_core_dumps
 from torchestra.errors import DistBackendError
 
 _MEBIBYTE = 1 << 20
 _GIBIBYTE = 1 << 30
+_AT_ONCE = 16 << 20  # bytes
 _ALL_HEAPS = 8 << 40  # of one arena: some 15 groups can have their heaps mapped at a time
 _NAME_BYTES = 200  # the system allows 249
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -119,6 +121,29 @@ class Arena:
                 " (ulimit -v), or do too many groups use dist.empty()?"
             ) from error
         return heaps
+
+    def make_heap_private(self, start: int, length: int, *, keep: bool) -> None:
+        """Replace the pages of a range of the heaps by copies that only this process sees.
+
+        What other threads of this process write meanwhile is not lost.
+
+        Args:
+            keep: leave the memory that the copies are made of to the other ranks. Otherwise that of whole
+                pages goes back to the system, and reads as zeros there.
+
+        Raises:
+            OSError: there is no memory for copies; nothing has changed.
+        """
+        page = os.sysconf("SC_PAGE_SIZE")
+        first, last = start // page * page, at.align(start + length, page)
+        begin = int(self.heaps.ctypes.data)
+        self._file.make_private(begin + first, self.layout.heaps + first, last - first)
+        for place in range(first, last, _AT_ONCE):
+            end = min(place + _AT_ONCE, last)
+            control.write_to_pages(begin + place, (end - place) // page, page)
+            inner, outer = max(place, at.align(start, page)), min(end, (start + length) // page * page)
+            if inner < outer and not keep:
+                self.release_heap(inner, outer - inner)
 
     def release_heap(self, start: int, length: int) -> None:
         """Give the memory of a range of the heaps, in whole pages, back to the system."""

@@ -7,10 +7,17 @@ ranks are processes)::
 
 each but the header and the channels rank by rank.
 
-Who may write what: a control block, its rank's splits, record, slots, pipes and heap are written by that rank
+Who may write what: a control block, its rank's splits, record, slots and pipes are written by that rank
 alone, but for the word of the control block that waiters count up and down (``WAITERS``); the abort
 word in the header is set once, by any rank; the succession (succession.py) and the channels (channels.py)
-have rules of their own.
+have rules of their own. A heap is written by its rank, with two exceptions: in an all_reduce or reduce of
+tensors that all lie in heaps, a peer writes into the tensor between step 1 and its own step 2, and no later
+than the rank is told that the operation has ended or failed (reclaiming.py); and what one worker has lent to
+another (rpc/lending.py) is the borrower's until it gives it back.
+
+Who may read what: a peer's slots and pipes in the operation for which they were written, and its heap between
+step 1 and step 2 of an operation on it. A rank that was stopped reads later, when the tensor may be something
+else already; but only after the group was aborted, so it sees that at its step 2, and fails (waiting.py).
 
 *Splits* hold how much a rank sends to and expects from each peer in an uneven all_to_all. *Slots* (two a
 rank) carry what fits into one piece: the one with the parity of the operation's sequence number. A *record*
@@ -69,6 +76,7 @@ PROCESS = 264  # process id of the rank
 STARTED = 272  # when that process started, in clock ticks since boot
 NUMBER = 280  # what the group calls the rank, where it has more ranks on other hosts; all ranks write it
 CORE = 320  # 1 + the core that the rank was last seen on (placement.py)
+ABANDONED = 328  # the operation that the rank has left halfway; it begins no other
 ASKED = 384  # counts up when a peer wants to know what this rank is doing
 ANSWERED = 392  # the value of ASKED that TEXT answers
 TEXT_LENGTH = 400

@@ -28,6 +28,7 @@ from torchestra.engine.flight import FlightRecord, read_flight_record
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.member import Member
 from torchestra.engine.operations import DTYPE_NAMES, UNEVEN, Kind, pack
+from torchestra.engine.reclaiming import reclaim
 from torchestra.engine.reductions import combine, reduction, scale, supports
 from torchestra.forking import forget_in_children, refusal
 from torchestra.types import ReduceOp
@@ -108,6 +109,7 @@ class LocalEngine:
         """In a forked child, which has no place in the arena: run no kernel."""
         self.mailbox.forget()
         self._replace_kernels(partial(_refuse_in_child, self.member))
+        self.member.set_word(at.RESUME, 0)  # an operation that the parent is in is not the child's to abort
 
     @property
     def choices(self) -> Choices:
@@ -358,9 +360,12 @@ class LocalEngine:
         """
         self.member.note_failure()
         if self.member.word(at.RESUME):
-            self.member.leave_halfway(error)
-            # Not a method of this object, which would then hold itself, and the arena, after it is closed.
-            self._replace_kernels(partial(_refuse, self.member))
+            try:
+                self.member.leave_halfway(error)
+            finally:
+                # Not a method of this object, which would then hold itself, and the arena, once it is closed.
+                self._replace_kernels(partial(_refuse, self.member))
+                reclaim(self.member)
 
     def _replace_kernels(self, refuse: Kernel) -> None:
         self._all_reduce = self._all_reduce_parts = refuse

@@ -161,6 +161,8 @@ def meet(context, meta, count):
 
     A count of UNKNOWN is not compared: what belongs to it differs between ranks. Whoever finds the group
     aborted here has come too late: a peer that had arrived may have left again, and its tensors are its own.
+    (``publish step 1; read ABORT`` here, ``set ABORT; read PROGRESS`` in reclaiming.py, all four sequentially
+    consistent: so a rank that is not seen to have arrived finds the group aborted.)
 
     MISMATCH is returned only after *everybody* has arrived, so every rank returns it, and the
     next operation finds all ranks at the same sequence number.
@@ -178,7 +180,7 @@ def meet(context, meta, count):
             word = control_of(context, peer) + parity
             if load(word + META) != meta or (count != UNKNOWN and load(word + COUNT) != count):
                 verdict = MISMATCH
-    return verdict if load_acquire(load(context + ABORT)) == 0 else ABORTED
+    return verdict if load_ordered(load(context + ABORT)) == 0 else ABORTED
 
 
 @njit(**KERNEL_OPTIONS)
@@ -219,5 +221,14 @@ def shared_tensor(context, rank):
 
 @njit(**KERNEL_OPTIONS)
 def part(context):
-    """The last step of an operation that read peers' tensors in place: wait until all have read."""
-    return wait_for_step(context, 2)
+    """The last step of an operation that read peers' tensors in place: wait until all have read.
+
+    ABORTED if the group is, though all may have read: then a peer may have left before this rank had read
+    its tensor, and have changed it. That is seen here: ABORT was set before the change (reclaiming.py looks
+    at the peers in between, sequentially consistent), and is read after step 2 was published, which is after
+    the tensor was read.
+    """
+    code = wait_for_step(context, 2)
+    if code == DONE and load_ordered(load(context + ABORT)) != 0:
+        return ABORTED
+    return code

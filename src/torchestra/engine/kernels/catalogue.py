@@ -40,6 +40,8 @@ _KERNELS: dict[Any, int] = {
     control.ask: 1,
     control.await_question: 3,
     control.wake_everybody: 1,
+    control.next_inside: 2,
+    control.write_to_pages: 3,
     control.publish_step: 2,
     control.await_step: 2,
     recording.fail_entry: 1,

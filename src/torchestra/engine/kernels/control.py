@@ -28,6 +28,7 @@ from torchestra.engine.waiting import (
 )
 
 SIZE, PATIENCE, ASKED = at.SIZE, at.PATIENCE, at.ASKED
+RANK, SEQUENCE, STEP_BITS, ABANDONED = at.RANK, at.SEQUENCE, at.STEP_BITS, at.ABANDONED
 
 
 @njit(**KERNEL_OPTIONS)
@@ -78,6 +79,34 @@ def wake_everybody(context):
         word = control_of(context, rank)
         syscall(FUTEX, word, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
         syscall(FUTEX, word + ASKED, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+    return 0
+
+
+@njit(**KERNEL_OPTIONS)
+def next_inside(context, rank):
+    """The first rank from ``rank`` on that may be between steps 1 and 2 of this rank's operation, or SIZE."""
+    sequence = load(context + SEQUENCE)
+    for peer in range(rank, load(context + SIZE)):
+        word = control_of(context, peer)
+        inside = load_ordered(word) == (sequence << STEP_BITS) + 1
+        if inside and peer != load(context + RANK) and load_ordered(word + ABANDONED) != sequence:
+            return peer
+    return load(context + SIZE)
+
+
+@njit(**KERNEL_OPTIONS)
+def write_to_pages(address, pages, page):
+    """Write to each of so many pages what is there already, whoever else writes to them.
+
+    (To add 0 would not do: compilers make a load of it.)
+    """
+    for number in range(pages):
+        word = address + number * page
+        found = load(word)
+        now = compare_exchange(word, found, found)
+        while now != found:
+            found = now
+            now = compare_exchange(word, found, found)
     return 0
 
 

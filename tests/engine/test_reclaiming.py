@@ -1,0 +1,231 @@
+"""A rank that is stopped inside an operation, and goes on when the others have given it up, does no harm.
+
+Ranks are stopped in the middle of a reduction: in a function that the kernel calls in place of the real one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import torchestra as dist
+from torchestra.engine import layout as at
+from torchestra.engine import reclaiming
+from torchestra.engine.arena import Arena, layout_for
+from torchestra.engine.kernels.buffers import SHARED_PATH
+from torchestra.engine.local import LocalEngine
+from torchestra.engine.member import Member
+from torchestra.engine.operations import Kind
+from torchestra.engine.reductions import reduction
+from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
+from torchestra.types import ReduceOp
+from worlds import await_note, leave_note, processes, run
+
+LENGTH = 1 << 20  # 4 MiB, which a rank reduces in many blocks
+_REDUCTION = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
+_kept: list[object] = []
+_thread_is_out = threading.Event()
+
+
+def engine_here() -> LocalEngine:
+    found = dist.group.WORLD.communicator.engine
+    assert isinstance(found, LocalEngine)
+    return found
+
+
+def call_in_the_middle(engine: LocalEngine, kind: Kind, root: int | None, pause: Callable[[], None]) -> None:
+    """Have this rank call something once, between the first two blocks of its next reduction."""
+    real = _REDUCTION(reduction(torch.float32, ReduceOp.SUM))
+    blocks = 0
+
+    def reduce(target: int, sources: int, number: int, count: int) -> None:
+        nonlocal blocks
+        blocks += 1
+        if blocks == 2:
+            pause()
+        real(target, sources, number, count)
+
+    function = _REDUCTION(reduce)
+    _kept.append(function)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    plan = engine.plan(kind, torch.float32, ReduceOp.SUM, root)
+    ctypes.c_int64.from_address(plan.address + at.PLAN_FUNCTION).value = address
+
+
+def reduce_here(tensor: torch.Tensor, kind: Kind, root: int | None) -> None:
+    if kind is Kind.reduce:
+        assert root is not None
+        dist.reduce(tensor, root)
+    else:
+        dist.all_reduce(tensor)
+
+
+# -- processes
+
+
+def give_up_a_stopped_rank(kind: Kind, root: int | None) -> list[int]:
+    """Rank 1 stops itself; the others shrink, use the tensor, and let it go on. How much it has changed."""
+    rank = dist.get_rank()
+    before, tensor, behind = dist.empty(3), dist.empty(LENGTH), dist.empty(3)
+    tensor.fill_(1.0)
+    dist.barrier()
+    if rank == 1:
+        call_in_the_middle(engine_here(), kind, root, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        with pytest.raises(GroupAbortedError):
+            reduce_here(tensor, kind, root)
+        return []
+    with pytest.raises((CollectiveTimeoutError, GroupAbortedError)):
+        reduce_here(tensor, kind, root)
+    dist.group.WORLD.shrink(exclude=[1])
+    for each in (before, tensor, behind):
+        each.fill_(7.0)
+    dist.all_reduce(tensor[:0])
+    dist.barrier()
+    leave_note(f"used-{rank}")
+    await_note("awake")
+    return [int((each != 7.0).sum()) for each in (before, tensor, behind)]
+
+
+@pytest.mark.parametrize(("kind", "root"), [(Kind.all_reduce, None), (Kind.reduce, 0)])
+def test_a_process_that_was_stopped_does_not_write_into_what_others_have_taken_back(
+    kind: Kind, root: int | None
+) -> None:
+    with processes(3, give_up_a_stopped_rank, kind, root, timeout=1.0) as world:
+        for rank in (0, 2):
+            world.await_file(f"used-{rank}")
+        world.signal(1, signal.SIGCONT)
+        assert world.wait(1).result() == []  # an error told it that its result is not one
+        with open(world.path("awake"), "w"):
+            pass
+        assert [world.wait(rank).result() for rank in (0, 2)] == [[0, 0, 0]] * 2
+
+
+# -- threads
+
+
+def give_up_a_slow_thread(gone_on: threading.Event) -> int:
+    """Rank 1 does not go on until rank 0 has its tensor back, or for a while if rank 0 waits for it."""
+    engine = engine_here()
+    tensor = dist.empty(LENGTH)
+    tensor.fill_(1.0)
+    dist.barrier()
+    if dist.get_rank() == 1:
+
+        def wait_for_the_other() -> None:
+            while not engine.member.is_aborted:
+                gone_on.wait(0.01)
+            gone_on.wait(0.3)
+
+        call_in_the_middle(engine, Kind.all_reduce, None, wait_for_the_other)
+        with pytest.raises(GroupAbortedError):
+            dist.all_reduce(tensor)
+        _thread_is_out.set()
+        return 0
+    with pytest.raises(CollectiveTimeoutError):
+        dist.all_reduce(tensor)
+    tensor.fill_(7.0)
+    gone_on.set()
+    assert _thread_is_out.wait(20.0)
+    return int((tensor != 7.0).sum())
+
+
+def test_a_thread_that_is_slow_is_waited_for() -> None:
+    _thread_is_out.clear()
+    assert run("threads", 2, give_up_a_slow_thread, threading.Event(), timeout=0.5) == [0, 0]
+
+
+def give_up_a_thread_for_ever(go_on: threading.Event) -> str:
+    tensor = dist.empty(LENGTH)
+    tensor.fill_(1.0)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        call_in_the_middle(engine_here(), Kind.all_reduce, None, lambda: go_on.wait(20.0) and None)
+        with pytest.raises(GroupAbortedError):
+            dist.all_reduce(tensor)
+        return ""
+    with pytest.raises(DistBackendError) as caught:
+        dist.all_reduce(tensor)
+    go_on.set()
+    return str(caught.value)
+
+
+def test_a_thread_that_is_not_waited_for_any_longer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaiming, "_SECONDS_FOR_THREADS", 0.1)
+    told, _ = run("threads", 2, give_up_a_thread_for_ever, threading.Event(), timeout=0.3)
+    assert "do not use the tensor" in told
+    assert "rank 1 may still write into it, and has been there for 0.1 s" in told
+
+
+# -- what reads the tensors of others
+
+
+@pytest.mark.parametrize("kernel", ["_all_gather", "_broadcast", "_all_reduce"])
+def test_who_has_read_others_tensors_does_not_succeed_once_they_may_have_changed_them(kernel: str) -> None:
+    """Rank 0 is through, and the group aborted, before rank 1 has seen that rank 0 is."""
+    arena, descriptor = Arena.create(layout_for(2), "pair")
+    os.close(descriptor)
+    codes = []
+    calls = []
+    for rank in range(2):
+        member = Member(arena, rank, "pair", spins=0, yields=0)
+        member.patience = 0.001
+        engine = LocalEngine(member)
+        tensor, output = engine.empty((LENGTH,), torch.float32).fill_(1.0), torch.empty(2 * LENGTH)
+        addresses = [tensor.data_ptr(), output.data_ptr()] if kernel == "_all_gather" else [tensor.data_ptr()]
+        kind = Kind[kernel[1:]]
+        plan = engine.plan(
+            kind,
+            torch.float32,
+            ReduceOp.SUM if kind is Kind.all_reduce else None,
+            0 if kind is Kind.broadcast else None,
+        )
+        calls.append((engine, getattr(engine, kernel), (plan.address, LENGTH, *addresses), tensor, output))
+    for rank in (0, 1, 0, 1):
+        engine, call, arguments, *_ = calls[rank]
+        codes.append(call(*arguments))
+        if len(codes) == 2:
+            assert engine.member.word(at.RESUME) == SHARED_PATH
+        if len(codes) == 3:
+            engine.member.abort("rank 0 goes on otherwise")
+    assert codes == [at.PENDING, at.PENDING, at.DONE, at.ABORTED]
+
+
+# -- replacing pages
+
+
+def test_pages_that_were_made_private_keep_what_is_in_them_and_are_seen_by_nobody_else() -> None:
+    page = mmap.PAGESIZE
+    arena, descriptor = Arena.create(at.Layout(1, 4096, 4096, 0, 64 * page), "private")
+    other = Arena.attach(descriptor, arena.layout)
+    os.close(descriptor)
+    arena.heaps[:] = 1
+    arena.make_heap_private(3 * page + 100, 5 * page, keep=False)
+    assert bool((arena.heaps == 1).all())
+    other.heaps[: 64 * page] = 2
+    expected = np.full(64 * page, 2, dtype=np.uint8)
+    expected[3 * page : 9 * page] = 1
+    assert bool((arena.heaps == expected).all())
+
+
+def test_the_memory_that_copies_replace_goes_back_to_the_system() -> None:
+    page = mmap.PAGESIZE
+    arena, descriptor = Arena.create(at.Layout(1, 4096, 4096, 0, 16384 * page), "private")
+    arena.heaps[:] = 1
+    before = os.fstat(descriptor).st_blocks
+    arena.make_heap_private(0, 8192 * page, keep=False)
+    halved = os.fstat(descriptor).st_blocks
+    arena.make_heap_private(8192 * page, 8192 * page, keep=True)
+    after = os.fstat(descriptor).st_blocks
+    os.close(descriptor)
+    assert before - halved >= 8000 * page // 512
+    assert after == halved
+    assert bool((arena.heaps == 1).all())
