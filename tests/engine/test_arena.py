@@ -43,11 +43,14 @@ def test_hundreds_of_groups_fit_into_the_address_space_of_a_large_machine(size: 
 
 @pytest.mark.usefixtures("two_tebibytes")
 @pytest.mark.parametrize("size", [1, 8, 64])
-def test_several_groups_of_a_large_machine_can_use_their_heaps_at_once(size: int) -> None:
-    heaps = [Heap(make(layout_for(size)), size - 1) for _ in range(10)]
+def test_a_hundred_groups_of_a_large_machine_can_use_their_heaps_at_once(size: int) -> None:
+    heaps = []
+    for _ in range(100):
+        heaps.append(Heap(make(layout_for(size)), size - 1))
+        assert heaps[-1].first_address > 0  # mapped
     tensors = [heap.empty((1000,), torch.float32).fill_(1) for heap in heaps]
-    assert sum(int(tensor.sum()) for tensor in tensors) == 10_000
-    assert heaps[0].last_address - heaps[0].first_address >= 128 * GIB
+    assert sum(int(tensor.sum()) for tensor in tensors) == 100_000
+    assert heaps[0].last_address - heaps[0].first_address >= 60 * GIB
 
 
 def sizes_of_mappings() -> list[int]:

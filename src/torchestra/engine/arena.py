@@ -7,8 +7,9 @@ fault.
 
 The heaps are by far the largest part, and the only one whose size matters to the address space, of which
 a process has 128 TiB. So a rank maps them when it first has to do with them, and most groups never need
-them. How large they are, rank 0 decides: ranks may see different amounts of memory, or be under different
-limits.
+them. Those of one group are at most a part of what is left, so that there is always some for the next: the
+hundredth group of 8 ranks, on a machine with 2 TiB, can still have 20 GiB a rank. How large they are, rank 0
+decides: ranks may see different amounts of memory, or be under different limits.
 
 Core dumps leave out what lies behind the records. A dump reads every page of a mapping, and reading a page
 of a sparse file that was never touched takes memory for it.
@@ -40,7 +41,7 @@ from torchestra.errors import DistBackendError
 _MEBIBYTE = 1 << 20
 _GIBIBYTE = 1 << 30
 _AT_ONCE = 16 << 20  # bytes
-_ALL_HEAPS = 8 << 40  # of one arena: some 15 groups can have their heaps mapped at a time
+_ADDRESS_SPACE = 128 << 40  # of a process
 _NAME_BYTES = 200  # the system allows 249
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -61,11 +62,13 @@ def layout_for(size: int) -> at.Layout:
         heap_bytes=0,
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    bounds = [_ALL_HEAPS]
+    with open("/proc/self/statm") as file:
+        mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    bounds = [(_ADDRESS_SPACE - mapped) // 32]
+    if (address_space := _limit(resource.RLIMIT_AS)) is not None:
+        bounds.append((address_space - mapped) // 4)
     if (largest_file := _limit(resource.RLIMIT_FSIZE)) is not None:
         bounds.append(largest_file - without.total)
-    if (address_space := _limit(resource.RLIMIT_AS)) is not None:
-        bounds.append(address_space // 4)
     share = max(0, min(bounds)) // size // at.LARGEST_PAGE * at.LARGEST_PAGE
     return replace(without, heap_bytes=min(at.align(memory, _GIBIBYTE), share))
 
