@@ -11,9 +11,9 @@ import resource
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
+from torchestra.cache_directories import ENGINE, can_be_trusted, choose
 from torchestra.launcher.cores import usable_cores
 from torchestra.store.secret import SECRET_VARIABLE, job_secret
 from torchestra.store.tcp.locality import peer_user
@@ -58,7 +58,8 @@ def examine() -> Iterator[Finding]:
     yield Finding("python", f"{platform.python_version()} ({sys.executable})")
     for package in _PACKAGES:
         yield Finding(package, _version(package))
-    yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    yield Finding("system", system, "" if sys.byteorder == "little" else "big-endian: torchestra cannot run")
     yield _cores()
     yield _memory()
     yield _memory_files()
@@ -147,11 +148,15 @@ def _knows_users() -> bool:
 
 
 def _kernel_cache() -> Finding:
-    package = Path(__file__).parent
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    directory = Path(chosen) if chosen else package
-    kernels = sum(1 for _ in directory.rglob("*.nbc"))
-    found = f"{kernels} compiled in {directory}"
-    if chosen is None and not os.access(package, os.W_OK):
-        return Finding("kernel cache", found, "not writable: Numba uses a directory of the user's own")
-    return Finding("kernel cache", found, "" if kernels else "the first run will compile them")
+    place, refused = choose()
+    if place is None:
+        return Finding("kernel cache", "none: every process compiles in memory", "; ".join(refused))
+    directory = ENGINE if place.root is None else place.root
+    files = [os.lstat(each) for each in directory.rglob("*.nb[ci]")]
+    foreign = sum(1 for each in files if not can_be_trusted(each))
+    remarks = [f"not used: {each}" for each in refused]
+    if foreign:
+        remarks.append(f"{foreign} files belong to other users, or others can write them: not used")
+    if not files:
+        remarks.append("the first run will compile them")
+    return Finding("kernel cache", f"{len(files) // 2} compiled in {directory}", "; ".join(remarks))

@@ -6,7 +6,16 @@ were checked, and ranks in the group's own numbering. See docs/algorithms.md.
 
 from __future__ import annotations
 
+import sys
+
 __all__ = ["warm_up"]
+
+if sys.byteorder != "little":
+    # Ranks wait by futex for the lower half of 64-bit words, which is taken to come first.
+    raise ImportError(
+        "torchestra needs a little-endian processor: its ranks wait for the first half of 64-bit words in"
+        f" shared memory; this one ({sys.byteorder}-endian) keeps the other half there"
+    )
 
 
 def warm_up() -> None:

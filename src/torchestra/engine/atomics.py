@@ -22,7 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-KERNEL_OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
+KERNEL_OPTIONS = {"nogil": True, "error_model": "numpy"}
 
 _I64 = ir.IntType(64)
 _WORD = types.int64

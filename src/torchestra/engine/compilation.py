@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,26 +16,25 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import numba
+from numba.core import sigutils
+from numba.core.ccallback import CFunc
+
+from torchestra.engine.caching import cache_of, chosen_directory, open_own, say_once
 
 Kernel = Callable[..., int]
 T = TypeVar("T")
 
 _ENGINE = Path(__file__).parent
+_QUIET_SECONDS = 2.0
+_LOCK_SECONDS = 120.0
+_LOOK_SECONDS = 0.02
 _WITHOUT_KERNELS = ("multihost",)
 # Several installations may share a cache directory: each has notes of its own.
 _INSTALLATION = hashlib.sha256(f"{_ENGINE} {platform.python_version()}".encode()).hexdigest()[:16]
 
 
-def cache_directory() -> Path:
-    """Where torchestra keeps its lock and its notes about what is compiled (made if missing)."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    path = Path(root) / "torchestra"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return path
-
-
-def _fingerprint() -> str:
-    """Changes whenever Numba would compile anew: sources, versions, processor."""
+def _machine() -> str:
+    """Differs where Numba compiles differently, though from the same sources: versions, processor."""
     digest = hashlib.sha256()
     for word in (
         numba.__version__,
@@ -43,7 +43,6 @@ def _fingerprint() -> str:
         numba.core.config.CPU_NAME,
     ):
         digest.update(repr(word).encode())
-    digest.update(_sources().encode())
     return digest.hexdigest()[:16]
 
 
@@ -57,6 +56,20 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
+def use_caches(functions: Iterable[Any]) -> None:
+    """Have what is compiled of these kept, and found again, where there is a directory for it."""
+    for function in functions:
+        function._cache = cache_of(function.py_func)
+
+
+def compiled_function(function: Callable[..., Any], signature: Any) -> Any:
+    """A compiled function with the C calling convention, from the cache if it is there."""
+    made: Any = CFunc(function, sigutils.normalize_signature(signature), {}, {"error_model": "numpy"})
+    made._cache = cache_of(function)
+    made.compile()
+    return made
+
+
 def forget_what_is_stale(functions: Iterable[Any]) -> None:
     """Empty Numba's cache of compiled functions that were made from other sources. With the lock held.
 
@@ -67,27 +80,48 @@ def forget_what_is_stale(functions: Iterable[Any]) -> None:
     for folder in {Path(function.stats.cache_path) for function in functions if function.stats.cache_path}:
         # Beside what it tells of: who has another home directory finds the same functions there.
         note = folder / f"torchestra-sources-{_INSTALLATION}"
-        if note.exists() and note.read_text() == sources:
+        if _read(note) == sources:
             continue
-        for index in folder.glob("*.nbi"):
-            if not index.name.startswith("reductions."):  # made from one file only
-                index.unlink(missing_ok=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        note.write_text(sources)
+        with contextlib.suppress(OSError):
+            for index in folder.glob("*.nbi"):
+                if not index.name.startswith("reductions."):  # made from one file only
+                    index.unlink(missing_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write(note, sources)
+
+
+def _read(note: Path) -> str:
+    """What a note says; nothing, if it is not there or not ours."""
+    try:
+        with os.fdopen(open_own(note, os.O_RDONLY), encoding="ascii", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _write(note: Path, text: str = "") -> None:
+    note.unlink(missing_ok=True)
+    with os.fdopen(open_own(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+        file.write(text)
 
 
 @contextlib.contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """Hold the lock that keeps ranks from compiling ``what`` side by side.
+    """Compile ``what``, or load it: without ado if a note says that it is in the cache, else with a lock.
 
-    The first process to come compiles, the others then find the result in Numba's cache. Where nothing
-    that is cached can be known to fit, a line on stderr says that compilation is going on.
+    The first process to come compiles, the others then find the result in the cache. Without a lock nothing
+    worse happens than that something is compiled twice: files of the cache are replaced as a whole. A line
+    on stderr says that compilation is going on.
     """
-    directory = cache_directory()
-    own = f"compiled-{what}-{_INSTALLATION}"
-    note = directory / f"{own}-{_fingerprint()}"
-    with open(directory / "compile.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    place = chosen_directory()
+    folder = None if place is None else place.folder(_ENGINE / "compilation.py")
+    own = f"torchestra-compiled-{what}-{_INSTALLATION}"
+    current = f"{own}-{_sources()[:16]}"
+    note = None if folder is None else folder / f"{current}-{_machine()}"
+    if folder is None or note is None or note.exists():
+        yield
+        return
+    with _locked(folder / f"torchestra-{_INSTALLATION}.lock"):
         fresh = not note.exists()
         if fresh and what == "kernels":
             print(
@@ -97,9 +131,57 @@ def compiling(what: str) -> Iterator[None]:
             )
         yield
         if fresh:
-            for old in directory.glob(f"{own}-*"):
-                old.unlink(missing_ok=True)
-            note.touch()
+            with contextlib.suppress(OSError):
+                for old in folder.glob(f"{own}-*"):
+                    # Hosts with other processors may share the directory.
+                    if not old.name.startswith(current):
+                        old.unlink(missing_ok=True)
+                _write(note)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock between processes; without it, after a while, or where there are no such locks."""
+    try:
+        lock = open_own(path, os.O_RDWR | os.O_CREAT)
+    except OSError:
+        yield
+        return
+    try:
+        if _lock(lock, path):
+            with contextlib.suppress(OSError):  # a full disk
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()} on {platform.node()}".encode(), 0)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            # Not only closed: a child that was forked meanwhile has the descriptor too.
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
+
+
+def _lock(lock: int, path: Path) -> bool:
+    """Wait for a lock as long as it is worth it; whether this process has it."""
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            waited = time.monotonic() - began
+        except OSError:  # a file system without locks
+            return False
+        if waited > _LOCK_SECONDS:
+            say_once(f"process {_holder(lock)} still has {path}; compiling beside it")
+            return False
+        if waited > _QUIET_SECONDS and not told:
+            told = True
+            say_once(f"waiting for process {_holder(lock)}, which compiles the kernels and has {path}")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _holder(lock: int) -> str:
+    return os.pread(lock, 200, 0).decode("ascii", "replace") or "unknown"
 
 
 def undisturbed(work: Callable[[], T]) -> T:

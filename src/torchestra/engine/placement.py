@@ -25,12 +25,8 @@ from numba import njit, types
 from torchestra.engine import layout as at
 from torchestra.engine.atomics import KERNEL_OPTIONS, load, load_acquire, store, store_release, syscall
 
-_SET_AFFINITY = {"x86_64": 203, "aarch64": 122, "riscv64": 122, "ppc64le": 222, "s390x": 239}.get(
-    platform.machine(), 122
-)
-_GET_AFFINITY = {"x86_64": 204, "aarch64": 123, "riscv64": 123, "ppc64le": 223, "s390x": 240}.get(
-    platform.machine(), 123
-)
+_SET_AFFINITY = {"x86_64": 203, "aarch64": 122, "riscv64": 122, "ppc64le": 222}.get(platform.machine(), 122)
+_GET_AFFINITY = {"x86_64": 204, "aarch64": 123, "riscv64": 123, "ppc64le": 223}.get(platform.machine(), 123)
 _sched_getcpu = types.ExternalFunction("sched_getcpu", types.int32())
 
 LOOK_EVERY = 64

@@ -36,11 +36,11 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import cfunc, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from torchestra.engine.compilation import compiling, undisturbed
+from torchestra.engine.compilation import compiled_function, compiling, undisturbed
 from torchestra.types import ReduceOp
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, DIVIDE, SCALE = range(10)
@@ -133,7 +133,7 @@ def _address(name: str, signature: Any, make: Callable[[], Any]) -> int:
         with _compiling_here:
             if name not in _compiled:
                 with compiling(name):
-                    _compiled[name] = cfunc(signature, cache=True, error_model="numpy")(make())
+                    _compiled[name] = compiled_function(make(), signature)
             return _compiled[name]
 
     found = _compiled.get(name)

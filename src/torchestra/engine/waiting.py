@@ -44,9 +44,7 @@ from torchestra.engine.atomics import (
 from torchestra.engine.placement import settle
 from torchestra.engine.recording import begin_wait, close_entry, end_wait, open_entry
 
-FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}.get(
-    platform.machine(), 98
-)
+FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(platform.machine(), 98)
 FUTEX_WAIT = 0
 FUTEX_WAKE = 1
 EVERYBODY = 0x7FFF_FFFF

@@ -14,7 +14,7 @@ from numba.core.dispatcher import Dispatcher
 
 from torchestra.engine import clock, parcels, recording, reductions
 from torchestra.engine.channels import warm_up_channels, warm_up_posting
-from torchestra.engine.compilation import compiling, forget_what_is_stale, undisturbed
+from torchestra.engine.compilation import compiling, forget_what_is_stale, undisturbed, use_caches
 from torchestra.engine.kernels import bell, control, move, reduce
 from torchestra.types import ReduceOp
 
@@ -71,8 +71,10 @@ def _load_once() -> None:
 
 
 def _load() -> None:
+    functions = _compiled_functions()
+    use_caches(functions)
     with compiling("kernels"):
-        forget_what_is_stale(_compiled_functions())
+        forget_what_is_stale(functions)
         for kernel, arguments in _KERNELS.items():
             kernel.compile((types.int64,) * arguments)
             kernel.disable_compile()
