@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rpc_workers
+import torchestra as dist
 import worlds
 from torchestra import rpc
 from torchestra.rpc.current import current_agent
@@ -165,3 +166,26 @@ def lend_and_take_back() -> None:
 @pytest.mark.parametrize("kind", worlds.KINDS)
 def test_lent_memory_comes_back_when_the_tensors_that_lie_in_it_die(kind: str) -> None:
     rpc_workers.first(kind, 2, lend_and_take_back)
+
+
+def keep_what_was_lent(rank: int) -> torch.Tensor | None:
+    """Two tensors that this worker borrows, of which it drops one."""
+    if rank != 0:
+        return None
+    large = torch.arange(1 << 18)
+    kept, _ = (rpc.rpc_sync("worker1", echo, (large + number,)) for number in range(2))
+    return kept
+
+
+def outlive_the_lender() -> bool:
+    rank = rpc_workers.begin()
+    kept = keep_what_was_lent(rank)
+    rpc.shutdown()
+    gc.collect()
+    dist.barrier()  # all lenders are gone
+    return kept is None or torch.equal(kept, torch.arange(1 << 18))
+
+
+@pytest.mark.parametrize("kind", worlds.KINDS)
+def test_lent_memory_lasts_as_long_as_the_tensors_that_lie_in_it(kind: str) -> None:
+    assert worlds.run(kind, 2, outlive_the_lender) == [True, True]

@@ -66,14 +66,10 @@ class Heap:
         for length in shape:
             elements *= length
         needed = at.align(max(1, elements * dtype.itemsize), _UNIT)
-        heaps = self._arena.heaps
-        if (when_mapped := self._when_mapped) is not None:
-            when_mapped()
-            self._when_mapped = None
-        offset = self._take(needed)
+        offset = self.take(needed)
         start = self._start + offset
-        block = heaps[start : start + needed]
-        weakref.finalize(block, self._give, offset, needed).atexit = False
+        block = self._arena.heaps[start : start + needed]
+        weakref.finalize(block, self.give, offset, needed).atexit = False
         if elements == 0:
             return torch.frombuffer(block, dtype=dtype, count=1)[:0].view(shape)
         return torch.frombuffer(block, dtype=dtype, count=elements).view(shape)
@@ -83,7 +79,17 @@ class Heap:
         offset = address - self.first_address
         return offset if 0 <= offset < self._arena.layout.heap_bytes else at.NOT_SHARED
 
-    def _take(self, length: int) -> int:
+    def take(self, length: int) -> int:
+        """A range of this heap that is nobody else's until it is given back: where it begins.
+
+        Raises:
+            InvalidArgumentError: no range of the length is left.
+        """
+        _ = self._arena.heaps  # mapped from now on
+        if (when_mapped := self._when_mapped) is not None:
+            when_mapped()
+            self._when_mapped = None
+        length = at.align(length, _UNIT)
         with self._lock:
             while self._given:
                 self._insert(*self._given.popleft())
@@ -98,7 +104,9 @@ class Heap:
             f"no {length} bytes are left in this rank's heap of {self._arena.layout.heap_bytes} bytes"
         )
 
-    def _give(self, offset: int, length: int) -> None:
+    def give(self, offset: int, length: int) -> None:
+        """Give back what :meth:`take` has found; may be called anywhere, by finalisers too."""
+        length = at.align(length, _UNIT)
         if self._inherited:
             return  # only the child's view of the tensor is gone
         if length >= _RETURN_ABOVE:

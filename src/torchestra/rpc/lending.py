@@ -5,7 +5,8 @@ borrower's storage lies in the block itself. The first word of the block is the 
 borrower has written 1 into it, which it does when that storage dies. The lender looks when it needs a block,
 and keeps some for the next time: memory that has been used before is much faster.
 
-What a worker has borrowed when it dies is never given back, and lost until the lender shuts down.
+What a worker has borrowed when it dies is never given back, and lost until the lender shuts down. What is
+with others when the lender shuts down is left alone: it lasts until nobody has the memory file mapped.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class Lender:
 
     def __init__(self, member: Member) -> None:
         self._arena = member.arena
-        self._rank = member.rank
         self._heap: Heap = member.heap
         self._lock = threading.Lock()
-        self._lent: list[torch.Tensor] = []
-        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._lent: dict[int, int] = {}  # bytes, by the place in the heap
+        self._kept: dict[int, list[int]] = {}  # places, by bytes
         self._kept_bytes = 0
+        weakref.finalize(self, _drop, self._heap, self._kept).atexit = False
 
     @property
     def lent(self) -> int:
@@ -48,13 +49,9 @@ class Lender:
 
     def lend(self, address: int, length: int) -> int:
         """Copy memory into a block; where in this rank's heap that is."""
-        block = self._block(length)
-        start = block.data_ptr()
-        control.tell(start, 0)
-        ctypes.memmove(start + _HEAD_BYTES, address, length)
-        with self._lock:
-            self._lent.append(block)
-        return self._heap.offset_of(start)
+        offset = self._block(length)
+        ctypes.memmove(self._heap.first_address + offset + _HEAD_BYTES, address, length)
+        return offset
 
     def take_back(self, offset: int) -> None:
         """What was lent will not be sent."""
@@ -68,26 +65,37 @@ class Lender:
         weakref.finalize(memory, _give_back, heaps.ctypes.data + start, os.getpid()).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
-    def _block(self, length: int) -> torch.Tensor:
+    def _block(self, length: int) -> int:
         size = max(_SMALLEST, 1 << (length + _HEAD_BYTES - 1).bit_length())
         with self._lock:
             self._collect()
             kept = self._kept.get(size)
             if kept:
                 self._kept_bytes -= size
-                return kept.pop()
-        return self._heap.empty((size,), torch.uint8)
+                offset = kept.pop()
+            else:
+                offset = self._heap.take(size)
+            control.tell(self._heap.first_address + offset, 0)
+            self._lent[offset] = size
+        return offset
 
     def _collect(self) -> None:
         """Take back what has been given back."""
-        still = []
-        for block in self._lent:
-            if control.read(block.data_ptr()) != 1:
-                still.append(block)
-            elif self._kept_bytes + block.numel() <= _KEPT_BYTES:
-                self._kept_bytes += block.numel()
-                self._kept.setdefault(block.numel(), []).append(block)
-        self._lent = still
+        for offset, size in tuple(self._lent.items()):
+            if control.read(self._heap.first_address + offset) == 1:
+                del self._lent[offset]
+                if self._kept_bytes + size <= _KEPT_BYTES:
+                    self._kept_bytes += size
+                    self._kept.setdefault(size, []).append(offset)
+                else:
+                    self._heap.give(offset, size)
+
+
+def _drop(heap: Heap, kept: dict[int, list[int]]) -> None:
+    """A lender is gone, with what nobody has borrowed; what is lent stays as it is."""
+    for size, places in kept.items():
+        for offset in places:
+            heap.give(offset, size)
 
 
 def _give_back(address: int, owner: int) -> None:
