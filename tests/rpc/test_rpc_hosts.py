@@ -20,11 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rpc_workers
+import torchestra.transport.framing
 import torchestra.transport.peer
 import worlds
 from torchestra import rpc
 from torchestra.engine.channels import Message
-from torchestra.errors import DistNetworkError, InvalidArgumentError, RpcError
+from torchestra.errors import DistNetworkError, InvalidArgumentError, RpcError, WorkerFailedError
 from torchestra.rpc.current import current_agent
 from torchestra.rpc.meeting import ADDRESS_VARIABLE, PORTS_VARIABLE, given_ports, listening_address
 from torchestra.store import HashStore
@@ -281,6 +282,62 @@ def test_workers_on_two_hosts_need_one_secret(monkeypatch, secrets, kind, messag
         time.sleep(0.01)
 
 
+# -- messages that cannot be received
+
+
+class _LittleMemory:
+    """In place of torch, where messages are put together."""
+
+    @staticmethod
+    def UntypedStorage(length: int) -> torch.UntypedStorage:
+        if length > 1 << 19:
+            raise RuntimeError("can't allocate memory")
+        return torch.UntypedStorage(length)
+
+
+def send_too_much(rank: int) -> None:
+    other, much = 1 - rank, torch.zeros(1 << 18)
+    with pytest.raises(RpcError, match=r"there is no memory here for the 1048576 bytes of a tensor"):
+        rpc.rpc_sync(other, echo, (much,))
+    with pytest.raises(RpcError, match=r"result of .*give_much.* no memory here for the 1048576"):
+        rpc.rpc_sync(other, give_much, (1.0, 1 << 18))
+    assert rpc.rpc_sync(other, echo, (3,)) == 3
+
+
+def test_a_tensor_that_there_is_no_memory_for_is_the_end_of_its_call_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torchestra.transport.framing, "torch", _LittleMemory)
+    rpc_workers.run("hosts", 2, send_too_much)
+
+
+def say_nonsense(meeting: threading.Barrier) -> None:
+    """Worker 2 sends a message that is well formed, and its content is not."""
+    rank = rpc_workers.begin(secret=rpc_workers.SECRET)
+    agent = current_agent()
+    try:
+        meeting.wait(30)
+        text = np.frombuffer(b"no pickle", np.uint8)
+        if rank == 2:
+            agent.office.send(1, 4, 0, parts_of([text]), text)
+        if rank == 1:
+            deadline = time.monotonic() + 30
+            while not agent.is_gone(2):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            with pytest.raises(WorkerFailedError, match=r"'worker2' .* sent a message that cannot be read"):
+                rpc.rpc_sync(2, echo, (1,))
+        if rank < 2:
+            assert rpc.rpc_sync(1 - rank, echo, (3,)) == 3
+        meeting.wait(30)
+    finally:
+        rpc.shutdown(graceful=False)
+
+
+def test_a_worker_that_sends_what_cannot_be_read_is_given_up_alone() -> None:
+    worlds.run("threads", 3, say_nonsense, threading.Barrier(3), hosts=["here", "there", "elsewhere"])
+
+
 # -- roads
 
 
@@ -304,8 +361,8 @@ def test_two_hosts_of_two_workers_use_the_arena_within_and_the_wire_between() ->
     assert rpc_workers.run("hosts", 4, take_both_roads) == [[1, 3], [0, 2], [1, 3], [0, 2]]
 
 
-def give_much(number: int) -> torch.Tensor:
-    return torch.full((1 << 15,), number)
+def give_much(number: float, length: int = 1 << 15) -> torch.Tensor:
+    return torch.full((length,), number)
 
 
 @rpc.functions.async_execution

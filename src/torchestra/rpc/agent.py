@@ -13,6 +13,7 @@ to be done around calls is done there.
 from __future__ import annotations
 
 import itertools
+import logging
 import pickle
 import time
 from collections.abc import Callable
@@ -24,16 +25,16 @@ from torch.futures import Future
 
 from torchestra.autograd.here import here
 from torchestra.engine.channels import Message
-from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
+from torchestra.errors import RpcError, WorkerFailedError
 from torchestra.forking import forget_in_children, refusal
 from torchestra.rpc import failures
 from torchestra.rpc.calls import Call, Named, Pauses, name_of
 from torchestra.rpc.crew import Crew, Job
 from torchestra.rpc.encoding import (
     Outgoing,
-    address_of,
     decode,
     encode,
+    encode_alone,
     encode_plain,
     in_own_memory,
     is_plain,
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 CALL, ANSWER, FAILURE, GATHER, AUTOGRAD = range(1, 6)
 _MOST = 3600.0 * 24 * 365
+
+_log = logging.getLogger(__name__)
 
 
 class Agent:
@@ -84,6 +87,7 @@ class Agent:
         self._ending: set[int] = set()  # calls whose answer is here, and not yet told of
         self.calls_made = 0
         self._gone: dict[int, str] = {}
+        self._unreadable: dict[int, str] = {}
         self._pauses = Pauses()
         self.office = roads.office(self._is_lost)
         self.crew = Crew(self.info.name, self.office, self._sort, self._look, kept, limit)
@@ -130,7 +134,7 @@ class Agent:
 
     def _lost(self) -> dict[int, str]:
         """What has become of workers that are gone."""
-        return self.roads.lost(self._gone)
+        return {**self.roads.lost(self._gone), **self._unreadable}
 
     @property
     def is_quiet(self) -> bool:
@@ -266,6 +270,19 @@ class Agent:
     # -- what comes
 
     def _sort(self, message: Message) -> tuple[bool, Job]:
+        """What to do about a message. One that cannot be read ends who sent it, and nobody else."""
+        try:
+            return self._sorted(message)
+        except Exception as error:
+            self._give_up(message.source, error)
+            return False, _nothing
+
+    def _give_up(self, source: int, error: Exception) -> None:
+        """A worker sends what cannot be read: it is taken for gone."""
+        _log.exception("worker %r gives up worker %r", self.info.name, self.workers[source].name)
+        self._unreadable[source] = f"sent a message that cannot be read ({type(error).__name__}: {error})"
+
+    def _sorted(self, message: Message) -> tuple[bool, Job]:
         if message.kind == GATHER:
             values = self.gathered.setdefault(message.tag, {})
             values[message.source] = pickle.loads(bytes(message.text))
@@ -317,7 +334,12 @@ class Agent:
                 self.contexts.read(inbound, message.source)
 
     def _autograd_told(self, message: Message) -> None:
-        self.contexts.told(message.source, self._read(message, None))
+        try:
+            note = self._read(message, None)
+        except Exception as error:
+            self._give_up(message.source, error)
+        else:
+            self.contexts.told(message.source, note)
 
     def tell_autograd(self, to: int, note: object) -> None:
         """Let the distributed autograd of a worker know something."""
@@ -418,11 +440,11 @@ class Agent:
             self.crew.drain()  # the answer may be here, and nobody have had the time to read it
         for number, call in self.pending.copy().items():
             if call.deadline is not None and now > call.deadline:
-                self._fail(number, self._timeout_error(call, now))
+                self._fail(number, failures.too_late(call, now, self))
         for number, call in self.waits.copy().items():
             if call.deadline is not None and now > call.deadline and number in self.waits:
                 self.waits.pop(number)
-                self._end(call, None, self._timeout_error(call, now))
+                self._end(call, None, failures.too_late(call, now, self))
         self.references.clear_dropped()
         self._see_who_is_gone()
         for watcher in tuple(self.watchers):
@@ -448,21 +470,6 @@ class Agent:
             name,
         )
 
-    def _timeout_error(self, call: Call, now: float) -> RpcTimeoutError:
-        waiting = len(self.crew.todo)
-        at_limit = (
-            f" This worker itself has reached its limit of {self.crew.limit} threads, and {waiting} calls"
-            " wait for one."
-            if waiting
-            else ""
-        )
-        return RpcTimeoutError(
-            f"RPC ran for more than set timeout ({(call.deadline or now) - call.began:g} s) and will now be"
-            f" marked with an error: {name_of(call.doing)}, called on worker"
-            f" {self.workers[call.peer].name!r} by worker {self.info.name!r}, had not answered after"
-            f" {now - call.began:.3f} s.{at_limit}"
-        )
-
     # -- the end
 
     def tell(self, to: int, number: int, value: object) -> None:
@@ -471,7 +478,7 @@ class Agent:
             self.gathered.setdefault(number, {})[to] = value
         else:
             assert self.office is not None
-            outgoing = _plain(value)
+            outgoing = encode_alone(value)
             self.office.send(to, GATHER, number, outgoing.parts, outgoing)
 
     def close(self) -> None:
@@ -492,9 +499,3 @@ class Agent:
 
 def _nothing() -> None:
     pass
-
-
-def _plain(value: object) -> Outgoing:
-    """A value as a message without envelope or storages."""
-    text = pickle.dumps(value, 5)
-    return Outgoing([(address_of(text), len(text))], text)

@@ -228,6 +228,12 @@ def encode(
     return Outgoing(parts, text, storages.kept)
 
 
+def encode_alone(value: object) -> Outgoing:
+    """A value as a message without envelope or storages, which :mod:`pickle` alone reads again."""
+    text = pickle.dumps(value, 5)
+    return Outgoing([(address_of(text), len(text))], text)
+
+
 _PLAIN = frozenset((bool, bytes, float, int, str, type(None)))
 _NOTHING_AROUND = _HEAD.pack(0, 0)
 

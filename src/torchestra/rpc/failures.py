@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import pickle
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchestra.errors import RemoteError, RemoteNameError, RpcError
+from torchestra.errors import RemoteError, RemoteNameError, RpcError, RpcTimeoutError
+from torchestra.rpc.calls import Call, name_of
+
+if TYPE_CHECKING:
+    from torchestra.rpc.agent import Agent
 
 _log = logging.getLogger(__name__)
 
@@ -82,3 +86,20 @@ def unreadable(error: Exception, source: str, here: str) -> Exception:
         " importable, by the same name, on both workers"
     )
     return RemoteNameError(message) if isinstance(error, AttributeError) else RpcError(message)
+
+
+def too_late(call: Call, now: float, agent: Agent) -> RpcTimeoutError:
+    """What a call that worker ``agent`` has made ends with when its time is over."""
+    crew, waiting = agent.crew, len(agent.crew.todo)
+    at_limit = (
+        f" This worker itself has reached its limit of {crew.limit} threads, and {waiting} calls"
+        " wait for one."
+        if waiting
+        else ""
+    )
+    return RpcTimeoutError(
+        f"RPC ran for more than set timeout ({(call.deadline or now) - call.began:g} s) and will now be"
+        f" marked with an error: {name_of(call.doing)}, called on worker"
+        f" {agent.workers[call.peer].name!r} by worker {agent.info.name!r}, had not answered after"
+        f" {now - call.began:.3f} s.{at_limit}"
+    )

@@ -10,6 +10,9 @@ way over it is lost, and nothing is to be lost in silence. A rank that says good
 lets the others hear of it now and then, where that is wanted, so one is missed whose host is gone without a
 word. Time in which this process itself was stopped does not count.
 
+*What goes wrong with one rank* (frames that make no sense, whatever an error in here is about) ends that
+rank, and nothing between this one and the others.
+
 *Strangers.* The port is open only until all others are connected: nobody else has any business there. Until
 then whoever connects has some seconds to prove his key, and there are never many of them (listener.py). A
 rank whose connection is lost among them comes again.
@@ -17,10 +20,10 @@ rank whose connection is lost among them comes again.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +34,7 @@ from torchestra.transport.cards import ZAP_DOMAIN, Card, Doorkeeper
 from torchestra.transport.framing import LARGEST_FRAME
 from torchestra.transport.listener import HANDSHAKE_SECONDS, Listener
 from torchestra.transport.message import Message
-from torchestra.transport.peer import FRAMES_IN_ADVANCE, GOODBYE, HELLO, Peer
+from torchestra.transport.peer import FRAMES_IN_ADVANCE, GOODBYE, HELLO, WELCOME, Peer
 
 __all__ = ["Wire"]
 
@@ -42,6 +45,8 @@ _FLUSH_SECONDS = 2.0
 _JOIN_SECONDS = 5.0
 _AGAIN_SECONDS = 0.25
 _FRAMES_AT_ONCE = 256
+
+_log = logging.getLogger(__name__)
 
 
 class Wire:
@@ -130,7 +135,7 @@ class Wire:
             DistNetworkError: one of them does not answer, or does not let this rank in.
         """
         assert self._listener is not None
-        self._listener.expect(len(cards))
+        self._listener.open(len(cards))
         self._door.ranks = {card.key: rank for rank, card in cards.items()}
         for rank, card in cards.items():
             self._peers[rank] = Peer(rank, self._socket_to(card), card)
@@ -142,11 +147,12 @@ class Wire:
             peer.say(HELLO)
         self._rouse()
         self._await("greeted", names, cards, deadline)
+        self._await("settled", names, cards, deadline)
 
     def _await(
         self, state: str, names: Mapping[int, str], cards: Mapping[int, Card], deadline: float
     ) -> None:
-        """Wait until all peers are ``joined`` or ``greeted``."""
+        """Wait until all peers are ``joined``, ``greeted`` or ``settled``."""
         while waiting := [peer for peer in self._peers.values() if not getattr(peer, state)]:
             if self._closing:
                 raise DistNetworkError("this end was closed")
@@ -250,7 +256,7 @@ class Wire:
             self._exchange()
             self._say_goodbye()
         except BaseException as error:
-            traceback.print_exc()
+            _log.exception("the connections of %s end after an error", self._name)
             for peer in self._peers.values():
                 peer.how = peer.how or f"cannot be reached any more ({type(error).__name__}: {error})"
             self._tell_lost()
@@ -264,7 +270,7 @@ class Wire:
         blocked: set[int] = set()
         next_look = 0.0
         while not self._closing:
-            meeting = not all(peer.greeted for peer in self._peers.values())
+            meeting = not all(peer.greeted and peer.settled for peer in self._peers.values())
             watches = self._heartbeat is not None or any(peer.is_ending for peer in self._peers.values())
             tick = _TICK if watches else _IDLE_TICK
             ready = dict(poller.poll(round(1000 * (_MEETING_TICK if meeting else tick))))
@@ -273,14 +279,14 @@ class Wire:
                 self._roused = False
             for peer in self._peers.values():
                 if peer.has_mail and (not peer.blocked or peer.socket in ready) and not peer.how:
-                    peer.flush(self._clock)
+                    self._guarded(peer, peer.flush, self._clock)
                 if peer.blocked != (peer.rank in blocked):
                     self._watch(poller, peer, blocked)
             if self._door.socket in ready:
                 self._door.answer()
             if self._inbox in ready:
-                self._receive()
-            listener.look(all_have_come=not meeting)
+                self._receive(listener)
+            listener.look(sum(not peer.greeted for peer in self._peers.values()))
             if meeting or time.monotonic() >= next_look:
                 self._look(poller, blocked)
                 next_look = time.monotonic() + tick
@@ -300,7 +306,17 @@ class Wire:
             poller.unregister(peer.socket)
             blocked.discard(peer.rank)
 
-    def _receive(self) -> None:
+    def _guarded(self, peer: Peer, action: Callable[..., None], *args: object) -> None:
+        """Do something for a rank; whatever goes wrong ends that rank here, and no other."""
+        try:
+            action(*args)
+        except ValueError as error:
+            peer.how = f"speaks another language than this rank ({error}): the versions differ"
+        except Exception as error:
+            _log.exception("the connection of %s to rank %d ends after an error", self._name, peer.rank)
+            peer.how = f"cannot be reached any more ({type(error).__name__}: {error})"
+
+    def _receive(self, listener: Listener) -> None:
         for _ in range(_FRAMES_AT_ONCE):
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
@@ -310,19 +326,25 @@ class Wire:
             if peer.how:
                 continue
             peer.heard = self._clock
-            if not peer.assembly.under_way and len(frame) <= len(HELLO):
-                control = frame.bytes
-                peer.greeted |= control == HELLO
-                if control == GOODBYE:
-                    peer.how = "has shut down"
-                continue
-            try:
-                message = peer.assembly.feed(frame.buffer)
-            except ValueError as error:
-                peer.how = f"speaks another language than this rank ({error}): the versions differ"
-                continue
-            if message is not None:
-                self._arrived(message)
+            if not peer.greeted:
+                listener.prove(int(frame.get("__fd")))
+            self._guarded(peer, self._hear, peer, frame)
+
+    def _hear(self, peer: Peer, frame: zmq.Frame) -> None:
+        if not peer.assembly.under_way and len(frame) <= len(WELCOME):
+            control = frame.bytes
+            if control == HELLO:
+                peer.greeted = True
+                peer.say(WELCOME)
+                peer.flush(self._clock)
+            elif control == WELCOME:
+                peer.settled = True
+            elif control == GOODBYE:
+                peer.how = "has shut down"
+            return
+        message = peer.assembly.feed(frame.buffer)
+        if message is not None:
+            self._arrived(message)
 
     def _look(self, poller: zmq.Poller, blocked: set[int]) -> None:
         now = time.monotonic()
@@ -331,14 +353,15 @@ class Wire:
         for peer in self._peers.values():
             if peer.socket.closed:
                 continue
-            peer.look(self._clock, self._heartbeat)
+            self._guarded(peer, peer.look, self._clock, self._heartbeat)
+            again = bool(peer.refused) and now - peer.began > _AGAIN_SECONDS and not peer.is_given_up
+            if (peer.how or again) and peer.rank in blocked:
+                poller.unregister(peer.socket)
+                blocked.discard(peer.rank)
             if peer.how:
-                if peer.rank in blocked:
-                    poller.unregister(peer.socket)
-                    blocked.discard(peer.rank)
                 peer.close(linger=0)
-            elif peer.refused and now - peer.began > _AGAIN_SECONDS and not peer.is_given_up:
-                peer.connect(self._socket_to(peer.card))
+            elif again:
+                self._guarded(peer, peer.connect, self._socket_to(peer.card))
             elif peer.joined and self._heartbeat and self._clock - peer.told > self._heartbeat / 4:
                 peer.show_life(self._clock)
         self._tell_lost()
@@ -355,9 +378,10 @@ class Wire:
         for peer in there:
             peer.say(GOODBYE)
         deadline = time.monotonic() + self._patience
-        while any(peer.has_mail for peer in there):
+        while any(peer.has_mail and not peer.how for peer in there):
             for peer in there:
-                peer.flush(self._clock)
+                if not peer.how:
+                    self._guarded(peer, peer.flush, self._clock)
             if time.monotonic() > deadline:
                 break
             time.sleep(_MEETING_TICK)

@@ -9,6 +9,10 @@ The *front* is the length of each storage, and then the text. A frame is at most
 a little more if it is a first one. So an endless message is not accepted from anybody, one that is large
 neither holds up what is sent beside it nor has to fit into memory twice, and each piece is on its way while
 the next one is encrypted. Storages are sent from where they lie, and received where they shall lie.
+
+What is announced is not believed before it comes: room for a storage is asked of the operating system, which
+gives memory only to what is written. If there is none, the storage is received and thrown away, and whoever
+reads the message gets an error in its place: so that is the end of one call, and of no connection.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -60,18 +64,38 @@ def frames(
         keep: what the parts belong to.
     """
     lengths = b"".join(_LENGTH.pack(length) for _, length in parts[1:])
-    front = lengths + ctypes.string_at(*parts[0])
-    head = _HEAD.pack(kind, tag, len(parts) - 1, len(front))
-    if len(front) <= PIECE_BYTES:
-        yield head + front
+    size = len(lengths) + parts[0][1]
+    head = _HEAD.pack(kind, tag, len(parts) - 1, size)
+    if size <= PIECE_BYTES:
+        yield head + lengths + ctypes.string_at(*parts[0])
+        rest = parts[1:]
     else:
         yield head
-        for start in range(0, len(front), PIECE_BYTES):
-            yield front[start : start + PIECE_BYTES]
-    for address, length in parts[1:]:
-        memory = memoryview(memory_at(address, length, keep))  # type: ignore[arg-type]
-        for start in range(0, length, PIECE_BYTES):
-            yield memory[start : start + PIECE_BYTES]
+        yield from _pieces(memoryview(lengths))
+        rest = parts
+    for address, length in rest:
+        yield from _pieces(memoryview(memory_at(address, length, keep)))  # type: ignore[arg-type]
+
+
+def _pieces(memory: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(memory), PIECE_BYTES):
+        yield memory[start : start + PIECE_BYTES]
+
+
+class _NoRoom(Sequence[torch.UntypedStorage]):
+    """In place of the storages of a message that there was no memory for."""
+
+    def __init__(self, source: int, size: int) -> None:
+        self._text = f"there is no memory here for the {size} bytes of a tensor in a message of rank {source}"
+
+    def __getitem__(self, _: object) -> NoReturn:
+        raise MemoryError(self._text)
+
+    def __iter__(self) -> NoReturn:
+        raise MemoryError(self._text)
+
+    def __len__(self) -> int:
+        return 0
 
 
 class Assembly:
@@ -88,6 +112,7 @@ class Assembly:
         self._kind = self._tag = self._count = 0
         self._text: bytes | Memory = b""
         self._storages: list[torch.UntypedStorage] = []
+        self._too_large = 0  # bytes of a storage that there is no room for
         self._begun = False
 
     @property
@@ -100,6 +125,7 @@ class Assembly:
 
         Raises:
             ValueError: it is not what can come next.
+            MemoryError: there is no room for the front of a message.
         """
         if not self._begun:
             self._begin(memoryview(frame))
@@ -113,7 +139,10 @@ class Assembly:
             if self._targets:
                 return None
         self._begun = False
-        storages, self._storages = self._storages, []
+        storages: Sequence[torch.UntypedStorage] = self._storages
+        if self._too_large:
+            storages = _NoRoom(self._source, self._too_large)
+        self._storages, self._too_large = [], 0
         text, self._text = self._text, b""
         return Message(self._source, self._kind, self._tag, text, storages)
 
@@ -121,6 +150,8 @@ class Assembly:
         if len(frame) < _HEAD.size:
             raise ValueError("a frame that is no beginning of a message")
         self._kind, self._tag, self._count, length = _HEAD.unpack_from(frame)
+        if self._count * _LENGTH.size > length:
+            raise ValueError("a first frame that says less than it tells of")
         self._begun = True
         rest = frame[_HEAD.size :]
         if len(rest) == length:
@@ -136,17 +167,31 @@ class Assembly:
         place = self._count * _LENGTH.size
         self._text = bytes(front[place:])
         for number in range(self._count):
-            storage = torch.UntypedStorage(_LENGTH.unpack_from(front, number * _LENGTH.size)[0])
-            self._storages.append(storage)
-            if storage.nbytes():
-                self._targets.append((storage.data_ptr(), storage.nbytes()))
+            length = _LENGTH.unpack_from(front, number * _LENGTH.size)[0]
+            address = self._room(length)
+            if length:
+                self._targets.append((address, length))
         self._targets.reverse()
+
+    def _room(self, length: int) -> int:
+        """Where a storage is to be received; 0 if it is to be thrown away."""
+        if not self._too_large:
+            try:
+                self._storages.append(torch.UntypedStorage(length))
+            except (RuntimeError, MemoryError, OverflowError, TypeError):  # torch says all of these
+                self._too_large = length
+                self._storages.clear()
+                self._targets = [(0, size) for _, size in self._targets]
+            else:
+                return self._storages[-1].data_ptr()
+        return 0
 
     def _fill(self, piece: memoryview) -> None:
         address, room = self._targets.pop()
         length = len(piece)
         if length > room or not length:
             raise ValueError("a piece that is longer than what it belongs to")
-        ctypes.memmove(address, np.frombuffer(piece, dtype=np.uint8).ctypes.data, length)
+        if address:
+            ctypes.memmove(address, np.frombuffer(piece, dtype=np.uint8).ctypes.data, length)
         if length < room:
-            self._targets.append((address + length, room - length))
+            self._targets.append((address + length if address else 0, room - length))

@@ -1,35 +1,53 @@
 """The port at which a rank listens for those that it expects, and how strangers there are kept few.
 
-ZeroMQ accepts whoever connects, and gives him some seconds to prove his key. So there are no more strangers
-than have come within that time: when these are too many, the port is shut until it is over, and for good when
-all that are expected have come. A port of ZeroMQ's cannot be closed without its connections. So what is shut
-is a filter at the listening socket, by which the kernel drops whatever asks for a connection: that costs no
-descriptor, and a rank which is expected asks again of itself.
+Nobody is accepted before the rank knows whom it expects: until then they wait in the kernel's queue, which
+costs no descriptor. From then on ZeroMQ accepts whoever connects, on a thread of its own, and gives him some
+seconds to prove his key. It tells of every connection that it accepts and of every one that ends (its
+*socket monitor*), with the number of the descriptor, and each message says on which it came. So who has not
+been heard of is known; of too many, some are shut down, which ZeroMQ takes for their end. Should they come
+faster than that, ZeroMQ waits: all but the last thousand of what it told must have been read before it goes
+on. Which of them is shut down is drawn by lot: however fast strangers come, a rank that is in the midst of
+its handshake has a chance, and one that went with them comes again.
+
+When all that are expected have come, the port is shut for good. A port of ZeroMQ's cannot be closed without
+its connections. So what is shut is a filter at the listening socket, by which the kernel drops whatever asks
+for a connection.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import logging
+import os
+import random
 import socket
 import struct
 import time
-from collections import deque
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from torchestra.errors import DistNetworkError
+from torchestra.store.rate_limited import RateLimitedWarnings
 
-__all__ = ["HANDSHAKE_SECONDS", "Listener"]
+__all__ = ["HANDSHAKE_SECONDS", "MOST_STRANGERS", "TOLD_IN_ADVANCE", "Listener"]
 
 HANDSHAKE_SECONDS = 3
 """How long whoever connects has to prove his key."""
+MOST_STRANGERS = 64
+TOLD_IN_ADVANCE = 1001
+"""Events that ZeroMQ keeps until they are read: its own end of the monitor has room for 1,000."""
 
-_STRANGERS = 64
-_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER
+_ATTACH_FILTER = 26  # SO_ATTACH_FILTER
 _DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)  # the one instruction of the filter: return 0 bytes (BPF_RET)
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
+_EVENT = struct.Struct("=Hi")
+_LAST_SECONDS = 0.5
+_BACKLOG = 256  # who waits there when the port is shut is accepted still
+
+_log = logging.getLogger(__name__)
 
 
 class Listener:
@@ -48,47 +66,118 @@ class Listener:
     """
 
     def __init__(self, inbox: zmq.Socket[Any], address: str, ports: tuple[int, int] | None) -> None:
-        self._expected = 0
-        self._shut = self._for_good = False
-        self._came: deque[float] = deque()
         self._inbox = inbox
-        listening = _listen(address, ports)
-        number = listening.getsockname()[1]
-        self._port = listening.dup()  # ZeroMQ closes what it is given
-        self._events = inbox.get_monitor_socket(zmq.EVENT_ACCEPTED)
-        inbox.set(zmq.USE_FD, listening.detach())
-        inbox.bind(f"tcp://[{address}]:{number}" if ":" in address else f"tcp://{address}:{number}")
-        self.endpoint = str(inbox.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._expected = 0
+        self._shut = self._closed = False
+        self._unproved: set[int] = set()
+        self._proved: set[int] = set()
+        self._warnings = RateLimitedWarnings(_log)
+        self._port = _listen(address, ports)
+        self._number = int(self._port.getsockname()[1])
+        self.endpoint = (
+            f"tcp://[{address}]:{self._number}" if ":" in address else f"tcp://{address}:{self._number}"
+        )
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._monitor: zmq.Socket[Any] = inbox.context.socket(zmq.PAIR)
+        self._monitor.linger = 0
+        self._monitor.rcvhwm = 1  # besides what the other end keeps
+        told = f"inproc://told-of-{id(self)}"
+        inbox.monitor(told, _EVENTS)
+        self._monitor.connect(told)
 
-    def expect(self, number: int) -> None:
-        """Be ready for so many that come at once."""
-        self._expected = number
-        self._port.listen(number + _STRANGERS)
+    def open(self, expected: int) -> None:
+        """Let them in, of whom so many are expected; to be called once, before the thread begins."""
+        self._expected = expected
+        self._port.listen(expected + _BACKLOG)
+        self._inbox.set(zmq.USE_FD, self._port.dup().detach())  # ZeroMQ closes what it is given
+        self._inbox.bind(self.endpoint)
 
-    def look(self, *, all_have_come: bool) -> None:
-        """Count who has come, and open or shut the port."""
-        if self._for_good:
+    def prove(self, descriptor: int) -> None:
+        """A message has come on this descriptor, and ZeroMQ lets those through only who are known.
+
+        ZeroMQ may tell of the connection only after its message has been read: so it is noted, until the
+        connection ends, that it is nobody's to be shut down.
+        """
+        self._unproved.discard(descriptor)
+        self._proved.add(descriptor)
+
+    def look(self, expected: int) -> None:
+        """Note who has come and gone, end some strangers if there are too many, and shut the port in time.
+
+        Args:
+            expected: how many are still to come; 0 shuts the port for good.
+        """
+        if self._shut:
             return
-        now = time.monotonic()
-        while self._events.poll(0):
-            recv_monitor_message(self._events, zmq.NOBLOCK)
-            self._came.append(now)
-        while self._came and now - self._came[0] > HANDSHAKE_SECONDS:
-            self._came.popleft()
-        shut = all_have_come or len(self._came) > self._expected + _STRANGERS
-        if shut != self._shut:
-            self._shut = shut
-            self._filter() if shut else self._port.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
-        if all_have_come:
-            self._for_good = True
+        self._expected = expected
+        self._read_events()
+        if not expected:
+            self._shut = True
+            self._filter()
+            self._read_events()
+            for descriptor in tuple(self._unproved):
+                self._end(descriptor)
             self.close()
 
     def close(self) -> None:
-        """Look no more."""
-        if not self._events.closed:
-            self._inbox.disable_monitor()
-            self._events.close(0)
-            self._port.close()
+        """Listen to nobody more, and look no more."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._shut:
+            with contextlib.suppress(zmq.ZMQError):
+                self._inbox.unbind(self.endpoint)
+        # While ZeroMQ waits for its events to be read, the monitor cannot be ended.
+        deadline = time.monotonic() + _LAST_SECONDS
+        while self._monitor.poll(0) and time.monotonic() < deadline:
+            self._read_events()
+        self._inbox.disable_monitor()
+        self._monitor.close(0)
+        self._port.close()
+        os.close(self._spare)
+
+    def _read_events(self) -> None:
+        failed = False
+        while True:
+            try:
+                event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                break
+            if event == zmq.EVENT_ACCEPTED:
+                if value not in self._proved:
+                    self._unproved.add(value)
+                if len(self._unproved) > MOST_STRANGERS + self._expected:
+                    self._end(random.choice(tuple(self._unproved)))
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._unproved.discard(value)
+                self._proved.discard(value)
+            else:
+                failed = True
+        if failed:
+            # No descriptors are left, most likely, and ZeroMQ tries again and again, without a pause.
+            self._warnings.warn("%s: a connection cannot be accepted; raise `ulimit -n`", self.endpoint)
+            for descriptor in tuple(self._unproved):
+                self._end(descriptor)
+
+    def _end(self, descriptor: int) -> None:
+        """Shut a connection down.
+
+        The descriptor is ZeroMQ's, which may have closed it by now, and anybody may have been given its
+        number since. So a copy of it is made, which nobody else can close, and looked at. The copy takes the
+        place of a descriptor that is kept for this: there may be no other.
+        """
+        self._unproved.discard(descriptor)
+        try:
+            os.dup2(descriptor, self._spare, inheritable=False)
+            copy = socket.socket(fileno=self._spare)
+        except OSError:
+            return
+        with contextlib.suppress(OSError):
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == self._number:
+                copy.getpeername()  # raises of the listening socket itself
+                copy.shutdown(socket.SHUT_RDWR)
+        copy.detach()
+        os.dup2(self._port.fileno(), self._spare, inheritable=False)  # the stranger's is ZeroMQ's alone again
 
     def _filter(self) -> None:
         instructions = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
@@ -102,7 +191,7 @@ def _listen(address: str, ports: tuple[int, int] | None) -> socket.socket:
     first, last = ports or (0, 0)
     for port in range(first, last + 1):
         try:
-            listening = socket.create_server((address, port), family=family, backlog=_STRANGERS)
+            listening = socket.create_server((address, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or port == last:
                 where = f"port{'s' if first != last else ''} {first}-{last}" if ports else "any port"

@@ -17,6 +17,7 @@ from torchestra.transport.framing import Assembly, frames
 ALIVE = b""
 GOODBYE = b"\0"
 HELLO = b"\0\0"  # all its connections are there
+WELCOME = b"\0\0\0"  # it has heard our hello
 FRAMES_IN_ADVANCE = 64  # that ZeroMQ keeps at either end of a connection
 _MOST_QUEUED = 1 << 26  # bytes
 _ENDED_SECONDS = 0.15
@@ -29,6 +30,7 @@ _FAILED = {
     zmq.EVENT_CLOSED: "nobody listens there",
     zmq.EVENT_DISCONNECTED: "it ended the connection",
 }
+_TURNED_AWAY = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_DISCONNECTED)
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILED)
 
 
@@ -51,6 +53,7 @@ class Peer:
     Attributes:
         joined: the handshake has succeeded.
         greeted: it has said hello.
+        settled: it has heard our hello; so our connection is not a stranger's to it any more.
         refused: why there is no connection, while none has been.
         began: when the connection was last tried to be made, by the time of the host.
         how: what has become of the rank, once it is gone.
@@ -63,7 +66,7 @@ class Peer:
         self.card = card
         self.socket = socket
         self.joined = False
-        self.greeted = False
+        self.greeted = self.settled = False
         self.refused = ""
         self.how = ""
         self.heard = self.told = 0.0
@@ -76,6 +79,7 @@ class Peer:
         self._frames: Iterator[bytes | memoryview] | None = None
         self._frame: bytes | memoryview | None = None
         self._current = _NOTHING  # the message that is being sent
+        self._said_hello = False
         # Callers may come again from a finaliser that interrupts them.
         self._lock = threading.RLock()
         self._posted = 0
@@ -108,6 +112,7 @@ class Peer:
 
     def say(self, control: bytes) -> None:
         """Queue one of the frames above, which are shorter than the first of any message."""
+        self._said_hello |= control == HELLO
         self._queue.append(_Waiting(0, lambda: iter((control,)), None))
 
     # -- the thread of the connections
@@ -179,7 +184,11 @@ class Peer:
         while self._monitor is not None and self._monitor.poll(0):
             event = zmq.Event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._introduce()
                 self.joined, self.heard = True, clock
+            elif self.joined and not self.settled and event in _TURNED_AWAY:
+                # With too many strangers, before it knew who this is. What was said can be repeated.
+                self.joined, self.refused = False, _FAILED[event]
             elif self.joined:
                 if self._ended is None:
                     self._ended = 0.0
@@ -197,6 +206,12 @@ class Peer:
         elif heartbeat is not None and clock - self.heard > heartbeat:
             self.how = f"died or is cut off (nothing has been heard of it for {clock - self.heard:.1f} s)"
         self._looked = clock
+
+    def _introduce(self) -> None:
+        """Say at once whose connection this is, and again what was said on one before."""
+        self.say(HELLO if self._said_hello else ALIVE)
+        if self.greeted:
+            self.say(WELCOME)
 
     def close(self, linger: int) -> None:
         """End the connection; ``linger``: milliseconds for what ZeroMQ still has."""
