@@ -337,9 +337,8 @@ class Agent:
         try:
             note = self._read(message, None)
         except Exception as error:
-            self._give_up(message.source, error)
-        else:
-            self.contexts.told(message.source, note)
+            return self._give_up(message.source, error)
+        self.contexts.told(message.source, note)
 
     def tell_autograd(self, to: int, note: object) -> None:
         """Let the distributed autograd of a worker know something."""
