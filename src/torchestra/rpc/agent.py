@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from torchestra.autograd.contexts import Context
 
 CALL, ANSWER, FAILURE, GATHER, AUTOGRAD = range(1, 6)
-_MOST = 3600.0 * 24 * 365
 
 _log = logging.getLogger(__name__)
 
@@ -278,7 +277,7 @@ class Agent:
             return False, _nothing
 
     def _give_up(self, source: int, error: Exception) -> None:
-        """A worker sends what cannot be read: it is taken for gone."""
+        """Take a worker for gone that sends what cannot be read."""
         _log.exception("worker %r gives up worker %r", self.info.name, self.workers[source].name)
         self._unreadable[source] = f"sent a message that cannot be read ({type(error).__name__}: {error})"
 
@@ -337,7 +336,8 @@ class Agent:
         try:
             note = self._read(message, None)
         except Exception as error:
-            return self._give_up(message.source, error)
+            self._give_up(message.source, error)
+            return
         self.contexts.told(message.source, note)
 
     def tell_autograd(self, to: int, note: object) -> None:
