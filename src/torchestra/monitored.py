@@ -99,7 +99,7 @@ def _time_is_over(communicator: Communicator, limit: float, rank: int, arrivals:
         " came.\n"
         f" {processed} in monitoredBarrier."
     )
-    communicator.engine.member.abort(message)
+    communicator.abort(message)
     raise CollectiveTimeoutError(message, (rank,))
 
 
@@ -120,5 +120,5 @@ def _give_up(
     timed_out = all(isinstance(error, CollectiveTimeoutError) for error in failures.values())
     if not timed_out:
         raise GroupAbortedError(message)
-    communicator.engine.member.abort(message)
+    communicator.abort(message)
     raise CollectiveTimeoutError(message, missing)

@@ -262,6 +262,15 @@ class Order:
     def _work(self, description: str, *, held: bool = False) -> Work:
         return Work(f"{description} of group {self.name!r}", held=held)
 
+    def abort(self, why: str, failed: tuple[int, ...] = ()) -> None:
+        """Have what is under way in the group, on all ranks, and what is called later, fail at once.
+
+        Args:
+            why: what the errors say.
+            failed: the ranks that have died, if that is why.
+        """
+        self.engine.member.abort(why, failed=failed)
+
     def close(self) -> None:
         """Run what is queued, then leave the group. In a forked child nothing is to be done."""
         if self._inherited:

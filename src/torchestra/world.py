@@ -195,7 +195,7 @@ def _replace(world: World, tag: str, old: ProcessGroup, new: ProcessGroup) -> No
             group.destroy()  # its members have not met, and would look for each other in the old store
             world.remove(group)
         elif lost := group.renumber(numbers):
-            group.communicator.engine.member.abort(
+            group.communicator.abort(
                 f"the world has been shrunk and has no rank {lost[0]} of this group any more; shrink() the"
                 " group, or destroy it",
                 failed=lost,

@@ -282,3 +282,18 @@ def test_the_group_has_the_name_that_the_program_gave_the_backend() -> None:
         dist.destroy_process_group()
         torchestra.init_process_group()
         assert c10d._get_default_group().name() == "threads"
+
+
+def test_a_backend_that_cannot_shrink_says_so() -> None:
+    group = Recording(0, 2)
+    for shrink in (group.shrink, lambda: group.shrink_when_idle([1])):
+        with pytest.raises(TypeError, match="does not support shrinking operations: Recording, of backend"):
+            shrink()
+
+
+def test_a_group_that_has_lost_a_rank_with_its_world_is_aborted_by_its_backend() -> None:
+    group = Recording(0, 2)
+    ended: list[str] = []
+    group.abort = lambda: ended.append("aborted")  # type: ignore[method-assign]
+    group.communicator.abort("the world has been shrunk", failed=(1,))
+    assert ended == ["aborted"]

@@ -225,6 +225,19 @@ class Launchers:
             nodes.close()
 
 
+def test_a_failure_that_is_heard_of_after_the_end_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that hears of it wrote into a pipe that was closed, or into what had its number since."""
+    monkeypatch.setenv("TORCHESTRA_SECRET", "a secret")
+    nodes = Nodes(1, 0, free_place(), 1, 1)
+    reader, writer = nodes._reader, nodes._writer
+    nodes.close()
+    for descriptor in (reader, writer):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+    nodes._wake()
+    nodes.close()
+
+
 def _last(nodes: Nodes) -> int:
     return -nodes.node
 

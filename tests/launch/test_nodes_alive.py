@@ -20,6 +20,7 @@ def launcher(node: int, store: Any) -> Nodes:
     """One of two, after they have met."""
     made = Nodes.__new__(Nodes)
     made.node, made.nnodes, made.other = node, 2, None
+    made._pipe, made._ended, made._server = threading.Lock(), False, None
     made._store, made._host, made._closed = store, "here", threading.Event()
     return made
 
@@ -73,8 +74,8 @@ def test_a_launcher_asks_again_before_it_takes_that_of_node_0_for_gone() -> None
     store = StoppedOnce()
     store.set("failed", json.dumps([0, 3, "a rank failed"]))
     made = launcher(1, store)
-    reader, made._writer = os.pipe()
+    made._reader, made._writer = os.pipe()
     made._listen()
-    os.close(reader)
-    os.close(made._writer)
+    assert os.read(made.news, 1), "who waits for news is told"
+    made._end()
     assert made.other == OtherFailure(0, 3, "a rank failed")

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ import torchestra as dist
 import worlds
 from torchestra import rpc
 from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
+from torchestra.rpc import starting
 from torchestra.rpc.current import current_agent
+from torchestra.store import HashStore, PrefixStore
 
 
 def sleep_long() -> None:
@@ -246,6 +250,48 @@ def _begin_again_and_look(road: str) -> None:
     assert len(worlds.mappings()) <= before[0]
     assert worlds.descriptors() - before[1] == set()
     assert threading.active_count() <= before[2], threading.enumerate()
+
+
+def requests_per_worker(size: int) -> float:
+    """How many requests it takes a worker to learn the names of all."""
+    store, requests = HashStore(), Counter()
+    asking = threading.Lock()
+
+    def counted(name: str, ask: Any) -> Any:
+        def asked(*arguments: Any) -> Any:
+            with asking:
+                requests[name] += 1
+            return ask(*arguments)
+
+        return asked
+
+    for name in ("set", "get", "wait", "await_values", "multi_get"):
+        setattr(store, name, counted(name, getattr(store, name)))
+    names: dict[int, list[str]] = {}
+
+    def meet(rank: int) -> None:
+        names[rank] = starting._meet(PrefixStore("rpc", store), f"worker{rank}", rank, size, 10)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert names == {rank: [f"worker{peer}" for peer in range(size)] for rank in range(size)}
+    return sum(requests.values()) / size
+
+
+def test_to_learn_all_names_takes_no_more_requests_where_there_are_more_workers() -> None:
+    assert requests_per_worker(16) <= requests_per_worker(4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_workers_that_do_not_come_are_named(rank: int) -> None:
+    store = PrefixStore("rpc", HashStore())
+    with pytest.raises(
+        dist.StoreTimeoutError, match=f"ranks {1 - rank}, 2 of 3 did not come to .* rank {rank}"
+    ):
+        starting._meet(store, f"worker{rank}", rank, 3, 0.05)
 
 
 def test_a_name_must_be_unique_and_valid() -> None:

@@ -33,7 +33,7 @@ from torchestra.options import (
 )
 from torchestra.process_group.group import GroupMaker
 from torchestra.store import FakeStore, PrefixStore, Store
-from torchestra.types import ReduceOp
+from torchestra.types import ReduceOp, Timeout
 from torchestra.work import Work
 
 __all__ = ["Creator", "DistributedBackendOptions", "ProcessGroup", "maker_of"]
@@ -80,6 +80,25 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
 
     def shutdown(self) -> None:
         """Called when the group is destroyed; for the backend to say what is to be done."""
+
+    def shrink(
+        self, exclude: Sequence[int] = (), timeout: Timeout | None = None
+    ) -> process_group.ProcessGroup:
+        """For the backend to say how, if it can.
+
+        Raises:
+            InvalidArgumentTypeError: it does not.
+        """
+        raise InvalidArgumentTypeError(
+            f"shrink: Process group backend for {self.group_name!r} does not support shrinking operations:"
+            f" {type(self).__name__}, of backend {self.getBackendName()!r}, has no method shrink"
+        )
+
+    def shrink_when_idle(
+        self, exclude: Sequence[int], timeout: Timeout | None = None
+    ) -> process_group.ProcessGroup:
+        """:meth:`shrink`: when its operations end, only the backend knows."""
+        return self.shrink(exclude, timeout)
 
     def become(self, *arguments: Any) -> None:
         super().become(*arguments)
@@ -170,6 +189,9 @@ class _HandingOn(Communicator):
     def close(self) -> None:
         super().close()
         self._group.shutdown()
+
+    def abort(self, why: str, failed: tuple[int, ...] = ()) -> None:
+        self._group.abort()
 
     def _begin(self, names: str, *arguments: Any) -> Any:
         """Call the first of some methods that the class has by itself."""

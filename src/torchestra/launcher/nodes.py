@@ -107,6 +107,9 @@ class Nodes:
         self.one_too_many: Fault | None = None
         self._counting: list[threading.Thread] = []
         self._reader, self._writer = os.pipe()
+        # Held to write into the pipe or to close it, which different threads do.
+        self._pipe = threading.Lock()
+        self._ended = False
         self._closed = threading.Event()
         try:
             self._store = self._reached(rendezvous)
@@ -241,7 +244,7 @@ class Nodes:
         with contextlib.suppress(DistError, OSError):
             if self._store.add("failures", 1) > min(most, self.world_size - 1):
                 self.one_too_many = fault
-                os.write(self._writer, b"!")
+                self._wake()
 
     def finish_counting(self) -> None:
         """Wait for the answers on all failures that were counted."""
@@ -308,10 +311,20 @@ class Nodes:
                 node, code, why = 0, 1, f"its launcher at {self._host} has ended, or is not reached ({error})"
             if node != self.node:
                 self.other = OtherFailure(node, code, why)
-                os.write(self._writer, b"!")
+                self._wake()
             return
 
+    def _wake(self) -> None:
+        """Have :attr:`news` tell, unless nobody reads it any more."""
+        with self._pipe:
+            if not self._ended:
+                os.write(self._writer, b"!")
+
     def _end(self) -> None:
-        os.close(self._reader)
+        with self._pipe:
+            if not self._ended:
+                self._ended = True
+                os.close(self._reader)
+                os.close(self._writer)
         if self._server is not None:
             self._server.close()

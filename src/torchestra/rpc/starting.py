@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import threading
 import warnings
 import weakref
@@ -12,7 +13,7 @@ from typing import Any
 from torchestra.engine import warm_up
 from torchestra.engine.joining import join
 from torchestra.engine.multihost.finding import find_hosts
-from torchestra.errors import InvalidArgumentTypeError, RemoteReferenceError, RpcError
+from torchestra.errors import InvalidArgumentTypeError, RemoteReferenceError, RpcError, StoreTimeoutError
 from torchestra.process_group.starting import choose_backend
 from torchestra.rendezvous import rendezvous
 from torchestra.rpc import leaks, scripts
@@ -24,6 +25,7 @@ from torchestra.rpc.options import BackendType, RpcBackendOptions
 from torchestra.rpc.roads import Roads
 from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.store import PrefixStore
+from torchestra.store.absence import absent
 from torchestra.thread_ranks import ThreadRank, current_thread_rank, leave_thread_rank
 
 _MEETING_SECONDS = 1800.0
@@ -121,17 +123,33 @@ def _open_roads(
 
 
 def _meet(store: PrefixStore, name: str, rank: int, size: int, seconds: float) -> list[str]:
-    """Tell the others this worker's name; all names, by rank."""
-    store.set(f"name/{rank}", name)
+    """Tell the others this worker's name; all names, by rank. Worker 0 puts them together for all."""
     keys = [f"name/{peer}" for peer in range(size)]
-    store.wait(keys, timedelta(seconds=seconds))
-    names = [store.get(key).decode() for key in keys]
+    store.set(keys[rank], name)
+    limit = timedelta(seconds=seconds)
+    try:
+        if rank == 0:
+            told = store.await_values(keys, limit)
+            store.set("names", json.dumps([each.decode() for each in told]))
+        names: list[str] = json.loads(store.await_values(["names"], limit)[0])
+    except StoreTimeoutError:
+        missing = absent(store, keys)
+        raise StoreTimeoutError(
+            f"init_rpc: {_named(missing) if missing else 'the last worker'} of {size} did not come to {store}"
+            f" within {seconds:g} s (seen from worker {name!r}, rank {rank}): are all running, and do all use"
+            " the same rendezvous?"
+        ) from None
     for peer, other in enumerate(names):
         if names.index(other) != peer:
             raise RpcError(
                 f"RPC worker name {other!r} is not unique: ranks {names.index(other)} and {peer} both have it"
             )
     return names
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
