@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from torchestra.launcher.spec import Call, JobSpec, MainModule
+from torchestra.rendezvous.over_mpi import _Place
+from torchestra.rpc import RpcBackendOptions
+
 RANK = """
     import os
     from torchestra import TCPStore
@@ -51,3 +55,13 @@ def test_each_job_has_a_secret_of_its_own_that_no_command_line_shows(
 def test_a_secret_that_is_set_is_kept(start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHESTRA_SECRET", "the-users-own")
     assert words(start) == [["the-users-own", "True", "False"]] * 2
+
+
+def test_what_holds_the_secret_does_not_show_it() -> None:
+    """In a log, a traceback with the values of variables, or a debugger's list of them."""
+    call = Call(b"the secret", MainModule())
+    spec = JobSpec(2, call, {"TORCHESTRA_SECRET": "the secret"}, "/")
+    place = _Place(["10.0.0.1"], 1, "the secret")
+    options = RpcBackendOptions(secret="the secret")
+    for each in (spec, call, place, options):
+        assert "the secret" not in f"{each!r} {each}"

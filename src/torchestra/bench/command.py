@@ -25,6 +25,7 @@ from torchestra.bench.ranks.shapes import OPERATIONS
 from torchestra.bench.report import BenchReport
 from torchestra.bench.run import run_benchmark
 from torchestra.bench.table import render, to_markdown
+from torchestra.engine.trace import replacing
 from torchestra.errors import InvalidArgumentError
 
 __all__ = ["add_arguments", "main", "options_from", "write_report"]
@@ -138,7 +139,8 @@ def write_report(report: BenchReport, options: BenchOptions) -> list[Path]:
     """Write JSON, the picture where matplotlib is installed, and Markdown where wanted; the files written."""
     options.output.mkdir(parents=True, exist_ok=True)
     data = options.output / "bench.json"
-    data.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    with replacing(data) as file:
+        file.write(json.dumps(report.to_json(), indent=1) + "\n")
     written = [data]
     if report.cells:
         try:
@@ -150,7 +152,8 @@ def write_report(report: BenchReport, options: BenchOptions) -> list[Path]:
             print("no picture: matplotlib is not installed", file=sys.stderr)
     if options.markdown:
         markdown = options.output / "bench.md"
-        markdown.write_text(to_markdown(report), encoding="utf-8")
+        with replacing(markdown) as file:
+            file.write(to_markdown(report))
         written.append(markdown)
     return written
 

@@ -10,17 +10,19 @@ The format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from torchestra.engine.flight import FlightEntry, FlightRecord, RankRecord
 
-__all__ = ["merged", "trace_of", "write_trace"]
+__all__ = ["merged", "replacing", "trace_of", "write_trace"]
 
 Event = dict[str, Any]
 
@@ -66,10 +68,22 @@ def _clock() -> str:
 
 def write_trace(path: str | Path, trace: dict[str, Any]) -> None:
     """Write a trace, all of it or nothing."""
-    new = f"{path}.{os.getpid()}.new"
+    with replacing(path) as file:
+        json.dump(trace, file)
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[TextIO]:
+    """A new file to write to, which takes the place of ``path`` in the end, or is deleted after an error.
+
+    In a directory that others may write to as well, such as /tmp, nobody can have it written elsewhere: its
+    name until then is random, and a link that lies at ``path`` is replaced, not followed.
+    """
+    new = f"{path}.{secrets.token_hex(8)}.new"
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        with open(new, "w") as file:
-            json.dump(trace, file)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            yield file
         os.replace(new, path)
     except BaseException:
         Path(new).unlink(missing_ok=True)

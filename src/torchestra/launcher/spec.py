@@ -50,7 +50,7 @@ class MainModule:
 class Call:
     """A pickled ``(function, arguments)``; ``main`` serves what it refers to in the caller's ``__main__``."""
 
-    payload: bytes
+    payload: bytes = field(repr=False)
     main: MainModule = field(default_factory=MainModule)
 
 
@@ -74,7 +74,7 @@ class JobSpec:
 
     nproc: int
     target: Target
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)  # has the job's secret, and perhaps the user's
     directory: str
     search_path: tuple[str, ...] | None = None
     first_rank: int = 0

@@ -38,6 +38,9 @@ class _Place(NamedTuple):
     port: int
     secret: str
 
+    def __repr__(self) -> str:
+        return f"_Place({self.addresses}, {self.port})"  # the secret is to stand in no message
+
 
 _lock = threading.Lock()
 _place: _Place | None = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from torchestra.engine.trace import replacing
 
 __all__ = ["write_page"]
 
@@ -18,10 +19,5 @@ def write_page(path: str | Path, trace: dict[str, Any]) -> None:
     template = resources.files("torchestra.watching").joinpath("viewer.html").read_text(encoding="utf-8")
     # Inside a script element, no text may end it.
     data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
-    new = Path(f"{path}.{os.getpid()}.new")
-    try:
-        new.write_text(template.replace(_PLACE, data), encoding="utf-8")
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(template.replace(_PLACE, data))
