@@ -24,6 +24,8 @@ from torchestra.engine.callsites import call_site
 from torchestra.engine.kernels import control
 from torchestra.engine.liveness import PeerProcesses, PeerThreads, process_start
 from torchestra.engine.member import Member
+from torchestra.engine.standing import describe_standing
+from torchestra.engine.watcher import Watcher
 from torchestra.errors import DistBackendError, GroupAbortedError, RankFailedError
 
 SOON = 20.0
@@ -298,3 +300,19 @@ def test_asking_for_the_call_site_keeps_nothing_alive() -> None:
         assert ask()() is None
     finally:
         gc.enable()
+
+
+def test_what_a_rank_called_and_where_its_program_is_do_not_overwrite_each_other(
+    members: tuple[Member, Member],
+) -> None:
+    """The watcher may be asked while the ranks tell each other of a mismatch."""
+    zero, one = members
+    zero._tell_call("all_reduce(SUM) of 3 elements")
+    watcher = Watcher(zero, threading.current_thread())
+    watcher.start()
+    lines = describe_standing(one.arena, None, [0], (), (1, "elsewhere"))
+    assert f"is at {__file__}" in lines
+    assert one._call_of(0) == "all_reduce(SUM) of 3 elements"
+    zero.leave()
+    watcher.join(SOON)
+    assert not watcher.is_alive()

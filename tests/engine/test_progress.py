@@ -9,19 +9,22 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from torchestra import order
+import torchestra as dist
+from torchestra import order, quick
 from torchestra import work as work_file
 from torchestra.engine import progress as engine_progress
 from torchestra.engine.progress import ProgressThread
 from torchestra.errors import GroupAbortedError
 from torchestra.order import Order, _Queued
 from torchestra.work import Work
+from worlds import run
 
 SOON = 20.0
 NEVER = 3600.0  # a grace in which the thread takes nothing by itself
@@ -188,13 +191,13 @@ INTERRUPTED_FILES = (engine_progress.__file__, order.__file__, work_file.__file_
 
 
 @contextlib.contextmanager
-def interrupted_at(place: int) -> Iterator[list[str]]:
+def interrupted_at(place: int, files: Sequence[str] = INTERRUPTED_FILES) -> Iterator[list[str]]:
     """Raise KeyboardInterrupt at the place-th point at which a signal can be seen; where, if there is one."""
     left, where = place, []
     last: dict[FrameType, str] = {}  # the instruction that each frame has just executed
 
     def enter(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename not in INTERRUPTED_FILES:
+        if frame.f_code.co_filename not in files:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return step
@@ -240,3 +243,37 @@ def test_no_interrupt_loses_an_operation() -> None:
             if not where:
                 break
     assert place > 20
+
+
+def hold(lock: threading.Lock, taken: threading.Event, errors: list[RuntimeError]) -> None:
+    try:
+        with lock:
+            taken.set()
+            threading.Event().wait(0.01)
+    except RuntimeError as error:  # somebody else has released it
+        errors.append(error)
+
+
+def be_interrupted_in_the_short_way() -> None:
+    communicator = dist.group.WORLD.communicator
+    tensor, lock = torch.ones(1), communicator._lock
+    dist.all_reduce(tensor)  # from now on it goes the short way
+    for place in itertools.count():
+        taken = threading.Event()
+        errors: list[RuntimeError] = []
+        other = threading.Thread(target=hold, args=(lock, taken, errors))
+        other.start()
+        assert taken.wait(SOON)
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place, [quick.__file__]) as where:
+            communicator.all_reduce(tensor, dist.ReduceOp.SUM)
+        other.join(SOON)
+        assert errors == [], where
+        assert not lock.locked(), where
+        if not where:
+            break
+    assert place > 3
+
+
+def test_no_interrupt_of_the_short_way_releases_a_lock_that_another_thread_has() -> None:
+    """It comes at every point of it at which one can."""
+    run("threads", 1, be_interrupted_in_the_short_way)

@@ -31,7 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
-VERSION = 5
+VERSION = 6
 MEMORY_FILE = "torchestra"  # what the names of all arenas' memory files begin with
 RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for what is left of arenas (keeping.py)
 PAGE = 4096
@@ -78,10 +78,15 @@ NUMBER = 280  # what the group calls the rank, where it has more ranks on other 
 CORE = 320  # 1 + the core that the rank was last seen on (placement.py)
 ABANDONED = 328  # the operation that the rank has left halfway; it begins no other
 ASKED = 384  # counts up when a peer wants to know what this rank is doing
-ANSWERED = 392  # the value of ASKED that TEXT answers
-TEXT_LENGTH = 400
-TEXT = 512  # what the rank called in a mismatch, or what it is doing
-TEXT_BYTES = 3584
+ANSWERED = 392  # the value of ASKED that ANSWER answers
+CALLED_LENGTH = 400
+ANSWER_LENGTH = 408
+# Each of the two is written by one thread at a time, so that none is read while another writes it: CALLED by
+# whoever runs an operation, ANSWER by the watcher.
+CALLED = 512  # what the rank called in a mismatch
+CALLED_BYTES = 2560
+ANSWER = 3072  # where its program is
+ANSWER_BYTES = 1024
 
 ABSENT = 0
 PRESENT = 1

@@ -296,9 +296,10 @@ class LocalEngine:
 
     def waiter(self, seconds: float) -> MessageWaiter:
         """Who ends the waits of messages that may wait for so long."""
-        if seconds != self._waiter.seconds:
-            self._waiter = MessageWaiter(self.member, seconds)
-        return self._waiter
+        waiter = self._waiter  # which another thread may replace
+        if seconds != waiter.seconds:
+            waiter = self._waiter = MessageWaiter(self.member, seconds)
+        return waiter
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the arena."""

@@ -435,7 +435,7 @@ class Member:
     def _raise_mismatch(self, meta: int, count: int, site: str | None, seconds: float) -> None:
         """Tell the others what this rank called, hear what they called, and raise it all."""
         mine = f"{operations.describe(meta, count)}{self._lengths(meta, count)} at {site or call_site()}"
-        self.set_text(mine)
+        self._tell_call(mine)
         deadline = time.monotonic() + min(seconds, 10)
         for step in (2, 3):
             control.publish_step(self.context, step)
@@ -448,7 +448,7 @@ class Member:
                     break
                 suspect = self._gone(blocked, self._dead(), alone=True)
             if step == 2:
-                calls = [mine if rank == self.rank else self._text_of(rank) for rank in range(self.size)]
+                calls = [mine if rank == self.rank else self._call_of(rank) for rank in range(self.size)]
         lines = "".join(
             f"\n  rank {number} called {call}" for number, call in zip(self.numbers, calls, strict=True)
         )
@@ -470,16 +470,14 @@ class Member:
             return ""
         return f" of {sent if kind is operations.Kind.reduce_scatter else expected} elements by rank"
 
-    def set_text(self, text: str) -> None:
-        """Write a text into this rank's block, for the others."""
-        offset = self._control
-        length = self.arena.set_text(offset + at.TEXT, at.TEXT_BYTES, text)
-        control.tell(self.arena.address + offset + at.TEXT_LENGTH, length)
+    def _tell_call(self, call: str) -> None:
+        length = self.arena.set_text(self._control + at.CALLED, at.CALLED_BYTES, call)
+        control.tell(self.arena.address + self._control + at.CALLED_LENGTH, length)
 
-    def _text_of(self, rank: int) -> str:
+    def _call_of(self, rank: int) -> str:
         offset = self.arena.control(rank)
-        length = control.read(self.arena.address + offset + at.TEXT_LENGTH)
-        return self.arena.text(offset + at.TEXT, length)
+        length = control.read(self.arena.address + offset + at.CALLED_LENGTH)
+        return self.arena.text(offset + at.CALLED, length)
 
     def _now(self) -> str:
         parity = (self.word(at.SEQUENCE) & 1) * 8

@@ -87,8 +87,8 @@ def _places(arena: Arena, peers: Peers | None, ranks: list[int]) -> dict[int, st
         for rank in tuple(silent):
             block = arena.control(rank)
             if control.read(arena.address + block + at.ANSWERED) >= asked[rank]:
-                length = control.read(arena.address + block + at.TEXT_LENGTH)
-                places[rank] = arena.text(block + at.TEXT, length)
+                length = control.read(arena.address + block + at.ANSWER_LENGTH)
+                places[rank] = arena.text(block + at.ANSWER, length)
                 silent.remove(rank)
         time.sleep(_LOOK_SECONDS)
     return {rank: place or "did not say where it is" for rank, place in places.items()}

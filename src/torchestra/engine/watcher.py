@@ -28,12 +28,15 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         member = self._member
-        block = member.arena.address + member.arena.control(member.rank)
+        arena = member.arena
+        offset = arena.control(member.rank)
+        block = arena.address + offset
         answered = 0
         while not member.closed:
             asked = control.await_question(member.context, block + at.ASKED, answered)
             if asked == answered or member.closed:
                 continue
-            member.set_text(f"is at {call_site(self._thread.ident)}")
+            text = f"is at {call_site(self._thread.ident)}"
+            control.tell(block + at.ANSWER_LENGTH, arena.set_text(offset + at.ANSWER, at.ANSWER_BYTES, text))
             control.tell(block + at.ANSWERED, asked)
             answered = asked
