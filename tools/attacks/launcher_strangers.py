@@ -12,11 +12,12 @@ from typing import Any
 from tools.attacks import Outcome
 from tools.attacks._flood import SILENCE, Flood
 
-SECONDS_TO_START = 60.0
+SECONDS_TO_START, SECONDS_TO_END = 30.0, 30.0
 
 
 def attack(seconds: float) -> Outcome:
     """Launch a job of two ranks, which works until it is told to end, and flood its port."""
+    from torchestra.engine import warm_up
     from torchestra.launcher import launch
 
     outcome = Outcome()
@@ -30,7 +31,8 @@ def attack(seconds: float) -> Outcome:
             except Exception as error:
                 ended.append(error)
 
-        job = threading.Thread(target=run)
+        warm_up()  # compiling may take longer than a job may take to start
+        job = threading.Thread(target=run, daemon=True)
         job.start()
         deadline = time.monotonic() + SECONDS_TO_START
         while not (directory / "address").exists() and not ended and time.monotonic() < deadline:
@@ -41,13 +43,13 @@ def attack(seconds: float) -> Outcome:
             with Flood((host, int(port)), talks) as flood:
                 time.sleep(seconds)
                 (directory / "stop").touch()
-                job.join()
+                job.join(SECONDS_TO_END)
             outcome.tried["strangers"] = flood.seen["opened"]
             outcome.refused["strangers"] = flood.seen["ended"]
-        job.join()
+        job.join(SECONDS_TO_END)
     counts = ended[0] if ended and isinstance(ended[0], list) else []
     outcome.tried["groups made by the job"] = counts[0] if counts else 0
-    outcome.expect(bool(counts) and counts[0] > 0, f"the job has failed: {ended}")
+    outcome.expect(bool(counts) and counts[0] > 0, f"the job has failed, or hangs: {ended}")
     return outcome
 
 
