@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-import select
 import signal
 import sys
 import threading
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torchestra.engine import layout as at
 from torchestra.engine.arena import Arena, layout_for
 from torchestra.engine.callsites import call_site
 from torchestra.engine.kernels import control
-from torchestra.engine.liveness import PeerProcesses, PeerThreads, process_start
+from torchestra.engine.liveness import PeerProcesses, PeerThreads
 from torchestra.engine.member import Member
 from torchestra.engine.standing import describe_standing
 from torchestra.engine.watcher import Watcher
@@ -173,64 +173,123 @@ def test_an_arena_of_other_dimensions_is_refused() -> None:
 # -- who lives
 
 
-def child() -> int:
+def child(arena: Arena, rank: int, *, leaves: bool = False) -> int:
+    """A process that is a rank until a signal ends it."""
     pid = os.fork()
     if pid == 0:
         # Whatever the tests before have left: a signal must end this process, not raise in a copy of pytest.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
+            member = Member(arena, rank, "group", spins=0, yields=0)
+            member.announce()
+            if leaves:
+                member.leave()
+                os.close(arena.descriptor)
             signal.pause()
         finally:
             os._exit(0)
+    wanted = at.LEFT if leaves else at.PRESENT
+    deadline = time.monotonic() + SOON
+    while arena.word(arena.control(rank) + at.STATE) != wanted or arena.is_held(rank) == leaves:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     return pid
 
 
-def test_a_process_that_ends_is_seen_whoever_reaps_it() -> None:
-    pids = [child(), child()]
-    peers = PeerProcesses([(0, 0), *((pid, process_start(pid)) for pid in pids)], own=0)
+@contextlib.contextmanager
+def peers_of(arena: Arena) -> Iterator[PeerProcesses]:
+    peers = PeerProcesses(arena, own=0)
     try:
+        yield peers
+    finally:
+        peers.close()
+
+
+def dead_soon(peers: PeerProcesses, expected: tuple[int, ...]) -> bool:
+    """Whether they are found dead: a look may be put off after one that took long."""
+    deadline = time.monotonic() + SOON
+    while peers.dead() != expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return peers.dead() == expected
+
+
+def arena_for(size: int) -> Arena:
+    arena, descriptor = Arena.create(at.Layout(size, 4096, 4096, 0, 4096), "group")
+    os.close(descriptor)
+    return arena
+
+
+def test_a_process_that_ends_is_seen_whoever_reaps_it() -> None:
+    arena = arena_for(4)  # rank 3 has not come
+    pids = [child(arena, rank) for rank in (1, 2)]
+    with peers_of(arena) as peers:
         assert peers.dead() == ()
         os.kill(pids[0], signal.SIGKILL)
         os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)  # not reaped yet
-        assert peers.dead() == (1,)
+        assert dead_soon(peers, (1,))
+        assert peers.how(1) == "killed by SIGKILL"
         os.waitpid(pids[0], 0)
         os.kill(pids[1], signal.SIGTERM)
         os.waitpid(pids[1], 0)
-        assert peers.dead() == peers.dead() == (1, 2)
-    finally:
-        peers.close()
+        assert dead_soon(peers, (1, 2))
+        assert peers.dead() == (1, 2)
 
 
-def test_a_process_that_took_over_a_number_is_not_taken_for_the_rank() -> None:
+def test_a_process_that_has_left_lives_until_it_ends() -> None:
+    """Without the arena's file it has no lock; its number tells, if no other process has taken that over."""
     before = len(os.listdir("/proc/self/fd"))
-    pid = child()
+    arena = arena_for(2)
+    pid = child(arena, 1, leaves=True)
     try:
-        peers = PeerProcesses([(0, 0), (pid, process_start(pid) - 1)], own=0)
-        assert peers.dead() == (1,)
-        peers.close()
+        with peers_of(arena) as peers:
+            assert peers.dead() == ()
+        started = arena.control(1) + at.STARTED
+        arena.set_word(started, arena.word(started) - 1)
+        with peers_of(arena) as peers:
+            assert dead_soon(peers, (1,))
+        arena.set_word(started, arena.word(started) + 1)
+        with peers_of(arena) as peers:
+            assert peers.dead() == ()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            assert dead_soon(peers, (1,))
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    gone = PeerProcesses([(0, 0), (pid, 1)], own=0)
-    assert gone.dead() == (1,)
-    gone.close()
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    del arena, peers
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_process_has_one_pidfd_in_however_many_groups_it_is() -> None:
+    arenas = [arena_for(2) for _ in range(5)]
+    pids = [child(arena, 1) for arena in arenas[:1]]
+    word = arenas[0].control(1)
+    for arena in arenas[1:]:
+        for offset in (at.PROCESS, at.STARTED, at.SPACE, at.STATE):
+            arena.set_word(word + offset, arenas[0].word(word + offset))
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as stack:
+        for arena in arenas:
+            stack.enter_context(peers_of(arena)).dead()
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.kill(pids[0], signal.SIGKILL)
+    os.waitpid(pids[0], 0)
+
+
 def test_several_threads_may_ask_who_lives() -> None:
-    """poll() itself refuses to be called by two threads at once."""
-    pid = child()
-    peers = PeerProcesses([(0, 0), (pid, process_start(pid))], own=0)
+    arena = arena_for(2)
+    pid = child(arena, 1)
     try:
-        assert hasattr(select, "poll")
+        with peers_of(arena) as peers:
 
-        def ask(_: int) -> set[tuple[int, ...]]:
-            return {peers.dead() for _ in range(20_000)}
+            def ask(_: int) -> set[tuple[int, ...]]:
+                return {peers.dead() for _ in range(20_000)}
 
-        with ThreadPoolExecutor(3) as pool:
-            assert list(pool.map(ask, range(3))) == [{()}] * 3
+            with ThreadPoolExecutor(3) as pool:
+                assert list(pool.map(ask, range(3))) == [{()}] * 3
     finally:
-        peers.close()
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 

@@ -20,11 +20,13 @@ rank that is dropped comes again. So whoever connects, says nonsense or nothing 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import logging
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -71,7 +73,8 @@ class Admission:
         secret: the job's, or None.
         name: of the group, for the log.
         taken: those of the ranks that need nothing, and that nobody else may be.
-        keeps: hold the connections of those who have been given the descriptor until :meth:`close`.
+        keeps: hold the connections of those who have been given the descriptor until :meth:`close`, or until
+            they end them, which :meth:`ended` tells.
 
     Attributes:
         invitation: what the others must be told through the store.
@@ -91,7 +94,8 @@ class Admission:
         self.invitation = f"{address}:{token}"
         self._address = "\0" + address
         self._keeps = keeps
-        self._kept: list[socket.socket] = []
+        self._kept: dict[int, tuple[int, socket.socket]] = {}  # by descriptor, and whose
+        self._ends = select.poll()
         self.given: list[int] = []
         self._ranks = ranks
         self._taken = set(taken)
@@ -121,7 +125,7 @@ class Admission:
     def close(self) -> None:
         """End all connections."""
         self._listener.close()
-        for connection in self._kept:
+        for _, connection in self._kept.values():
             connection.close()
 
     def wake(self) -> None:
@@ -135,6 +139,16 @@ class Admission:
         """Do what can be done; wait for something to do for 50 ms at most, or for so many seconds."""
         for connection in self._listener.ready(seconds):
             self._hear(connection, descriptor)
+
+    def ended(self) -> list[int]:
+        """The ranks that have ended their connection, or have died, since this was called last."""
+        found = []
+        for descriptor, _ in self._ends.poll(0):
+            self._ends.unregister(descriptor)
+            rank, connection = self._kept.pop(descriptor)
+            connection.close()
+            found.append(rank)
+        return found
 
     def _hear(self, connection: socket.socket, descriptor: int) -> None:
         given = False
@@ -152,7 +166,8 @@ class Admission:
             _log.debug("group %r: lost a process that wanted the group's memory: %s", self._name, error)
         if given and self._keeps:
             self._listener.release(connection)
-            self._kept.append(connection)
+            self._kept[connection.fileno()] = self.given[-1], connection
+            self._ends.register(connection, select.POLLIN)
         else:
             self._listener.drop(connection)
 
@@ -223,6 +238,8 @@ def visit(
                 # Rank 0 had too many visitors, or none of its time for us yet.
                 pass
             except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise
                 raise DistBackendError(
                     f"{who} cannot reach rank 0 on this host ({error}): either rank 0 has failed, or the two"
                     " are on different hosts, whose ranks must meet by env:// or tcp://"
@@ -282,10 +299,11 @@ def _packet(connection: socket.socket, deadline: float) -> tuple[bytes, list[int
     Raises:
         TimeoutError: the deadline has come.
         ConnectionResetError: the connection was ended.
+        OSError: EMFILE, where the system had no room for a descriptor.
     """
     while True:
         try:
-            packet, found, _, _ = socket.recv_fds(connection, _LONGEST, 4)
+            packet, found, flags, _ = socket.recv_fds(connection, _LONGEST, 4)
         except TimeoutError:
             if time.monotonic() > deadline:
                 raise
@@ -293,6 +311,9 @@ def _packet(connection: socket.socket, deadline: float) -> tuple[bytes, list[int
         # Python before 3.12 passes no flags on to the kernel, so not MSG_CMSG_CLOEXEC.
         for descriptor in found:
             os.set_inheritable(descriptor, False)
+        if flags & socket.MSG_CTRUNC:  # the system had no room for a descriptor
+            _close(found)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if not packet:
             raise ConnectionResetError("rank 0 ended the connection")
         return packet, list(found)

@@ -14,7 +14,8 @@ decides: ranks may see different amounts of memory, or be under different limits
 Core dumps leave out what lies behind the records. A dump reads every page of a mapping, and reading a page
 of a sparse file that was never touched takes memory for it.
 
-Each rank keeps its descriptor open, for ``torchestra top`` to find it by.
+Each rank keeps its descriptor open, for ``torchestra top`` to find it by, and a process holds a lock on the
+first byte of the control block of the rank that it is, by which the others see that it lives (liveness.py).
 """
 
 from __future__ import annotations
@@ -147,6 +148,29 @@ class Arena:
             inner, outer = max(place, at.align(start, page)), min(end, (start + length) // page * page)
             if inner < outer and not keep:
                 self.release_heap(inner, outer - inner)
+
+    @property
+    def descriptor(self) -> int:
+        """That of the arena's file; it is the arena's, and is not to be closed."""
+        return self._file.descriptor
+
+    def hold(self, rank: int) -> None:
+        """Let the others see, from now on and for as long as this process lives, that it is this rank.
+
+        Raises:
+            DistBackendError: another process is.
+        """
+        try:
+            self._file.hold(self.control(rank))
+        except OSError as error:
+            raise DistBackendError(
+                f"rank {rank} cannot lock its place in the group's memory ({error}): do two processes claim"
+                " the same rank?"
+            ) from error
+
+    def is_held(self, rank: int) -> bool:
+        """Whether another process that is this rank lives (False if this process is)."""
+        return self._file.is_held(self.control(rank))
 
     def release_heap(self, start: int, length: int) -> None:
         """Give the memory of a range of the heaps, in whole pages, back to the system."""

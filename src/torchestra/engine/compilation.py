@@ -20,6 +20,7 @@ from numba.core import sigutils
 from numba.core.ccallback import CFunc
 
 from torchestra.engine.caching import cache_of, chosen_directory, open_own, say_once
+from torchestra.limits import start_thread
 
 Kernel = Callable[..., int]
 T = TypeVar("T")
@@ -200,7 +201,7 @@ def undisturbed(work: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     thread = Thread(target=do, name="torchestra-compile", daemon=True)
-    thread.start()
+    start_thread(thread)
     thread.join()  # not only the outcome: who forks next wants no thread beside it
     return outcome.result()
 

@@ -6,14 +6,15 @@ Whoever may read a process's /proc may do this: processes of the same user.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import stat
+import weakref
 
 import numpy as np
 
 from torchestra.engine import layout as at
 from torchestra.engine.channels.words import channel_area_bytes
+from torchestra.engine.mapping import close, holder, map_to_read
 from torchestra.errors import DistBackendError
 
 __all__ = ["ForeignArena"]
@@ -34,10 +35,15 @@ class ForeignArena:
 
     def __init__(self, descriptor: int) -> None:
         self.layout = _layout(descriptor)
-        memory = mmap.mmap(descriptor, self.layout.slots, prot=mmap.PROT_READ)
-        self._bytes = np.frombuffer(memory, dtype=np.uint8)
+        self._bytes = map_to_read(descriptor, self.layout.slots)
+        self._descriptor = os.dup(descriptor)
+        weakref.finalize(self, close, self._descriptor).atexit = False
         self._words = self._bytes.view(np.int64)
         self.address: int = self._bytes.ctypes.data
+
+    def is_held(self, rank: int) -> bool:
+        """Whether another process that is this rank lives (arena.py)."""
+        return holder(self._descriptor, self.layout.control + rank * at.CONTROL_BYTES) is not None
 
     def word(self, offset: int) -> int:
         """The word at a byte offset."""

@@ -131,8 +131,8 @@ class _ProcessOffer:
         self.key = _new_key()
         name, self._proof = _halves(self.key)
         with contextlib.ExitStack() as undo:
-            arena, self._descriptor = Arena.create(layout_for(size), group)
-            undo.callback(os.close, self._descriptor)
+            arena, descriptor = Arena.create(layout_for(size), group)
+            os.close(descriptor)
             self._listener = undo.enter_context(
                 contextlib.closing(
                     BoundedListener(
@@ -153,7 +153,7 @@ class _ProcessOffer:
             try:
                 said = connection.recv(len(self._proof) + 1)
                 if hmac.compare_digest(said, self._proof):
-                    socket.send_fds(connection, [_YES], [self._descriptor])
+                    socket.send_fds(connection, [_YES], [self.estate.arena.descriptor])
             except BlockingIOError:
                 continue
             except OSError:
@@ -161,9 +161,6 @@ class _ProcessOffer:
             self._listener.drop(connection)
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
         self._listener.close()
 
 

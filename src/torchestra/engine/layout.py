@@ -74,6 +74,7 @@ WAITERS = 128  # how many ranks sleep on PROGRESS
 STATE = 256  # ABSENT, PRESENT or LEFT
 PROCESS = 264  # process id of the rank
 STARTED = 272  # when that process started, in clock ticks since boot
+SPACE = 288  # the PID namespace that PROCESS is a number of, or 0 if unknown
 NUMBER = 280  # what the group calls the rank, where it has more ranks on other hosts; all ranks write it
 CORE = 320  # 1 + the core that the rank was last seen on (placement.py)
 ABANDONED = 328  # the operation that the rank has left halfway; it begins no other

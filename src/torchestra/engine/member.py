@@ -34,7 +34,7 @@ from torchestra.engine.callsites import call_site
 from torchestra.engine.heap import Heap
 from torchestra.engine.keeping import keep_record
 from torchestra.engine.kernels import control
-from torchestra.engine.liveness import PeerProcesses, Peers, PeerThreads, process_start
+from torchestra.engine.liveness import PeerProcesses, Peers, PeerThreads, process_space, process_start
 from torchestra.engine.patience import Patience
 from torchestra.engine.placement import LOOK_EVERY
 from torchestra.engine.standing import describe_standing
@@ -48,10 +48,9 @@ from torchestra.errors import (
     RankFailedError,
 )
 from torchestra.forking import forget_in_children
+from torchestra.limits import start_thread
 
-_LIVENESS_SECONDS = 0.05
-_RESTLESS_SECONDS = 1.0
-_CLAIM_SECONDS = 2.0
+_LIVENESS_SECONDS, _RESTLESS_SECONDS, _CLAIM_SECONDS = 0.05, 1.0, 2.0
 
 
 class Member:
@@ -390,9 +389,11 @@ class Member:
 
     def announce(self) -> None:
         """Enter this rank into the arena: who it is, and that it is there."""
+        self.arena.hold(self.rank)
         pid = os.getpid()
         self.arena.set_word(self._control + at.PROCESS, pid)
         self.arena.set_word(self._control + at.STARTED, process_start(pid))
+        self.arena.set_word(self._control + at.SPACE, process_space())
         for rank, number in enumerate(self.numbers):
             self.arena.set_word(self.arena.control(rank) + at.NUMBER, number)
         control.tell(self.arena.address + self._control + at.STATE, at.PRESENT)
@@ -401,20 +402,15 @@ class Member:
         """Begin to know who lives.
 
         Args:
-            threads: by rank, the threads that are ranks, filled as they join; None where ranks are processes,
-                all of which have been announced.
+            threads: by rank, the threads that are ranks, filled as they join; None where ranks are processes.
             program: the thread that this rank's program runs in.
         """
         self.program = program
         if threads is not None:
             self.peers = PeerThreads(threads, self.rank)
         elif self.size > 1:
-            blocks = [self.arena.control(rank) for rank in range(self.size)]
-            pids = [
-                (self.arena.word(block + at.PROCESS), self.arena.word(block + at.STARTED)) for block in blocks
-            ]
-            self.peers = PeerProcesses(pids, self.rank)
-            Watcher(self, program).start()
+            self.peers = PeerProcesses(self.arena, self.rank)
+            start_thread(Watcher(self, program))
 
     def leave(self) -> None:
         """Say that this rank takes part in nothing any more."""

@@ -31,6 +31,7 @@ from typing import Protocol
 import numpy as np
 
 from torchestra.engine.kernels import bell
+from torchestra.limits import start_thread
 
 LetGo = Callable[[], None]
 
@@ -124,7 +125,7 @@ class ProgressThread:
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name=self._name, daemon=True)
         try:
-            self._thread.start()
+            start_thread(self._thread)
         except RuntimeError:
             self._thread = None
             raise

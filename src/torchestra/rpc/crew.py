@@ -26,6 +26,8 @@ from typing import Protocol
 
 from torchestra.autograd.here import aside
 from torchestra.engine.channels import LostPeerError, Message
+from torchestra.errors import DistBackendError
+from torchestra.limits import start_thread
 from torchestra.rpc.offices import Office
 
 _LOOK_SECONDS = 0.05
@@ -236,7 +238,11 @@ class Crew:
             target=contextvars.copy_context().run, args=(self._serve,), daemon=True, name=f"rpc-{self._name}"
         )
         self._threads.add(thread)
-        thread.start()
+        try:
+            start_thread(thread)
+        except DistBackendError:
+            self._threads.discard(thread)
+            raise
 
     def _serve(self) -> None:
         thread = threading.current_thread()

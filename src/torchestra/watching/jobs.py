@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torchestra.engine.foreign import ForeignArena
 from torchestra.engine.liveness import process_start
+from torchestra.engine.mapping import close
 from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.watching.finding import PROC, open_arenas
 
@@ -38,7 +39,9 @@ class Group:
     def is_alive(self, rank: int) -> bool:
         """Whether the process of a rank runs (a thread's is that of all)."""
         pid, started = self.arena.process(rank)
-        return pid > 0 and process_start(pid) == started and pid in self.pids
+        if pid in self.pids and process_start(pid) == started:
+            return True
+        return self.arena.is_held(rank)  # it may have another number in a PID namespace of its own
 
 
 @dataclass
@@ -144,7 +147,7 @@ def _opened(path: Path) -> ForeignArena:
     try:
         return ForeignArena(descriptor)
     finally:
-        os.close(descriptor)
+        close(descriptor)  # it may be this process's own
 
 
 def _ancestry(pid: int) -> set[int]:

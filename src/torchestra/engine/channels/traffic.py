@@ -36,6 +36,7 @@ from torchestra.engine.channels.transfer import Record, Retracted, Transfer, Wai
 from torchestra.engine.channels.wording import Wording
 from torchestra.engine.compilation import entry_point
 from torchestra.engine.layout import ABORTED, DONE
+from torchestra.limits import start_thread
 
 _post: Any = working.post
 _run: Any = working.run
@@ -220,8 +221,8 @@ class Traffic:
         if self._resting and (self._pending or self._inbox):
             with self._gate:
                 if not (self._started or self._closed):
+                    start_thread(self._thread)
                     self._started = True
-                    self._thread.start()
             self._ring()
 
     def _ring(self) -> None:

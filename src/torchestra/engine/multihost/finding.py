@@ -35,6 +35,7 @@ from torchestra.engine.admission import Admission, await_end, visit
 from torchestra.engine.multihost.host_id import HOST_VARIABLE, host_id, host_name
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, StoreTimeoutError
+from torchestra.limits import start_thread
 from torchestra.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchestra.store.absence import absent
 from torchestra.thread_ranks import current_thread_rank
@@ -218,7 +219,7 @@ class _Lobby:
         visit, store = self._visit, self._visit.store
         host = store.add("hosts", 1) - 1
         self._count(1)
-        self._server.start()
+        start_thread(self._server)
         visit.values(["all"])
         members = [visit.rank, *self._admission.given]
         store.set(f"members/{host}", json.dumps([members, host_name()]))

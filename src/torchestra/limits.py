@@ -1,0 +1,70 @@
+"""Errors that say which limit of the system is in the way: of threads, or of open files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import threading
+from collections.abc import Iterator
+
+from torchestra.errors import DistBackendError
+
+__all__ = ["check_free_descriptors", "naming_limits", "no_descriptors", "start_thread"]
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start it.
+
+    Raises:
+        DistBackendError: the system allows this process, user or container no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if thread.ident is not None:
+            raise  # it was started before
+        raise DistBackendError(
+            f"thread {thread.name!r} cannot be started ({error}): this user has as many processes and threads"
+            f" as it may (ulimit -u: {_told(resource.RLIMIT_NPROC)}), or the container has (its pids limit)"
+        ) from error
+
+
+def no_descriptors(what: str) -> DistBackendError:
+    """The error for ``what``, for which no file descriptor is left."""
+    return DistBackendError(
+        f"{what}: process {os.getpid()} has as many files open as it may (ulimit -n:"
+        f" {_told(resource.RLIMIT_NOFILE)}); raise the limit, or have fewer groups at a time"
+    )
+
+
+@contextlib.contextmanager
+def naming_limits(what: str) -> Iterator[None]:
+    """Have the system's error that there are no descriptors, where the block raises it, say what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise no_descriptors(what) from error
+
+
+def check_free_descriptors(number: int) -> None:
+    """Make sure that so many files can be opened, while there may still be one to tell others so with.
+
+    Raises:
+        OSError: EMFILE or ENFILE, otherwise.
+    """
+    found: list[int] = []
+    try:
+        for _ in range(number):
+            found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    finally:
+        for descriptor in found:
+            os.close(descriptor)
+
+
+def _told(limit: int) -> str:
+    soft, _ = resource.getrlimit(limit)
+    return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)

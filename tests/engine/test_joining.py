@@ -1,0 +1,204 @@
+"""A group that cannot come about: whoever waits in it is told at once, and why; other PID namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import torchestra as dist
+import worlds
+from torchestra.engine import admission, joining
+from torchestra.errors import DistBackendError, GroupAbortedError, RankFailedError
+from torchestra.store import Store
+
+NEW_PID_NAMESPACE = 0x2000_0000
+
+
+def enter(store: Store, rank: int, size: int, culprit: int, spoil: Callable[[], Any]) -> None:
+    backend = spoil() if rank == culprit else None
+    if isinstance(backend, bytes):
+        store.secret, backend = backend, None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=worlds.OP_SECONDS)
+
+
+def run_spoiled(culprit: int, spoil: Callable[[], Any]) -> list[worlds.Outcome]:
+    return worlds.outcomes("processes", 3, enter, culprit, spoil, init=False)
+
+
+def die_attaching() -> None:
+    joining.Arena.attach = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_place() -> None:
+    joining._first_barrier = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("spoil", [die_attaching, die_in_place])
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_death_before_all_have_come_is_told_at_once(culprit: int, spoil: Callable[[], Any]) -> None:
+    if (culprit, spoil) == (0, die_attaching):
+        pytest.skip("rank 0 makes the arena")
+    for rank, outcome in enumerate(run_spoiled(culprit, spoil)):
+        if rank != culprit:
+            assert isinstance(outcome.error, RankFailedError), outcome
+            assert outcome.error.ranks == (culprit,)
+
+
+def fail_attaching() -> None:
+    def refuse(*_: object) -> None:
+        raise DistBackendError("another version")
+
+    joining.Arena.attach = refuse
+    joining.Arena.create = refuse
+
+
+def have_another_secret() -> bytes:
+    return b"another"
+
+
+def be_a_thread() -> str:
+    return "threads"
+
+
+def leave_descriptors(number: int) -> tuple[int, int]:
+    """Let this process open so many files more, and no others; the limits before."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 100, limits[1]))
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    for descriptor in taken[-number:]:
+        os.close(descriptor)
+    return limits
+
+
+def have_no_descriptors() -> None:
+    leave_descriptors(3)
+
+
+FAILURES = {
+    fail_attaching: "another version",
+    have_another_secret: "secret",
+    be_a_thread: "is a thread",
+    have_no_descriptors: "as many files open as it may",
+}
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("spoil", FAILURES)
+def test_why_a_rank_cannot_enter_is_told_the_others(culprit: int, spoil: Callable[[], Any]) -> None:
+    outcomes = run_spoiled(culprit, spoil)
+    if culprit == 0 and spoil in (have_another_secret, be_a_thread):
+        # It is the others who notice, and one of them who says so first.
+        assert isinstance(outcomes[0].error, GroupAbortedError), outcomes[0]
+        assert "rank 1 could not enter it" in outcomes[0].message or "rank 2" in outcomes[0].message
+        return
+    assert FAILURES[spoil] in outcomes[culprit].message
+    for rank, outcome in enumerate(outcomes):
+        if rank != culprit:
+            assert isinstance(outcome.error, GroupAbortedError), outcome
+            assert f"rank {culprit} could not enter it" in outcome.message
+            assert FAILURES[spoil] in outcome.message
+
+
+def make_groups_until_refused(limit: int) -> tuple[int, str]:
+    dist.all_reduce(torch.ones(1))
+    limits = leave_descriptors(limit)
+    made = 0
+    try:
+        while made < 2 * limit:
+            dist.new_group()
+            made += 1
+    except (DistBackendError, GroupAbortedError) as error:
+        told = str(error)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    dist.barrier()
+    dist.new_group()
+    return made, told
+
+
+def test_a_group_takes_one_descriptor_whatever_its_size_and_all_hear_when_there_are_none() -> None:
+    told = worlds.run("processes", 4, make_groups_until_refused, 30)
+    assert all(made >= 20 for made, _ in told), told
+    assert all("as many files open as it may (ulimit -n: " in message for _, message in told), told
+
+
+def receive_without_room() -> str:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here.settimeout(1.0)
+    socket.send_fds(there, [b"given"], [0])
+    limits = leave_descriptors(1)
+    spare = os.dup(0)
+    try:
+        admission._packet(here, 0.0)
+    except OSError as error:
+        return str(error)
+    finally:
+        os.close(spare)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return "was not noticed"
+
+
+def test_a_descriptor_that_finds_no_room_is_an_error_that_says_so() -> None:
+    assert "Too many open files" in worlds.run("processes", 1, receive_without_room)[0]
+
+
+def unshare() -> bool:
+    return ctypes.CDLL(None, use_errno=True).unshare(NEW_PID_NAMESPACE) == 0
+
+
+def live_apart(store: Store, rank: int, size: int) -> object:
+    if rank == 0:
+        return take_part(store, rank, size)
+    if not unshare():
+        return "not permitted"
+    pid = os.fork()  # process 1 of the new namespace
+    if pid == 0:
+        try:
+            take_part(store, rank, size)
+        finally:
+            os._exit(1)
+    worlds.await_note("met")
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def take_part(store: Store, rank: int, size: int) -> object:
+    dist.init_process_group(store=store, rank=rank, world_size=size, timeout=worlds.OP_SECONDS)
+    peers = dist.group.WORLD.communicator.engine.member.peers
+    assert peers is not None
+    found = []
+    for _ in range(3):
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        found.append((tensor.item(), peers.dead()))
+    assert found == [(2.0, ())] * 3, found
+    if rank == 1:
+        signal.pause()
+    worlds.leave_note("met")
+    with pytest.raises(RankFailedError, match="process 1 of another PID namespace is gone") as caught:
+        dist.barrier()
+    return caught.value.ranks
+
+
+def may_unshare() -> bool:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(not unshare())
+    return os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.skipif(not may_unshare(), reason="no PID namespace may be made")
+def test_ranks_in_pid_namespaces_of_their_own_see_each_other_live_and_die() -> None:
+    assert worlds.run("processes", 2, live_apart, init=False)[0] == (1,)
