@@ -58,7 +58,9 @@ def layout_for(size: int) -> at.Layout:
     cache of the usual size; a heap can hold all the memory that the machine has, unless all heaps together
     would then take too much of the address space, or more than this process is allowed.
     """
-    buffer = max(128 << 10, min(_MEBIBYTE, at.align(8 * _MEBIBYTE // size, at.PAGE)))
+    buffer = max(
+        128 << 10, min(_MEBIBYTE, at.align(8 * _MEBIBYTE // size, at.PAGE)), at.align(64 * size, at.PAGE)
+    )
     without = at.Layout(
         size=size,
         slot_bytes=buffer,
