@@ -92,7 +92,7 @@ def rendezvous(
             f"rank must be from 0 to world_size - 1, got rank {rank} and world_size {world_size}"
         )
     if store is not None:
-        shared = store if isinstance(store, Store) else TorchStore(store)
+        shared = store if isinstance(store, Store) else TorchStore(store, proves=job_secret(secret))
         own = gather(shared, rank, world_size, seconds)
     else:
         opener = _opener(place, parts, launch, rank, world_size, job_secret(secret))
@@ -188,7 +188,7 @@ def _by_environment(launch: LaunchEnvironment, rank: int, world_size: int, secre
         run = variables.get("TORCHELASTIC_RUN_ID", "")
         attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"torchestra/{run}/{attempt}"
-        return lambda seconds: PrefixStore(prefix, connect_to_agent(host, port, seconds))
+        return lambda seconds: PrefixStore(prefix, connect_to_agent(host, port, seconds, secret))
     several_hosts = None not in (launch.world_size, launch.local_world_size) and not on_this_host
     if several_hosts and secret is None and not Address(host, port).is_local:
         raise InvalidArgumentError(

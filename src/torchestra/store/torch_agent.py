@@ -25,6 +25,8 @@ from torchestra.store.base import (
     encode_value,
     parse_number,
 )
+from torchestra.store.proven import UnprovenValueError, is_proven, open_pieces, prove
+from torchestra.store.secret import SECRET_ADVICE
 from torchestra.store.tcp.address import Address, dial
 from torchestra.store.tcp.pool import patiently
 from torchestra.types import Timeout, timeout_seconds
@@ -46,14 +48,18 @@ class TorchStore(Store):
     Args:
         store: an instance of ``torch.distributed.Store``.
         name: what to call it in messages; its type's name if None.
+        proves: the job's secret, if what ranks write is to bear a proof that they know it, and what has none
+            is to be refused (see :mod:`torchestra.store.proven`); for keys that nobody else uses.
 
     Whoever reaches torch's store can use it; it knows no secrets. What ranks read in it they only take for
     text, and the memory that they share is handed over to processes that prove the job's secret, if there
     is one, and are of the same user (see :mod:`torchestra.engine.admission`).
     """
 
-    def __init__(self, store: Any, name: str | None = None) -> None:
+    def __init__(self, store: Any, name: str | None = None, proves: bytes | None = None) -> None:
         self._store = store
+        self._proves = proves
+        self._counted: set[str] = set()  # numbers, which torch's server counts and nobody can prove
         self._name = name or f"torch's {type(store).__name__}"
         self._asking = threading.RLock()  # clones share it
         _clients.add(self._asking)
@@ -66,10 +72,13 @@ class TorchStore(Store):
 
     def set(self, key: str, value: Value) -> None:
         check_key(key)
-        encoded = encode_value(value)
+        encoded = self._proven(key, value)
         self._ask(lambda: self._store.set(key, encoded))
 
     def get(self, key: str) -> bytes:
+        return self._opened(key, self._get(key))
+
+    def _get(self, key: str) -> bytes:
         self.wait([key])
         return bytes(self._ask(lambda: self._store.get(key)))
 
@@ -78,18 +87,20 @@ class TorchStore(Store):
         amount = check_integer("amount", amount)
         # torch's server cuts the connection of who adds to a word, and the client is of no use then.
         if self.check([key]):
-            parse_number(key, self.get(key))
+            parse_number(key, self._get(key))
+        self._counted.add(key)
         return int(self._ask(lambda: self._store.add(key, amount)))
 
     def append(self, key: str, value: Value) -> None:
         check_key(key)
-        encoded = encode_value(value)
+        encoded = self._proven(key, value)
         self._ask(lambda: self._store.append(key, encoded))
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
         check_key(key)
-        expected, desired = encode_value(expected_value), encode_value(desired_value)
-        return bytes(self._ask(lambda: self._store.compare_set(key, expected, desired)))
+        expected = self._proven(key, expected_value) if encode_value(expected_value) else b""
+        desired = self._proven(key, desired_value)
+        return self._opened(key, bytes(self._ask(lambda: self._store.compare_set(key, expected, desired))))
 
     def check(self, keys: Sequence[str]) -> bool:
         keys = check_keys(keys)
@@ -105,6 +116,25 @@ class TorchStore(Store):
     def __repr__(self) -> str:
         return self._name
 
+    def _proven(self, key: str, value: Value) -> bytes:
+        encoded = encode_value(value)
+        return encoded if self._proves is None else prove(self._proves, key, encoded)
+
+    def _opened(self, key: str, value: bytes) -> bytes:
+        if key in self._counted and value.removeprefix(b"-").isdigit():
+            return value
+        if self._proves is None:
+            if not is_proven(value):
+                return value
+            raise DistStoreError(f"{self}: other ranks have a secret, and this one has none; {SECRET_ADVICE}")
+        opened = open_pieces(self._proves, key, value)
+        if opened is None:
+            raise UnprovenValueError(
+                f"{self}: the value of {key!r} was written by somebody who does not know this rank's secret,"
+                f" and is not trusted; {SECRET_ADVICE}"
+            )
+        return opened
+
     def _ask(self, request: Callable[[], _T]) -> _T:
         try:
             with self._asking:
@@ -114,13 +144,14 @@ class TorchStore(Store):
             raise DistStoreError(f"{self}: {reason}; has the process that serves it ended?") from error
 
 
-def connect_to_agent(host: str, port: int, timeout: Timeout) -> TorchStore:
+def connect_to_agent(host: str, port: int, timeout: Timeout, secret: bytes | None = None) -> TorchStore:
     """A client of the store that torchrun's agent serves.
 
     Args:
         host: MASTER_ADDR.
         port: MASTER_PORT.
         timeout: for connecting and for later waits; a timedelta or seconds.
+        secret: the job's, if it has one. Then only what its ranks have written is believed.
 
     Raises:
         DistNetworkError: nobody listens there, or not torch's store.
@@ -138,7 +169,7 @@ def connect_to_agent(host: str, port: int, timeout: Timeout) -> TorchStore:
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise DistNetworkError(f"torchrun's store at {address} did not answer: {reason}") from error
-    adapter = TorchStore(store, f"torchrun's store ({address})")
+    adapter = TorchStore(store, f"torchrun's store ({address})", secret)
     adapter.set_timeout(timeout)
     return adapter
 

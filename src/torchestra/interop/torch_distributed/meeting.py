@@ -10,6 +10,7 @@ from torchestra.errors import DistError
 from torchestra.interop.torch_distributed.errors import as_torch_error
 from torchestra.options import GroupOptions
 from torchestra.process_group import ProcessGroup
+from torchestra.store.secret import job_secret
 from torchestra.store.torch_agent import TorchStore
 
 __all__ = ["meet"]
@@ -22,7 +23,7 @@ def meet(options: Any) -> ProcessGroup:
         DistBackendError: not all have come in time, or they cannot share memory; torch.distributed's too.
     """
     rank, size = options.group_rank, options.group_size
-    store = TorchStore(options.store)
+    store = TorchStore(options.store, proves=job_secret(None))
     try:
         # A group may be made again over a store that outlives the first, under the same name.
         again = store.add(f"torchestra/made/{rank}", 1)

@@ -1,0 +1,56 @@
+"""Proofs for values in a store that asks nobody who he is: that they were put there by who knows the secret.
+
+A value is written in one piece, or appended in several. Each piece bears an HMAC-SHA256 of the key and its
+content, so it is believed under that key only. Numbers that are counted up in the store have none. Whoever
+reaches the store can still take away, repeat or put in another order what others have written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+
+from torchestra.errors import DistStoreError
+
+__all__ = ["UnprovenValueError", "is_proven", "open_pieces", "prove"]
+
+_MAGIC = b"\0torchestra\0"
+_HEAD = struct.Struct("<Q32s")
+
+
+class UnprovenValueError(DistStoreError):
+    """A value in a store was put there by somebody who does not know the job's secret."""
+
+
+def prove(secret: bytes, key: str, content: bytes) -> bytes:
+    """A piece of the value of a key, with its proof."""
+    return _MAGIC + _HEAD.pack(len(content), _proof(secret, key, content)) + content
+
+
+def is_proven(value: bytes) -> bool:
+    """Whether a value bears a proof, right or wrong."""
+    return value.startswith(_MAGIC)
+
+
+def open_pieces(secret: bytes, key: str, value: bytes) -> bytes | None:
+    """What was written under a key, without the proofs; None if a piece has none, or a wrong one.
+
+    A value of no pieces is nobody's: an empty one is written as a piece, too.
+    """
+    found, start, head = [], 0, len(_MAGIC) + _HEAD.size
+    while start < len(value):
+        if not value.startswith(_MAGIC, start) or len(value) < start + head:
+            return None
+        length, proof = _HEAD.unpack_from(value, start + len(_MAGIC))
+        content = value[start + head : start + head + length]
+        if not hmac.compare_digest(proof, _proof(secret, key, content)):
+            return None
+        found.append(content)
+        start += head + length
+    return b"".join(found) if found else None
+
+
+def _proof(secret: bytes, key: str, content: bytes) -> bytes:
+    text = b"torchestra value\0%d\0" % len(key) + key.encode() + content
+    return hmac.new(secret, text, hashlib.sha256).digest()
