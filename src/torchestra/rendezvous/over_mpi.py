@@ -1,8 +1,9 @@
 """A meeting point for ranks of mpiexec on several hosts, which rank 0 tells the others through MPI.
 
 mpiexec tells its ranks their numbers but not where to meet. MPI knows a way between them: so rank 0 opens a
-store on a free port of all its interfaces, and broadcasts its addresses and a secret made for this job.
-Whoever mpiexec has started may take part, and nobody else. The others try the addresses in turn, since some
+store on a free port of all its interfaces, and broadcasts its addresses and, unless the job has one, a secret
+made for it. Whoever mpiexec has started may take part, and nobody else. A secret that the user has set is not
+sent, since MPI encrypts nothing: every rank must have it. The others try the addresses in turn, since some
 may lead nowhere (a network of containers, say).
 """
 
@@ -20,6 +21,7 @@ from torchestra.engine.multihost.mpi import start_mpi
 from torchestra.errors import CollectiveTimeoutError, DistNetworkError, InvalidArgumentError
 from torchestra.store import TCPStore
 from torchestra.store.base import nap
+from torchestra.store.secret import SECRET_ADVICE
 from torchestra.store.tcp.address import Address, dial
 from torchestra.store.tcp.tenants import keep_server
 from torchestra.transport.addresses import interface_address
@@ -32,7 +34,7 @@ _TRY_SECONDS = 2.0
 
 
 class _Place(NamedTuple):
-    """Where the ranks meet."""
+    """Where the ranks meet. ``secret`` is empty if all have one."""
 
     addresses: list[str]
     port: int
@@ -73,16 +75,19 @@ def open_over_mpi(rank: int, world_size: int, secret: bytes | None, seconds: flo
         if _place is None:
             own = _serve(secret) if rank == 0 else None
             _place = _told(mpi, own, deadline)
-    return _reached(_place, rank, deadline)
+    shared = _place.secret.encode() or secret
+    if shared is None:
+        raise InvalidArgumentError(f"rank 0 has a secret, and rank {rank} has none; {SECRET_ADVICE}")
+    return _reached(_place, shared, rank, deadline)
 
 
 def _serve(secret: bytes | None) -> _Place:
     """Have this process serve a store until it ends."""
-    text = secret.decode("latin-1") if secret is not None else secrets.token_hex(16)
+    made = "" if secret is not None else secrets.token_hex(16)
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    keep_server("0.0.0.0", port, text.encode("latin-1"))
-    return _Place(own_addresses(), port, text)
+    keep_server("0.0.0.0", port, secret or made.encode())
+    return _Place(own_addresses(), port, made)
 
 
 def own_addresses() -> list[str]:
@@ -110,20 +115,21 @@ def _told(mpi: Any, own: _Place | None, deadline: float) -> _Place:
     return _Place(*json.loads(bytes(block).rstrip(b"\0")))
 
 
-def _reached(place: _Place, rank: int, deadline: float) -> TCPStore:
+def _reached(place: _Place, secret: bytes, rank: int, deadline: float) -> TCPStore:
     """A store at the first address of rank 0 that answers."""
+    failure = ""
     while True:
         for address in place.addresses:
             until = min(deadline, time.monotonic() + _TRY_SECONDS)
             try:
                 dial(Address(address, place.port), until, secured=True).close()
                 remaining = max(0.1, deadline - time.monotonic())
-                return TCPStore(address, place.port, timeout=remaining, secret=place.secret.encode("latin-1"))
-            except (OSError, DistNetworkError):
-                continue
+                return TCPStore(address, place.port, timeout=remaining, secret=secret)
+            except (OSError, DistNetworkError) as error:
+                failure = str(error)
         if time.monotonic() > deadline:
             raise DistNetworkError(
                 f"rank {rank} reached rank 0 at none of its addresses, port {place.port}:"
-                f" {', '.join(place.addresses)}; set MASTER_ADDR and MASTER_PORT for all ranks"
+                f" {', '.join(place.addresses)}; set MASTER_ADDR and MASTER_PORT for all ranks ({failure})"
             )
         nap(_TRY_SECONDS / 20)
