@@ -63,7 +63,7 @@ CASES = (
     "DDP step",
 )
 ROUNDS = {"4 KB": 200, "64 KB": 60, "256 KB": 40, "1 MB": 20, "16 MB": 9, "64 MB": 5, "step": 11}
-PEERS = {"ours": "torchestra", "gloo": "Gloo", "ours_mpi": "on MPI", "mpi": "MPI"}
+PEERS = {"ours": "torchestra", "gloo": "Gloo", "ours_gloo": "on Gloo", "ours_mpi": "on MPI", "mpi": "MPI"}
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 WIDTHS = (1024, 2048, 2048, 1024)
 GRADIENTS = 4 * sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
@@ -130,7 +130,7 @@ def start(names: list[str], directory: Path) -> list[subprocess.Popen[str]]:
     """Start the ranks; the output of rank 0 is that of the first process."""
     environment = {**os.environ, "TORCHESTRA_SECRET": os.urandom(16).hex(), "GLOO_SOCKET_IFNAME": "eth0"}
     # UCX, which MPICH uses, would find that both hosts have one memory.
-    environment |= {"OMP_NUM_THREADS": "1", "TORCHESTRA_BRIDGE": "gloo", "UCX_TLS": "tcp,self"}
+    environment |= {"OMP_NUM_THREADS": "1", "TORCHESTRA_BRIDGE": "curve", "UCX_TLS": "tcp,self"}
     program = [sys.executable, *sys.argv, "--worker"]
     if has_mpich():
         shell = directory / "remote-shell"  # what stands for ssh
@@ -202,6 +202,8 @@ def work(wanted: list[str]) -> None:
         init_method=f"tcp://{ADDRESS.format(1)}:{STORE_PORT}", rank=rank, world_size=RANKS
     )
     peers: dict[str, tuple[Any, Any]] = {"ours": (ours, None), "gloo": (theirs, None)}
+    os.environ |= {"TORCHESTRA_TRUST_NETWORK": "1", "TORCHESTRA_BRIDGE": "gloo"}
+    peers["ours_gloo"] = ours, ours.new_group()
     if has_mpich():
         os.environ["TORCHESTRA_BRIDGE"] = "mpi"
         peers |= {"ours_mpi": (ours, ours.new_group()), "mpi": (Mpi(), None)}

@@ -25,11 +25,13 @@ class HostsCommunicator(Communicator):
     Attributes:
         hosts: which ranks are on which host.
         crossing: the engine's means to cross.
+        bridge_kind: what is between the hosts, as choose_bridge calls it.
     """
 
     def __init__(self, engine: MultiHostEngine, name: str, seconds: float) -> None:
         super().__init__(cast(LocalEngine, engine), name, seconds)
         self.crossing = engine.crossing
+        self.bridge_kind = engine.mailbox.bridge_kind
         self.hosts: Hosts = engine.crossing.hosts
 
     @property

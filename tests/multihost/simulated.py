@@ -1,8 +1,8 @@
 """Hosts that are simulated: ranks with different host ids share no memory, though they could.
 
 ``on_threads((1, 2), fn, *args)`` calls ``fn(*args)`` on three threads, one on host h0 and two on host h1;
-:func:`on_processes` does so on processes, with Gloo between the hosts. Both return what the ranks returned,
-and raise the first rank's exception.
+:func:`on_processes` does so on processes, with the default bridge between the hosts. Both return what the
+ranks returned, and raise the first rank's exception.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 import torchestra as dist
 from torchestra.engine.multihost.host_id import HOST_VARIABLE
-from torchestra.engine.multihost.opening import BRIDGE_VARIABLE
+from torchestra.engine.multihost.opening import BRIDGE_VARIABLE, TRUST_VARIABLE
 from torchestra.registry import thread_rank
 from torchestra.store import HashStore, Store, TCPStore
+from torchestra.store.secret import SECRET_VARIABLE
 from worlds import Outcome, ProcessWorld, processes
 
 Layout = tuple[int, ...]
@@ -33,9 +36,9 @@ def host_names(layout: Layout) -> list[str]:
 
 
 def outcomes_on_threads(
-    layout: Layout, fn: Callable[..., Any], *args: Any, timeout: float = SECONDS, gloo: bool = False
+    layout: Layout, fn: Callable[..., Any], *args: Any, timeout: float = SECONDS, bridge: str = ""
 ) -> list[Outcome]:
-    """How each rank ended."""
+    """How each rank ended. ``bridge``: what is between the hosts, if not memory."""
     names, store = host_names(layout), HashStore()
     ended = [Outcome() for _ in names]
 
@@ -47,7 +50,7 @@ def outcomes_on_threads(
         except BaseException as error:
             ended[rank] = Outcome(error=error)
 
-    with _bridge("gloo" if gloo else ""):
+    with _bridge(bridge):
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(len(names))]
         for thread in threads:
             thread.start()
@@ -64,15 +67,13 @@ def on_threads(layout: Layout, fn: Callable[..., Any], *args: Any, **options: An
 
 @contextmanager
 def _bridge(name: str) -> Iterator[None]:
-    before = os.environ.pop(BRIDGE_VARIABLE, None)
-    if name:
-        os.environ[BRIDGE_VARIABLE] = name
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(BRIDGE_VARIABLE, raising=False)
+        if name:
+            patch.setenv(BRIDGE_VARIABLE, name)
+            patch.setenv(TRUST_VARIABLE, "1")
+            patch.setenv(SECRET_VARIABLE, "a secret of these tests")
         yield
-    finally:
-        os.environ.pop(BRIDGE_VARIABLE, None)
-        if before is not None:
-            os.environ[BRIDGE_VARIABLE] = before
 
 
 def on_processes(layout: Layout, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
@@ -101,7 +102,8 @@ def be_on_host(
     args: tuple[Any, ...],
 ) -> Any:
     """The life of a process rank."""
-    os.environ.update({HOST_VARIABLE: host_names(layout)[rank], **variables})
+    secret = {SECRET_VARIABLE: "a secret of these tests"}
+    os.environ.update({HOST_VARIABLE: host_names(layout)[rank], **secret, **variables})
     if rank == 0:
         shared = TCPStore("127.0.0.1", 0, is_master=True)
         store.set("port", str(shared.port))

@@ -11,6 +11,7 @@ import torchestra as dist
 from torchestra.engine.multihost.host_id import HOST_VARIABLE
 from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE
 from torchestra.store import PrefixStore, Store
+from torchestra.store.secret import SECRET_VARIABLE
 from worlds import processes
 
 LAYOUT = (1, 2, 1)
@@ -19,6 +20,7 @@ LAYOUT = (1, 2, 1)
 def meet_with_bounds(store: Store, rank: int, size: int, bounds: list[str]) -> str:
     """What the rank is told when the group is made; it stays until all have been told."""
     os.environ.update({HOST_VARIABLE: host_names(LAYOUT)[rank], HEARTBEAT_VARIABLE: bounds[rank]})
+    os.environ[SECRET_VARIABLE] = "a secret of these tests"
     try:
         dist.init_process_group(store=PrefixStore("job", store), rank=rank, world_size=size, timeout=60)
         dist.destroy_process_group()

@@ -37,9 +37,9 @@ def test_every_operation_gives_what_its_formula_says(layout: Layout) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_operation_over_gloo(layout: Layout) -> None:
-    on_threads(layout, every_case, (33, 5003), gloo=True)
+@pytest.mark.parametrize(("layout", "bridge"), [*((each, "curve") for each in LAYOUTS), ((1, 2, 3), "gloo")])
+def test_every_operation_over_sockets(layout: Layout, bridge: str) -> None:
+    on_threads(layout, every_case, (33, 5003), bridge=bridge)
 
 
 def every_case_and_sums(lengths: tuple[int, ...]) -> None:
@@ -122,9 +122,8 @@ def sums_of_floats(length: int) -> bytes:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_all_bridges_give_the_same_bits() -> None:
-    over_threads = on_threads((1, 2), sums_of_floats, 5001)
-    over_gloo = on_threads((1, 2), sums_of_floats, 5001, gloo=True)
-    assert len({*over_threads, *over_gloo}) == 1
+    found = [on_threads((1, 2), sums_of_floats, 5001, bridge=bridge) for bridge in ("", "curve", "gloo")]
+    assert len({bits for ranks in found for bits in ranks}) == 1
 
 
 def subgroups_in_any_pattern(seed: int) -> None:

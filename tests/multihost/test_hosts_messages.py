@@ -194,8 +194,9 @@ def test_messages(layout: Layout) -> None:
     on_threads(layout, all_of_it)
 
 
-def test_messages_over_gloo() -> None:
-    on_threads((1, 2), all_of_it, gloo=True)
+@pytest.mark.parametrize("bridge", ["curve", "gloo"])
+def test_messages_over_sockets(bridge: str) -> None:
+    on_threads((1, 2), all_of_it, bridge=bridge)
 
 
 def test_messages_among_processes() -> None:
@@ -226,10 +227,10 @@ def break_the_line() -> int:
     return 1
 
 
-@pytest.mark.parametrize("gloo", [False, True])
-def test_a_line_that_breaks_loses_nothing(gloo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bridge", ["", "curve", "gloo"])
+def test_a_line_that_breaks_loses_nothing(bridge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HEARTBEAT_VARIABLE, "2")
-    assert on_threads((1, 2), break_the_line, gloo=gloo) == [1, 0, 1]
+    assert on_threads((1, 2), break_the_line, bridge=bridge) == [1, 0, 1]
 
 
 def receive_from_one_that_has_left() -> None:

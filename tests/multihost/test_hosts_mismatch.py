@@ -66,5 +66,6 @@ def test_what_was_sent_early_is_dropped_and_the_group_works_on(layout: Layout) -
     on_threads(layout, mismatches)
 
 
-def test_over_gloo_too() -> None:
-    on_threads((2, 2), mismatches, gloo=True)
+@pytest.mark.parametrize("bridge", ["curve", "gloo"])
+def test_over_sockets_too(bridge: str) -> None:
+    on_threads((2, 2), mismatches, bridge=bridge)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from simulated import outcomes_on_threads
 
+import torchestra as dist
 from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE
 
 # What ranks do there, they do here.
@@ -55,3 +56,20 @@ def test_what_holds_within_a_host_holds_across(life: Callable[[], Any], expected
 def test_groups_can_be_made_in_the_world_that_is_left() -> None:
     names = within.results(outcomes_on_threads((1, 2), within.new_groups_in_a_shrunken_world))
     assert names[0] == names[1]
+
+
+def kinds_of_bridges() -> tuple[str, str] | None:
+    def kind(group: Any) -> str:
+        return str(group.communicator.engine.crossing.bridge.kind)
+
+    before = kind(within.world())
+    if dist.get_rank() == 2:
+        return None
+    new = within.world().shrink(exclude=[2])
+    within.check_group(new)
+    return before, kind(new)
+
+
+def test_who_takes_part_in_a_smaller_group_has_proved_the_secret_as_in_the_larger_one() -> None:
+    ended = outcomes_on_threads((1, 2), kinds_of_bridges, bridge="curve")
+    assert within.results(ended[:2]) == [("curve", "curve")] * 2

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from launched import by_mpich, in_default_group, launched, why_no_mpich, why_no_openmpi
 from real_hosts import Network, why_not
-from simulated import Layout
+from simulated import SECONDS, Layout
 from test_hosts_collectives import every_dtype_moves
 from test_hosts_mismatch import mismatches
 from test_real_hosts import everything, messages_of, sums_for_ever, train_on_digits
@@ -28,6 +29,9 @@ from worlds import results
 _WHY_NOT = why_not() or why_no_mpich()
 pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 _needs_openmpi = pytest.mark.skipif(bool(why_no_openmpi()), reason=why_no_openmpi())
+
+
+TRUSTED = {"TORCHESTRA_TRUST_NETWORK": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ def everything_over_mpi() -> tuple[list[list[int]], tuple[str, float]]:
 def test_everything_works_between_hosts(
     network: Network, launcher: str, layout: Layout, members: list[list[int]]
 ) -> None:
-    with launched(launcher, network, layout, in_default_group, everything_over_mpi) as world:
+    with launched(launcher, network, layout, in_default_group, everything_over_mpi, **TRUSTED) as world:
         found = results(world.finish(limit=100.0))  # six ranks that poll, on a loaded machine of two cores
     assert [each for each, _ in found] == [members] * sum(layout)
     assert len({trained for _, trained in found}) == 1, "the ranks differ"
@@ -90,7 +94,7 @@ def test_a_link_that_stays_cut_is_an_error_on_all_ranks_within_the_bound(network
 
 
 def test_a_killed_rank_is_named_on_all_hosts(network: Network) -> None:
-    with launched("mpich", network, (1, 2), in_default_group, sums_for_ever) as world:
+    with launched("mpich", network, (1, 2), in_default_group, sums_for_ever, **TRUSTED) as world:
         for rank in range(3):
             world.await_file(f"ready-{rank}")
         world.signal(2, signal.SIGKILL)
@@ -100,17 +104,44 @@ def test_a_killed_rank_is_named_on_all_hosts(network: Network) -> None:
     )
 
 
+def meet_without_trust(secrets: list[str]) -> str:
+    """Without a variable: nobody who has not proved a secret takes part, though MPI would let him."""
+    if secret := secrets[int(os.environ["PMI_RANK"])]:
+        os.environ["TORCHESTRA_SECRET"] = secret
+    dist.init_process_group(timeout=SECONDS)
+    dist.all_reduce(total := torch.ones(70_000))
+    assert (total == dist.get_world_size()).all()
+    kind = dist.group.WORLD.communicator.engine.crossing.bridge.kind  # type: ignore[union-attr]
+    dist.destroy_process_group()
+    return str(kind)
+
+
+@pytest.mark.parametrize("secrets", [["", ""], ["ours", "ours"]], ids=["none", "the user's"])
+def test_without_a_word_of_trust_mpi_only_brings_the_ranks_together(
+    network: Network, secrets: list[str]
+) -> None:
+    with launched("mpich", network, (1, 1), meet_without_trust, secrets) as world:
+        assert results(world.finish()) == ["curve", "curve"]
+
+
+def test_a_secret_that_only_rank_0_has_is_not_told_to_the_others(network: Network) -> None:
+    with launched("mpich", network, (1, 1), meet_without_trust, ["ours", ""]) as world:
+        assert "rank 0 has a secret, and rank 1 has none" in world.wait(1).message
+        world.signal(0, signal.SIGKILL)
+
+
 def meet_with_bridges(bridges: list[str]) -> None:
     os.environ["TORCHESTRA_BRIDGE"] = bridges[int(os.environ["PMI_RANK"])]
+    os.environ["TORCHESTRA_TRUST_NETWORK"] = "1"
     dist.init_process_group(timeout=30)
 
 
 def test_ranks_that_do_not_agree_on_the_bridge_are_told_so(network: Network) -> None:
-    with launched("mpich", network, (1, 2), meet_with_bridges, ["mpi", "gloo", "gloo"]) as world:
+    with launched("mpich", network, (1, 2), meet_with_bridges, ["mpi", "curve", "gloo"]) as world:
         told = [outcome.message for outcome in world.finish()]
     for text in told:
         assert "uses the bridge" in text
-        assert "set TORCHESTRA_BRIDGE for all" in text
+        assert "set TORCHESTRA_TRUST_NETWORK and TORCHESTRA_BRIDGE to the same for all" in text
 
 
 FAILING = """

@@ -76,7 +76,8 @@ def _between_hosts(
 ) -> _Made:
     assert isinstance(communicator, HostsCommunicator)
     crossing = communicator.crossing
-    bridge = "threads" if backend == "threads" else "gloo"  # MPI does not promise to outlive a rank
+    # MPI does not promise to outlive a rank. Where it was used the network is trusted, so Gloo may be.
+    bridge = "gloo" if communicator.bridge_kind == "mpi" else communicator.bridge_kind
 
     def enter(store: Store, rank: int, hosts: Hosts, seconds: float) -> Communicator:
         program = crossing.member.program

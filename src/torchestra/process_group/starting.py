@@ -166,7 +166,7 @@ def _meet(
     if hosts is not None and len(hosts) > 1:
         if bridge is None:
             mpiexec = launch_environment().source in ("mpich", "openmpi")
-            bridge = choose_bridge(threads=threads, mpiexec=mpiexec)
+            bridge = choose_bridge(threads=threads, mpiexec=mpiexec, has_secret=own.secret is not None)
         engine = join_hosts(own, hosts, rank, name, seconds, threads=threads, bridge=bridge, thread=program)
         return HostsCommunicator(engine, name, seconds)
     member = join(own, rank, size, name, seconds, threads=threads, thread=program)

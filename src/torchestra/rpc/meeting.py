@@ -55,10 +55,15 @@ def connect(
     others = {peer: f"worker {names[peer]!r} (rank {peer})" for peer in far}
     try:
         wire = Wire(
-            f"worker {names[rank]!r}", address, ports, options.heartbeat_timeout, arrived, advice=_ADVICE
+            f"worker {names[rank]!r}",
+            address,
+            ports,
+            options.heartbeat_timeout,
+            arrived,
+            advice=_ADVICE,
         )
         try:
-            meet(wire, PrefixStore("wire", store), secret, rank, others, seconds)
+            meet(wire, PrefixStore("wire", store), secret, rank, range(len(names)), others, seconds)
         except BaseException:
             wire.close()
             raise

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +25,8 @@ from torchestra.store.secret import SECRET_ADVICE
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"torchestra"
+_PROOF_BYTES = hashlib.sha256().digest_size
+_KEY_BYTES = 32
 
 
 class Card(NamedTuple):
@@ -39,11 +40,10 @@ class Card(NamedTuple):
     address: str
     key: bytes
 
-    def written(self, secret: bytes, place: str) -> str:
+    def written(self, secret: bytes, place: str) -> bytes:
         """For the store, with its proof. ``place``: the whole key there, prefixes included."""
-        key = self.key.decode()
-        proof = _proof(secret, place, self.address, key)
-        return json.dumps({"address": self.address, "key": key, "proof": proof})
+        content = z85.decode(self.key) + self.address.encode()
+        return _proof(secret, place, content) + content
 
 
 def read_card(text: bytes, secret: bytes, place: str, whose: str) -> Card:
@@ -58,23 +58,18 @@ def read_card(text: bytes, secret: bytes, place: str, whose: str) -> Card:
     Raises:
         DistNetworkError: whoever wrote it does not know the secret.
     """
-    try:
-        card = json.loads(text)
-        address, key, proof = str(card["address"]), str(card["key"]), str(card["proof"])
-        genuine = hmac.compare_digest(proof, _proof(secret, place, address, key))
-    except (ValueError, KeyError, TypeError):
-        genuine = False
-    if not genuine:
+    proof, content = text[:_PROOF_BYTES], text[_PROOF_BYTES:]
+    if not hmac.compare_digest(proof, _proof(secret, place, content)):
         raise DistNetworkError(
             f"what the store says of the address of {whose} was written by somebody who does not know this"
             f" job's secret, and is not trusted; {SECRET_ADVICE}"
         )
-    return Card(address, key.encode())
+    return Card(content[_KEY_BYTES:].decode(), z85.encode(content[:_KEY_BYTES]))
 
 
-def _proof(secret: bytes, place: str, address: str, key: str) -> str:
-    text = json.dumps(["torchestra card", place, address, key])
-    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+def _proof(secret: bytes, place: str, content: bytes) -> bytes:
+    text = b"\0".join((b"torchestra card", place.encode(), content))
+    return hmac.new(secret, text, hashlib.sha256).digest()
 
 
 class Doorkeeper:

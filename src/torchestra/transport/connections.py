@@ -34,7 +34,7 @@ from torchestra.transport.cards import ZAP_DOMAIN, Card, Doorkeeper
 from torchestra.transport.framing import LARGEST_FRAME
 from torchestra.transport.listener import HANDSHAKE_SECONDS, Listener
 from torchestra.transport.message import Message
-from torchestra.transport.peer import FRAMES_IN_ADVANCE, GOODBYE, HELLO, WELCOME, Peer
+from torchestra.transport.peer import ENDED_SECONDS, FRAMES_IN_ADVANCE, GOODBYE, HELLO, WELCOME, Peer
 
 __all__ = ["Wire"]
 
@@ -61,6 +61,8 @@ class Wire:
             bring.
         lost: called with each rank that is gone, all that it had sent having come, and what has become of it.
         advice: what to do where one cannot be reached, for messages.
+        grace: for how long after a rank has ended its connection without a goodbye what it has sent before
+            may still come: that comes over another connection, which a bad link may have delayed.
 
     Both are called by the thread of the connections.
 
@@ -80,10 +82,11 @@ class Wire:
         arrived: Callable[[Message], None],
         lost: Callable[[int, str], None] = lambda rank, how: None,
         advice: str = "",
+        grace: float = ENDED_SECONDS,
     ) -> None:
         self._owner = os.getpid()
         self._name = name
-        self._heartbeat = heartbeat
+        self._heartbeat, self._grace = heartbeat, grace
         self._arrived, self._lost = arrived, lost
         self._advice = advice
         self._peers: dict[int, Peer] = {}
@@ -134,13 +137,10 @@ class Wire:
         Raises:
             DistNetworkError: one of them does not answer, or does not let this rank in.
         """
-        assert self._listener is not None
-        self._listener.open(len(cards))
-        self._door.ranks = {card.key: rank for rank, card in cards.items()}
-        for rank, card in cards.items():
-            self._peers[rank] = Peer(rank, self._socket_to(card), card)
-        self._thread = threading.Thread(target=self._serve, daemon=True, name=f"wire of {self._name}")
-        self._thread.start()
+        with self._gate:
+            if self._closing:
+                raise DistNetworkError("this end was closed")
+            self._begin(cards)
         deadline = time.monotonic() + seconds
         self._await("joined", names, cards, deadline)
         for peer in self._peers.values():
@@ -148,6 +148,15 @@ class Wire:
         self._rouse()
         self._await("greeted", names, cards, deadline)
         self._await("settled", names, cards, deadline)
+
+    def _begin(self, cards: Mapping[int, Card]) -> None:
+        assert self._listener is not None
+        self._listener.open(len(cards))
+        self._door.ranks = {card.key: rank for rank, card in cards.items()}
+        for rank, card in cards.items():
+            self._peers[rank] = Peer(rank, self._socket_to(card), card)
+        self._thread = threading.Thread(target=self._serve, daemon=True, name=f"wire of {self._name}")
+        self._thread.start()
 
     def _await(
         self, state: str, names: Mapping[int, str], cards: Mapping[int, Card], deadline: float
@@ -223,10 +232,12 @@ class Wire:
         if os.getpid() != self._owner or self._released:
             return  # a forked child has the sockets of its parent, which it must not touch
         self._patience = patience
-        self._closing = True
-        if self._thread is None:
-            self._release()
-        elif self._thread is not threading.current_thread():
+        with self._gate:
+            self._closing = True
+            if self._thread is None:
+                self._release()
+                return
+        if self._thread is not threading.current_thread():
             self._rouse()
             self._thread.join(wait)
 
@@ -284,8 +295,8 @@ class Wire:
                     self._watch(poller, peer, blocked)
             if self._door.socket in ready:
                 self._door.answer()
-            if self._inbox in ready:
-                self._receive(listener)
+            if self._inbox in ready and self._receive(listener):
+                next_look = 0.0
             listener.look(sum(not peer.greeted for peer in self._peers.values()))
             if meeting or time.monotonic() >= next_look:
                 self._look(poller, blocked)
@@ -316,12 +327,14 @@ class Wire:
             _log.exception("the connection of %s to rank %d ends after an error", self._name, peer.rank)
             peer.how = f"cannot be reached any more ({type(error).__name__}: {error})"
 
-    def _receive(self, listener: Listener) -> None:
+    def _receive(self, listener: Listener) -> bool:
+        """Hand on what has come; whether a rank has gone by it."""
+        gone = False
         for _ in range(_FRAMES_AT_ONCE):
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                break
             peer = self._peers[int(frame.get("User-Id"))]  # the doorkeeper's word, not the sender's
             if peer.how:
                 continue
@@ -329,6 +342,8 @@ class Wire:
             if not peer.greeted:
                 listener.prove(int(frame.get("__fd")))
             self._guarded(peer, self._hear, peer, frame)
+            gone |= bool(peer.how)
+        return gone
 
     def _hear(self, peer: Peer, frame: zmq.Frame) -> None:
         if not peer.assembly.under_way and len(frame) <= len(WELCOME):
@@ -353,7 +368,7 @@ class Wire:
         for peer in self._peers.values():
             if peer.socket.closed:
                 continue
-            self._guarded(peer, peer.look, self._clock, self._heartbeat)
+            self._guarded(peer, peer.look, self._clock, self._heartbeat, self._grace)
             again = bool(peer.refused) and now - peer.began > _AGAIN_SECONDS and not peer.is_given_up
             if (peer.how or again) and peer.rank in blocked:
                 poller.unregister(peer.socket)

@@ -1,9 +1,18 @@
-"""How the ranks of several hosts find and let in each other, over the store they share."""
+"""How the ranks of several hosts find and let in each other, over the store they share.
+
+Each puts its card there (cards.py). All want all others' cards: that would be as many requests, for all ranks
+together, as the square of their number in a store that answers for one key at a time. So the first of them
+puts all cards together as they are, and the others read that::
+
+    card/R       the card of rank R
+    cards        all of them; each is believed, or not, for what it is
+"""
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torchestra.errors import DistNetworkError, StoreTimeoutError
 from torchestra.store import PrefixStore
@@ -13,6 +22,7 @@ from torchestra.transport.connections import Wire
 __all__ = ["meet"]
 
 _LOOK_SECONDS = 0.2
+_LENGTH = struct.Struct("<H")
 
 
 def meet(
@@ -20,17 +30,19 @@ def meet(
     store: PrefixStore,
     secret: bytes,
     rank: int,
+    ranks: Sequence[int],
     others: Mapping[int, str],
     seconds: float,
 ) -> None:
-    """Connect to ranks on other hosts; returns when all are. Must be called by each of them.
+    """Connect to ranks on other hosts; returns when all are. Must be called by each of ``ranks``.
 
     Args:
         wire: this rank's end; to be closed by the caller.
         store: one that only these ranks, and only for this purpose, use.
         secret: the job's.
         rank: of this one.
-        others: who shall be connected to, by rank, with what to call them in messages.
+        ranks: all that meet, in the same order for all.
+        others: which of them shall be connected to, with what to call them in messages.
         seconds: how long that may take.
 
     Raises:
@@ -44,20 +56,33 @@ def meet(
         return store.full_key(f"card/{peer}")
 
     store.set(f"card/{rank}", wire.card.written(secret, place(rank)))
-    keys = [f"card/{peer}" for peer in others]
-    _await(store, keys, deadline, wire)
+    if rank == ranks[0]:
+        found = _values(store, [f"card/{peer}" for peer in ranks], deadline, wire)
+        store.set("cards", b"".join(_LENGTH.pack(len(text)) + text for text in found))
+    else:
+        found = _split(_values(store, ["cards"], deadline, wire)[0])
+    texts = dict(zip(ranks, found, strict=False))
     cards = {
-        peer: read_card(text, secret, place(peer), called)
-        for (peer, called), text in zip(others.items(), store.multi_get(keys), strict=True)
+        peer: read_card(texts.get(peer, b""), secret, place(peer), called) for peer, called in others.items()
     }
     wire.join(cards, others, max(0.0, deadline - time.monotonic()))
 
 
-def _await(store: PrefixStore, keys: list[str], deadline: float, wire: Wire) -> None:
+def _split(packed: bytes) -> list[bytes]:
+    """The cards in what may be anything."""
+    found, start = [], 0
+    while start + _LENGTH.size <= len(packed):
+        end = start + _LENGTH.size + _LENGTH.unpack_from(packed, start)[0]
+        found.append(packed[start + _LENGTH.size : end])
+        start = end
+    return found
+
+
+def _values(store: PrefixStore, keys: list[str], deadline: float, wire: Wire) -> list[bytes]:
     while True:
         remaining = deadline - time.monotonic()
         try:
-            return store.wait(keys, max(0.001, min(_LOOK_SECONDS, remaining)))
+            return store.await_values(keys, max(0.001, min(_LOOK_SECONDS, remaining)))
         except StoreTimeoutError:
             if wire.is_closed:
                 raise DistNetworkError("this end was closed") from None

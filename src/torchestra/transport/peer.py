@@ -20,7 +20,7 @@ HELLO = b"\0\0"  # all its connections are there
 WELCOME = b"\0\0\0"  # it has heard our hello
 FRAMES_IN_ADVANCE = 64  # that ZeroMQ keeps at either end of a connection
 _MOST_QUEUED = 1 << 26  # bytes
-_ENDED_SECONDS = 0.15
+ENDED_SECONDS = 0.15
 _ENDED_TICK = 0.05
 AGAIN_FOR_SECONDS = 10.0  # who is turned away tries again
 _FAILED = {
@@ -179,8 +179,8 @@ class Peer:
             return
         self.told = clock
 
-    def look(self, clock: float, heartbeat: float | None) -> None:
-        """Note what has become of the connection."""
+    def look(self, clock: float, heartbeat: float | None, grace: float = ENDED_SECONDS) -> None:
+        """Note what has become of the connection. ``grace``: see :class:`Wire`."""
         while self._monitor is not None and self._monitor.poll(0):
             event = zmq.Event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -201,7 +201,7 @@ class Peer:
             # some looks: after a pause of this process ZeroMQ is as far behind as this thread.
             passed = min(clock - self._looked, _ENDED_TICK)
             self._ended = 0.0 if self.heard >= self._looked else self._ended + passed
-            if self._ended > _ENDED_SECONDS:
+            if self._ended > grace:
                 self.how = "died (its connection has ended)"
         elif heartbeat is not None and clock - self.heard > heartbeat:
             self.how = f"died or is cut off (nothing has been heard of it for {clock - self.heard:.1f} s)"

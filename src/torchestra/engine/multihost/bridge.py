@@ -41,7 +41,7 @@ class Bridge(Protocol):
     """One end of a rail.
 
     Attributes:
-        kind: what it is made of: ``"gloo"``, ``"mpi"`` or ``"threads"``.
+        kind: what it is made of: ``"curve"``, ``"gloo"``, ``"mpi"`` or ``"threads"``.
         host: which end this is: the index of its host.
         size: how many ends there are.
     """

@@ -17,11 +17,11 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from torchestra.engine.multihost.bridge import Bridge, BridgeError
-from torchestra.engine.multihost.letters import Envelope, Letter, Postman, What, pack, unpack
+from torchestra.engine.multihost.letters import Envelope, Letter, Postman, What, pack, unpack, warnings
 from torchestra.engine.multihost.line import Line
 from torchestra.errors import DistError
 from torchestra.store import Store
@@ -69,7 +69,8 @@ class Correspondence:
     """All letters from and to one rank.
 
     Args:
-        store, rank, look, failed: see :class:`Postman`.
+        store, rank, key, look, failed: see :class:`Postman`.
+        others: the ranks on other hosts.
         name: of the threads.
         lock: held while letters are delivered; guards what is here as well.
         open_bridge: makes this rank's end of the bridge to another rank.
@@ -84,6 +85,8 @@ class Correspondence:
         self,
         store: Store,
         rank: int,
+        others: Container[int],
+        key: bytes,
         name: str,
         lock: threading.RLock,
         open_bridge: Callable[[int], Bridge],
@@ -93,7 +96,8 @@ class Correspondence:
         failed: Callable[[Exception], None],
     ) -> None:
         self._rank, self._name = rank, name
-        self._post = Postman(store, rank, name, self._take, look, failed)
+        self._others = others
+        self._post = Postman(store, rank, key, name, self._take, look, failed)
         self._changed = threading.Condition(lock)
         self._open_bridge, self._deliver, self._broke, self._failed = open_bridge, deliver, broke, failed
         self._peers: dict[int, _Peer] = {}
@@ -202,7 +206,13 @@ class Correspondence:
 
     def _take(self, raw: bytes | memoryview) -> None:
         """A letter has come, by the box or over a line."""
-        envelope, letter = unpack(raw)
+        try:
+            envelope, letter = unpack(raw)
+            if envelope.sender not in self._others:
+                raise ValueError(f"rank {envelope.sender} is on no other host of the group")
+        except ValueError as error:
+            warnings.warn("rank %d dropped a letter: %s", self._rank, error)
+            return
         with self._changed:
             peer = self._peer(envelope.sender)
             while peer.kept and peer.kept[0][0] <= envelope.confirmed:

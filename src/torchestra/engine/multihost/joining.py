@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+
+import torch
 
 from torchestra.engine import layout as at
 from torchestra.engine.joining import join
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.member import Member
+from torchestra.engine.multihost import moving
 from torchestra.engine.multihost.bridge import Bridge
 from torchestra.engine.multihost.crossing import Call, Crossing
 from torchestra.engine.multihost.engine import MultiHostEngine
 from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.multihost.letters import KEY_BYTES
 from torchestra.engine.multihost.messages import Messages
 from torchestra.engine.multihost.mpi import close_at_exit, start_mpi
-from torchestra.engine.multihost.opening import BRIDGE_VARIABLE, open_bridge
+from torchestra.engine.multihost.opening import BRIDGE_VARIABLE, TRUST_VARIABLE, open_bridge
 from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE, Outlook, Warden, heartbeat_bound
 from torchestra.engine.operations import Kind, pack
 from torchestra.errors import InvalidArgumentError
@@ -76,14 +81,16 @@ def join_hosts(
             start_mpi(max(0.1, deadline - time.monotonic()), len(hosts.host_of))
         if place < hosts.rails:
             rail = PrefixStore(f"rail/{place}", store)
-            end = open_bridge(bridge, rail, host, len(hosts), max(0.1, deadline - time.monotonic()))
+            names = [hosts.describe(ranks[place]) for ranks in hosts.members]
+            remaining = max(0.1, deadline - time.monotonic())
+            end = open_bridge(bridge, rail, host, len(hosts), names, remaining)
         local = LocalEngine(member)
         crossing = Crossing(local, hosts, rank, end, outlook, name)
-        messages = Messages(PrefixStore("mail", store), crossing, bridge)
-        engine = MultiHostEngine(crossing, messages)
         if isinstance(outlook, Warden):
             outlook.start()
-        crossing.agree(Call(pack(Kind.barrier), 0, max(0.1, deadline - time.monotonic()), None))
+        key = _draw_key(crossing, max(0.1, deadline - time.monotonic()))
+        messages = Messages(PrefixStore("mail", store), crossing, bridge, key)
+        engine = MultiHostEngine(crossing, messages)
     except BaseException:
         member.leave()
         if end is not None:
@@ -93,6 +100,13 @@ def join_hosts(
     if bridge == "mpi":
         close_at_exit(engine)
     return engine
+
+
+def _draw_key(crossing: Crossing, seconds: float) -> bytes:
+    """What only the ranks of this group know. They have all come then, and each can reach the others."""
+    key = torch.frombuffer(bytearray(os.urandom(KEY_BYTES)), dtype=torch.uint8)
+    moving.broadcast(crossing, key, 0, Call(pack(Kind.barrier), 0, seconds, None))
+    return bytes(key.numpy())
 
 
 def _agree(store: Store, bridge: str, bound: float, hosts: Hosts, rank: int, member: Member) -> None:
@@ -105,7 +119,8 @@ def _agree(store: Store, bridge: str, bound: float, hosts: Hosts, rank: int, mem
     if their_bridge != bridge:
         message = (
             f"{who} uses the bridge {bridge!r} between hosts, but {other} uses {their_bridge!r}; all ranks"
-            f" must use the same: have mpi4py on all hosts or on none, or set {BRIDGE_VARIABLE} for all"
+            f" must use the same: set {TRUST_VARIABLE} and {BRIDGE_VARIABLE} to the same for all, and have"
+            " mpi4py on all hosts or on none"
         )
     else:
         message = (

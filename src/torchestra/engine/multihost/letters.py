@@ -10,14 +10,22 @@ order::
     count/R      how many have been put into the box, where there are no queues
     box/R/N      the N-th of these
 
-Most letters do not come by the box, but by a line (correspondence.py). What they say is the affair of
-messages.py.
+Whoever reaches the store can put something into a box; torch's own store, which torchrun serves, asks nobody.
+So what is in a box bears a proof (HMAC-SHA256) that it was written by a rank of this group, for this box. The
+key is drawn when the group is made, and told over the bridges, never by the store. What has no proof, or
+cannot be a letter, is dropped.
+
+Most letters do not come by the box, but by a line (correspondence.py), which has its own proof of who is at
+its other end. What they say is the affair of messages.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import hashlib
+import hmac
+import logging
 import os
 import struct
 import threading
@@ -27,14 +35,32 @@ from typing import NamedTuple
 
 from torchestra.errors import DistError, StoreTimeoutError
 from torchestra.store import Store
+from torchestra.store.proven import UnprovenValueError
+from torchestra.store.rate_limited import RateLimitedWarnings
 
-__all__ = ["ENCLOSED_BYTES", "LONGEST_LETTER", "Envelope", "Letter", "Postman", "What", "pack", "unpack"]
+__all__ = [
+    "ENCLOSED_BYTES",
+    "KEY_BYTES",
+    "LONGEST_LETTER",
+    "Envelope",
+    "Letter",
+    "Postman",
+    "What",
+    "pack",
+    "unpack",
+    "warnings",
+]
 
 ENCLOSED_BYTES = 128 << 10
 """How many bytes go along with a letter at most."""
 
 _HEAD = struct.Struct("<BxxxiQQQqqiII")
 LONGEST_LETTER = _HEAD.size + ENCLOSED_BYTES
+KEY_BYTES = 32
+"""How long the key of a group is."""
+
+_PROOF_BYTES = hashlib.sha256().digest_size
+warnings = RateLimitedWarnings(logging.getLogger(__name__))
 
 
 class What(IntEnum):
@@ -104,10 +130,18 @@ def pack(envelope: Envelope, letter: Letter) -> bytearray:
 
 
 def unpack(raw: bytes | memoryview) -> tuple[Envelope, Letter]:
-    """What :func:`pack` has packed; there may be more bytes after it."""
+    """What :func:`pack` has packed; there may be more bytes after it.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if len(raw) < _HEAD.size:
+        raise ValueError(f"{len(raw)} bytes are no letter")
     what, sender, number, confirmed, message, tag, length, kind, part, size = _HEAD.unpack_from(raw)
+    if size > min(ENCLOSED_BYTES, len(raw) - _HEAD.size):
+        raise ValueError(f"a letter of {len(raw)} bytes cannot enclose {size}")
     enclosed = bytes(raw[_HEAD.size : _HEAD.size + size])
-    return Envelope(sender, number, confirmed), Letter(what, message, tag, kind, length, part, enclosed)
+    return Envelope(sender, number, confirmed), Letter(What(what), message, tag, kind, length, part, enclosed)
 
 
 class Postman:
@@ -116,6 +150,7 @@ class Postman:
     Args:
         store: one that only the ranks of this group, and only for this purpose, use.
         rank: this one.
+        key: of the group, :data:`KEY_BYTES` that only its ranks know.
         name: of the thread.
         take: called with each letter, on the thread.
         look: called on the thread every so often, and after a letter; how many seconds until the next time
@@ -127,6 +162,7 @@ class Postman:
         self,
         store: Store,
         rank: int,
+        key: bytes,
         name: str,
         take: Callable[[bytes], None],
         look: Callable[[], float],
@@ -136,6 +172,7 @@ class Postman:
         self._reading = store.clone()  # has a time-out of its own
         self._queues: bool | None = None
         self._rank = rank
+        self._key = key
         self._take, self._look, self._failed = take, look, failed
         self._lock = threading.Lock()
         self._marks: dict[bytes, threading.Event] = {}
@@ -160,11 +197,27 @@ class Postman:
         Raises:
             DistStoreError, DistNetworkError: the store cannot be reached.
         """
+        letter = self._proof(rank, raw) + raw
         if self._has_queues():
-            self._store.queue_push(f"box/{rank}", bytes(raw))
+            self._store.queue_push(f"box/{rank}", letter)
         else:
             number = self._store.add(f"count/{rank}", 1)
-            self._store.set(f"box/{rank}/{number}", bytes(raw))
+            self._store.set(f"box/{rank}/{number}", letter)
+
+    def _proof(self, rank: int, raw: bytes | bytearray) -> bytes:
+        return hmac.new(self._key, b"letter to %d " % rank + raw, hashlib.sha256).digest()
+
+    def _opened(self, letter: bytes) -> bytes | None:
+        """What is in the box, without its proof; None if that is not right."""
+        proof, raw = letter[:_PROOF_BYTES], letter[_PROOF_BYTES:]
+        if hmac.compare_digest(proof, self._proof(self._rank, raw)):
+            return raw
+        warnings.warn(
+            "rank %d dropped %d bytes in the store that were put there for it by nobody of its group",
+            self._rank,
+            len(letter),
+        )
+        return None
 
     def mark(self) -> threading.Event:
         """An event that is set when all letters that are in this rank's box by now have been read.
@@ -200,24 +253,33 @@ class Postman:
                     self._failed(error)
                 return
             number += 1
+            if raw is None:
+                continue
             if (mark := self._marks.pop(raw, None)) is not None:
                 mark.set()
             elif raw != _WAKE_UP:
                 self._take(raw)
                 pause = self._look()
 
-    def _next(self, number: int, seconds: float) -> bytes:
-        """The next letter, which has this number; StoreTimeoutError if none comes in time."""
+    def _next(self, number: int, seconds: float) -> bytes | None:
+        """The next letter, which has this number; None if it is to be dropped.
+
+        Raises:
+            StoreTimeoutError: none came in time.
+        """
         box = f"box/{self._rank}"
         if self._has_queues():
             self._reading.set_timeout(seconds)
-            return self._reading.queue_pop(box)
+            return self._opened(self._reading.queue_pop(box))
         key = f"{box}/{number}"
         self._reading.wait([key], seconds)
-        raw = self._reading.get(key)
+        try:
+            letter = self._reading.get(key)
+        except UnprovenValueError:
+            letter = b""
         with contextlib.suppress(NotImplementedError):
             self._reading.delete_key(key)
-        return raw
+        return self._opened(letter)
 
     def _has_queues(self) -> bool:
         if self._queues is None:

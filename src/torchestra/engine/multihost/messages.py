@@ -33,7 +33,7 @@ from torchestra.engine.multihost.bridge import Bridge, BridgeError
 from torchestra.engine.multihost.correspondence import Correspondence
 from torchestra.engine.multihost.crossing import Crossing, bytes_of
 from torchestra.engine.multihost.journal import Entry, Journal
-from torchestra.engine.multihost.letters import ENCLOSED_BYTES, Letter, What
+from torchestra.engine.multihost.letters import ENCLOSED_BYTES, Letter, What, warnings
 from torchestra.engine.multihost.lookout import Lookout
 from torchestra.engine.multihost.opening import open_bridge
 from torchestra.engine.multihost.parcel import Offer, Parcel, Patient
@@ -65,19 +65,22 @@ class Messages:
         store: one that only the ranks of this group, and only for this purpose, use.
         crossing: the group's.
         bridge: the kind of the lines.
+        key: of the group, that only its ranks know.
     """
 
-    def __init__(self, store: Store, crossing: Crossing, bridge: str) -> None:
+    def __init__(self, store: Store, crossing: Crossing, bridge: str, key: bytes) -> None:
         self._crossing = crossing
         self._hosts = crossing.hosts
         self._member = crossing.member
         self._mailbox: Mailbox = crossing.local.mailbox
-        self._store, self._kind = store, bridge
+        self._store, self.bridge_kind = store, bridge
         self._whose = f"group {crossing.name!r}, rank {crossing.rank}: "
         self._lock = threading.RLock()
         self._letters = Correspondence(
             store,
             crossing.rank,
+            frozenset(range(len(self._hosts.host_of))).difference(crossing.here),
+            key,
             f"torchestra-letters-{crossing.name}-{crossing.rank}",
             self._lock,
             self._open_bridge,
@@ -356,7 +359,8 @@ class Messages:
     def _open_bridge(self, rank: int) -> Bridge:
         ends = sorted((self._crossing.rank, rank))
         store = PrefixStore(f"line/{ends[0]}-{ends[1]}", self._store)
-        return open_bridge(self._kind, store, ends.index(self._crossing.rank), 2, _MEET_SECONDS)
+        names = [self._hosts.describe(end) for end in ends]
+        return open_bridge(self.bridge_kind, store, ends.index(self._crossing.rank), 2, names, _MEET_SECONDS)
 
     def _read(self, sender: int, letter: Letter) -> None:
         """Do what a letter says. The lock is held."""
@@ -376,6 +380,9 @@ class Messages:
             self._letters.awaited = False
 
     def _take_offer(self, offer: Offer) -> None:
+        if not offer.is_possible(_SMALL_BYTES):
+            warnings.warn("%sdropped what rank %d cannot have sent", self._whose, offer.source)
+            return
         for parcel in tuple(self._wanted):
             if parcel.takes(offer) and (parcel.here is None or self._mailbox.retract(parcel.here)):
                 self._wanted.remove(parcel)
@@ -400,7 +407,7 @@ class Messages:
                 )
             )
         elif small:
-            ctypes.memmove(tensor.data_ptr(), bytes(offer.enclosed), offer.length)
+            ctypes.memmove(tensor.data_ptr(), bytes(offer.enclosed), len(offer.enclosed))
             parcel.finish(source=offer.source)
         else:
             self._expect(parcel, offer)
@@ -443,13 +450,14 @@ class Messages:
     def _take_part(self, source: int, number: int, part: bytes) -> None:
         """A part of a message has come in a letter."""
         if (parcel := self._coming.get((source, number))) is not None:
-            ctypes.memmove(parcel.tensor.data_ptr() + parcel.filled, part, len(part))
-            parcel.filled += len(part)
-            self._get(parcel, len(part))
+            if parcel.take_part(part):
+                self._get(parcel, len(part))
+            else:
+                warnings.warn("%sdropped %d bytes of rank %d too many", self._whose, len(part), source)
             return
         for offer in self._offers:
             if (offer.source, offer.number) == (source, number):
-                offer.enclosed += part
+                offer.enclosed = (offer.enclosed + part)[: offer.part]
 
     def _get(self, parcel: Parcel, length: int) -> None:
         """So many bytes of a message have come; with the last of them it is there."""

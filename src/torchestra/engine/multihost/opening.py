@@ -1,58 +1,113 @@
-"""Which bridge a group uses between its hosts."""
+"""Which bridge a group uses between its hosts, and who may take part in it.
+
+Who takes part in what goes between hosts must have proved the job's secret. ``curve`` makes sure of that.
+Gloo and MPI ask nobody, so they are used only where the user says that the network can be trusted: whoever
+reaches a port of the job's, on a host of it too, can take the place of a rank then.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 
 from torchestra.engine.multihost.bridge import Bridge
+from torchestra.engine.multihost.curve_bridge import CurveBridge
 from torchestra.engine.multihost.gloo_bridge import GlooBridge
 from torchestra.engine.multihost.mpi import why_no_mpi
 from torchestra.engine.multihost.mpi_bridge import MPIBridge
 from torchestra.engine.multihost.thread_bridge import ThreadBridge
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import Store
+from torchestra.store.secret import SECRET_ADVICE
 
-__all__ = ["BRIDGE_VARIABLE", "choose_bridge", "open_bridge"]
+__all__ = ["BRIDGE_VARIABLE", "TRUST_VARIABLE", "choose_bridge", "open_bridge"]
 
 BRIDGE_VARIABLE = "TORCHESTRA_BRIDGE"
-"""Names the bridge: ``gloo`` or ``mpi``; the same for all ranks."""
+"""Names the bridge: ``curve``, ``gloo`` or ``mpi``; the same for all ranks."""
+
+TRUST_VARIABLE = "TORCHESTRA_TRUST_NETWORK"
+"""``1`` says that nobody but the job reaches its ports; the same for all ranks."""
+
+_log = logging.getLogger(__name__)
+_told = False
 
 
-def choose_bridge(*, threads: bool, mpiexec: bool) -> str:
-    """The kind of bridge: what TORCHESTRA_BRIDGE says, or else the one that suits how the ranks were started.
+def choose_bridge(*, threads: bool, mpiexec: bool, has_secret: bool) -> str:
+    """The kind of bridge: what TORCHESTRA_BRIDGE says, or else the one that suits.
+
+    That is ``curve``; in a network that is trusted, MPI where mpiexec has started the ranks, or else Gloo.
 
     Args:
         threads: the ranks are threads of one process.
         mpiexec: it was mpiexec that started them.
+        has_secret: the job has a secret.
 
     Raises:
-        InvalidArgumentError: there is no such bridge, or not for these ranks.
+        InvalidArgumentError: there is no such bridge, or not for these ranks; or nobody would be asked who he
+            is, and the network is not trusted.
         ImportError: MPI is asked for, and cannot be used here.
     """
-    given = os.environ.get(BRIDGE_VARIABLE, "").lower()
-    if given not in ("", "gloo", "mpi"):
-        raise InvalidArgumentError(f"{BRIDGE_VARIABLE} must be gloo or mpi, got {given!r}")
-    if given == "mpi":
-        if threads:
-            raise InvalidArgumentError(f"{BRIDGE_VARIABLE}=mpi is for ranks that are processes, not threads")
-        if why := why_no_mpi():
-            raise ImportError(why)
-    if given:
-        return given
-    if threads:
+    given, trusted = os.environ.get(BRIDGE_VARIABLE, "").lower(), _trusts_network()
+    if given not in ("", "curve", "gloo", "mpi"):
+        raise InvalidArgumentError(f"{BRIDGE_VARIABLE} must be curve, gloo or mpi, got {given!r}")
+    if given == "mpi" and threads:
+        raise InvalidArgumentError(f"{BRIDGE_VARIABLE}=mpi is for ranks that are processes, not threads")
+    if given in ("gloo", "mpi") and not trusted:
+        raise InvalidArgumentError(
+            f"{BRIDGE_VARIABLE} is {given!r}, which asks nobody who he is: whoever reaches a port of the"
+            f" job's could take the place of a rank. Set {TRUST_VARIABLE}=1 on all ranks if nobody else can,"
+            f" or unset {BRIDGE_VARIABLE}"
+        )
+    if given == "mpi" and (why := why_no_mpi()):
+        raise ImportError(why)
+    if not given and threads:
         return "threads"
-    return "mpi" if mpiexec and not why_no_mpi() else "gloo"
+    kind = given or ("curve" if not trusted else "mpi" if mpiexec and not why_no_mpi() else "gloo")
+    if kind == "curve" and not has_secret:
+        raise InvalidArgumentError(
+            "the ranks are on several hosts and have no secret by which to know each other:"
+            f" {SECRET_ADVICE}; or, if nobody else reaches their ports, {TRUST_VARIABLE}=1"
+        )
+    if kind != "curve":
+        _tell_once(kind)
+    return kind
 
 
-def open_bridge(kind: str, store: Store, host: int, size: int, seconds: float) -> Bridge:
+def _trusts_network() -> bool:
+    given = os.environ.get(TRUST_VARIABLE, "")
+    if given not in ("", "0", "1"):
+        raise InvalidArgumentError(f"{TRUST_VARIABLE} must be 0 or 1, got {given!r}")
+    return given == "1"
+
+
+def _tell_once(kind: str) -> None:
+    """Have it in the log of each process that the network is trusted."""
+    global _told
+    if not _told:
+        _told = True
+        _log.warning(
+            "%s is set: what goes between hosts goes over %s, unencrypted, and whoever reaches its ports can"
+            " take part",
+            TRUST_VARIABLE,
+            {"gloo": "Gloo", "mpi": "MPI"}[kind],
+        )
+
+
+def open_bridge(
+    kind: str, store: Store, host: int, size: int, names: Sequence[str], seconds: float
+) -> Bridge:
     """One end of a rail.
 
     Args:
         kind: as :func:`choose_bridge` gives it.
         store: one that only the ends of the rail, and only for this purpose, use.
         host, size: which end this is, and how many there are.
+        names: what to call the ends in messages.
         seconds: how long to look for the others.
     """
     if kind == "threads":
         return ThreadBridge(store, host, size)
+    if kind == "curve":
+        return CurveBridge(store, host, size, names, seconds)
     return (MPIBridge if kind == "mpi" else GlooBridge)(store, host, size, seconds)

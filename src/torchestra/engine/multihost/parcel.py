@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 import traceback
@@ -14,6 +15,7 @@ import torch
 from torchestra.engine.channels import Transfer
 from torchestra.engine.member import Member
 from torchestra.engine.multihost.journal import Entry
+from torchestra.engine.operations import DTYPE_NAMES
 
 __all__ = ["Offer", "Parcel", "Patient"]
 
@@ -41,6 +43,15 @@ class Offer:
     length: int
     part: int
     enclosed: bytes
+
+    def is_possible(self, small: int) -> bool:
+        """Whether a rank can have sent it: one of up to ``small`` bytes encloses all of them, others none."""
+        is_small = self.length <= small
+        return (
+            0 <= self.kind < len(DTYPE_NAMES)
+            and len(self.enclosed) == (self.length if is_small else 0)
+            and self.part <= (0 if is_small else self.length)
+        )
 
 
 class Parcel:
@@ -112,6 +123,14 @@ class Parcel:
         other = "any rank" if self.peer is None else f"rank {self.peer}"
         way = "from" if self.receives else "to"
         return f"{self._whose} of {self.tensor.nbytes} bytes {way} {other} (tag {self.tag})"
+
+    def take_part(self, part: bytes) -> bool:
+        """Put what has come in a letter into its place; False if there is no room for it."""
+        if len(part) > self.part - self.filled:
+            return False
+        ctypes.memmove(self.tensor.data_ptr() + self.filled, part, len(part))
+        self.filled += len(part)
+        return True
 
     def fail_way(self, why: str) -> None:
         """Note that the way to the other rank has failed."""

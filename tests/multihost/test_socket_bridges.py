@@ -1,4 +1,4 @@
-"""The bridge over Gloo begins before its ends have met, and ends what is under way when it is closed."""
+"""Bridges over sockets begin before their ends have met, and end what is under way when they are closed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchestra.engine.multihost.bridge import BridgeError
-from torchestra.engine.multihost.gloo_bridge import GlooBridge
+from torchestra.engine.multihost.bridge import Bridge, BridgeError
+from torchestra.engine.multihost.opening import open_bridge
 from torchestra.store import HashStore
 
 SECONDS = 30.0
+KINDS = ["curve", "gloo"]
 
 
-def at_both_ends(fn: Callable[[GlooBridge], None]) -> None:
+NAMES = ["host zero", "host one"]
+
+
+def at_both_ends(kind: str, fn: Callable[[Bridge], None]) -> None:
     store, errors = HashStore(), []
+    store.secret = "a secret of these tests"
 
     def body(end: int) -> None:
-        bridge = GlooBridge(store, end, 2, SECONDS)
+        bridge = open_bridge(kind, store, end, 2, NAMES, SECONDS)
         try:
             fn(bridge)
         except BaseException as error:
@@ -41,7 +46,7 @@ def numbers(length: int, start: int) -> torch.Tensor:
     return torch.arange(start, start + length).to(torch.uint8)
 
 
-def many_at_once(bridge: GlooBridge) -> None:
+def many_at_once(bridge: Bridge) -> None:
     """The first are begun before the other end can have been met; all arrive in their order."""
     here, there = bridge.host, 1 - bridge.host
     lengths = [1, 4096, 300_000, 0, 17]
@@ -63,21 +68,23 @@ def many_at_once(bridge: GlooBridge) -> None:
     assert roomy.tolist() == [1, 2, 3, 0, 0, 0, 0, 0, 0, *range(1, 9), 0]
 
 
-def test_what_is_begun_before_the_ends_have_met_arrives_too() -> None:
-    at_both_ends(many_at_once)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_begun_before_the_ends_have_met_arrives_too(kind: str) -> None:
+    at_both_ends(kind, many_at_once)
 
 
-def wait_in_vain(bridge: GlooBridge) -> None:
+def wait_in_vain(bridge: Bridge) -> None:
     awaited = torch.zeros(4, dtype=torch.uint8)
     assert bridge.all_gather(torch.zeros(2, dtype=torch.uint8), numbers(1, 0), SECONDS).wait(SECONDS)
     pending = bridge.broadcast(awaited, 1 - bridge.host, SECONDS)  # which nobody sends
     assert not pending.wait(0.01)
     bridge.close()
-    with pytest.raises(BridgeError, match="Gloo"):
+    with pytest.raises(BridgeError, match=r"Gloo|closed|shut down|ended"):
         pending.wait(SECONDS)
     with pytest.raises(BridgeError, match="closed"):
         bridge.broadcast(awaited, bridge.host, SECONDS)
 
 
-def test_closing_ends_what_is_under_way() -> None:
-    at_both_ends(wait_in_vain)
+@pytest.mark.parametrize("kind", KINDS)
+def test_closing_ends_what_is_under_way(kind: str) -> None:
+    at_both_ends(kind, wait_in_vain)
