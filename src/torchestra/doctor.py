@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import fcntl
 import importlib.metadata
 import os
 import platform
@@ -14,7 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torchestra.cache_directories import ENGINE, can_be_trusted, choose
+from torchestra.errors import DistBackendError
 from torchestra.launcher.cores import usable_cores
+from torchestra.memory_files import SHARED_MEMORY, is_sealable, make_memory_file
 from torchestra.store.secret import SECRET_VARIABLE, job_secret
 from torchestra.store.tcp.locality import peer_user
 
@@ -64,7 +67,10 @@ def examine() -> Iterator[Finding]:
     yield _memory()
     yield _memory_files()
     yield _supported("futex", _has_futex, "waiting ranks would not sleep")
-    yield _supported("pidfd", _has_pidfd, "deaths of ranks are polled for, 50 times a second")
+    yield _supported("file locks", _has_file_locks, "ranks that are processes would take each other for dead")
+    yield _supported(
+        "pidfd", _has_pidfd, "the launcher polls for ends of ranks; peers cannot always say how one ended"
+    )
     yield _open_files()
     yield _secret()
     yield _supported(
@@ -95,10 +101,40 @@ def _memory() -> Finding:
 
 def _memory_files() -> Finding:
     try:
-        os.close(os.memfd_create("torchestra-doctor"))
-    except (AttributeError, OSError) as error:
-        return Finding("memory files", "no memfd_create", f"/dev/shm is used in its place ({error})")
-    return Finding("memory files", "memfd_create")
+        descriptor = make_memory_file("torchestra-doctor")
+    except DistBackendError as error:
+        return Finding("memory files", "missing", f"ranks cannot share memory: {error}")
+    try:
+        if is_sealable(descriptor):
+            return Finding("memory files", "memfd_create")
+    finally:
+        os.close(descriptor)
+    found = os.statvfs(SHARED_MEMORY)
+    free = found.f_bavail * found.f_frsize / _GIB
+    return Finding(
+        "memory files",
+        f"no memfd_create; {SHARED_MEMORY} with {free:.1f} GiB in its place",
+        "a group of 8 ranks takes 60 MiB of it, and its dist.empty() tensors; `torchestra top` sees no jobs",
+    )
+
+
+def _has_file_locks() -> bool:
+    """Whether a process sees the lock of another on a memory file."""
+    try:
+        descriptor = make_memory_file("torchestra-doctor")
+    except DistBackendError:
+        return False
+    with open(descriptor, "wb") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        pid = os.fork()
+        if pid == 0:
+            refused = False
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+            except OSError:
+                refused = True
+            os._exit(refused)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def _supported(subject: str, probe: Callable[[], bool], without: str) -> Finding:
@@ -123,7 +159,7 @@ def _has_futex() -> bool:
 
 def _open_files() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    remark = "enough for about 250 ranks; ulimit -n raises it" if limit <= _FEW_FILES else ""
+    remark = "a rank needs one for each group; ulimit -n raises it" if limit <= _FEW_FILES else ""
     return Finding("open files", f"{limit} per process", remark)
 
 

@@ -7,17 +7,23 @@ they are chosen so that what is in flight stays in the caches: three buffers per
 from __future__ import annotations
 
 import os
+import zlib
 from dataclasses import dataclass
+
+from torchestra.errors import InvalidArgumentError
+
+_SMALLEST_CHUNK = 64
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The thresholds of one group, in bytes. All ranks of a group must use the same.
+    """The thresholds of one group, in bytes. All ranks must use the same, but for ``stream_above``.
 
     Attributes:
-        direct: all_reduce of up to this many bytes has every rank read every tensor.
-        chunk: bytes of a chunk of the pipelined algorithms.
+        direct: all_reduce of up to this many bytes has every rank read every tensor. At most a buffer.
+        chunk: bytes of a chunk of the pipelined algorithms. 64 to a buffer.
         share: bytes of a chunk where one piece in a buffer is read by everybody (broadcast, all_gather).
+            64 to a buffer.
         stream_above: results larger than this are written past the caches.
     """
 
@@ -35,9 +41,34 @@ class Choices:
             share=min(share, buffer_bytes),
         )
 
+    def check(self, buffer_bytes: int) -> None:
+        """Refuse what the kernels cannot work with, in buffers of so many bytes.
+
+        Raises:
+            InvalidArgumentError: names the field, its value and its limits.
+        """
+        limits = {
+            "direct": (0, buffer_bytes),
+            "chunk": (_SMALLEST_CHUNK, buffer_bytes),
+            "share": (_SMALLEST_CHUNK, buffer_bytes),
+            "stream_above": (0, (1 << 63) - 1),
+        }
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise InvalidArgumentError(
+                    f"{name} is {value} bytes, must be from {least} to {most}"
+                    + (" (the bytes of a buffer of this group)" if most == buffer_bytes else "")
+                )
+
+    @property
+    def digest(self) -> int:
+        """A number of 22 bits for what all ranks must have in common."""
+        return zlib.crc32(f"{self.direct} {self.chunk} {self.share}".encode()) & 0x3F_FFFF
+
     def part(self, size: int) -> int:
         """Bytes per chunk and peer of an operation in which a buffer holds one piece for each peer."""
-        return max(64, self.chunk // max(1, size - 1) // 64 * 64)
+        return max(_SMALLEST_CHUNK, self.chunk // max(1, size - 1) // 64 * 64)
 
 
 def cores_in_affinity() -> int:

@@ -3,7 +3,8 @@
 A memory file (``memfd_create``) is nowhere in the file system, so nothing is left there whatever is killed,
 and it is not bounded by the size of ``/dev/shm``. It is sparse: the channels and heaps of an arena are far
 larger than what is ever touched. It cannot shrink (a seal), so that nobody who has it mapped can be made to
-fault.
+fault. Where there is no ``memfd_create`` it is a file in ``/dev/shm`` after all (memory_files.py); memory of
+that is reserved before it is used, because writing where the file system has no room ends the process.
 
 The heaps are by far the largest part, and the only one whose size matters to the address space, of which
 a process has 128 TiB. So a rank maps them when it first has to do with them, and most groups never need
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import resource
@@ -38,6 +40,8 @@ from torchestra.engine.clock import Moment, best_clock
 from torchestra.engine.kernels import control
 from torchestra.engine.mapping import MemoryFile, leave_out_of_core_dumps
 from torchestra.errors import DistBackendError
+from torchestra.limits import no_descriptors
+from torchestra.memory_files import SHARED_MEMORY, make_memory_file
 
 _MEBIBYTE = 1 << 20
 _GIBIBYTE = 1 << 30
@@ -54,7 +58,9 @@ def layout_for(size: int) -> at.Layout:
     cache of the usual size; a heap can hold all the memory that the machine has, unless all heaps together
     would then take too much of the address space, or more than this process is allowed.
     """
-    buffer = max(128 << 10, min(_MEBIBYTE, at.align(8 * _MEBIBYTE // size, at.PAGE)))
+    buffer = max(
+        128 << 10, min(_MEBIBYTE, at.align(8 * _MEBIBYTE // size, at.PAGE)), at.align(64 * size, at.PAGE)
+    )
     without = at.Layout(
         size=size,
         slot_bytes=buffer,
@@ -172,6 +178,20 @@ class Arena:
         """Whether another process that is this rank lives (False if this process is)."""
         return self._file.is_held(self.control(rank))
 
+    def reserve_heap(self, start: int, length: int) -> None:
+        """Make sure that there is memory for a range of the heaps, where the system may have none to add.
+
+        Raises:
+            DistBackendError: there is none left.
+        """
+        try:
+            self._file.reserve(self.layout.heaps + start, length)
+        except OSError as error:
+            raise DistBackendError(
+                f"no {length} bytes are left for a tensor in {SHARED_MEMORY} ({error}), which is used because"
+                " this system has no memfd_create; make it larger (docker run --shm-size)"
+            ) from error
+
     def release_heap(self, start: int, length: int) -> None:
         """Give the memory of a range of the heaps, in whole pages, back to the system."""
         with contextlib.suppress(OSError):  # then it stays with the arena, and is used again
@@ -180,17 +200,29 @@ class Arena:
     @classmethod
     def create(cls, layout: at.Layout, name: str) -> tuple[Arena, int]:
         """A new arena for the group ``name`` and the descriptor of its file, which the caller closes."""
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        descriptor = os.memfd_create(f"{at.MEMORY_FILE}:{ascii(name)[1:-1][:_NAME_BYTES]}", flags)
+        descriptor = make_memory_file(f"{at.MEMORY_FILE}:{ascii(name)[1:-1][:_NAME_BYTES]}")
         try:
             os.ftruncate(descriptor, layout.total)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            with contextlib.suppress(PermissionError):  # a file of /dev/shm, which has no seals
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             arena = cls(descriptor, layout)
+            arena._file.reserve(0, layout.heaps)
         except OSError as error:
             os.close(descriptor)
+            what = (
+                f"{layout.total / _GIBIBYTE:.1f} GiB of sparse shared memory, and map"
+                f" {layout.heaps / _GIBIBYTE:.1f} GiB of it, for a group of {layout.size} ranks"
+            )
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise no_descriptors(f"cannot make {what}") from error
+            if error.errno == errno.ENOSPC:
+                raise DistBackendError(
+                    f"{SHARED_MEMORY}, which is used because this system has no memfd_create, has no room for"
+                    f" the {layout.heaps / _MEBIBYTE:.0f} MiB of a group of {layout.size} ranks; make it"
+                    " larger (docker run --shm-size)"
+                ) from error
             raise DistBackendError(
-                f"cannot make {layout.total / _GIBIBYTE:.1f} GiB of sparse shared memory, and map"
-                f" {layout.heaps / _GIBIBYTE:.1f} GiB of it, for a group of {layout.size} ranks ({error}):"
+                f"cannot make {what} ({error}):"
                 " is the address space (ulimit -v) or the size of files (ulimit -f) limited?"
             ) from error
         for offset, value in cls._header(layout):

@@ -16,6 +16,7 @@ from torchestra.engine import layout as at
 from torchestra.engine.channels.words import channel_area_bytes
 from torchestra.engine.mapping import close, holder, map_to_read
 from torchestra.errors import DistBackendError
+from torchestra.memory_files import is_sealed
 
 __all__ = ["ForeignArena"]
 
@@ -70,7 +71,7 @@ def _layout(descriptor: int) -> at.Layout:
     A file without the seal against shrinking is refused: reading a mapping of it could end this process.
     """
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or not _is_sealed(descriptor):
+    if not stat.S_ISREG(status.st_mode) or not is_sealed(descriptor, fcntl.F_SEAL_SHRINK):
         raise DistBackendError("this is no arena of torchestra: it is not a sealed memory file")
     header = np.frombuffer(os.pread(descriptor, at.HEADER_TICKS, 0), dtype=np.uint8)
     if len(header) < at.HEADER_TICKS:
@@ -96,10 +97,3 @@ def _layout(descriptor: int) -> at.Layout:
         f"this arena's header is damaged: {size} ranks with buffers of {slot} and {pipe} and heaps of {heap}"
         f" bytes do not make up its {status.st_size} bytes"
     )
-
-
-def _is_sealed(descriptor: int) -> bool:
-    try:
-        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:
-        return False

@@ -18,7 +18,7 @@ import torch
 
 from torchestra.engine import layout as at
 from torchestra.engine.arena import Arena
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.forking import forget_in_children, refusal
 
 _UNIT = 128
@@ -60,8 +60,6 @@ class Heap:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in this heap."""
-        if self._inherited:
-            raise refusal("no tensor can be made in the memory that the group shares")
         elements = 1
         for length in shape:
             elements *= length
@@ -84,12 +82,25 @@ class Heap:
 
         Raises:
             InvalidArgumentError: no range of the length is left.
+            ForkedProcessError: this process was forked from the rank.
+            DistBackendError: the system has no memory for it (memory_files.py).
         """
+        if self._inherited:
+            raise refusal("no tensor can be made in the memory that the group shares")
         _ = self._arena.heaps  # mapped from now on
         if (when_mapped := self._when_mapped) is not None:
             when_mapped()
             self._when_mapped = None
         length = at.align(length, _UNIT)
+        offset = self._find(length)
+        try:
+            self._arena.reserve_heap(self._start + offset, length)
+        except DistBackendError:
+            self._given.append((offset, length))
+            raise
+        return offset
+
+    def _find(self, length: int) -> int:
         with self._lock:
             while self._given:
                 self._insert(*self._given.popleft())

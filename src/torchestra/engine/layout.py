@@ -67,7 +67,7 @@ ABORT_WRITTEN = 2  # a rank writes, or has written
 # A control block's words, as byte offsets. The first cache line is what every operation reads.
 CONTROL_BYTES = 4096
 PROGRESS = 0  # (sequence number << STEP_BITS) + step, only ever grows
-META = 8  # two words, by parity: what operation (see operations.py)
+META = 8  # two words, by parity: what operation (operations.py), and a digest of the thresholds
 COUNT = 24  # two words, by parity: its size
 SHARED = 40  # two words, by parity: where in the rank's heap the tensor lies, or NOT_SHARED
 WAITERS = 128  # how many ranks sleep on PROGRESS
@@ -143,6 +143,7 @@ PROPOSAL_KEY_BYTES = 32
 PROPOSAL_RANKS = PROPOSAL_KEY_BYTES
 
 STEP_BITS = 24
+DIGEST_BIT = 40  # where the digest of the thresholds begins in META
 SLOTS_PER_RANK = 2
 PIPES_PER_RANK = 3
 
@@ -183,6 +184,7 @@ MASKS = 256  # address of two affinity masks
 UNTIL_LOOK = 264  # how many waits that yield until this rank looks where the others are
 NEXT_LOOK = 272  # how many it will be after the next move
 WHOLE = 280  # a table of parts (kernels/parts.py) for one tensor: 0, its elements, its address
+THRESHOLDS = 304  # a digest of DIRECT, CHUNK and SHARE, shifted to where META has it
 CONTEXT_BYTES = 320
 MASK_BYTES = 128  # of one affinity mask
 TABLES = (POINTERS, SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES)

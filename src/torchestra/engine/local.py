@@ -113,12 +113,18 @@ class LocalEngine:
 
     @property
     def choices(self) -> Choices:
-        """The thresholds between algorithms. All ranks of the group must have the same."""
+        """The thresholds between algorithms. All ranks of the group must have the same, or operations fail.
+
+        Set between two operations only. InvalidArgumentError: a threshold is out of its bounds.
+        """
         return self._choices
 
     @choices.setter
     def choices(self, choices: Choices) -> None:
+        layout = self.member.arena.layout
+        choices.check(min(layout.slot_bytes, layout.pipe_bytes))
         self._choices = choices
+        self.member.set_word(at.THRESHOLDS, choices.digest << at.DIGEST_BIT)
         self.member.set_word(at.DIRECT, choices.direct)
         self.member.set_word(at.CHUNK, choices.chunk)
         self.member.set_word(at.SHARE, choices.share)

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchestra.memory_files import is_sealed
+
 __all__ = ["MemoryFile", "close", "holder", "leave_out_of_core_dumps", "map_to_read"]
 
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock, where off_t has 64 bits
@@ -52,6 +54,7 @@ class MemoryFile:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = os.dup(descriptor)
         weakref.finalize(self, _close_own, self.descriptor).atexit = False
+        self._bounded = not is_sealed(descriptor, fcntl.F_SEAL_SHRINK)
 
     def hold(self, place: int) -> None:
         """Lock the byte at ``place`` for this process, until it ends or closes the file.
@@ -90,6 +93,15 @@ class MemoryFile:
             OSError: there is no memory for a copy; nothing has changed.
         """
         self._map(address, length, mmap.MAP_PRIVATE | _MAP_FIXED, offset)
+
+    def reserve(self, offset: int, length: int) -> None:
+        """Have memory for a range now, if the file is of a file system that may have none left later.
+
+        Raises:
+            OSError: ENOSPC, where it has none left.
+        """
+        if self._bounded and length > 0:
+            os.posix_fallocate(self.descriptor, offset, length)
 
     def release(self, offset: int, length: int) -> None:
         """Give the memory of a range back to the system, in whole pages; it reads as zeros afterwards.

@@ -35,6 +35,7 @@ from torchestra.engine.heap import Heap
 from torchestra.engine.keeping import keep_record
 from torchestra.engine.kernels import control
 from torchestra.engine.liveness import PeerProcesses, Peers, PeerThreads, process_space, process_start
+from torchestra.engine.mismatches import differing_thresholds
 from torchestra.engine.patience import Patience
 from torchestra.engine.placement import LOOK_EVERY
 from torchestra.engine.standing import describe_standing
@@ -430,7 +431,8 @@ class Member:
 
     def _raise_mismatch(self, meta: int, count: int, site: str | None, seconds: float) -> None:
         """Tell the others what this rank called, hear what they called, and raise it all."""
-        mine = f"{operations.describe(meta, count)}{self._lengths(meta, count)} at {site or call_site()}"
+        mine = f"{operations.describe(meta, count)}{self._lengths(meta, count)}"
+        mine += f"{differing_thresholds(self)} at {site or call_site()}"
         self._tell_call(mine)
         deadline = time.monotonic() + min(seconds, 10)
         for step in (2, 3):

@@ -105,7 +105,7 @@ def dtype_name(meta: int) -> str | None:
 
 def root_of(meta: int) -> int | None:
     """The root, of an operation that has one."""
-    return (meta >> 24) - 1 if meta >> 24 > 0 else None
+    return (meta >> 24 & 0xFFFF) - 1 if meta >> 24 & 0xFFFF else None
 
 
 def describe(meta: int, count: int) -> str:

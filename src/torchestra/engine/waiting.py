@@ -15,9 +15,10 @@ the word again when it goes to sleep. A sleep that saw no progress for PATIENCE 
 Python, which looks at signals, the deadline and the peers' lives and calls the kernel again.
 
 The fingerprint. Beside PROGRESS a rank keeps, by the parity of the sequence number, what it was called for:
-META and COUNT. They are written before step 1 is published and compared by every peer when it has
-seen step 1. Two of each suffice: a rank that has begun operation n + 2 has seen everybody at step 1 of
-operation n + 1, so everybody has compared those of operation n.
+META (with a digest of the thresholds by which it cuts its work) and COUNT. They are written before step 1
+is published and compared by every peer when it has seen step 1. Two of each suffice: a rank that has begun
+operation n + 2 has seen everybody at step 1 of operation n + 1, so everybody has compared those of
+operation n.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -56,6 +57,7 @@ SEQUENCE, RESUME, BLOCKED, PATIENCE = at.SEQUENCE, at.RESUME, at.BLOCKED, at.PAT
 SPINS, YIELDS = at.SPINS, at.YIELDS
 UNKNOWN = at.UNKNOWN
 META, COUNT, SHARED, WAITERS = at.META, at.COUNT, at.SHARED, at.WAITERS
+THRESHOLDS = at.THRESHOLDS
 DONE, PENDING, ABORTED, MISMATCH = at.DONE, at.PENDING, at.ABORTED, at.MISMATCH
 
 
@@ -147,7 +149,7 @@ def arrive(context, meta, count, shared):
     """Publish the fingerprint of the operation, and step 1."""
     parity = (load(context + SEQUENCE) & 1) * 8
     word = control_of(context, load(context + RANK)) + parity
-    store(word + META, meta)
+    store(word + META, meta + load(context + THRESHOLDS))
     store(word + COUNT, count)
     store(word + SHARED, shared)
     publish(context, 1)
@@ -167,6 +169,7 @@ def meet(context, meta, count):
     """
     rank = load(context + RANK)
     sequence = load(context + SEQUENCE)
+    expected = meta + load(context + THRESHOLDS)
     target = (sequence << STEP_BITS) + 1
     parity = (sequence & 1) * 8
     verdict = DONE
@@ -176,7 +179,7 @@ def meet(context, meta, count):
             if code != DONE:
                 return code
             word = control_of(context, peer) + parity
-            if load(word + META) != meta or (count != UNKNOWN and load(word + COUNT) != count):
+            if load(word + META) != expected or (count != UNKNOWN and load(word + COUNT) != count):
                 verdict = MISMATCH
     return verdict if load_ordered(load(context + ABORT)) == 0 else ABORTED
 

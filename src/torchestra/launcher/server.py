@@ -199,7 +199,7 @@ class _Server:
     def _watch(self, pid: int) -> int | None:
         try:
             descriptor = os.pidfd_open(pid)
-        except OSError:
+        except (AttributeError, OSError):
             self._polled.add(pid)
             return None
         self._pidfds[descriptor] = pid

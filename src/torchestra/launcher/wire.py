@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import tempfile
 from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
+
+from torchestra.limits import no_descriptors
+from torchestra.memory_files import make_memory_file
 
 __all__ = ["Message", "anonymous_file", "channel", "receive", "send"]
 
@@ -36,11 +38,7 @@ def channel() -> tuple[socket.socket, socket.socket]:
 
 def anonymous_file() -> BinaryIO:
     """A new file that has no name, so that nothing is left of it whoever is killed."""
-    try:
-        descriptor = os.memfd_create("torchestra-message")
-    except (AttributeError, OSError):
-        return tempfile.TemporaryFile()
-    return os.fdopen(descriptor, "w+b")
+    return os.fdopen(make_memory_file("torchestra-message"), "w+b")
 
 
 def send(end: socket.socket, content: object, files: Sequence[int] = ()) -> None:
@@ -60,14 +58,22 @@ def send(end: socket.socket, content: object, files: Sequence[int] = ()) -> None
 
 
 def receive(end: socket.socket) -> Message | None:
-    """The next message, or None when the other end is closed or its process gone."""
+    """The next message, or None when the other end is closed or its process gone.
+
+    Raises:
+        DistBackendError: this process can open no more files.
+    """
     try:
-        packet, files, _, _ = socket.recv_fds(end, _LONGEST_PACKET + 1, _MOST_FILES)
+        packet, files, flags, _ = socket.recv_fds(end, _LONGEST_PACKET + 1, _MOST_FILES)
     except ConnectionError:
         return None
     # Python before 3.12 passes no flags on to the kernel, so not MSG_CMSG_CLOEXEC.
     for descriptor in files:
         os.set_inheritable(descriptor, False)
+    if flags & socket.MSG_CTRUNC:
+        for descriptor in files:
+            os.close(descriptor)
+        raise no_descriptors("files that came with a message between the launcher and its ranks were lost")
     if not packet:
         return None
     if packet[:1] == _INLINE:

@@ -36,6 +36,7 @@ from torchestra.engine.multihost.host_id import HOST_VARIABLE, host_id, host_nam
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, StoreTimeoutError
 from torchestra.limits import start_thread
+from torchestra.memory_files import make_memory_file
 from torchestra.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchestra.store.absence import absent
 from torchestra.thread_ranks import current_thread_rank
@@ -202,7 +203,7 @@ class _Lobby:
 
     def lead(self) -> Hosts:
         """Let ranks of this host in until all ranks are somewhere, and tell them how it ended."""
-        self._descriptor = os.memfd_create("torchestra-lobby", os.MFD_CLOEXEC)
+        self._descriptor = make_memory_file("torchestra-lobby")
         try:
             found = self._find_out()
         except CollectiveTimeoutError as error:
