@@ -35,7 +35,7 @@ def no_descriptors(what: str) -> DistBackendError:
     """The error for ``what``, for which no file descriptor is left."""
     return DistBackendError(
         f"{what}: process {os.getpid()} has as many files open as it may (ulimit -n:"
-        f" {_told(resource.RLIMIT_NOFILE)}); raise the limit, or have fewer groups at a time"
+        f" {_told(resource.RLIMIT_NOFILE)}); raise the limit, or have fewer ranks or groups"
     )
 
 

@@ -14,12 +14,16 @@ from torchestra.launcher.spec import Ended, Failure, Forked, Ready, Returned, Si
 from torchestra.launcher.surroundings import MeetingPoint
 from torchestra.launcher.warm import WarmServer
 from torchestra.launcher.wire import channel, receive, send
+from torchestra.limits import check_free_descriptors, naming_limits
 
 __all__ = ["Forks"]
 
 _READ_SIZE = 1 << 16
 _MOST_READS_AT_THE_END = 17
 """Enough for the largest pipe, and an end to it if a child of a rank writes on for ever."""
+
+_FILES_OF_RANK = 5  # what the fork server has open for each at a time: the launcher has less
+_FILES_OF_SERVER = 16
 
 
 class Forks(Crew):
@@ -70,6 +74,8 @@ class Forks(Crew):
 
     def _start_ranks(self) -> None:
         job, spec = self.job, self.job.spec
+        with naming_limits(f"{spec.nproc} ranks cannot be started"):
+            check_free_descriptors(_FILES_OF_RANK * spec.nproc + _FILES_OF_SERVER)
         send(self._server.end, spec, [self._meeting.listener.fileno()])
         job.begun()
         null = os.open(os.devnull, os.O_RDONLY)

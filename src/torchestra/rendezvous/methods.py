@@ -25,6 +25,7 @@ from torchestra.types import Timeout, timeout_seconds
 __all__ = ["Rendezvous", "rendezvous"]
 
 _UNKNOWN = -1
+_MOST_RANKS = 1 << 16  # ten thousand have been tried; a larger number is a mistake, which would be waited for
 _BEFORE_TRYING_AGAIN = 0.1
 _MPI = ("mpich", "openmpi")
 _LAUNCHERS_WITHOUT_ADDRESS = (*_MPI, "slurm")
@@ -87,6 +88,10 @@ def rendezvous(
     launch = launch_environment()
     rank = _settled("rank", rank, query, launch.rank, parts.scheme)
     world_size = _settled("world_size", world_size, query, launch.world_size, parts.scheme)
+    if world_size > _MOST_RANKS:
+        raise InvalidArgumentError(
+            f"world_size (WORLD_SIZE) is {world_size}, but a world has at most {_MOST_RANKS} ranks"
+        )
     if not 0 <= rank < world_size:
         raise InvalidArgumentError(
             f"rank must be from 0 to world_size - 1, got rank {rank} and world_size {world_size}"

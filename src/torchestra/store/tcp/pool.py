@@ -7,6 +7,7 @@ was broken off (by Ctrl-C, a deadline, an error) is closed rather than used agai
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -27,6 +28,8 @@ _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 0.5
 _PATIENCE = 10.0
 _SHORTEST_ATTEMPT = 0.5
+
+_LOOPBACK = ("localhost", "127.0.0.1")  # IPv6 may be switched off where nothing is wrong
 
 _T = TypeVar("_T")
 
@@ -164,7 +167,7 @@ def patiently(address: Address, connect: Callable[[float], _T], seconds: float) 
         seconds: how long to go on.
 
     Raises:
-        DistNetworkError: no attempt succeeded in time.
+        DistNetworkError: no attempt succeeded in time, or none can, because the loopback interface is down.
     """
     started = time.monotonic()
     deadline = started + seconds
@@ -176,6 +179,11 @@ def patiently(address: Address, connect: Callable[[float], _T], seconds: float) 
         except OSError as error:
             # Not the error itself: with its traceback it would keep alive all that is on the stack.
             reason = error.strerror or str(error)
+            if error.errno == errno.ENETUNREACH and address.host in _LOOPBACK:
+                raise DistNetworkError(
+                    f"{address} cannot be reached ({reason}): the loopback interface of this host, or"
+                    " container, is down; `ip link set lo up` starts it"
+                ) from None
         now = time.monotonic()
         if now + pause >= deadline:
             raise DistNetworkError(

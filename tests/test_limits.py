@@ -1,0 +1,71 @@
+"""Limits of the system, and numbers that make no sense, are told at once and by their names."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import threading
+from datetime import timedelta
+
+import pytest
+
+import torchestra as dist
+from torchestra.errors import DistBackendError, DistNetworkError, InvalidArgumentError
+from torchestra.limits import start_thread
+from torchestra.rendezvous import rendezvous
+from torchestra.store.tcp.address import Address
+from torchestra.store.tcp.pool import patiently
+
+
+def test_a_thread_that_cannot_be_started_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(DistBackendError, match=r"thread 'worker' cannot be started .*ulimit -u: "):
+        start_thread(threading.Thread(name="worker"))
+    with pytest.raises(DistBackendError, match=r"cannot be started .*ulimit -u: "):
+        group.barrier()
+    monkeypatch.undo()
+    group.barrier().wait()
+    group.destroy()
+
+
+def test_a_loopback_interface_that_is_down_is_said_so() -> None:
+    def connect(_: float) -> None:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    with pytest.raises(DistNetworkError, match=r"127\.0\.0\.1:29500 .* the loopback interface .* is down"):
+        patiently(Address("127.0.0.1", 29500), connect, 3600.0)
+    with pytest.raises(DistNetworkError, match="is the master"):
+        patiently(Address("192.0.2.1", 29500), connect, 0.01)
+
+
+def test_a_world_of_millions_is_refused_at_once() -> None:
+    with pytest.raises(InvalidArgumentError, match="is 5000000, but a world has at most 65536 ranks"):
+        rendezvous("tcp://127.0.0.1:1", rank=0, world_size=5_000_000, timeout=timedelta(seconds=1))
+
+
+def nothing() -> None:
+    pass
+
+
+def test_more_ranks_than_files_may_be_open_are_not_begun() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 100, limits[1]))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(100):
+            os.close(taken.pop())
+        with pytest.raises(DistBackendError, match=r"40 ranks cannot be started: .*ulimit -n: "):
+            dist.launch(nothing, nproc=40)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
