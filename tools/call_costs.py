@@ -66,7 +66,7 @@ def calls_of(size: int) -> dict[str, tuple[Callable[[], object], Callable[[], ob
         return call
 
     return {
-        "all_reduce": (lambda: dist.all_reduce(given), bare(engine._all_reduce, reduction)),
+        "all_reduce": (lambda: dist.all_reduce(given), bare(engine.all_reduce_kernel, reduction)),
         "all_gather": (
             lambda: dist.all_gather_into_tensor(gathered, given),
             bare(engine._all_gather, gathering),

@@ -9,6 +9,7 @@ import torch
 
 from torchestra.engine.local import LocalEngine
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.layouts import overlapping, overlaps_itself, what_is_missing
 from torchestra.overriding import look_for_override
 from torchestra.types import ReduceOp
 
@@ -61,6 +62,8 @@ def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = F
 
     Args:
         written: whether the operation writes into it; then its elements must not share memory.
+
+    Nor may it lack memory of its own: see layouts.py.
     """
     tensor = check_is_tensor(tensor, parameter, name)
     if tensor.layout is not torch.strided:
@@ -75,11 +78,12 @@ def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = F
         )
     if not LocalEngine.moves(tensor.dtype):
         raise InvalidArgumentError(f"{name}: `{parameter}` has dtype {tensor.dtype}, which cannot be sent")
-    if written and any(
-        stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
+    if missing := what_is_missing(tensor):
+        raise InvalidArgumentError(f"{name}: `{parameter}` {missing}")
+    if written and tensor.device.type == "cpu" and overlaps_itself(tensor):
+        kind = "an expanded" if 0 in tensor.stride() else "an overlapping"
         raise InvalidArgumentError(
-            f"{name}: `{parameter}` is an expanded tensor (strides {tensor.stride()}), whose elements share"
+            f"{name}: `{parameter}` is {kind} tensor (strides {tensor.stride()}), whose elements share"
             " memory, so it cannot be written; call .clone() first"
         )
     return tensor
@@ -105,10 +109,22 @@ def check_list(
             f"{name}: `{parameter}` must have one tensor for each of the group's {length} ranks, got"
             f" {len(found)}"
         )
-    return [
+    checked = [
         check_tensor(tensor, f"{parameter}[{index}]", name, written=written)
         for index, tensor in enumerate(found)
     ]
+    if written:
+        check_apart(checked, parameter, name)
+    return checked
+
+
+def check_apart(tensors: Sequence[torch.Tensor], parameter: str, name: str) -> None:
+    """Refuse tensors that are all to be written, but share memory with each other."""
+    if (index := overlapping([tensor for tensor in tensors if tensor.is_cpu])) is not None:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}[{index}]` shares memory with a tensor before it in the list, and both"
+            " cannot be written; give each result memory of its own"
+        )
 
 
 def check_dtype(tensor: torch.Tensor, dtype: torch.dtype, parameter: str, name: str) -> None:

@@ -1,10 +1,170 @@
-"""Tensors whose memory is not laid out plainly: copied before an operation, and back after it."""
+"""How the memory of tensors lies: which can be handed to the engine, which are copied first, which have none.
+
+The engine reads and writes memory by its address. A tensor may look like any other and have no memory of its
+own (fake, functional, zero and batched tensors, those of wrapper classes), or less than its shape says (its
+storage was resized); :func:`plain_address` and :func:`what_is_missing` are the two gates that keep these from
+it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch.nn.parameter import is_lazy
+
+from torchestra.errors import InvalidArgumentError
+
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""The classes whose tensors answer for themselves; those of others may not have their elements in memory."""
+
+
+def plain_address(tensor: torch.Tensor) -> int:
+    """Where the elements of a tensor of the CPU lie one after the other, in memory that it has; else 0.
+
+    Not for complex or quantized tensors, whose bits are not all that they are. Of other classes than torch's
+    own it is 0 (they may answer for themselves), and of empty tensors.
+    """
+    # What has no storage raises RuntimeError: tensors of other layouts and of functorch.
+    try:
+        if (
+            tensor.__class__ in TENSORS
+            and tensor.is_cpu
+            and not tensor.is_nested
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and tensor.untyped_storage().nbytes() - tensor.nbytes >= tensor.storage_offset() * tensor.itemsize
+        ):
+            return tensor.data_ptr()
+    except RuntimeError:
+        pass
+    return 0
+
+
+def what_is_missing(tensor: torch.Tensor) -> str:
+    """Why a dense tensor cannot be handed to the engine, as the rest of a sentence; "" if it can."""
+    if is_lazy(tensor):
+        return "has no memory and no shape yet; run the module that it is a parameter of once"
+    if tensor.is_nested:
+        return "is a nested tensor; give its .values(), or its parts one by one"
+    if tensor.is_quantized:
+        return (
+            f"has dtype {tensor.dtype}, whose scale and zero point would stay behind; give its .int_repr(),"
+            " or .dequantize() it first"
+        )
+    try:
+        storage = tensor.untyped_storage()
+        # A fake tensor's storage is of "meta"; torch warns of who asks for the address.
+        room, address = storage.nbytes(), tensor.data_ptr() if storage.device == tensor.device else 0
+    except RuntimeError:
+        return f"has no memory of its own ({_described(tensor)}); give a plain tensor"
+    if not tensor.numel():
+        return ""
+    needed = (tensor.storage_offset() + _span(tensor)) * tensor.itemsize
+    if room < needed:
+        return (
+            f"needs {needed} bytes of its storage, which has been freed or resized to {room}; resize it back,"
+            " or give another tensor"
+        )
+    if not address:
+        return f"has no memory of its own ({_described(tensor)}); give a plain tensor"
+    return ""
+
+
+def _described(tensor: torch.Tensor) -> str:
+    """What kind of tensor without memory this is."""
+    if tensor.__class__ not in TENSORS:
+        return f"it is a {type(tensor).__name__}"
+    if torch._is_functional_tensor(tensor):
+        return "it is a functional tensor"
+    return "it is a zero tensor, unlike its .clone()" if tensor._is_zerotensor() else "it is not a plain one"
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """How many elements there are from the first to the last in memory, of a tensor that has any."""
+    return 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def check_memory(tensor: torch.Tensor) -> None:
+    """Refuse to pickle a dense tensor of the CPU that has no memory, or less than it needs.
+
+    Quantized and nested tensors, and those of other classes, say themselves how they are pickled.
+
+    Raises:
+        InvalidArgumentError: it has not.
+    """
+    if (
+        tensor.__class__ in TENSORS
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized)
+        and (missing := what_is_missing(tensor))
+    ):
+        raise InvalidArgumentError(f"a tensor of shape {tuple(tensor.shape)} {missing}")
+
+
+def check_storage(storage: torch.UntypedStorage) -> None:
+    """Refuse to pickle a storage of the CPU that says that it has bytes, and has none.
+
+    Raises:
+        InvalidArgumentError: it says so.
+    """
+    if storage.nbytes() and not storage.data_ptr():
+        raise InvalidArgumentError(
+            f"a storage of {storage.nbytes()} bytes has no memory; give a plain tensor"
+        )
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as in an expanded one."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    reach = 0
+    for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length == 1:
+            continue
+        if step <= reach:
+            marks = torch.zeros(_span(tensor), dtype=torch.uint8)
+            marks.as_strided(tensor.shape, tensor.stride()).fill_(1)
+            return int(marks.count_nonzero()) < tensor.numel()
+        reach += step * (length - 1)
+    return False
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> int | None:
+    """The place in the list of a tensor that shares memory with one before it; None if none does."""
+    ranges = sorted(
+        (each.data_ptr(), each.data_ptr() + _span(each) * each.itemsize, place)
+        for place, each in enumerate(tensors)
+        if each.numel()
+    )
+    together: list[int] = []
+    first = last = 0
+    for start, stop, place in [*ranges, (last, last, -1)]:
+        if place >= 0 and start < last:
+            together.append(place)
+            last = max(last, stop)
+            continue
+        if len(together) > 1 and (found := _marked_twice(tensors, sorted(together), first, last)) is not None:
+            return found
+        together, first, last = [place], start, stop
+    return None
+
+
+def _marked_twice(
+    tensors: Sequence[torch.Tensor], places: Sequence[int], first: int, last: int
+) -> int | None:
+    """:func:`overlapping`, of tensors that are within this range of addresses and may be interleaved."""
+    marks = torch.zeros(last - first, dtype=torch.uint8)
+    for place in places:
+        tensor = tensors[place]
+        unit = tensor.itemsize
+        shape, strides = (*tensor.shape, unit), (*(step * unit for step in tensor.stride()), 1)
+        mine = marks.as_strided(shape, strides, tensor.data_ptr() - first)
+        if bool(mine.any()):
+            return place
+        mine.fill_(1)
+    return None
 
 
 def made_plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, Union
 import numpy as np
 import torch
 
+from torchestra.layouts import check_memory, check_storage
+
 BLOCK_BYTES = 1024
 _HEAD_WORDS = 4
 _INLINE_BYTES = BLOCK_BYTES - 8 * _HEAD_WORDS
@@ -184,10 +186,12 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, item: object) -> Any:
         if isinstance(item, torch.Tensor):
+            check_memory(item)
             return _with_typed_storage(item.__reduce_ex__(5))
         if isinstance(item, torch.storage.TypedStorage) and item._untyped_storage.device.type == "cpu":
             return _typed, (item._untyped_storage, item.dtype)
         if isinstance(item, torch.UntypedStorage) and item.device.type == "cpu":
+            check_storage(item)
             tensor = torch.empty(0, dtype=torch.uint8).set_(item)
             return _untyped, (pickle.PickleBuffer(_memory_of(tensor)),)
         return NotImplemented

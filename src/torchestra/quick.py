@@ -21,27 +21,9 @@ from torch.autograd import profiler
 from torchestra.communicator import Communicator
 from torchestra.engine.local import LocalEngine, Plan
 from torchestra.engine.operations import Kind
+from torchestra.layouts import TENSORS, plain_address
 from torchestra.types import ReduceOp
 from torchestra.work import Work
-
-_STRIDED = torch.strided
-# Subclasses may not have their elements in memory at all, and go the general way.
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be handed to the engine as it is: dense, on the CPU, one element after the other.
-
-    Not to be asked of complex tensors. (Torch's negative bit comes from the imaginary part of a conjugated
-    tensor, which does not begin where its storage does.)
-    """
-    return (
-        tensor.__class__ in _TENSORS
-        and tensor.is_cpu
-        and tensor.layout is _STRIDED
-        and tensor.is_contiguous()
-        and (tensor.storage_offset() == 0 or not tensor.is_neg())
-    )
 
 
 class QuickCommunicator(Communicator):
@@ -64,21 +46,33 @@ class QuickCommunicator(Communicator):
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
-        if (
-            op.__class__ is ReduceOp
-            and tensor.__class__ in _TENSORS
-            and (plan := self._reductions[op.code].get(tensor.dtype)) is not None
-            and not async_op
-            # is_plain(tensor), without the call
-            and tensor.is_cpu
-            and tensor.layout is _STRIDED
-            and tensor.is_contiguous()
-            and (tensor.storage_offset() == 0 or not tensor.is_neg())
-            and not self._progress.pending
-            and not profiler._is_profiler_enabled
-        ):
+        try:
+            quick = (
+                not async_op
+                and (plan := self._reductions[op.code][tensor.dtype])
+                # plain_address(tensor), without the call
+                and tensor.__class__ in TENSORS
+                and tensor.is_cpu
+                and not tensor.is_nested
+                and tensor.is_contiguous()
+                and not tensor.is_neg()
+                and tensor.untyped_storage().nbytes()
+                >= ((count := tensor.numel()) + tensor.storage_offset()) * plan.unit
+                and (address := tensor.data_ptr())
+                and not self._progress.pending
+                and not profiler._is_profiler_enabled
+            )
+        except (AttributeError, KeyError, RuntimeError):
+            quick = False
+        if quick:
             with self._lock:
-                self.engine.all_reduce(tensor, plan, self.seconds if seconds is None else seconds)
+                # engine.all_reduce(), without the call
+                try:
+                    if code := self.engine.all_reduce_kernel(plan.address, count, address):
+                        self.engine.finish_all_reduce(code, plan, count, address, self.limit(seconds))
+                except BaseException as error:
+                    self.engine.leave_halfway(error)
+                    raise
             return None
         work = super().all_reduce(tensor, op, async_op, seconds)
         self._remember(self._reductions[op.code], Kind.all_reduce, tensor.dtype, op)
@@ -98,7 +92,7 @@ class QuickCommunicator(Communicator):
             and not async_op
             and not self._progress.pending
             and not profiler._is_profiler_enabled
-            and all(each.dtype is dtype and is_plain(each) for each in tensors)
+            and all(each.dtype is dtype and plain_address(each) for each in tensors)
         ):
             with self._lock:
                 self.engine.all_reduce_parts(tensors, plan, self.seconds if seconds is None else seconds)
@@ -111,10 +105,10 @@ class QuickCommunicator(Communicator):
         self, tensor: torch.Tensor, root: int, async_op: bool = False, seconds: float | None = None
     ) -> Work | None:
         if (
-            tensor.__class__ in _TENSORS
+            tensor.__class__ in TENSORS
             and (plan := self._broadcasts[root].get(tensor.dtype)) is not None
             and not async_op
-            and is_plain(tensor)
+            and plain_address(tensor)
             and not self._progress.pending
             and not profiler._is_profiler_enabled
         ):
@@ -133,11 +127,11 @@ class QuickCommunicator(Communicator):
         seconds: float | None = None,
     ) -> Work | None:
         if (
-            tensor.__class__ in _TENSORS
+            tensor.__class__ in TENSORS
             and (plan := self._gathers.get(tensor.dtype)) is not None
             and not async_op
-            and is_plain(tensor)
-            and is_plain(output)
+            and plain_address(tensor)
+            and plain_address(output)
             and output.dtype is tensor.dtype
             and output.numel() == tensor.numel() * self.size
             and not self._progress.pending
@@ -162,11 +156,11 @@ class QuickCommunicator(Communicator):
     ) -> Work | None:
         if (
             op.__class__ is ReduceOp
-            and tensor.__class__ in _TENSORS
+            and tensor.__class__ in TENSORS
             and (plan := self._scatters[op.code].get(tensor.dtype)) is not None
             and not async_op
-            and is_plain(tensor)
-            and is_plain(output)
+            and plain_address(tensor)
+            and plain_address(output)
             and output.dtype is tensor.dtype
             and tensor.numel() == output.numel() * self.size
             and not self._progress.pending
@@ -193,11 +187,11 @@ class QuickCommunicator(Communicator):
         if (
             output_splits is None
             and input_splits is None
-            and tensor.__class__ in _TENSORS
+            and tensor.__class__ in TENSORS
             and (plan := self._exchanges.get(tensor.dtype)) is not None
             and not async_op
-            and is_plain(tensor)
-            and is_plain(output)
+            and plain_address(tensor)
+            and plain_address(output)
             and output.dtype is tensor.dtype
             and (shape := tensor.shape) == output.shape
             and shape
@@ -223,36 +217,30 @@ class QuickCommunicator(Communicator):
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
         if (
-            tensor.__class__ in _TENSORS
+            tensor.__class__ in TENSORS
             and (found := self._messages.get(tensor.dtype)) is not None
             and seconds is None
-            and tensor.is_cpu
-            and tensor.layout is _STRIDED
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
+            and (address := plain_address(tensor))
             and not profiler._is_profiler_enabled
         ):
             kind, unit = found
             waiter = self.engine.waiter(self.seconds)
-            self._mailbox.send(tensor.data_ptr(), tensor.numel() * unit, kind, rank, tag, waiter)
+            self._mailbox.send(address, tensor.numel() * unit, kind, rank, tag, waiter)
             return
         super().send(tensor, rank, tag, seconds)
         self._remember_messages(tensor.dtype)
 
     def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
         if (
-            tensor.__class__ in _TENSORS
+            tensor.__class__ in TENSORS
             and (found := self._messages.get(tensor.dtype)) is not None
             and seconds is None
-            and tensor.is_cpu
-            and tensor.layout is _STRIDED
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
+            and (address := plain_address(tensor))
             and not profiler._is_profiler_enabled
         ):
             kind, unit = found
             waiter = self.engine.waiter(self.seconds)
-            return self._mailbox.recv(tensor.data_ptr(), tensor.numel() * unit, kind, rank, tag, waiter)
+            return self._mailbox.recv(address, tensor.numel() * unit, kind, rank, tag, waiter)
         source = super().recv(tensor, rank, tag, seconds)
         self._remember_messages(tensor.dtype)
         return source

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torchestra.checks import check_apart
 from torchestra.communicator import Communicator
 from torchestra.delegating import any_device, delegated
 from torchestra.layouts import made_plain
@@ -101,6 +102,7 @@ def all_gather_together(
     for number, row in enumerate(outputs):
         for index, output in enumerate(row):
             communicator.check_tensor(output, f"outputs[{number}][{index}]", name, written=True)
+        check_apart(row, f"outputs[{number}]", name)
     for index, tensor in enumerate(tensors):
         communicator.check_tensor(tensor, f"tensors[{index}]", name)
     first, shape = tensors[0].detach(), tensors[0].shape

@@ -19,6 +19,7 @@ from torchestra.engine.local import LocalEngine
 from torchestra.engine.operations import DTYPE_NAMES, Kind
 from torchestra.engine.reductions import default_float_mode
 from torchestra.errors import CollectiveMismatchError, InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.layouts import what_is_missing
 from torchestra.types import ReduceOp
 
 OPERATIONS = 3
@@ -64,6 +65,14 @@ def check(tensors: object, op: ReduceOp, name: str) -> list[torch.Tensor]:
             raise InvalidArgumentError(
                 f"{name}: unsupported device type {tensor.device.type} at index {index}; move it to the CPU"
             )
+        if tensor.__class__.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise InvalidArgumentError(
+                f"{name}: the sparse tensor at index {index} is a {type(tensor).__name__}, which may have no"
+                " memory of its own; give a plain one"
+            )
+        for part in (tensor._indices(), tensor._values()):
+            if missing := what_is_missing(part):
+                raise InvalidArgumentError(f"{name}: a part of the sparse tensor at index {index} {missing}")
     if op.name != "SUM":
         raise InvalidArgumentError(
             f"{name}: unsupported reduction operation (allreduce of sparse tensors only works with"

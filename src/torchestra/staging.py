@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 
+from torchestra.layouts import what_is_missing
 from torchestra.order import Order, count_operations
 from torchestra.work import Work
 
@@ -152,8 +153,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether this is a dense tensor of a GPU."""
-    return tensor.is_cuda and tensor.layout is torch.strided
+    """Whether this is a dense tensor of a GPU, with memory there."""
+    return tensor.is_cuda and tensor.layout is torch.strided and not what_is_missing(tensor)
 
 
 def staged(method: _Method) -> _Method:

@@ -306,7 +306,7 @@ def one_rank_raises() -> str:
     if dist.get_rank() == 1:
         raise LookupError("on purpose")
     with pytest.raises(GroupAbortedError) as caught:
-        dist.all_gather([torch.ones(2)] * 3, torch.ones(2))
+        dist.all_gather(list(torch.ones(3, 2)), torch.ones(2))
     return str(caught.value)
 
 

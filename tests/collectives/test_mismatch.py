@@ -93,7 +93,7 @@ MISMATCHES: dict[str, tuple[Call, Call, str, str]] = {
         "reduce_scatter(SUM, float32, 9 elements)",
     ),
     "gather": (
-        lambda a: dist.gather(ones(2), [ones(2)] * dist.get_world_size(), 0, async_op=a),
+        lambda a: dist.gather(ones(2), [ones(2) for _ in range(dist.get_world_size())], 0, async_op=a),
         lambda a: dist.gather(ones(3), None, 0, async_op=a),
         "gather(float32, 2 elements, root 0)",
         "gather(float32, 3 elements, root 0)",

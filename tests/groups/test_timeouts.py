@@ -52,7 +52,7 @@ def in_every_way(done: threading.Event) -> None:
         options.timeout = timedelta(seconds=0.1)
         timed_out(lambda: groups[2].allreduce([tensor], options).wait())
         groups[3].set_timeout(0.1)
-        timed_out(lambda: dist.all_gather([tensor] * size, tensor, group=groups[3]))
+        timed_out(lambda: dist.all_gather([tensor.clone() for _ in range(size)], tensor, group=groups[3]))
         dist.set_pg_timeout(timedelta(seconds=0.1), groups[4])
         assert groups[4].options.timeout == timedelta(seconds=0.1)
         timed_out(lambda: dist.broadcast(tensor, 0, group=groups[4], async_op=True).wait())

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch_worlds import outcomes, run
@@ -226,3 +227,27 @@ def test_ranks_may_be_threads_where_torch_makes_them_so() -> None:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         multi_threaded_pg._uninstall_threaded_pg()
     assert results == [(6.0, "threads"), (3.0, "threads"), (6.0, "threads")]
+
+
+def hand_over_tensors_without_memory() -> None:
+    dist.all_reduce(torch.ones(4))
+    with FakeTensorMode():
+        fake = torch.ones(4)
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    for tensor in (fake, freed, torch._efficientzerotensor(4)):
+        for call in (
+            dist.all_reduce,
+            lambda odd: dist.broadcast(odd, 0),
+            lambda odd: dist.send(odd, 1 - dist.get_rank()),
+        ):
+            with pytest.raises(torchestra.errors.InvalidArgumentError):
+                call(tensor)
+    total = torch.ones(4)
+    dist.all_reduce(total)
+    assert total.tolist() == [2.0] * 4
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    """A fake tensor ended every rank by SIGSEGV."""
+    run(2, hand_over_tensors_without_memory)

@@ -42,7 +42,7 @@ def one_of_each() -> tuple[dist.FlightRecord, float, float]:
     dist.broadcast(torch.ones(70_000, dtype=torch.float64), 1)
     dist.all_gather_into_tensor(torch.empty(10 * size), torch.ones(10))
     dist.all_gather([torch.empty(each + 1) for each in range(size)], torch.ones(rank + 1))
-    dist.gather(torch.ones(6), [torch.empty(6)] * size if rank == 0 else None, 0)
+    dist.gather(torch.ones(6), list(torch.empty(size, 6)) if rank == 0 else None, 0)
     dist.scatter(torch.ones(7), [torch.ones(7)] * size if rank == 1 else None, 1)
     dist.reduce_scatter_tensor(torch.ones(8), torch.ones(8 * size))
     dist.all_to_all_single(torch.ones(2 * size, dtype=torch.int8), torch.ones(2 * size, dtype=torch.int8))

@@ -89,7 +89,7 @@ class LocalEngine:
             kind_name=DTYPE_NAMES.__getitem__,
         )
         self._context = member.context
-        self._all_reduce = entry_point(reduce.all_reduce)
+        self.all_reduce_kernel = entry_point(reduce.all_reduce)
         self._all_reduce_parts = entry_point(reduce.all_reduce_parts)
         self._reduce_scatter = entry_point(reduce.reduce_scatter)
         self._reduce_scatter_even = entry_point(reduce.reduce_scatter_even)
@@ -147,12 +147,18 @@ class LocalEngine:
     def all_reduce(self, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None) -> None:
         """Replace the tensor by the reduction of all ranks' tensors (or the root's, by the plan)."""
         try:
-            code = self._all_reduce(plan.address, count := tensor.numel(), address := tensor.data_ptr())
-            if code:
-                self.member.finish(code, self._all_reduce, (plan.address, count, address), seconds, site)
+            count, address = tensor.numel(), tensor.data_ptr()
+            if code := self.all_reduce_kernel(plan.address, count, address):
+                self.finish_all_reduce(code, plan, count, address, seconds, site)
         except BaseException as error:
-            self._leave_halfway(error)
+            self.leave_halfway(error)
             raise
+
+    def finish_all_reduce(
+        self, code: int, plan: Plan, count: int, address: int, seconds: float, site: str | None = None
+    ) -> None:
+        """Bring an all_reduce to its end whose kernel has returned a code other than 0."""
+        self.member.finish(code, self.all_reduce_kernel, (plan.address, count, address), seconds, site)
 
     def all_reduce_parts(
         self, tensors: Sequence[torch.Tensor], plan: Plan, seconds: float, site: str | None = None
@@ -357,10 +363,10 @@ class LocalEngine:
             if code:
                 self.member.finish(code, kernel, arguments, seconds, site)
         except BaseException as error:
-            self._leave_halfway(error)
+            self.leave_halfway(error)
             raise
 
-    def _leave_halfway(self, error: BaseException) -> None:
+    def leave_halfway(self, error: BaseException) -> None:
         """After an exception: if the operation was not brought to its end, no other can be begun.
 
         The exception may be a KeyboardInterrupt at any point since the kernel was first called.
@@ -375,7 +381,7 @@ class LocalEngine:
                 reclaim(self.member)
 
     def _replace_kernels(self, refuse: Kernel) -> None:
-        self._all_reduce = self._all_reduce_parts = refuse
+        self.all_reduce_kernel = self._all_reduce_parts = refuse
         self._reduce_scatter = self._reduce_scatter_even = refuse
         self._barrier = self._broadcast = self._share = self._all_gather = refuse
         self._exchange = self._all_to_all_even = refuse

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from torchestra.layouts import check_memory, check_storage
 from torchestra.rpc.lending import LEND_FROM, Lender
 
 # Of each storage: where in the sender's the received bytes begin, how many there are, and where in the heap
@@ -97,6 +98,7 @@ class _Storages:
     def reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.device.type not in ("cpu", "meta"):
             raise TypeError(f"only CPU tensors can be sent, got one on {tensor.device}: call .cpu() first")
+        check_memory(tensor)
         if self.takes is not None and tensor.requires_grad and self.takes(tensor):
             return _attached, (tensor.detach(),)
         if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_quantized:
@@ -126,6 +128,7 @@ class _Storages:
     def reduce_untyped(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu":
             raise TypeError(f"only CPU tensors can be sent, got a storage on {storage.device}")
+        check_storage(storage)
         return _storage, (self.number(storage, 0, storage.nbytes()),)
 
     def reduce_typed(self, storage: torch.storage.TypedStorage) -> Any:
