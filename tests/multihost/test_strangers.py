@@ -33,7 +33,7 @@ LAST = 2
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What is logged of letters that are dropped, beginning anew."""
-    for name in ("letters", "correspondence", "messages"):
+    for name in ("letters", "correspondence", "messages", "warden"):
         monkeypatch.setattr(
             f"torchestra.engine.multihost.{name}.warnings", RateLimitedWarnings(logging.getLogger("letters"))
         )
@@ -144,6 +144,37 @@ def receive_the_impossible() -> None:
 @pytest.mark.usefixtures("told")
 def test_what_a_letter_says_is_checked_against_what_there_is_room_for() -> None:
     on_threads((1, 1), receive_the_impossible)
+
+
+# -- what hosts tell each other
+
+NONSENSE = [
+    "",
+    "xx",
+    "5",
+    "[]",
+    "[" * 100_000,
+    '{"abort": 5, "host": 9}',
+    '{"gone": [], "host": 1}',
+    '{"ask": 1}',
+]
+
+
+def be_asked_despite_nonsense() -> bool:
+    """Whether the warden of the other host still answers, after what would have ended its thread."""
+    outlook = dist.group.WORLD.communicator.engine.crossing.outlook  # type: ignore[union-attr]
+    if dist.get_rank() == 0:
+        for text in NONSENSE:
+            outlook.store.set(f"news/{outlook.store.add('news', 1)}", text)
+    dist.barrier()
+    answered = all(host.answered for host in dist.flight_record().hosts)
+    dist.barrier()
+    return answered
+
+
+@pytest.mark.usefixtures("told")
+def test_news_that_strangers_tell_are_dropped() -> None:
+    assert on_threads((1, 1), be_asked_despite_nonsense) == [True, True]
 
 
 # -- connections

@@ -27,11 +27,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import math
 import os
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -44,17 +46,24 @@ from torchestra.engine.multihost.records import Answer, answer, understand
 from torchestra.engine.multihost.silence import BEATS_PER_BOUND, Watch
 from torchestra.errors import DistError, InvalidArgumentError, RankFailedError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
+from torchestra.store.proven import UnprovenValueError
+from torchestra.store.rate_limited import RateLimitedWarnings
 
 __all__ = ["HEARTBEAT_VARIABLE", "Outlook", "Warden", "heartbeat_bound"]
 
 HEARTBEAT_VARIABLE = "TORCHESTRA_HEARTBEAT"
 """How many seconds a host may be silent before it is given up; the same for all ranks."""
 
+_UNREADABLE = (ValueError, TypeError, LookupError, RecursionError, zlib.error)
+"""What it comes to if somebody else has written into the store, where that asks nobody."""
+
 _DEFAULT_BOUND = 10.0
 _ANSWER_SECONDS = 3.0
 _FATE_SECONDS = 1.0
 _TELL_SECONDS = 1.0
 _HEARD_SECONDS = 3.0
+
+warnings = RateLimitedWarnings(logging.getLogger(__name__))
 
 
 def heartbeat_bound() -> float:
@@ -163,7 +172,7 @@ class Outlook:
         host = self.hosts.host_of[rank]
         looked, dead, left = self._fates.get(host, (0.0, (), ()))
         if time.monotonic() - looked > _FATE_SECONDS:
-            with contextlib.suppress(DistError, OSError):
+            with contextlib.suppress(DistError, OSError, *_UNREADABLE):
                 if self._store.check([f"beat/{host}"]):
                     _, dead, left = json.loads(self._store.get(f"beat/{host}"))
                 if self._store.check([f"left/{rank}"]):
@@ -223,7 +232,7 @@ class Outlook:
         others = [host for host in range(len(self.hosts)) if host != self.host and not self._is_deaf(host)]
         for host in others if number else ():
             key = f"answer/{number}/{host}"
-            with contextlib.suppress(DistError, OSError):
+            with contextlib.suppress(DistError, OSError, *_UNREADABLE):
                 self._store.wait([key], max(0.01, deadline - time.monotonic()))
                 said, got = self._store.get(key), time.monotonic()
                 told[host] = understand(said, asked, got)
@@ -243,7 +252,7 @@ class Outlook:
         for host in others:
             line = f"\nhost {self.hosts.names[host]} does not answer"
             if number and host in keys:
-                with contextlib.suppress(DistError, OSError):
+                with contextlib.suppress(DistError, OSError, *_UNREADABLE):
                     self._store.wait([keys[host]], max(0.01, deadline - time.monotonic()))
                     absent, standing = json.loads(self._store.get(keys[host]))
                     missing += absent
@@ -297,6 +306,9 @@ class Warden(Outlook):
                 seen = self._await_news(seen)
                 self._unreached = 0
             except (DistError, OSError):
+                self._closed.wait(self._interval)
+            except _UNREADABLE as error:
+                warnings.warn("host %s cannot read what another one is to have said: %r", self.host, error)
                 self._closed.wait(self._interval)
 
     def _count_silence(self) -> None:
@@ -365,7 +377,13 @@ class Warden(Outlook):
         except StoreTimeoutError:
             return seen
         heard = time.monotonic()
-        news = json.loads(self._store.get(key))
+        try:
+            self._take_news(json.loads(self._store.get(key)), seen + 1, heard)
+        except (UnprovenValueError, *_UNREADABLE) as error:
+            warnings.warn("host %s dropped news that nobody can have told: %r", self.host, error)
+        return seen + 1
+
+    def _take_news(self, news: dict[str, Any], number: int, heard: float) -> None:
         if "abort" in news and news["host"] != self.host:
             why, failed, standing = news["abort"]
             self._say_heard()
@@ -380,11 +398,10 @@ class Warden(Outlook):
             where = call_site(self._member.program.ident)
             standing = self._member.report(range(self._member.size), where)
             told = json.dumps([self._missing_in(news["operation"]), standing])
-            self._store.set(f"answer/{seen + 1}/{self.host}", told)
+            self._store.set(f"answer/{number}/{self.host}", told)
         elif "recount" in news and news["recount"] != self.host:
             record = read_flight_record(self._member.arena)
-            self._store.set(f"answer/{seen + 1}/{self.host}", answer(record, heard))
-        return seen + 1
+            self._store.set(f"answer/{number}/{self.host}", answer(record, heard))
 
     def _missing_in(self, operation: int) -> Sequence[int]:
         """The ranks of this host that have not begun an operation of the group.
