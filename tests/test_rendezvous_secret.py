@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from torchestra.errors import DistNetworkError, InvalidArgumentError, StoreTimeoutError
-from torchestra.rendezvous import Rendezvous, rendezvous
+from torchestra.rendezvous import Rendezvous, over_mpi, rendezvous
 from torchestra.store import TCPStore, TCPStoreServer
+from torchestra.store.tcp import tenants
 
 LONG = 60.0
 ELSEWHERE = "198.51.100.1"
@@ -97,3 +98,29 @@ def test_who_waits_in_vain_without_a_secret_is_told_that_this_may_be_why(port: i
     with pytest.raises(StoreTimeoutError) as caught:
         rendezvous("tcp://127.0.0.1:0", rank=0, world_size=2, timeout=0.05, secret="ours")
     assert "TORCHESTRA_SECRET" not in str(caught.value)
+
+
+def test_the_port_that_mpi_ranks_are_told_is_never_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever else waits for a port to become free, on a host of many users, does not get it."""
+    thieves: list[socket.socket] = []
+    close = socket.socket.close
+
+    def close_and_take(let_go: socket.socket) -> None:
+        listening = let_go.fileno() >= 0 and let_go.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        where = let_go.getsockname() if listening and let_go.family == socket.AF_INET else None
+        close(let_go)
+        if where is not None:
+            thieves.append(socket.create_server(where))
+
+    monkeypatch.setattr(socket.socket, "close", close_and_take)
+    try:
+        place = over_mpi._serve(b"ours")
+        TCPStore("127.0.0.1", place.port, timeout=LONG, secret="ours").set("key", "value")
+        assert thieves == []
+        assert over_mpi._serve(b"ours").port != place.port
+    finally:
+        monkeypatch.undo()
+        for thief in thieves:
+            thief.close()
+        while tenants._kept:
+            tenants._kept.popitem()[1].end()

@@ -84,9 +84,7 @@ def open_over_mpi(rank: int, world_size: int, secret: bytes | None, seconds: flo
 def _serve(secret: bytes | None) -> _Place:
     """Have this process serve a store until it ends."""
     made = "" if secret is not None else secrets.token_hex(16)
-    with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
-    keep_server("0.0.0.0", port, secret or made.encode())
+    port = keep_server("0.0.0.0", 0, secret or made.encode())
     return _Place(own_addresses(), port, made)
 
 

@@ -70,8 +70,8 @@ class Tenancy:
                 self.server.close()
 
 
-def keep_server(host: str, port: int, secret: bytes | None) -> None:
-    """Has the shared server at an address run until the process ends, starting it if there is none.
+def keep_server(host: str, port: int, secret: bytes | None) -> int:
+    """Has the shared server at an address run until the process ends, starting it if there is none; its port.
 
     The others may come again for another world at any time after this process left the last one, so the
     server must not end in between. And they may have something to ask when this process is done already,
@@ -79,7 +79,7 @@ def keep_server(host: str, port: int, secret: bytes | None) -> None:
 
     Args:
         host: the interface to listen on.
-        port: the port; not 0, since nobody could come back to it.
+        port: the port; 0 has a free one chosen, by a server of its own, which has it from then on.
         secret: what clients must prove to know.
 
     Raises:
@@ -90,9 +90,12 @@ def keep_server(host: str, port: int, secret: bytes | None) -> None:
     with _lock:
         kept = _kept.get(address)
         if kept is None or kept.server.closed:
-            _kept[address] = Tenancy(address, secret, shared=True)
+            kept = Tenancy(address, secret, shared=True)
+            address = Address(host, kept.server.port)
+            _kept[address] = kept
             # Other than atexit, this is also called at the end of a multiprocessing child.
             multiprocessing.util.Finalize(None, _see_off, (address,), exitpriority=1)
+    return kept.server.port
 
 
 def _see_off(address: Address) -> None:
