@@ -17,6 +17,7 @@ import torch
 import torchestra as dist
 import worlds
 from torchestra.engine import admission, joining
+from torchestra.engine.multihost import finding
 from torchestra.errors import DistBackendError, GroupAbortedError, RankFailedError
 from torchestra.store import Store
 
@@ -109,6 +110,52 @@ def test_why_a_rank_cannot_enter_is_told_the_others(culprit: int, spoil: Callabl
             assert isinstance(outcome.error, GroupAbortedError), outcome
             assert f"rank {culprit} could not enter it" in outcome.message
             assert FAILURES[spoil] in outcome.message
+
+
+def enter_lobby(store: Store, rank: int, size: int, spoil: Callable[[], Any]) -> tuple[str, tuple[int, ...]]:
+    if rank == 0:
+        lead = finding._Lobby.lead
+
+        def lead_and_say_so(lobby: finding._Lobby) -> Any:
+            worlds.leave_note("leads")
+            return lead(lobby)
+
+        finding._Lobby.lead = lead_and_say_so
+    else:
+        worlds.await_note("leads" if rank == 2 else "told")
+    if rank == 2:
+        spoil()
+    try:
+        finding.find_hosts(store, rank, size, "group", worlds.OP_SECONDS)
+    except GroupAbortedError as error:
+        worlds.leave_note("told")
+        return str(error), getattr(error, "ranks", ())
+    except DistBackendError as error:
+        return str(error), ()
+    raise AssertionError("the ranks have met")
+
+
+def die_in_lobby() -> None:
+    finding.await_end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_before_lobby() -> None:
+    def refuse(*_: object) -> None:
+        raise DistBackendError("another version")
+
+    finding.visit = refuse
+
+
+@pytest.mark.parametrize("spoil", [die_in_lobby, fail_before_lobby])
+def test_ranks_that_look_for_their_hosts_hear_of_one_that_will_not_come(spoil: Callable[[], Any]) -> None:
+    zero, one, _ = worlds.outcomes("processes", 3, enter_lobby, spoil, init=False)
+    for outcome in (zero, one):
+        message, ranks = outcome.result()
+        if spoil is die_in_lobby:
+            assert ranks == (2,)
+            assert "rank 2 died before all ranks had come" in message
+        else:
+            assert "rank 2 could not enter it: DistBackendError: another version" in message
 
 
 def make_groups_until_refused(limit: int) -> tuple[int, str]:

@@ -16,13 +16,14 @@ again: who waits within a host hears by the end of its connection to the lobby t
     finding/lobby/ID/N      "R:host:invitation", the N-th lobby of that id, and who has opened it
     finding/hosts           how many lobbies there are; each is numbered by it
     finding/arrived         how many ranks are in a lobby
-    finding/all             set by whoever brings that to the number of ranks
+    finding/all             "yes" by whoever brings that to the number of ranks; or why that will never be
     finding/members/H       the ranks in lobby H, and the host's name
     finding/outcome         who is on which host
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -34,8 +35,15 @@ from datetime import timedelta
 from torchestra.engine.admission import Admission, await_end, visit
 from torchestra.engine.multihost.host_id import HOST_VARIABLE, host_id, host_name
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.errors import CollectiveTimeoutError, DistBackendError, StoreTimeoutError
-from torchestra.limits import start_thread
+from torchestra.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    DistError,
+    GroupAbortedError,
+    RankFailedError,
+    StoreTimeoutError,
+)
+from torchestra.limits import check_free_descriptors, naming_limits, start_thread
 from torchestra.memory_files import make_memory_file
 from torchestra.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchestra.store.absence import absent
@@ -45,7 +53,9 @@ __all__ = ["find_hosts", "may_span_hosts"]
 
 _SERVING_SECONDS = 1.0
 _GRACE_SECONDS = 3.0
-_DONE, _LATE = b"!", b"?"
+_ALL = b"yes"
+_DONE, _LATE, _FAILED = b"!", b"?", b"x"
+_DESCRIPTORS = 8  # what a rank needs for a moment, with some to spare
 
 
 def may_span_hosts(store: Store, size: int) -> bool:
@@ -81,8 +91,19 @@ def find_hosts(
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
     """
     visit = _Visit(PrefixStore("finding", store), rank, size, name, seconds)
+    try:
+        with naming_limits(f"rank {rank} cannot enter group {name!r}"):
+            return _find(visit, threads=threads)
+    except BaseException as error:
+        visit.tell_failure(error)
+        raise
+
+
+def _find(visit: _Visit, *, threads: bool) -> Hosts:
+    rank, size, name = visit.rank, visit.size, visit.name
     if threads:
         return visit.ask_everybody()
+    check_free_descriptors(_DESCRIPTORS)
     visit.store.set(f"here/{rank}", b"")
     identity = hashlib.sha256(host_id().encode()).hexdigest()[:16]
     with _Lobby(visit) as lobby:
@@ -119,6 +140,8 @@ class _Visit:
                 raise self.late()
             state = os.pread(descriptor, 1, 0)
             text = os.pread(descriptor, os.fstat(descriptor).st_size, 1)
+            if state == _FAILED:
+                raise self.failure(text)
             if state == _LATE:
                 raise self.late(json.loads(text))
             if state != _DONE:
@@ -150,6 +173,30 @@ class _Visit:
         """Say who is on which host."""
         self.store.set("outcome", found.encode())
         return found
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Have whoever waits for all ranks hear that this one will not come; never raises."""
+        if isinstance(error, (CollectiveTimeoutError, GroupAbortedError)):
+            return  # which the others know, or find themselves
+        with contextlib.suppress(DistError, OSError):
+            why = f"rank {self.rank} could not enter it: {type(error).__name__}: {error}"
+            self.store.compare_set("all", "", json.dumps([[], why]))
+
+    def failure(self, told: bytes) -> GroupAbortedError:
+        """The error that says what :meth:`tell_failure`, or a lobby that has lost a rank, has told."""
+        died, why = json.loads(told)
+        message = f"rank {self.rank}: group {self.name!r} cannot be used: {why}"
+        return RankFailedError(message, tuple(died)) if died else GroupAbortedError(message)
+
+    def await_all(self) -> None:
+        """Wait until all ranks are in a lobby.
+
+        Raises:
+            GroupAbortedError: one of them will never be.
+        """
+        (told,) = self.values(["all"])
+        if told != _ALL:
+            raise self.failure(told)
 
     def hear(self) -> Hosts:
         """What another rank says about it."""
@@ -209,6 +256,10 @@ class _Lobby:
         except CollectiveTimeoutError as error:
             self._show(_LATE, json.dumps(error.missing).encode())
             raise
+        except GroupAbortedError as error:
+            died = error.ranks if isinstance(error, RankFailedError) else ()
+            self._show(_FAILED, json.dumps([died, str(error).partition(" cannot be used: ")[2]]).encode())
+            raise
         self._show(_DONE, found.encode())
         return found
 
@@ -221,7 +272,7 @@ class _Lobby:
         host = store.add("hosts", 1) - 1
         self._count(1)
         start_thread(self._server)
-        visit.values(["all"])
+        visit.await_all()
         members = [visit.rank, *self._admission.given]
         store.set(f"members/{host}", json.dumps([members, host_name()]))
         return visit.tell(self._put_together()) if host == 0 else visit.hear()
@@ -234,13 +285,19 @@ class _Lobby:
 
     def _count(self, ranks: int) -> None:
         if self._visit.store.add("arrived", ranks) == self._visit.size:
-            self._visit.store.set("all", b"")
+            self._visit.store.compare_set("all", "", _ALL)
 
     def _serve(self) -> None:
         admission = self._admission
         counted = 0
         while not self._closed.is_set():
             admission.serve(self._descriptor, _SERVING_SECONDS)
+            if (lost := admission.ended()) and not self._closed.is_set():
+                # Whoever is in waits for the outcome, and ends its connection after that.
+                numbers = ", ".join(map(str, lost))
+                why = f"rank{'s' if len(lost) > 1 else ''} {numbers} died before all ranks had come"
+                with contextlib.suppress(DistError, OSError):
+                    self._visit.store.compare_set("all", "", json.dumps([lost, why]))
             if came := len(admission.given) - counted:
                 counted += came
                 self._count(came)
