@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dis
-import functools
 import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FrameType, SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import torchestra as dist
+from interrupts import interrupted_at
 from torchestra import order, quick
 from torchestra import work as work_file
 from torchestra.engine import progress as engine_progress
@@ -185,46 +184,7 @@ def test_an_interrupt_reaches_who_waits_and_makes_the_group_unusable() -> None:
         assert third.wait()
 
 
-# After which instructions CPython looks for signals.
-INTERRUPTIBLE = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 INTERRUPTED_FILES = (engine_progress.__file__, order.__file__, work_file.__file__)
-
-
-@contextlib.contextmanager
-def interrupted_at(place: int, files: Sequence[str] = INTERRUPTED_FILES) -> Iterator[list[str]]:
-    """Raise KeyboardInterrupt at the place-th point at which a signal can be seen; where, if there is one."""
-    left, where = place, []
-    last: dict[FrameType, str] = {}  # the instruction that each frame has just executed
-
-    def enter(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename not in files:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return step
-
-    def step(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
-        if event == "opcode":
-            executed, last[frame] = last.get(frame, "RESUME"), names(frame.f_code)[frame.f_lasti]
-            if executed.startswith(INTERRUPTIBLE):
-                left -= 1
-                if left < 0:
-                    where.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
-                    raise KeyboardInterrupt
-        return step
-
-    sys.settrace(enter)
-    try:
-        yield where
-    finally:
-        sys.settrace(None)
-        last.clear()
-
-
-@functools.cache
-def names(code: CodeType) -> dict[int, str]:
-    """The instructions of some code, by their places."""
-    return {each.offset: each.opname for each in dis.get_instructions(code)}
 
 
 def test_no_interrupt_loses_an_operation() -> None:
@@ -232,7 +192,7 @@ def test_no_interrupt_loses_an_operation() -> None:
     with queue(NEVER) as it:
         for place in itertools.count():
             work = it.call()
-            with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as where:
+            with contextlib.suppress(KeyboardInterrupt), interrupted_at(place, INTERRUPTED_FILES) as where:
                 work.wait()
             with contextlib.suppress(GroupAbortedError):
                 assert work.wait(SOON), where

@@ -40,6 +40,7 @@ from torchestra.engine.patience import Patience
 from torchestra.engine.placement import LOOK_EVERY
 from torchestra.engine.standing import describe_standing
 from torchestra.engine.succession import Succession
+from torchestra.engine.try_lock import TryLock
 from torchestra.engine.watcher import Watcher
 from torchestra.errors import (
     CollectiveMismatchError,
@@ -72,7 +73,7 @@ class Member:
         self.numbers: Sequence[int] = range(self.size)
         self.name = name
         self.succession = Succession(arena, rank)
-        self.shrinking = threading.Lock()
+        self.shrinking = TryLock()
         self.when_aborted: Callable[[str, tuple[int, ...], str], None] | None = None
         self.host = ""
         self.ask_elsewhere: Callable[[], str] = str

@@ -68,14 +68,17 @@ def shrink(member: Member, name: str, exclude: Sequence[int], seconds: float) ->
         CollectiveTimeoutError: a rank lives but has not come; it is named.
         InvalidArgumentError: another thread of this rank is shrinking the group.
     """
-    if not member.shrinking.acquire(blocking=False):
-        raise InvalidArgumentError(
-            f"rank {member.rank}: another thread of this rank is shrinking group {member.name!r} already"
-        )
+    lock, claim = member.shrinking, object()
     try:
-        return _Attempt(member, name, seconds).run(exclude)
+        if not lock.take(claim):
+            raise InvalidArgumentError(
+                f"rank {member.rank}: another thread of this rank is shrinking group {member.name!r} already"
+            )
+        shrunk = _Attempt(member, name, seconds).run(exclude)
     finally:
-        member.shrinking.release()
+        if lock.holder is claim:
+            lock.holder = None
+    return shrunk
 
 
 class _Attempt:

@@ -26,6 +26,7 @@ from typing import Protocol
 
 from torchestra.autograd.here import aside
 from torchestra.engine.channels import LostPeerError, Message
+from torchestra.engine.try_lock import TryLock
 from torchestra.errors import DistBackendError
 from torchestra.limits import start_thread
 from torchestra.rpc.offices import Office
@@ -33,6 +34,7 @@ from torchestra.rpc.offices import Office
 _LOOK_SECONDS = 0.05
 _JOIN_SECONDS = 2.0
 _DRAIN_SECONDS = 1.0
+_NAP_SECONDS = 0.0005
 
 Job = Callable[[], None]
 
@@ -81,10 +83,11 @@ class Crew:
         self._sort = sort
         self._look = look
         self.kept = kept
-        self._lead = threading.Lock()
-        self._watching = threading.Lock()
-        self._looking = threading.Lock()
+        self._lead = TryLock()
+        self._watching = TryLock()
+        self._looking = TryLock()
         self._next_look = 0.0
+        self._draining = False  # a thread wants the lead, and no other shall take it
         self._stand_back = False
         # Guards what follows; held for moments.
         self._gate = threading.Lock()
@@ -106,24 +109,28 @@ class Crew:
     def wait(self, awaited: Awaited) -> None:
         """Return when it is done. Every thread may call."""
         office = self._office
+        lead, claim = self._lead, object()
         while not (awaited.done or self.closed):
-            if office is not None and self._lead.acquire(False):
-                found = None
-                try:
+            found = None
+            try:
+                leads = office is not None and not self._draining and lead.take(claim)
+                if leads:
                     awaited.leading = True
                     if not awaited.done:
+                        assert office is not None
                         found = self._receive(office)
-                finally:
-                    awaited.leading = False
-                    self._lead.release()
-                if found is None:
-                    self.look()
-                elif found[0]:
-                    self.give(found[1])
-                else:
-                    aside(found[1])
-            else:
+            finally:
+                awaited.leading = False
+                if lead.holder is claim:
+                    lead.holder = None
+            if not leads:
                 self._sleep(awaited)
+            elif found is None:
+                self.look()
+            elif found[0]:
+                self.give(found[1])
+            else:
+                aside(found[1])
         if self._waiting:
             self._pass_lead()
 
@@ -132,12 +139,15 @@ class Crew:
         latch = threading.Lock()
         latch.acquire()
         awaited.latch = latch
-        with self._gate:
-            self._waiting.append(awaited)
-        if not awaited.done and (self._lead.locked() or self._office is None):
-            latch.acquire(timeout=_LOOK_SECONDS)
-        with self._gate:
-            self._waiting.remove(awaited)
+        try:
+            with self._gate:
+                self._waiting.append(awaited)
+            if not awaited.done and (self._lead.holder is not None or self._draining or self._office is None):
+                latch.acquire(timeout=_LOOK_SECONDS)
+        finally:
+            with self._gate:
+                if awaited in self._waiting:  # not so if an interrupt came first
+                    self._waiting.remove(awaited)
         self.look()
 
     def _pass_lead(self) -> None:
@@ -174,19 +184,21 @@ class Crew:
         office = self._office
         if office is None:
             return True
-        if not self._lead.acquire(False):
-            office.rouse_leader()
-            if not self._lead.acquire(timeout=_LOOK_SECONDS):
-                return False
         found: list[tuple[bool, Job]] = []
-        deadline = time.monotonic() + _DRAIN_SECONDS
+        lead, claim = self._lead, object()
         try:
+            if not self._have_the_lead(office, claim):
+                return False
+            deadline = time.monotonic() + _DRAIN_SECONDS
             while (each := self._receive(office)) is not None:
                 found.append(each)
                 if time.monotonic() > deadline:
                     break
         finally:
-            self._lead.release()
+            self._draining = False
+            if lead.holder is claim:
+                lead.holder = None
+        self._pass_lead()
         for is_call, job in found:
             if is_call:
                 self.give(job)
@@ -194,14 +206,31 @@ class Crew:
                 job()
         return each is None
 
+    def _have_the_lead(self, office: Office, claim: object) -> bool:
+        """Get the lead from whoever has it, within a moment; whether that was possible."""
+        if self._lead.take(claim):
+            return True
+        self._draining = True  # or who has it would mostly take it again at once
+        deadline = time.monotonic() + _LOOK_SECONDS
+        while time.monotonic() < deadline:
+            office.rouse_leader()
+            time.sleep(_NAP_SECONDS)
+            if self._lead.take(claim):
+                return True
+        return False
+
     def look(self) -> None:
         """Call ``look`` if it is time to."""
-        if time.monotonic() >= self._next_look and self._looking.acquire(False):
-            try:
+        if time.monotonic() < self._next_look:
+            return
+        looking, claim = self._looking, object()
+        try:
+            if looking.take(claim):
                 aside(self._look)
-            finally:
                 self._next_look = time.monotonic() + _LOOK_SECONDS
-                self._looking.release()
+        finally:
+            if looking.holder is claim:
+                looking.holder = None
 
     def close(self) -> None:
         """Stop all threads; those that run a function end after it."""
@@ -248,6 +277,7 @@ class Crew:
         thread = threading.current_thread()
         office = self._office
         must_lead = False
+        claim = object()  # no signal is handled on this thread
         while not self.closed:
             if self.todo and self._begin_work():
                 self._work(thread, None)
@@ -260,11 +290,12 @@ class Crew:
                 continue
             # Who has just been woken with an answer will mostly call again, and should lead then itself.
             stand_back, self._stand_back = self._stand_back and not must_lead, False
-            if not (stand_back or (self._waiting and not must_lead)) and self._lead.acquire(False):
+            stand_back = stand_back or self._draining or (bool(self._waiting) and not must_lead)
+            if not stand_back and self._lead.take(claim):
                 try:
                     found = self._receive(office)
                 finally:
-                    self._lead.release()
+                    self._lead.holder = None
                 must_lead = False
                 if found is None:
                     self.look()
@@ -277,11 +308,11 @@ class Crew:
                     found[1]()  # an answer: those who are at work may wait for it
                 if self._waiting:
                     self._pass_lead()
-            elif self._watching.acquire(False):
+            elif self._watching.take(claim):
                 try:
                     must_lead = office.watch()
                 finally:
-                    self._watching.release()
+                    self._watching.holder = None
                 self.look()
             elif not self._park(thread):
                 return
@@ -295,7 +326,7 @@ class Crew:
                 if len(self._threads) >= self.limit:
                     return False
                 self._add()
-            elif self._idle and not self._watching.locked():
+            elif self._idle and self._watching.holder is None:
                 self._idle.pop().release()
             self._busy += 1
             return True
@@ -318,7 +349,7 @@ class Crew:
         """Sleep until needed; False if there are enough that do."""
         latch = threading.Lock()
         with self._gate:
-            if self.closed or self.todo or not (self._watching.locked() or self._office is None):
+            if self.closed or self.todo or not (self._watching.holder is not None or self._office is None):
                 return True
             if len(self._idle) >= self.kept:
                 self._threads.discard(thread)

@@ -107,9 +107,9 @@ class References:
 
     def clear_dropped(self) -> None:
         """Do what :meth:`drop` has left."""
-        while self.dropped and self._lock.acquire(False):
+        while self.dropped:
             released: list[User] = []
-            try:
+            with self._lock:
                 while self.dropped:
                     held = self.dropped.popleft()
                     if isinstance(held, Entry):
@@ -118,8 +118,6 @@ class References:
                     else:
                         held.dropped = True
                         released.append(held)
-            finally:
-                self._lock.release()
             for user in released:
                 self._release(user)
 
@@ -297,6 +295,7 @@ class References:
 
     def lost(self, rank: int) -> None:
         """A worker is gone."""
+        never_created: list[Entry] = []
         with self._lock:
             kept = [self._kept.pop(fork) for fork, (_, to) in self._kept.copy().items() if to == rank]
             for entry in tuple(self._entries.values()):
@@ -305,13 +304,7 @@ class References:
                     del entry.forks[fork]
                 if not entry.created and entry.number[0] == rank:
                     entry.created = True
-                    entry.fail(
-                        WorkerFailedError(
-                            f"worker {self._agent.workers[rank].name!r}, which was to create the value of"
-                            " this reference, is gone",
-                            self._agent.workers[rank].name,
-                        )
-                    )
+                    never_created.append(entry)
                 self._free(entry)
                 if struck and entry.number not in self._entries:
                     self._freed_by_loss.add(entry.number)
@@ -320,6 +313,13 @@ class References:
                     del self._users[user.fork]
                     user.confirmed, user.released = True, True
         del kept
+        name = self._agent.workers[rank].name
+        for entry in never_created:  # without the lock, because this calls whoever waits for the value
+            entry.fail(
+                WorkerFailedError(
+                    f"worker {name!r}, which was to create the value of this reference, is gone", name
+                )
+            )
 
     def delete_users(self) -> list[str]:
         """Drop all users of this worker, whether or not somebody refers to them; which those were."""

@@ -7,7 +7,6 @@ the calls.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from torchestra.engine.channels import posting
 from torchestra.engine.channels import words as w
 from torchestra.engine.compilation import entry_point
 from torchestra.engine.layout import DONE
+from torchestra.engine.try_lock import TryLock
 from torchestra.transport.message import Message
 
 _PARTS_SHIFT = 16
@@ -49,7 +49,7 @@ class _Outbox:
     """What is to go to one rank: whoever has the lock sends it all."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = TryLock()
         self.queue: deque[_Parcel] = deque()
         self.words: npt.NDArray[np.int64] = np.zeros(w.RECORD_BYTES // 8, dtype=np.int64)
         self.record: int = self.words.ctypes.data
@@ -113,24 +113,26 @@ class PostOffice:
         """
         box = self._outboxes[peer]
         box.queue.append(_Parcel(kind, tag, parts, keep))
-        while box.queue and box.lock.acquire(False):
-            try:
-                while box.queue:
-                    self._push(peer, box, box.queue[0])
-                    box.queue.popleft()
-            finally:
-                box.lock.release()
+        self._send_queued(peer, box)
 
     def send_leftovers(self) -> None:
         """Send what a thread has left that was interrupted while it sent."""
         for peer, box in enumerate(self._outboxes):
-            while box.queue and box.lock.acquire(False):
-                try:
-                    while box.queue:
-                        self._push(peer, box, box.queue[0])
-                        box.queue.popleft()
-                finally:
-                    box.lock.release()
+            if box.queue:
+                self._send_queued(peer, box)
+
+    def _send_queued(self, peer: int, box: _Outbox) -> None:
+        """Send what is queued for a rank, unless another thread does; that one then sends it all."""
+        claim = object()
+        try:
+            while box.queue and box.lock.take(claim):
+                while box.queue:
+                    self._push(peer, box, box.queue[0])
+                    box.queue.popleft()
+                box.lock.holder = None
+        finally:
+            if box.lock.holder is claim:
+                box.lock.holder = None
 
     def _push(self, peer: int, box: _Outbox, parcel: _Parcel) -> None:
         """Send a message; may be called again for one that an exception has interrupted."""

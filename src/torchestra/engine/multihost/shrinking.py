@@ -108,12 +108,14 @@ def shrink_hosts(
         InvalidArgumentError: another thread of this rank is shrinking the group.
     """
     member = crossing.member
-    if not member.shrinking.acquire(blocking=False):
-        raise InvalidArgumentError(
-            f"rank {crossing.rank}: another thread of this rank is shrinking group {crossing.name!r} already"
-        )
+    lock, claim = member.shrinking, object()
     try:
-        return _Attempt(crossing, seconds, enter).run(exclude)
+        if not lock.take(claim):
+            raise InvalidArgumentError(
+                f"rank {crossing.rank}: another thread of this rank is shrinking group {crossing.name!r}"
+                " already"
+            )
+        shrunk = _Attempt(crossing, seconds, enter).run(exclude)
     except (DistNetworkError, DistStoreError) as error:
         raise DistNetworkError(
             f"{crossing.hosts.describe(crossing.rank)}: group {crossing.name!r} cannot be shrunk, because its"
@@ -122,7 +124,9 @@ def shrink_hosts(
             " every rank"
         ) from error
     finally:
-        member.shrinking.release()
+        if lock.holder is claim:
+            lock.holder = None
+    return shrunk
 
 
 class _View(NamedTuple):

@@ -1,0 +1,50 @@
+"""A lock that is taken if it is free and never waited for, and that no interrupt leaves taken.
+
+``lock.acquire(False)`` of :mod:`threading` has a moment in which a signal's handler may raise: after the lock
+was taken, and before the program has noted that. A ``finally`` then cannot know whether the lock is to be
+released: released too seldom it stays taken for ever, too often it is taken from another thread.
+
+Here who has the lock is one attribute, which is set to the caller's own object or not at all; so the caller's
+``finally`` can ask. It does so by the two lines below and not by a method: they call nothing, so that CPython
+(from 3.11 on) handles no signal between them, nor before them.
+"""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = ["TryLock"]
+
+
+class TryLock:
+    """To be used so::
+
+        claim = object()
+        try:
+            if lock.take(claim):
+                ...
+        finally:
+            if lock.holder is claim:
+                lock.holder = None
+
+    Taking it twice on one thread fails, as on two.
+
+    Attributes:
+        holder: the claim that has the lock; None while it is free. Only who has the lock sets it to None.
+    """
+
+    __slots__ = ("_gate", "holder")
+
+    def __init__(self) -> None:
+        self.holder: object = None
+        self._gate = threading.Lock()
+
+    def take(self, claim: object) -> bool:
+        """Take the lock for a claim, an object of this call alone, if it is free; whether it was.
+
+        May be left by an interrupt with the lock taken.
+        """
+        with self._gate:
+            if self.holder is None:
+                self.holder = claim
+        return self.holder is claim

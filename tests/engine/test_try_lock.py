@@ -1,0 +1,149 @@
+"""A lock that is taken if it is free: no interrupt leaves it taken, or releases what another thread has.
+
+It comes at every single point of the lock's users at which one can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from interrupts import interrupted_at
+from torchestra.engine import shrinking, try_lock
+from torchestra.engine.channels import post_office
+from torchestra.engine.channels.post_office import PostOffice, _Outbox, _Parcel
+from torchestra.engine.multihost import shrinking as shrinking_hosts
+from torchestra.engine.try_lock import TryLock
+from torchestra.errors import InvalidArgumentError
+from torchestra.rpc import crew as crew_file
+from torchestra.rpc.crew import Crew
+
+
+def interrupt_everywhere(
+    call: Callable[[], object], locks: list[TryLock], files: list[str], taken: bool = False
+) -> None:
+    """Call it until it has been interrupted everywhere, the locks being free, or taken by somebody else."""
+    other = object() if taken else None
+    for place in itertools.count():
+        for lock in locks:
+            lock.holder = other
+        with (
+            contextlib.suppress(KeyboardInterrupt, InvalidArgumentError),
+            interrupted_at(place, [try_lock.__file__, *files]) as where,
+        ):
+            call()
+        assert all(lock.holder is other for lock in locks), where
+        if not where:
+            break
+    assert place > 3
+
+
+def test_only_one_claim_has_it() -> None:
+    lock, first, second = TryLock(), object(), object()
+    assert lock.take(first)
+    assert not lock.take(second)
+    assert lock.holder is first
+    lock.holder = None
+    assert lock.take(second)
+
+
+def test_of_many_threads_one_has_it_at_a_time() -> None:
+    lock, inside, most = TryLock(), [0], [0]
+
+    def work() -> None:
+        claim = object()
+        for _ in range(300):
+            if lock.take(claim):
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                inside[0] -= 1
+                lock.holder = None
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
+    assert lock.holder is None
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("several_hosts", [False, True])
+def test_of_shrinking_a_group(monkeypatch: pytest.MonkeyPatch, several_hosts: bool, taken: bool) -> None:
+    class Attempt:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self, exclude: object) -> object:
+            return exclude
+
+    file = shrinking_hosts if several_hosts else shrinking
+    monkeypatch.setattr(file, "_Attempt", Attempt)
+    member: Any = SimpleNamespace(shrinking=TryLock(), rank=0, name="group")
+    crossing: Any = SimpleNamespace(member=member, rank=0, name="group")
+    call: Any = shrinking_hosts.shrink_hosts if several_hosts else shrinking.shrink
+    arguments = (crossing, (), 1.0, None) if several_hosts else (member, "new", (), 1.0)
+    interrupt_everywhere(lambda: call(*arguments), [member.shrinking], [str(file.__file__)], taken)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_of_sending_to_a_worker(monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
+    office, box, sent = PostOffice.__new__(PostOffice), _Outbox(), []
+    office._outboxes = [box]
+    monkeypatch.setattr(PostOffice, "_push", lambda _, peer, box, parcel: sent.append(parcel.tag))
+    numbers = itertools.count()
+    interrupt_everywhere(
+        lambda: office.send(0, 1, next(numbers), ()), [box.lock], [post_office.__file__], taken
+    )
+    box.lock.holder = None
+    box.queue.append(_Parcel(1, next(numbers), (), None))
+    office.send_leftovers()
+    assert sent == sorted(sent)
+    assert sent[-1] == next(numbers) - 1
+    assert not box.queue
+
+
+class Office:
+    """One to which no message comes."""
+
+    def __init__(self) -> None:
+        self.awaited = SimpleNamespace(done=False, leading=False, latch=None)
+
+    def receive(self, *, eager: bool) -> None:
+        self.awaited.done = True
+
+    def rouse_leader(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("what", ["wait", "look", "drain"])
+def test_of_waiting_for_an_answer(monkeypatch: pytest.MonkeyPatch, what: str, taken: bool) -> None:
+    for constant in ("_LOOK_SECONDS", "_NAP_SECONDS"):
+        monkeypatch.setattr(crew_file, constant, 0.0)
+    office: Any = Office()
+    crew = Crew("of a test", office, lambda _: (False, crew_file.Job), lambda: None, 1, 1)
+    looks = itertools.count()
+
+    def call() -> None:
+        office.awaited.done = False
+        if what != "wait":
+            getattr(crew, what)()
+            return
+        if taken:
+            crew._look = lambda: setattr(office.awaited, "done", next(looks) % 3 == 2)
+            crew._looking.holder = None
+        crew.wait(office.awaited)
+
+    locks = [crew._lead] if taken else [crew._lead, crew._looking, crew._watching]
+    interrupt_everywhere(call, locks, [crew_file.__file__], taken)
+    assert crew._waiting == []
+    assert not crew._draining
+    assert not office.awaited.leading

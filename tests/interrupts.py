@@ -1,0 +1,55 @@
+"""Interrupts at every point of some code at which Ctrl-C could come."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+# After which instructions CPython looks for signals.
+INTERRUPTIBLE = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+
+
+@contextlib.contextmanager
+def interrupted_at(place: int, files: Sequence[str]) -> Iterator[list[str]]:
+    """Raise KeyboardInterrupt at the place-th point in these files at which a signal can be seen.
+
+    Only functions that the block calls are looked at. The list that it is handed tells where; it stays empty
+    if there are not so many points.
+    """
+    left, where = place, []
+    last: dict[FrameType, str] = {}  # the instruction that each frame has just executed
+
+    def enter(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return step
+
+    def step(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if event == "opcode":
+            executed, last[frame] = last.get(frame, "RESUME"), names(frame.f_code)[frame.f_lasti]
+            if executed.startswith(INTERRUPTIBLE):
+                left -= 1
+                if left < 0:
+                    where.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+                    raise KeyboardInterrupt
+        return step
+
+    sys.settrace(enter)
+    try:
+        yield where
+    finally:
+        sys.settrace(None)
+        last.clear()
+
+
+@functools.cache
+def names(code: CodeType) -> dict[int, str]:
+    """The instructions of some code, by their places."""
+    return {each.offset: each.opname for each in dis.get_instructions(code)}
