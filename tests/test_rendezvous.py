@@ -366,7 +366,7 @@ def test_a_missing_variable_is_named_in_torchs_words(missing: str, monkeypatch: 
         (None, 2, 2, "rank must be from 0 to world_size - 1, got rank 2 and world_size 2"),
         (None, 0, 0, "got rank 0 and world_size 0"),
         (None, -3, 2, "got rank -3"),
-        (None, "0", 2, "rank must be an integer, got '0'"),
+        (None, "0", 2, "`rank` must be an int, got '0'"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_sent(

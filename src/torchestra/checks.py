@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from torchestra.arguments import check_integer, is_integer, refuse_type
 from torchestra.engine.local import LocalEngine
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
 from torchestra.layouts import overlapping, overlaps_itself, what_is_missing
 from torchestra.overriding import look_for_override
 from torchestra.types import ReduceOp
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+LARGEST_TAG = (1 << 62) - 1
+"""Tags are 64-bit integers, of which the negative ones are torchestra's own."""
 
 DEVICES = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 """The types of devices that tensors can be moved from and to."""
@@ -20,9 +27,11 @@ DEVICES = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 def check_op(op: object, name: str) -> ReduceOp:
     """Refuse what is not a reduce operation, and a PREMUL_SUM without its factor."""
     if not isinstance(op, ReduceOp):
-        raise InvalidArgumentTypeError(f"{name}: `op` must be a torchestra.ReduceOp, got {op!r}")
+        refuse_type(name, "op", "a torchestra.ReduceOp", op)
     if op.name == "PREMUL_SUM" and op.factor is None:
-        raise InvalidArgumentError(f"{name}: PREMUL_SUM needs a factor; use ReduceOp.premul_sum(factor)")
+        raise InvalidArgumentError(
+            f"{name}: `op`: PREMUL_SUM needs a factor; use ReduceOp.premul_sum(factor)"
+        )
     return op
 
 
@@ -167,13 +176,31 @@ def _in_reals(tensor: object) -> object:
 
 def check_rank(rank: object, size: int, parameter: str, name: str) -> int:
     """Refuse a rank that the group does not have."""
-    if not isinstance(rank, int) or isinstance(rank, bool):
-        raise InvalidArgumentTypeError(f"{name}: `{parameter}` must be an int, got {rank!r}")
+    rank = check_integer(rank, parameter, name)
     if not 0 <= rank < size:
         raise InvalidArgumentError(
-            f"{name}: `{parameter}` is {rank}, but the group has ranks 0 to {size - 1}"
+            f"{name}: `{parameter}` is {shown(rank)}, but the group has ranks 0 to {size - 1}"
         )
     return rank
+
+
+def check_tag(tag: object, name: str, parameter: str = "tag") -> int:
+    """Refuse a tag that messages of users cannot have."""
+    number = check_integer(tag, parameter, name)
+    if not 0 <= number <= LARGEST_TAG:
+        raise InvalidArgumentError(
+            f"{name}: invalid tag: {shown(number)}; `{parameter}` must be an int of 0 to 62 bits"
+        )
+    return number
+
+
+def check_integers(values: object, parameter: str, name: str) -> list[int]:
+    """Refuse what is not a list of ints."""
+    if not isinstance(values, (list, tuple)):
+        refuse_type(name, parameter, "a list of ints", values)
+    if not all(map(is_integer, values)):
+        refuse_type(name, parameter, "a list of ints", values)
+    return [operator.index(each) for each in values]
 
 
 def check_own_numel(
@@ -200,7 +227,7 @@ def check_rooted_list(
 ) -> list[torch.Tensor] | None:
     """Refuse a list that is missing on the root, present elsewhere, or does not fit the tensor ``like``."""
     if not is_root:
-        if tensors:
+        if tensors is not None and not (isinstance(tensors, (list, tuple)) and not tensors):
             given = check_tensor_list(tensors, parameter, name)
             check_same_dtype(given, like.dtype, parameter, name)
             raise InvalidArgumentError(
@@ -226,7 +253,7 @@ def check_splits(splits: object, parameter: str, tensor: torch.Tensor, size: int
     tensor of ints may stand for a list of them.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
-    if isinstance(splits, torch.Tensor) and splits.dim() == 1 and not splits.is_floating_point():
+    if isinstance(splits, torch.Tensor) and splits.dim() == 1 and splits.dtype in _INTEGERS:
         splits = splits.tolist()
     if splits is None or (isinstance(splits, (list, tuple)) and not splits):
         if rows % size:
@@ -237,12 +264,13 @@ def check_splits(splits: object, parameter: str, tensor: torch.Tensor, size: int
         return [rows // size] * size
     if not isinstance(splits, (list, tuple)) or len(splits) != size:
         raise InvalidArgumentError(
-            f"{name}: `{parameter}` must list one length for each of {size} ranks, got {splits!r}"
+            f"{name}: `{parameter}` must list one length for each of {size} ranks, got {shown(splits)}"
         )
-    if any(not isinstance(part, int) or part < 0 for part in splits):
-        raise InvalidArgumentError(f"{name}: `{parameter}` must be non-negative ints, got {splits!r}")
+    if any(not is_integer(part) or part < 0 for part in splits):
+        raise InvalidArgumentError(f"{name}: `{parameter}` must be non-negative ints, got {shown(splits)}")
+    splits = [operator.index(part) for part in splits]
     if sum(splits) != rows:
         raise InvalidArgumentError(
-            f"{name}: `{parameter}` adds up to {sum(splits)}, but dimension 0 has length {rows}"
+            f"{name}: `{parameter}` adds up to {shown(sum(splits))}, but dimension 0 has length {rows}"
         )
     return list(splits)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from torchestra import checks
+from torchestra.arguments import checked
 from torchestra.collectives import _member, irecv, isend
 from torchestra.delegating import serving_message
 from torchestra.device_communicator import Devices
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import InvalidArgumentError, shown
 from torchestra.options import AllgatherOptions, AllreduceCoalescedOptions
 from torchestra.process_group import NonMember
 from torchestra.types import ReduceOp
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 
+@checked
 def all_reduce_coalesced(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     op: ReduceOp = ReduceOp.SUM,
@@ -63,6 +65,7 @@ def all_reduce_coalesced(
     return work.get_future() if async_op else None
 
 
+@checked
 def all_gather_coalesced(
     output_tensor_lists: Sequence[Sequence[torch.Tensor]],
     input_tensor_list: Sequence[torch.Tensor],
@@ -119,6 +122,7 @@ class CoalescingManager:
             work.wait()
 
 
+@checked
 @contextlib.contextmanager
 def coalescing_manager(
     group: AnyGroup | None = None, device: torch.device | str | None = None, async_ops: bool = False
@@ -169,6 +173,7 @@ class P2POp:
         InvalidArgumentError: ``op`` is another function, or the peer is not given or does not exist.
     """
 
+    @checked
     def __init__(
         self,
         op: Callable[..., Work | None],
@@ -180,18 +185,19 @@ class P2POp:
     ) -> None:
         if op not in (isend, irecv):
             raise InvalidArgumentError(
-                f"Invalid ``op``. Expected ``op`` to be torchestra.isend or torchestra.irecv, got {op!r}"
+                "P2POp: Invalid ``op``. Expected ``op`` to be torchestra.isend or torchestra.irecv, got"
+                f" {shown(op)}"
             )
         self.op = op
         self.tensor = checks.check_is_tensor(tensor, "tensor", "P2POp")
         self.group: AnyGroup = default_group() if group is None else group
-        self.tag = tag
+        self.tag = checks.check_tag(tag, "P2POp")
         if (peer is None) == (group_peer is None):
             raise InvalidArgumentError("P2POp: give `peer` or `group_peer`, and not both")
         if isinstance(self.group, NonMember):
             self.peer = self.group_peer = -1
         elif peer is not None:
-            self.peer, self.group_peer = peer, self.group.to_group_rank(peer, "peer")
+            self.peer, self.group_peer = peer, self.group.to_group_rank(peer, "peer", "P2POp")
         else:
             self.group_peer = checks.check_rank(group_peer, self.group.size(), "group_peer", "P2POp")
             self.peer = self.group.to_global_rank(self.group_peer)
@@ -230,8 +236,9 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """
     if not isinstance(p2p_op_list, (list, tuple)) or not all(isinstance(op, P2POp) for op in p2p_op_list):
         raise InvalidArgumentError(
-            "Invalid ``p2p_op_list``. Each op is expected to be of type torchestra.P2POp, in a list; got"
-            f" {p2p_op_list!r}"
+            "batch_isend_irecv: Invalid ``p2p_op_list``. Each op is expected to be of type"
+            " torchestra.P2POp, in a list; got"
+            f" {shown(p2p_op_list)}"
         )
     if any(op.group is not p2p_op_list[0].group for op in p2p_op_list):
         raise InvalidArgumentError("batch_isend_irecv: All ops need to use the same group.")

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 import torch
 
 from torchestra import checks
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.arguments import checked, refuse_type
+from torchestra.engine.local import LocalEngine
+from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.types import ReduceOp, Timeout, timeout_seconds
 from torchestra.work import Work
@@ -52,6 +54,9 @@ __all__ = [
 ]
 
 
+_NO_TAG = 0
+
+
 def warn_not_in_group(group: NonMember, name: str) -> None:
     """Warn, in torch's words, that a function does nothing on this rank; named is the line that called it."""
     rank = get_rank() if is_initialized() else -1
@@ -69,7 +74,7 @@ def _member(group: AnyGroup, name: str) -> ProcessGroup | None:
     if isinstance(group, NonMember):
         warn_not_in_group(group, name)
         return None
-    raise InvalidArgumentTypeError(f"{name}: `group` must be a ProcessGroup, got {group!r}")
+    return refuse_type(name, "group", "a ProcessGroup", group)
 
 
 def _root(
@@ -82,9 +87,12 @@ def _root(
 ) -> int:
     """The root in the group's numbering, from a global or a group rank."""
     if group_rank is None and rank is not None:
-        return group.to_group_rank(rank, parameter)
+        return group.to_group_rank(rank, parameter, name)
     if rank is not None:
-        raise InvalidArgumentError(f"{name}: give `{parameter}` or `group_{parameter}`, not both")
+        raise InvalidArgumentError(
+            f"{name}: give `{parameter}` or `group_{parameter}`, not both; got {shown(rank)} and"
+            f" {shown(group_rank)}"
+        )
     if group_rank is not None:
         return checks.check_rank(group_rank, group.size(), f"group_{parameter}", name)
     if default is None:
@@ -274,10 +282,13 @@ def barrier(
     member = default_group() if group is None else _member(group, "barrier")
     if member is None:
         return None
-    seconds = None if timeout is None else timeout_seconds(timeout)
+    if device_ids is not None:
+        checks.check_integers(device_ids, "device_ids", "barrier")
+    seconds = None if timeout is None else timeout_seconds(timeout, "barrier")
     return member.communicator.barrier(async_op, seconds)
 
 
+@checked
 def monitored_barrier(
     group: AnyGroup | None = None, timeout: Timeout | None = None, wait_all_ranks: bool = False
 ) -> None:
@@ -314,7 +325,8 @@ def send(
     """
     member = default_group() if group is None else _member(group, "send")
     if member is not None:
-        member.communicator.send(tensor, _root(member, dst, group_dst, "dst", "send"), tag)
+        root = _root(member, dst, group_dst, "dst", "send")
+        member.communicator.send(tensor, root, tag if tag is _NO_TAG else checks.check_tag(tag, "send"))
 
 
 def recv(
@@ -334,6 +346,8 @@ def recv(
     if member is None:
         return -1
     source = _sender(member, src, group_src, "recv")
+    if tag is not _NO_TAG:
+        tag = checks.check_tag(tag, "recv")
     return member.to_global_rank(member.communicator.recv(tensor, source, tag))
 
 
@@ -348,7 +362,8 @@ def isend(
     member = default_group() if group is None else _member(group, "isend")
     if member is None:
         return None
-    return member.communicator.isend(tensor, _root(member, dst, group_dst, "dst", "isend"), tag)
+    root = _root(member, dst, group_dst, "dst", "isend")
+    return member.communicator.isend(tensor, root, checks.check_tag(tag, "isend"))
 
 
 def irecv(
@@ -362,7 +377,8 @@ def irecv(
     member = default_group() if group is None else _member(group, "irecv")
     if member is None:
         return None
-    return member.communicator.irecv(tensor, _sender(member, src, group_src, "irecv"), tag)
+    source = _sender(member, src, group_src, "irecv")
+    return member.communicator.irecv(tensor, source, checks.check_tag(tag, "irecv"))
 
 
 def _sender(group: ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int | None:
@@ -372,6 +388,7 @@ def _sender(group: ProcessGroup, rank: int | None, group_rank: int | None, name:
     return _root(group, rank, group_rank, "src", name)
 
 
+@checked
 def empty(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
 ) -> torch.Tensor:
@@ -391,9 +408,13 @@ def empty(
     lengths = tuple(torch.Size(shape))  # type: ignore[arg-type]
     if any(length < 0 for length in lengths):
         raise InvalidArgumentError(f"empty: lengths must not be negative, got {lengths}")
-    return chosen.communicator.engine.empty(lengths, dtype or torch.get_default_dtype())
+    kind = dtype or torch.get_default_dtype()
+    if not LocalEngine.moves(kind):
+        raise InvalidArgumentError(f"empty: `dtype` is {kind}, of which tensors cannot be sent")
+    return chosen.communicator.engine.empty(lengths, kind)
 
 
+@checked
 def full(
     size: Sequence[int],
     fill_value: float,
@@ -402,9 +423,14 @@ def full(
     group: AnyGroup | None = None,
 ) -> torch.Tensor:
     """:func:`empty`, filled with ``fill_value``."""
-    return empty(size, dtype=dtype, group=group).fill_(fill_value)
+    tensor = empty(size, dtype=dtype, group=group)
+    try:
+        return tensor.fill_(fill_value)
+    except (OverflowError, RuntimeError) as error:  # a number that the dtype has no room for
+        raise InvalidArgumentError(f"full: `fill_value`: {error}, got {shown(fill_value)}") from error
 
 
+@checked
 def zeros(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
 ) -> torch.Tensor:
@@ -412,6 +438,7 @@ def zeros(
     return empty(*size, dtype=dtype, group=group).zero_()
 
 
+@checked
 def ones(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
 ) -> torch.Tensor:

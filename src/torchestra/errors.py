@@ -59,6 +59,19 @@ __all__ = [
 ]
 
 
+_MOST_SHOWN = 100
+
+
+def shown(value: object, most: int = _MOST_SHOWN) -> str:
+    """A value as it is put in messages: on one line, not too long, and whatever its ``repr`` does."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    text = " ".join(text.split()).encode(errors="backslashreplace").decode()
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 class DistError(RuntimeError):
     """Base of every error that torchestra raises on purpose."""
 

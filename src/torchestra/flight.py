@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchestra.arguments import checked
 from torchestra.deferred import DeferredCommunicator
 from torchestra.engine.flight import FlightEntry, FlightRecord, HostRecord, RankRecord
 from torchestra.engine.local import LocalEngine
@@ -13,6 +14,7 @@ from torchestra.world import AnyGroup, default_group
 __all__ = ["FlightEntry", "FlightRecord", "HostRecord", "RankRecord", "flight_record"]
 
 
+@checked
 def flight_record(group: AnyGroup | None = None) -> FlightRecord:
     """The last 256 collectives and 256 messages of every rank of a group, with times and sizes.
 

@@ -6,10 +6,11 @@ import os
 
 import torch
 
+from torchestra.arguments import checked
 from torchestra.delegation.nccl import is_nccl_built
 from torchestra.device_communicator import agreement_of
 from torchestra.engine.local import LocalEngine
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError, shown
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.process_group.starting import BACKENDS, choose_backend
 from torchestra.registry import current_world
@@ -42,6 +43,7 @@ default_pg_timeout = DEFAULT_TIMEOUT
 """The time-out of a default group that is given none."""
 
 
+@checked
 def is_backend_available(backend: str) -> bool:
     """Whether :func:`torchestra.init_process_group` takes a backend of this name, ``"cpu:..."`` included.
 
@@ -80,18 +82,25 @@ def is_xccl_available() -> bool:
     return is_backend_available("xccl")
 
 
+@checked
 def get_default_backend_for_device(device: str | torch.device) -> str:
     """The backend that is used for tensors on a device where none is named: the calling rank's, for the CPU.
 
     Raises:
         InvalidArgumentError: there is none for this kind of device.
     """
-    kind = device.type if isinstance(device, torch.device) else torch.device(device).type
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            f"get_default_backend_for_device: `device` must be a device, got {shown(device)}"
+        ) from error
     if kind != "cpu":
         raise InvalidArgumentError(f"Default backend not registered for device : {device}")
     return choose_backend(None)
 
 
+@checked
 def get_backend(group: AnyGroup | None = None) -> str:
     """The backend's name: ``"native"``, ``"threads"`` or ``"fake"``."""
     chosen = default_group() if group is None else group
@@ -100,6 +109,7 @@ def get_backend(group: AnyGroup | None = None) -> str:
     return chosen.backend
 
 
+@checked
 def get_backend_config(group: AnyGroup | None = None) -> str:
     """Which backend the group (default: the default group) has for which device: ``"cpu:native"``, or
     ``"cpu:native,cuda:nccl"`` where it delegates operations on CUDA tensors to NCCL.
@@ -113,6 +123,7 @@ def get_backend_config(group: AnyGroup | None = None) -> str:
     return f"{own},cuda:nccl" if delegates else own
 
 
+@checked
 def supports_complex(reduceOp: ReduceOp) -> bool:
     """Whether a reduce operation is defined for complex tensors."""
     return LocalEngine.reduces(torch.complex64, reduceOp)
@@ -132,6 +143,7 @@ def get_pg_count() -> int:
     return 0 if world.default is None else 1 + world.made
 
 
+@checked
 def set_pg_timeout(timeout: Timeout, group: AnyGroup | None = None) -> None:
     """Change how long later operations of a group (default: the default group) may wait.
 
@@ -143,6 +155,7 @@ def set_pg_timeout(timeout: Timeout, group: AnyGroup | None = None) -> None:
     _member(group).set_timeout(timeout)
 
 
+@checked
 def abort_process_group(group: AnyGroup | None = None) -> None:
     """End a group by force, or with None (or the default group) all of them; may be called by any one rank.
 
@@ -167,6 +180,7 @@ def _member(group: AnyGroup | None) -> ProcessGroup:
     return chosen
 
 
+@checked
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
     """This rank's number among those of its host, as the launcher says.
 

@@ -9,6 +9,7 @@ import torch
 from torch.autograd import profiler
 
 from torchestra import checks, profiling
+from torchestra.arguments import check_integer
 from torchestra.delegating import Delegation, delegated_message
 from torchestra.engine.channels import Transfer
 from torchestra.engine.local import LocalEngine
@@ -44,6 +45,7 @@ class Messaging(Order):
                 return self.send(tensor, rank, tag, seconds)
         tensor = checks.check_tensor(fetched(tensor), "tensor", "send")
         self._refuse_if_closed("send")
+        tag = check_integer(tag, "tag", "send")
         self.engine.send(made_plain(tensor), rank, tag, self.limit(seconds))
         return None
 
@@ -56,6 +58,7 @@ class Messaging(Order):
         tensor, land = landing(tensor)
         checks.check_tensor(tensor, "tensor", "recv", written=True)
         self._refuse_if_closed("recv")
+        tag = check_integer(tag, "tag", "recv")
         buffer = made_plain(tensor)
         source = self.engine.receive(buffer, rank, tag, self.limit(seconds))
         write_back([tensor], [buffer])
@@ -70,6 +73,7 @@ class Messaging(Order):
                 return self.isend(tensor, rank, tag, seconds)
         buffer = made_plain(checks.check_tensor(fetched(tensor), "tensor", "isend"))
         self._refuse_if_closed("isend")
+        tag = check_integer(tag, "tag", "isend")
         work = Work(f"isend to rank {rank} of group {self.name!r}")
         transfer = self.engine.begin_send(
             buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, tensor, buffer, None)
@@ -88,6 +92,7 @@ class Messaging(Order):
         tensor, land = landing(tensor)
         checks.check_tensor(tensor, "tensor", "irecv", written=True)
         self._refuse_if_closed("irecv")
+        tag = check_integer(tag, "tag", "irecv")
         buffer = made_plain(tensor)
         source = "any rank" if rank is None else f"rank {rank}"
         work = Work(f"irecv from {source} of group {self.name!r}")

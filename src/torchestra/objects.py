@@ -19,6 +19,7 @@ from typing import Any, Union
 
 import torch
 
+from torchestra.arguments import checked
 from torchestra.collectives import _member, _root, _sender
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, ObjectTransferError
 from torchestra.parcels import BLOCK_BYTES, Parcel, Unreadable
@@ -37,6 +38,7 @@ __all__ = [
 Device = Union[torch.device, str, int]
 
 
+@checked
 def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup | None = None) -> None:
     """Put the object of rank p of the group into ``object_list[p]`` on every rank, a copy on its own too."""
     name = "all_gather_object"
@@ -48,6 +50,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup | None =
     _unpack_each(parcels, object_list, member, name)
 
 
+@checked
 def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
@@ -80,6 +83,7 @@ def gather_object(
         _unpack_each(parcels, object_gather_list, member, name)
 
 
+@checked
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -117,6 +121,7 @@ def broadcast_object_list(
         _unpack_list(parcel, object_list, root, member, name)
 
 
+@checked
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: Sequence[Any] | None = None,
@@ -173,6 +178,7 @@ def scatter_object_list(
         (scatter_object_output_list[0],) = _unpacked(parcel, root, member, name)
 
 
+@checked
 def send_object_list(
     object_list: Sequence[Any],
     dst: int | None = None,
@@ -206,6 +212,7 @@ def send_object_list(
             send(buffer, rank)
 
 
+@checked
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torchestra.errors import InvalidArgumentError
+from torchestra.arguments import check_integer, checked
+from torchestra.errors import InvalidArgumentError, shown
 from torchestra.types import DEFAULT_TIMEOUT, ReduceOp, Timeout, timeout_seconds
 
 if TYPE_CHECKING:
@@ -49,9 +50,14 @@ class OperationOptions:
     timeout: Timeout = _UNSET
     asyncOp: bool = True
 
-    def seconds(self) -> float | None:
-        """The time-out in seconds, or None for the group's; InvalidArgumentError if it is no duration."""
-        return None if self.timeout == _UNSET else timeout_seconds(self.timeout)
+    def seconds(self, name: str = "") -> float | None:
+        """The time-out in seconds, or None for the group's; InvalidArgumentError if it is no duration.
+
+        Args:
+            name: of the function that the options are for, for messages.
+        """
+        unset = isinstance(self.timeout, timedelta) and self.timeout == _UNSET
+        return None if unset else timeout_seconds(self.timeout, name)
 
 
 @dataclass
@@ -137,6 +143,7 @@ class GroupOptions:
         group_name: of the group, the same on all ranks; None for one made up.
     """
 
+    @checked
     def __init__(
         self,
         timeout: Timeout = DEFAULT_TIMEOUT,
@@ -157,7 +164,7 @@ class GroupOptions:
 
     @timeout.setter
     def timeout(self, timeout: Timeout) -> None:
-        self._duration = timedelta(seconds=timeout_seconds(timeout))
+        self._duration = timedelta(seconds=timeout_seconds(timeout, "GroupOptions"))
 
     @property
     def threads(self) -> int:
@@ -165,9 +172,12 @@ class GroupOptions:
 
     @threads.setter
     def threads(self, threads: int) -> None:
-        if not isinstance(threads, int) or threads < 1:
-            raise InvalidArgumentError(f"threads must be a positive int, got {threads!r}")
-        self._number = threads
+        number = check_integer(threads, "threads", "GroupOptions")
+        if number < 1:
+            raise InvalidArgumentError(
+                f"GroupOptions: `threads` must be a positive int, got {shown(threads)}"
+            )
+        self._number = number
 
     @property
     def _timeout(self) -> timedelta:

@@ -26,6 +26,7 @@ from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from torchestra import profiling
+from torchestra.arguments import check_flag
 from torchestra.engine.callsites import call_site
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.progress import ProgressThread, Task
@@ -103,6 +104,8 @@ class Order:
             reads: the tensors that it reads, for profilers.
         """
         self._refuse_if_closed(description)
+        if async_op is not False and async_op is not True:
+            async_op = check_flag(async_op, "async_op", description)
         if self._collected and (steps := self._collected.get(threading.get_ident())) is not None:
             work = self._work(description, held=True) if async_op else None
             steps.append(Step(operation, description, work, reads, operations))

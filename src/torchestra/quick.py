@@ -48,7 +48,7 @@ class QuickCommunicator(Communicator):
     ) -> Work | None:
         try:
             quick = (
-                not async_op
+                async_op is False
                 and (plan := self._reductions[op.code][tensor.dtype])
                 # plain_address(tensor), without the call
                 and tensor.__class__ in TENSORS
@@ -89,7 +89,7 @@ class QuickCommunicator(Communicator):
         if (
             op.__class__ is ReduceOp
             and (plan := self._reductions[op.code].get(dtype)) is not None
-            and not async_op
+            and async_op is False
             and not self._progress.pending
             and not profiler._is_profiler_enabled
             and all(each.dtype is dtype and plain_address(each) for each in tensors)
@@ -107,7 +107,7 @@ class QuickCommunicator(Communicator):
         if (
             tensor.__class__ in TENSORS
             and (plan := self._broadcasts[root].get(tensor.dtype)) is not None
-            and not async_op
+            and async_op is False
             and plain_address(tensor)
             and not self._progress.pending
             and not profiler._is_profiler_enabled
@@ -129,7 +129,7 @@ class QuickCommunicator(Communicator):
         if (
             tensor.__class__ in TENSORS
             and (plan := self._gathers.get(tensor.dtype)) is not None
-            and not async_op
+            and async_op is False
             and plain_address(tensor)
             and plain_address(output)
             and output.dtype is tensor.dtype
@@ -158,7 +158,7 @@ class QuickCommunicator(Communicator):
             op.__class__ is ReduceOp
             and tensor.__class__ in TENSORS
             and (plan := self._scatters[op.code].get(tensor.dtype)) is not None
-            and not async_op
+            and async_op is False
             and plain_address(tensor)
             and plain_address(output)
             and output.dtype is tensor.dtype
@@ -189,7 +189,7 @@ class QuickCommunicator(Communicator):
             and input_splits is None
             and tensor.__class__ in TENSORS
             and (plan := self._exchanges.get(tensor.dtype)) is not None
-            and not async_op
+            and async_op is False
             and plain_address(tensor)
             and plain_address(output)
             and output.dtype is tensor.dtype
@@ -209,7 +209,7 @@ class QuickCommunicator(Communicator):
         return work
 
     def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
-        if not (async_op or self._progress.pending or self.closed or profiler._is_profiler_enabled):
+        if async_op is False and not (self._progress.pending or self.closed or profiler._is_profiler_enabled):
             with self._lock:
                 self.engine.barrier(self.seconds if seconds is None else seconds)
             return None
@@ -219,6 +219,7 @@ class QuickCommunicator(Communicator):
         if (
             tensor.__class__ in TENSORS
             and (found := self._messages.get(tensor.dtype)) is not None
+            and tag.__class__ is int
             and seconds is None
             and (address := plain_address(tensor))
             and not profiler._is_profiler_enabled
@@ -234,6 +235,7 @@ class QuickCommunicator(Communicator):
         if (
             tensor.__class__ in TENSORS
             and (found := self._messages.get(tensor.dtype)) is not None
+            and tag.__class__ is int
             and seconds is None
             and (address := plain_address(tensor))
             and not profiler._is_profiler_enabled

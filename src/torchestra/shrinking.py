@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torchestra.errors import DistError, InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.arguments import checked
+from torchestra.errors import DistError, InvalidArgumentError, InvalidArgumentTypeError, shown
 from torchestra.process_group import ProcessGroup
 from torchestra.world import AnyGroup, default_group
 
@@ -17,11 +16,12 @@ SHRINK_ABORT = 0x01
 """For :func:`shrink_group`: what has been begun in the group fails."""
 
 
+@checked
 def shrink_group(
     ranks_to_exclude: list[int],
     group: AnyGroup | None = None,
     shrink_flags: int = SHRINK_DEFAULT,
-    pg_options: Any = None,
+    pg_options: None = None,
 ) -> ProcessGroup:
     """Make a group without some ranks, and put it in the old one's place.
 
@@ -47,7 +47,9 @@ def shrink_group(
     """
     _check_form(ranks_to_exclude, shrink_flags)
     if pg_options is not None:
-        raise InvalidArgumentError(f"pg_options: this backend has no options, got {pg_options!r}")
+        raise InvalidArgumentError(
+            f"shrink_group: pg_options: this backend has no options, got {shown(pg_options)}"
+        )
     chosen = default_group() if group is None else group
     if not isinstance(chosen, ProcessGroup):
         raise InvalidArgumentError(f"shrink_group: this rank is {chosen!r}")
@@ -60,15 +62,17 @@ def shrink_group(
 def _check_form(ranks_to_exclude: object, shrink_flags: object) -> None:
     if not isinstance(ranks_to_exclude, list):
         raise InvalidArgumentTypeError(
-            f"ranks_to_exclude must be a list, but got {type(ranks_to_exclude).__name__}"
+            f"shrink_group: ranks_to_exclude must be a list, but got {type(ranks_to_exclude).__name__}"
         )
     if not ranks_to_exclude:
         raise InvalidArgumentError(
-            "ranks_to_exclude cannot be empty; to go on without whoever has died, call group.shrink()"
+            "shrink_group: ranks_to_exclude cannot be empty, got []; to go on without whoever has died,"
+            " call group.shrink()"
         )
     if not isinstance(shrink_flags, int) or shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
         raise InvalidArgumentError(
-            f"Invalid shrink_flags value: {shrink_flags}. Must be SHRINK_DEFAULT ({SHRINK_DEFAULT}) or"
+            f"shrink_group: Invalid shrink_flags value: {shown(shrink_flags)}. Must be SHRINK_DEFAULT"
+            f" ({SHRINK_DEFAULT}) or"
             f" SHRINK_ABORT ({SHRINK_ABORT})"
         )
 
@@ -83,16 +87,18 @@ def _check_ranks(ranks_to_exclude: list[int], group: ProcessGroup) -> None:
     for index, rank in enumerate(ranks_to_exclude):
         if not isinstance(rank, int):
             raise InvalidArgumentTypeError(
-                "All elements in ranks_to_exclude must be integers. Element at index"
+                "shrink_group: All elements in ranks_to_exclude must be integers. Element at index"
                 f" {index} is {type(rank).__name__}: {rank}"
             )
         if not 0 <= rank < size:
             raise InvalidArgumentError(
-                f"Rank {rank} at index {index} is out of bounds for group size {size}; there are 0 to"
-                f" {size - 1}"
+                f"shrink_group: Rank {shown(rank)} at index {index} of ranks_to_exclude is out of bounds for"
+                f" group size {size}; there are 0 to {size - 1}"
             )
         if rank in seen:
-            raise InvalidArgumentError(f"Duplicate rank {rank} found in ranks_to_exclude at index {index}")
+            raise InvalidArgumentError(
+                f"shrink_group: Duplicate rank {rank} found in ranks_to_exclude at index {index}"
+            )
         seen.add(rank)
     if len(seen) >= size:
         raise InvalidArgumentError(f"Cannot exclude all {size} ranks from process group; one must remain")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from torchestra.arguments import checked
 from torchestra.errors import InvalidArgumentError
+from torchestra.options import GroupOptions
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.registry import current_world
 from torchestra.types import Timeout
@@ -16,12 +17,13 @@ from torchestra.world import AnyGroup, default_group, make_group, new_group
 __all__ = ["new_subgroups", "new_subgroups_by_enumeration", "split_group"]
 
 
+@checked
 def new_subgroups(
     group_size: int | None = None,
-    group: ProcessGroup | None = None,
+    group: AnyGroup | None = None,
     timeout: Timeout | None = None,
     backend: str | None = None,
-    pg_options: Any = None,
+    pg_options: GroupOptions | None = None,
     group_desc: str | None = None,
 ) -> tuple[AnyGroup, list[AnyGroup]]:
     """Cut a group into subgroups of equal size, of consecutive ranks. Must be called by all its ranks.
@@ -45,15 +47,17 @@ def new_subgroups(
             )
         group_size = torch.cuda.device_count()
     if not isinstance(group_size, int) or group_size <= 0:
-        raise InvalidArgumentError(f"The arg 'group_size' ({group_size}) must be positive")
+        raise InvalidArgumentError(f"new_subgroups: The arg 'group_size' ({group_size}) must be positive")
     parent = _parent(group, "new_subgroups")
     size = parent.size()
     if size < group_size:
         raise InvalidArgumentError(
-            f"The arg 'group_size' ({group_size}) must not exceed the world size ({size})"
+            f"new_subgroups: The arg 'group_size' ({group_size}) must not exceed the world size ({size})"
         )
     if size % group_size:
-        raise InvalidArgumentError(f"The world size ({size}) must be divisible by '{group_size=}'")
+        raise InvalidArgumentError(
+            f"new_subgroups: The world size ({size}) must be divisible by '{group_size=}'"
+        )
     parts = [list(parent.ranks[start : start + group_size]) for start in range(0, size, group_size)]
     # Other groups may be cut at the same time, by other ranks, so that only the members can agree on a name.
     alone = parent is not current_world().default
@@ -61,11 +65,12 @@ def new_subgroups(
     return subgroups[parent.rank() // group_size], subgroups
 
 
+@checked
 def new_subgroups_by_enumeration(
-    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    ranks_per_subgroup_list: Sequence[Sequence[int]] | None,
     timeout: Timeout | None = None,
     backend: str | None = None,
-    pg_options: Any = None,
+    pg_options: GroupOptions | None = None,
     group_desc: str | None = None,
 ) -> tuple[AnyGroup | None, list[AnyGroup]]:
     """Make a group of each of several lists of global ranks. Must be called by every rank of the world.
@@ -81,14 +86,17 @@ def new_subgroups_by_enumeration(
             takes, or a rank is in two of them.
     """
     if not ranks_per_subgroup_list:
-        raise InvalidArgumentError("The arg 'ranks_per_subgroup_list' cannot be empty")
+        raise InvalidArgumentError(
+            "new_subgroups_by_enumeration: The arg 'ranks_per_subgroup_list' cannot be empty"
+        )
     size = default_group().size()
     seen: dict[int, Sequence[int]] = {}
     for ranks in ranks_per_subgroup_list:
         for rank in ranks:
             if rank in seen:
                 raise InvalidArgumentError(
-                    f"Rank {rank} has appeared in both subgroup {seen[rank]} and {ranks}"
+                    f"new_subgroups_by_enumeration: Rank {rank} has appeared in both subgroup"
+                    f" {seen[rank]} and {ranks}"
                 )
             if not isinstance(rank, int) or not 0 <= rank < size:
                 raise InvalidArgumentError(
@@ -103,11 +111,12 @@ def new_subgroups_by_enumeration(
     return own, subgroups
 
 
+@checked
 def split_group(
-    parent_pg: ProcessGroup | None = None,
+    parent_pg: AnyGroup | None = None,
     split_ranks: Sequence[Sequence[int]] | None = None,
     timeout: Timeout | None = None,
-    pg_options: Any = None,
+    pg_options: GroupOptions | None = None,
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> AnyGroup:

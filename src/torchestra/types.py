@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 from datetime import timedelta
 from typing import Any, ClassVar, Union
 
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
 
-__all__ = ["DEFAULT_TIMEOUT", "ReduceOp", "Timeout", "timeout_seconds"]
+__all__ = ["DEFAULT_TIMEOUT", "LONGEST_TIMEOUT", "ReduceOp", "Timeout", "timeout_seconds"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long an operation of a group may wait for the other ranks when nothing else is said."""
@@ -16,25 +17,45 @@ Timeout = Union[timedelta, float, int]
 """A :class:`datetime.timedelta`, or a number of seconds."""
 
 
-def timeout_seconds(timeout: Timeout) -> float:
+LONGEST_TIMEOUT = 1e9
+"""In seconds, some 31 years: what may be waited for with every clock and call that there is."""
+
+
+def timeout_seconds(timeout: Timeout, name: str = "", parameter: str = "timeout") -> float:
     """The duration in seconds.
+
+    Args:
+        timeout: the duration.
+        name, parameter: which argument of which function it is, for messages.
 
     Raises:
         InvalidArgumentTypeError: it is neither a timedelta nor a number.
-        InvalidArgumentError: it is negative or NaN.
+        InvalidArgumentError: it is negative, NaN, or above :data:`LONGEST_TIMEOUT`.
     """
+    seconds: float
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
-    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
-        seconds = float(timeout)
-    else:
+    elif isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise InvalidArgumentTypeError(
-            "Expected timeout argument to be of type datetime.timedelta, or a number of seconds, got"
-            f" {timeout!r}"
+            f"{_told(name, parameter)}Expected {parameter} argument to be of type datetime.timedelta, or a"
+            f" number of seconds, got {shown(timeout)}"
         )
-    if not seconds >= 0:
-        raise InvalidArgumentError(f"timeout must not be negative, got {timeout!r}")
-    return seconds
+    else:
+        seconds = timeout
+    if 0 <= seconds <= LONGEST_TIMEOUT:
+        return float(seconds)
+    if seconds > LONGEST_TIMEOUT:
+        raise InvalidArgumentError(
+            f"{_told(name, parameter)}{parameter} must be at most {LONGEST_TIMEOUT:g} seconds, got"
+            f" {shown(timeout)}"
+        )
+    raise InvalidArgumentError(
+        f"{_told(name, parameter)}{parameter} must not be negative, got {shown(timeout)}"
+    )
+
+
+def _told(name: str, parameter: str) -> str:
+    return f"{name}: " if name else ""
 
 
 class ReduceOp:
@@ -79,10 +100,13 @@ class ReduceOp:
         if isinstance(name, ReduceOp):
             factor = name.factor
             name = name.name
-        if name not in self._NAMES:
+        if not isinstance(name, str) or name not in self._NAMES:
             raise InvalidArgumentError(
-                f"unknown reduce operation {name!r}; known are {', '.join(self._NAMES)}"
+                f"ReduceOp: `name`: unknown reduce operation {shown(name)}; known are"
+                f" {', '.join(self._NAMES)}"
             )
+        if factor is not None and (isinstance(factor, bool) or not isinstance(factor, numbers.Real)):
+            raise InvalidArgumentTypeError(f"ReduceOp: `factor` must be a number, got {shown(factor)}")
         self.name = name
         self.code = self._NAMES.index(name)
         self.factor = factor
@@ -90,6 +114,10 @@ class ReduceOp:
     @classmethod
     def premul_sum(cls, factor: float) -> ReduceOp:
         """A sum in which this rank's values are multiplied by ``factor`` before they are added."""
+        if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
+            raise InvalidArgumentTypeError(
+                f"ReduceOp.premul_sum: `factor` must be a number, got {shown(factor)}"
+            )
         return cls("PREMUL_SUM", float(factor))
 
     def __eq__(self, other: object) -> bool:

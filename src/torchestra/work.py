@@ -141,6 +141,8 @@ class Work:
                 again.
             DistError: what the operation failed with.
         """
+        if timeout is not None:
+            timeout_seconds(timeout, "wait")
         if not self._ended:
             if self._made_in != forks_so_far():
                 raise refusal(f"{self._description} goes on elsewhere, and cannot be waited for")
@@ -149,7 +151,7 @@ class Work:
                     f"{self._description} is run at the end of the `with` block that collects it; wait for it"
                     " after that"
                 )
-            seconds = None if timeout is None else timeout_seconds(timeout)
+            seconds = None if timeout is None else timeout_seconds(timeout, "wait")
             if seconds is None and (hasten := self.hasten) is not None:
                 with contextlib.suppress(DistError):  # which is raised below
                     hasten()

@@ -12,16 +12,19 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Union, cast
 
+import torch
+
 from torchestra import unwaited
+from torchestra.arguments import check_integer, checked, refuse_type
 from torchestra.communicator import Communicator
 from torchestra.deferred import DeferredCommunicator
 from torchestra.delegation.agreement import Agreement, Wish
 from torchestra.device_communicator import agreement_of
 from torchestra.errors import (
     InvalidArgumentError,
-    InvalidArgumentTypeError,
     NothingToDestroyError,
     NotInitializedError,
+    shown,
 )
 from torchestra.forking import refusal
 from torchestra.hosts import Hosts, hosts_of
@@ -32,12 +35,13 @@ from torchestra.registry import World, compact, current_world, label, own_world
 from torchestra.rendezvous import rendezvous
 from torchestra.store import FakeStore, PrefixStore, Store
 from torchestra.store.secret import Secret
+from torchestra.store.torch_agent import AnyStore
 from torchestra.thread_ranks import current_thread_rank
 from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
 
 AnyGroup = Union[ProcessGroup, NonMember]
 _DEFAULT_NAME = "default"
-_FEW = 16
+_FEW, _MOST_PRETENDED = 16, 1 << 31
 _NO_WISH = Wish()
 
 
@@ -65,16 +69,17 @@ def is_initialized() -> bool:
     return current_world().default is not None
 
 
+@checked
 def init_process_group(
     backend: str | None = None,
     init_method: str | None = None,
     timeout: Timeout | None = None,
     world_size: int = -1,
     rank: int = -1,
-    store: Store | None = None,
+    store: AnyStore | None = None,
     group_name: str = "",
-    pg_options: Any = None,
-    device_id: Any = None,
+    pg_options: GroupOptions | None = None,
+    device_id: int | torch.device | None = None,
     *,
     secret: Secret = None,
 ) -> None:
@@ -124,10 +129,10 @@ def make_world(
     timeout: Timeout | None = None,
     world_size: int = -1,
     rank: int = -1,
-    store: Store | None = None,
+    store: AnyStore | None = None,
     group_name: str = "",
-    pg_options: Any = None,
-    device_id: Any = None,
+    pg_options: GroupOptions | None = None,
+    device_id: int | torch.device | None = None,
     *,
     secret: Secret = None,
     maker: GroupMaker | None = None,
@@ -204,7 +209,7 @@ def _replace(world: World, tag: str, old: ProcessGroup, new: ProcessGroup) -> No
 
 def _alone(store: Store | None, rank: int, world_size: int) -> tuple[Store, int, int]:
     """The store, rank and world size of a fake world: whoever is in it meets nobody."""
-    if not 0 <= rank < world_size:
+    if not 0 <= rank < world_size < _MOST_PRETENDED:
         raise InvalidArgumentError(
             'backend "fake" needs rank= and world_size=, with rank from 0 to world_size - 1; got'
             f" rank {rank} and world_size {world_size}"
@@ -261,14 +266,15 @@ def _make_group(
     return group
 
 
+@checked
 def new_group(
     ranks: Sequence[int] | None = None,
     timeout: Timeout | None = None,
     backend: str | None = None,
-    pg_options: Any = None,
+    pg_options: GroupOptions | None = None,
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
-    device_id: Any = None,
+    device_id: int | torch.device | None = None,
     sort_ranks: bool = True,
 ) -> AnyGroup:
     """Make a group of some ranks. Must be called by every rank of the world, in the same order.
@@ -311,10 +317,10 @@ def make_group(
     ranks: Sequence[int] | None = None,
     timeout: Timeout | None = None,
     backend: str | None = None,
-    pg_options: Any = None,
+    pg_options: GroupOptions | None = None,
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
-    device_id: Any = None,
+    device_id: int | torch.device | None = None,
     *,
     tag: str = "",
     deferred: bool = False,
@@ -387,15 +393,12 @@ def _checked_ranks(ranks: Sequence[int], size: int) -> Sequence[int]:
         and 0 <= min(ranks[0], ranks[-1]) <= max(ranks[0], ranks[-1]) < size
     ):
         return ranks
-    chosen = tuple(ranks)
-    for rank in chosen:
-        if not isinstance(rank, int) or isinstance(rank, bool):
-            raise InvalidArgumentTypeError(f"new_group: ranks must be ints, got {rank!r}")
+    chosen = tuple(check_integer(rank, "ranks", "new_group") for rank in ranks)
     if not chosen:
-        raise InvalidArgumentError("new_group: ranks must not be empty")
+        raise InvalidArgumentError(f"new_group: ranks must not be empty, got {shown(ranks)}")
     if len(set(chosen)) != len(chosen):
         raise InvalidArgumentError(
-            f"new_group: ranks list must not contain duplicate entries, got {list(chosen)}"
+            f"new_group: ranks list must not contain duplicate entries, got {shown(list(chosen))}"
         )
     if len(chosen) > size:
         raise InvalidArgumentError(
@@ -405,11 +408,13 @@ def _checked_ranks(ranks: Sequence[int], size: int) -> Sequence[int]:
     for rank in chosen:
         if not 0 <= rank < size:
             raise InvalidArgumentError(
-                f"new_group: Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})"
+                f"new_group: Rank {shown(rank)} is out of range. Valid ranks are 0 to {size - 1}"
+                f" (world_size={size}), in `ranks`"
             )
     return chosen if len(chosen) <= _FEW else compact(chosen)
 
 
+@checked
 def destroy_process_group(group: AnyGroup | None = None) -> None:
     """Leave a group, or with None (or the default group) all of them.
 
@@ -438,35 +443,43 @@ def destroy_process_group(group: AnyGroup | None = None) -> None:
     unwaited.report(group)
 
 
+def _any_group(group: object, name: str) -> AnyGroup:
+    if not isinstance(group, (ProcessGroup, NonMember)):
+        refuse_type(name, "group", "a ProcessGroup or None", group)
+    return group
+
+
 def get_rank(group: AnyGroup | None = None) -> int:
     """This rank's number in the group (default: the default group), or -1 if it is not in it."""
-    return (default_group() if group is None else group).rank()
+    return (default_group() if group is None else _any_group(group, "get_rank")).rank()
 
 
 def get_world_size(group: AnyGroup | None = None) -> int:
     """How many ranks the group has (default: the default group), or -1 if this rank is not in it."""
-    return (default_group() if group is None else group).size()
+    return (default_group() if group is None else _any_group(group, "get_world_size")).size()
 
 
 def get_process_group_ranks(group: AnyGroup | None = None) -> list[int]:
     """The global ranks of the group, in the order of their numbers in it."""
-    return list((default_group() if group is None else group).ranks)
+    return list((default_group() if group is None else _any_group(group, "get_process_group_ranks")).ranks)
 
 
-def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+@checked
+def get_group_rank(group: AnyGroup, global_rank: int) -> int:
     """The number in ``group`` of a global rank; InvalidArgumentError if it is not in it."""
-    return _registered(group).to_group_rank(global_rank)
+    return _registered(group, "get_group_rank").to_group_rank(global_rank, "global_rank", "get_group_rank")
 
 
-def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+@checked
+def get_global_rank(group: AnyGroup, group_rank: int) -> int:
     """The global number of a rank of ``group``; InvalidArgumentError if there is none."""
-    return _registered(group).to_global_rank(group_rank)
+    return _registered(group, "get_global_rank").to_global_rank(group_rank, "group_rank", "get_global_rank")
 
 
-def _registered(group: object) -> ProcessGroup:
+def _registered(group: AnyGroup, name: str) -> ProcessGroup:
     if not isinstance(group, ProcessGroup):
         raise InvalidArgumentError(
-            f"Group {group!r} is not registered on this rank, please create group with new_group()"
+            f"{name}: Group {group!r} is not registered on this rank, please create group with new_group()"
         )
     return group
 

@@ -409,7 +409,7 @@ def test_nothing_can_be_done_before_the_beginning() -> None:
     ("arguments", "kind", "message"),
     [
         ({"backend": "smoke"}, InvalidArgumentError, "unknown backend 'smoke'; there are native, threads"),
-        ({"backend": 3}, TypeError, "backend must be a str, got 3"),
+        ({"backend": 3}, TypeError, "`backend` must be a str or None, got 3"),
         ({"timeout": -1}, InvalidArgumentError, "timeout must not be negative"),
         ({"timeout": "soon"}, InvalidArgumentTypeError, "Expected timeout argument to be of type"),
         ({"pg_options": {}}, InvalidArgumentError, "pg_options"),
@@ -455,6 +455,6 @@ def test_mistakes_cost_nothing_at_exit() -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert ended.stderr.rstrip().splitlines()[-1] == (
-        "torchestra.errors.InvalidArgumentError: `src`: global rank 5 is not part of group 'default',"
-        " which has global ranks [0]"
+        "torchestra.errors.InvalidArgumentError: broadcast: `src`: global rank 5 is not part of group"
+        " 'default', which has global ranks [0]"
     )

@@ -171,7 +171,7 @@ def refusals() -> None:
             "adds up to 2, but dimension 0 has length 3",
         ),
         (lambda: funcol.all_gather_tensor(x, 2, group), "gather_dim is 2, but the tensor has 2 dimensions"),
-        (lambda: funcol.broadcast(x, 2, group), "src is 2, but the group has ranks 0 to 1"),
+        (lambda: funcol.broadcast(x, 2, group), "`src` is 2, but the group has ranks 0 to 1"),
         (lambda: funcol.all_reduce_autograd(x.clone().requires_grad_(), "max", group), "have derivatives"),
         (
             lambda: torch.ops.torchestra.all_gather_into_tensor(x, 4, group.group_name),

@@ -404,7 +404,11 @@ def wrong_calls() -> None:
         (lambda: dist.gather_object(1, places, dst=other), ValueError, "must NOT be specified on non-dest"),
         (lambda: dist.gather_object(1, places, 0, group_dst=0), ValueError, "not both"),
         (lambda: dist.scatter_object_list([], [1, 2]), ValueError, "to be a list of size at least 1"),
-        (lambda: dist.scatter_object_list(None, [1, 2]), ValueError, "to be a list of size at least 1"),
+        (
+            lambda: dist.scatter_object_list(None, [1, 2]),
+            ValueError,
+            "`scatter_object_output_list` must be a list",
+        ),
         (
             lambda: dist.scatter_object_list([1], None, src=rank),
             ValueError,
@@ -417,10 +421,14 @@ def wrong_calls() -> None:
         ),
         (lambda: dist.broadcast_object_list(["a"], 9), ValueError, "not part of group"),
         (lambda: dist.broadcast_object_list("a"), TypeError, "must be a list"),
-        (lambda: dist.broadcast_object_list(["a"], 0, device="nowhere"), TypeError, "must be a torch.device"),
+        (
+            lambda: dist.broadcast_object_list(["a"], 0, device="nowhere"),
+            TypeError,
+            "`device` must be a torch.device",
+        ),
         (lambda: dist.broadcast_object_list(["a"], 0, device="cuda:99"), ValueError, "no such device here"),
         (lambda: dist.broadcast_object_list(["a"], 0, device="meta"), ValueError, "no such device here"),
-        (lambda: dist.broadcast_object_list(["a"], 0, device=[1]), TypeError, "must be a torch.device"),
+        (lambda: dist.broadcast_object_list(["a"], 0, device=[1]), TypeError, "`device` must be a device"),
         (
             lambda: dist.send_object_list(["a"], rank),
             ValueError,

@@ -192,9 +192,9 @@ def test_a_server_that_died_meanwhile_is_replaced() -> None:
     ("call", "message"),
     [
         (lambda: launch(os.getpid, 0), "launch: nproc must be a positive int or 'auto', got 0"),
-        (lambda: launch(os.getpid, True), "launch: nproc must be a positive int or 'auto', got True"),
+        (lambda: launch(os.getpid, True), "launch: `nproc` must be an int or 'auto', got True"),
         (lambda: launch(os.getpid, 1, timeout=-1), "timeout must not be negative, got -1"),
-        (lambda: launch(os.getpid, 1, kind="hosts"), "kind must be 'processes' or 'threads', got 'hosts'"),
+        (lambda: launch(os.getpid, 1, kind="hosts"), "`kind` must be 'processes' or 'threads', got 'hosts'"),
         (lambda: launch(print, 1, threading.Lock()), "must be picklable to reach the ranks"),
     ],
 )

@@ -99,7 +99,7 @@ def test_options_have_two_spellings_and_times_of_two_kinds() -> None:
     assert (options.timeout, options.threads, options.devices) == (timedelta(seconds=50), 8, ["lo"])
     options.timeout = timedelta(seconds=3)
     assert options._timeout == timedelta(seconds=3)
-    with pytest.raises(InvalidArgumentError, match="threads must be a positive int"):
+    with pytest.raises(InvalidArgumentError, match="`threads` must be a positive int"):
         options.threads = 0
     with pytest.raises(InvalidArgumentError, match="timeout must not be negative"):
         options.timeout = -1
@@ -126,7 +126,7 @@ def test_the_time_out_can_be_changed_and_the_options_show_it() -> None:
         (0.0, 2, None, InvalidArgumentTypeError, "`rank` must be an int, got 0.0"),
         (0, "2", None, InvalidArgumentTypeError, "`size` must be an int, got '2'"),
         (0, 1, GroupOptions(backend="gloo-ish"), InvalidArgumentError, "unknown backend 'gloo-ish'"),
-        (0, 1, "soon", InvalidArgumentError, "Expected timeout argument to be of type"),
+        (0, 1, "soon", InvalidArgumentError, "Expected options argument to be of type"),
     ],
 )
 def test_bad_arguments_are_refused(rank, size, options, error, match) -> None:

@@ -255,7 +255,7 @@ def refuse_reduces(group: dist.ProcessGroup) -> None:
     for root in (-1, group.size()):
         with pytest.raises(RuntimeError, match=f"invalid root rank: {root}"):
             group.reduce([one], ReduceOptions(rootRank=root, rootTensor=0))
-    with pytest.raises(TypeError, match="root rank must be an int"):
+    with pytest.raises(TypeError, match="`root` must be an int"):
         group.reduce([one], ReduceOptions(rootRank=True))
     for tensors, index in (([one], 1), ([one], -1), ([], 0)):
         with pytest.raises(RuntimeError, match=f"invalid root tensor: {index}"):

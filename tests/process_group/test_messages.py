@@ -64,7 +64,7 @@ def refuse_messages(group: dist.ProcessGroup) -> None:
     for rank in (-1, 2):
         with pytest.raises(RuntimeError, match=f"invalid rank: {rank}"):
             group.send([one], rank, 0)
-    with pytest.raises(TypeError, match="rank must be an int"):
+    with pytest.raises(TypeError, match="`srcRank` must be an int"):
         group.recv([one], "1", 0)
     with pytest.raises(RuntimeError, match="invalid tag: -1"):
         group.recv([one], peer, -1)

@@ -208,7 +208,7 @@ def all_gather_tensors(group: dist.ProcessGroup) -> None:
         group.allgather_into_tensor_coalesced([outputs[0][:-1]], inputs[:1])
     with pytest.raises(RuntimeError, match="invalid tensor type"):
         group.allgather_into_tensor(output.double(), inputs[0])
-    with pytest.raises(TypeError, match="expected tensors"):
+    with pytest.raises(TypeError, match="Expected parameter `output` of type"):
         group.allgather_into_tensor([output], inputs[0])
 
 

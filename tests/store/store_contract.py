@@ -162,7 +162,7 @@ def add_refuses_what_is_not_a_number(store: Store) -> None:
     store.set("word", "seven")
     with pytest.raises(InvalidArgumentError, match="'seven'"):
         store.add("word", 1)
-    with pytest.raises(InvalidArgumentError, match=r"amount must be an integer, got 1\.5"):
+    with pytest.raises(InvalidArgumentError, match=r"`amount` must be an int, got 1\.5"):
         store.add("n", 1.5)  # type: ignore[arg-type]
     assert store.get("word") == b"seven"
 

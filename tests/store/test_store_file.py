@@ -143,7 +143,9 @@ def test_an_unreadable_file_is_refused(path: Path) -> None:
 
 
 def test_a_path_must_be_one() -> None:
-    with pytest.raises(InvalidArgumentError, match="file_name must be a path, got 3"):
+    with pytest.raises(
+        InvalidArgumentError, match="FileStore: `file_name` must be a str or a PathLike, got 3"
+    ):
         FileStore(3)  # type: ignore[arg-type]
 
 

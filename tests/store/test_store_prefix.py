@@ -32,7 +32,7 @@ def test_prefixes_do_not_see_each_other() -> None:
 
 
 def test_a_prefix_needs_a_store_under_it() -> None:
-    with pytest.raises(InvalidArgumentError, match="needs a Store"):
+    with pytest.raises(InvalidArgumentError, match="PrefixStore: `store` must be a Store, got"):
         PrefixStore("p", {})  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match="must be a string"):
+    with pytest.raises(InvalidArgumentError, match="`prefix` must be a str"):
         PrefixStore(HashStore(), "p")  # type: ignore[arg-type]

@@ -108,10 +108,10 @@ def test_a_host_elsewhere_is_refused_without_a_secret() -> None:
     [
         ("127.0.0.1", 65536, True, "from 0 to 65535, got 65536"),
         ("127.0.0.1", -1, False, "from 0 to 65535, got -1"),
-        ("127.0.0.1", "29500", False, "port must be an integer, got '29500'"),
+        ("127.0.0.1", "29500", False, "`port` must be an int, got '29500'"),
         ("127.0.0.1", 0, False, "a client needs the port"),
         ("", 1, False, "must be a name or an address, got ''"),
-        (None, 1, True, "must be a name or an address, got None"),
+        (None, 1, True, "`host_name` must be a str, got None"),
     ],
 )
 def test_a_wrong_address_is_refused_at_once(host: str, port: int, master: bool, words: str) -> None:

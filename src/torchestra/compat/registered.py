@@ -104,12 +104,14 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
         super().become(*arguments)
         self._registered = True
 
-    def to_group_rank(self, global_rank: int, parameter: str = "global_rank") -> int:
+    def to_group_rank(
+        self, global_rank: int, parameter: str = "global_rank", name: str = "to_group_rank"
+    ) -> int:
         if not self._registered:
             raise InvalidArgumentError(
                 f"Group {self!r} is not registered, please create group with torchestra.compat.new_group()"
             )
-        return super().to_group_rank(global_rank, parameter)
+        return super().to_group_rank(global_rank, parameter, name)
 
 
 @dataclass

@@ -7,15 +7,16 @@ read-only, by ``torchestra top`` and ``torchestra report``.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from torchestra.arguments import checked
 from torchestra.engine import layout as at
 from torchestra.engine import operations, recording
 from torchestra.engine.clock import COUNTER, NANOSECONDS, Moment, TickScale
@@ -201,7 +202,8 @@ class FlightRecord:
     ranks: tuple[RankRecord, ...]
     hosts: tuple[HostRecord, ...] = ()
 
-    def save(self, path: str | Path) -> None:
+    @checked
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write this into a file in Chrome's trace event format, for https://ui.perfetto.dev."""
         write_trace(path, trace_of([self]))
 

@@ -66,9 +66,9 @@ def _clock() -> str:
         return socket.gethostname()
 
 
-def write_trace(path: str | Path, trace: dict[str, Any]) -> None:
+def write_trace(path: str | os.PathLike[str], trace: dict[str, Any]) -> None:
     """Write a trace, all of it or nothing."""
-    with replacing(path) as file:
+    with replacing(Path(path)) as file:
         json.dump(trace, file)
 
 

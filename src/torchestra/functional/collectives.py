@@ -21,9 +21,15 @@ from collections.abc import Sequence
 
 import torch
 
-from torchestra.errors import InvalidArgumentError, InvalidShapeError
+from torchestra.errors import InvalidArgumentError, InvalidShapeError, shown
 from torchestra.functional.asynchronous import AsyncCollectiveTensor, awaited_later
-from torchestra.functional.groups import Group, constant_while_traced, group_name, group_size
+from torchestra.functional.groups import (
+    Group,
+    checked_unless_traced,
+    constant_while_traced,
+    group_name,
+    group_size,
+)
 from torchestra.functional.operators import check_differentiable, ops, reduction
 from torchestra.mesh import DeviceMesh
 from torchestra.process_group import ProcessGroup
@@ -54,6 +60,10 @@ __all__ = [
 ]
 
 
+_MOST_ROWS = (1 << 63) - 1  # what operators take for an int
+
+
+@checked_unless_traced
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Wait until a collective's result is there, and return it. Any other tensor is returned as it is."""
     if type(tensor) is AsyncCollectiveTensor and not tensor.requires_grad:
@@ -65,16 +75,25 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
+@checked_unless_traced
 def broadcast(self: torch.Tensor, src: int, group: Group, tag: str = "") -> torch.Tensor:
     """The tensor of the group's rank ``src``; the others' must be of the same shape."""
-    return awaited_later(ops.broadcast(_cut(self), src, group_name(group, tag)))
+    name = group_name(group, tag)
+    size = group_size(group, name)
+    if not 0 <= src < size:
+        raise InvalidArgumentError(
+            f"broadcast: `src` is {shown(src)}, but the group has ranks 0 to {size - 1}"
+        )
+    return awaited_later(ops.broadcast(_cut(self), src, name))
 
 
+@checked_unless_traced
 def all_reduce(self: torch.Tensor, reduceOp: str | ReduceOp, group: Group, tag: str = "") -> torch.Tensor:
     """The reduction of all ranks' tensors, bit for bit the same on every rank."""
     return all_reduce_autograd(_cut(self), reduceOp, group, tag)
 
 
+@checked_unless_traced
 def all_reduce_autograd(
     self: torch.Tensor, reduceOp: str | ReduceOp, group: Group, tag: str = ""
 ) -> torch.Tensor:
@@ -83,6 +102,7 @@ def all_reduce_autograd(
     return awaited_later(ops.all_reduce(self, op, group_name(group, tag)))
 
 
+@checked_unless_traced
 def all_reduce_coalesced(
     self: Sequence[torch.Tensor], reduceOp: str | ReduceOp, group: Group, tag: str = ""
 ) -> list[torch.Tensor]:
@@ -92,11 +112,13 @@ def all_reduce_coalesced(
     return [awaited_later(result) for result in results]
 
 
+@checked_unless_traced
 def all_gather_tensor(self: torch.Tensor, gather_dim: int, group: Group, tag: str = "") -> torch.Tensor:
     """All ranks' tensors, joined in dimension ``gather_dim``. They must be of the same shape."""
     return all_gather_tensor_autograd(_cut(self), gather_dim, group, tag)
 
 
+@checked_unless_traced
 def all_gather_tensor_autograd(
     self: torch.Tensor, gather_dim: int, group: Group, tag: str = ""
 ) -> torch.Tensor:
@@ -111,6 +133,7 @@ def all_gather_tensor_autograd(
     return pieces.movedim(0, dim).flatten(dim, dim + 1)
 
 
+@checked_unless_traced
 def all_gather_into_tensor_coalesced(
     self: Sequence[torch.Tensor], group: Group, tag: str = ""
 ) -> list[torch.Tensor]:
@@ -122,6 +145,7 @@ def all_gather_into_tensor_coalesced(
     return [awaited_later(result) for result in results]
 
 
+@checked_unless_traced
 def reduce_scatter_tensor(
     self: torch.Tensor, reduceOp: str | ReduceOp, scatter_dim: int, group: Group, tag: str = ""
 ) -> torch.Tensor:
@@ -133,6 +157,7 @@ def reduce_scatter_tensor(
     return reduce_scatter_tensor_autograd(_cut(self), reduceOp, scatter_dim, group, tag)
 
 
+@checked_unless_traced
 def reduce_scatter_tensor_autograd(
     self: torch.Tensor, reduceOp: str | ReduceOp, scatter_dim: int, group: Group, tag: str = ""
 ) -> torch.Tensor:
@@ -144,6 +169,7 @@ def reduce_scatter_tensor_autograd(
     return awaited_later(ops.reduce_scatter_tensor(pieces, op, size, name))
 
 
+@checked_unless_traced
 def reduce_scatter_tensor_coalesced(
     inputs: Sequence[torch.Tensor],
     reduceOp: str | ReduceOp,
@@ -167,10 +193,11 @@ def reduce_scatter_tensor_coalesced(
     return [awaited_later(result) for result in results]
 
 
+@checked_unless_traced
 def all_to_all_single(
     self: torch.Tensor,
-    output_split_sizes: Sequence[int] | None,
-    input_split_sizes: Sequence[int] | None,
+    output_split_sizes: Sequence[int | torch.SymInt] | None,
+    input_split_sizes: Sequence[int | torch.SymInt] | None,
     group: Group,
     tag: str = "",
 ) -> torch.Tensor:
@@ -181,10 +208,11 @@ def all_to_all_single(
     return all_to_all_single_autograd(_cut(self), output_split_sizes, input_split_sizes, group, tag)
 
 
+@checked_unless_traced
 def all_to_all_single_autograd(
     self: torch.Tensor,
-    output_split_sizes: Sequence[int] | None,
-    input_split_sizes: Sequence[int] | None,
+    output_split_sizes: Sequence[int | torch.SymInt] | None,
+    input_split_sizes: Sequence[int | torch.SymInt] | None,
     group: Group,
     tag: str = "",
 ) -> torch.Tensor:
@@ -197,12 +225,16 @@ def all_to_all_single_autograd(
         ("output_split_sizes", output_split_sizes),
         ("input_split_sizes", input_split_sizes),
     ):
-        if splits is not None and not all(isinstance(length, (int, torch.SymInt)) for length in splits):
-            raise InvalidShapeError(f"All {parameter} must be int or SymInt, got {splits}")
+        if splits is not None and not (isinstance(splits, (list, tuple)) and all(map(_is_length, splits))):
+            raise InvalidShapeError(
+                f"all_to_all_single: All {parameter} must be int or SymInt, and none negative, got"
+                f" {shown(splits)}"
+            )
     result = ops.all_to_all_single(self, output_split_sizes, input_split_sizes, group_name(group, tag))
     return awaited_later(result)
 
 
+@checked_unless_traced
 def permute_tensor(self: torch.Tensor, src_dst: Sequence[int], group: Group, tag: str = "") -> torch.Tensor:
     """The tensor of the rank that sends it here: rank r sends its own to rank ``src_dst[r]``.
 
@@ -250,6 +282,10 @@ def _reduction_name(op: str | ReduceOp, differentiated: torch.Tensor | None = No
     if differentiated is not None and differentiated.requires_grad:
         check_differentiable(lower)
     return lower
+
+
+def _is_length(length: object) -> bool:
+    return isinstance(length, torch.SymInt) or (type(length) is int and 0 <= length <= _MOST_ROWS)
 
 
 def _dimension(tensor: torch.Tensor, dim: int, parameter: str) -> int:

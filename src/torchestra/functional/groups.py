@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Union, cast
+from typing import Any, ParamSpec, TypeVar, Union, cast
 
 import torch
 
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, InvalidShapeError
+from torchestra.arguments import checked, is_integer
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, InvalidShapeError, shown
 from torchestra.mesh import DeviceMesh
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.registry import current_world
 from torchestra.world import default_group, make_group
 
 __all__ = ["Group", "expand_group", "find_or_make_group", "group_name", "group_size"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# These have messages in torch's words.
+_CHECKED_BY_THEMSELVES = ("group", "output_split_sizes", "input_split_sizes")
 
 Group = Union[ProcessGroup, str, DeviceMesh, tuple[DeviceMesh, Union[int, str]], list[int], list[list[int]]]
 """Who takes part: a group, or its name; a mesh of one dimension; a mesh and one of its dimensions; global
@@ -22,6 +31,52 @@ is in one.
 """
 
 
+def checked_unless_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """:func:`checked`, but for calls that Dynamo looks into, which knows what it passes.
+
+    A parameter ``group`` is checked in torch's words.
+    """
+    own = [name for name in inspect.signature(function).parameters if name in _CHECKED_BY_THEMSELVES]
+    refusing = checked(function, own)
+    place = list(inspect.signature(function).parameters).index("group") if "group" in own else None
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_dynamo_compiling():
+            return function(*args, **kwargs)
+        if place is not None and (place < len(args) or "group" in kwargs):
+            _check_group(args[place] if place < len(args) else kwargs["group"], function.__name__)
+        return refusing(*args, **kwargs)
+
+    return call
+
+
+def _check_group(group: object, name: str) -> None:
+    """Refuse what stands for no group."""
+    if isinstance(group, (ProcessGroup, str, DeviceMesh)):
+        return
+    if isinstance(group, tuple):
+        if len(group) != 2 or not isinstance(group[0], DeviceMesh) or not _is_dimension(group[1]):
+            raise InvalidArgumentError(
+                f"{name}: Invalid tuple for group must be (DeviceMesh, int), got {shown(group)}"
+            )
+        return
+    if isinstance(group, NonMember):
+        raise InvalidArgumentError(f"{name}: `group`: functional collectives: this rank is {group!r}")
+    if not isinstance(group, list) or not all(
+        is_integer(rank) or (isinstance(rank, list) and all(map(is_integer, rank))) for rank in group
+    ):
+        raise InvalidArgumentTypeError(
+            f"{name}: Invalid type for group, must be one of list of ranks, ProcessGroup, DeviceMesh,"
+            f" (DeviceMesh, int) or the name of a group; got {shown(group)}"
+        )
+
+
+def _is_dimension(dimension: object) -> bool:
+    return isinstance(dimension, str) or is_integer(dimension)
+
+
+@checked_unless_traced
 def expand_group(group: Group, tag: str = "") -> tuple[str, list[int], int]:
     """What a group stands for: its tag, all global ranks that are named, and how many make one group.
 
@@ -72,6 +127,7 @@ def _mesh_and_dimension(group: Any) -> tuple[DeviceMesh, int | str]:
     )
 
 
+@checked
 def find_or_make_group(tag: str, ranks: Sequence[int], size: int) -> ProcessGroup:
     """The group of this rank among ``ranks``, of which each ``size`` consecutive ones make one, with a tag.
 
@@ -82,18 +138,25 @@ def find_or_make_group(tag: str, ranks: Sequence[int], size: int) -> ProcessGrou
         InvalidShapeError: this rank is not among them.
     """
     if not ranks or len(ranks) % size:
-        raise InvalidArgumentError(f"Ranks length ({len(ranks)}) must be divisible by stride ({size})")
+        raise InvalidArgumentError(
+            f"find_or_make_group: Ranks length ({len(ranks)}) must be divisible by stride ({size}), got"
+            f" `ranks` = {shown(ranks)}"
+        )
     mine = default_group().rank()
     sets = [ranks[start : start + size] for start in range(0, len(ranks), size)]
     own = next((each for each in sets if mine in each), None)
     if own is None:
-        raise InvalidShapeError(f"rankset doesn't include the current node: rank {mine} is not in {sets}")
+        raise InvalidShapeError(
+            f"find_or_make_group: `ranks`: rankset doesn't include the current node: rank {mine} is not in"
+            f" {shown(sets)}"
+        )
     found = current_world().find(own, tag)
     if found is not None:
         return found
     if not tag:
         raise InvalidArgumentError(
-            f"Cannot automatically create PG with empty tag: there is no untagged group of ranks {list(own)};"
+            "find_or_make_group: Cannot automatically create PG with empty tag: there is no untagged"
+            f" group of ranks {list(own)};"
             " make one with new_group(), or give a tag"
         )
     made = make_group(sorted(own), tag=tag, deferred=True)

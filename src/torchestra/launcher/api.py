@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-from torchestra.errors import InvalidArgumentError
+from torchestra.arguments import checked
+from torchestra.errors import InvalidArgumentError, shown
 from torchestra.launcher.cores import usable_cores
 from torchestra.launcher.forks import Forks
 from torchestra.launcher.job import SETTLE_S, Job
@@ -27,7 +28,10 @@ __all__ = ["RemoteTraceback", "launch", "launched"]
 
 T = TypeVar("T")
 
+_MOST_RANKS = 1 << 16
 
+
+@checked
 def launch(
     fn: Callable[..., T],
     nproc: int | Literal["auto"],
@@ -71,9 +75,18 @@ def launch(
         NotReadyError: Ray is not installed.
         DistError: the Ray cluster cannot be reached, or an actor cannot be started there.
     """
-    if nproc != "auto" and (not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1):
-        raise InvalidArgumentError(f"launch: nproc must be a positive int or 'auto', got {nproc!r}")
-    seconds = None if timeout is None else timeout_seconds(timeout)
+    if nproc != "auto" and not 1 <= nproc <= _MOST_RANKS:
+        raise InvalidArgumentError(
+            f"launch: nproc must be a positive int or 'auto', got {shown(nproc)}, where {_MOST_RANKS} is the"
+            " most"
+        )
+    for variable, value in (env or {}).items():
+        if not variable or "=" in variable or not _is_plain(variable) or not _is_plain(value):
+            raise InvalidArgumentError(
+                f"launch: `env` must have names and values of environment variables, got"
+                f" {shown(variable)}: {shown(value)}"
+            )
+    seconds = None if timeout is None else timeout_seconds(timeout, "launch")
     if on is not None:
         return _launch_elsewhere(fn, nproc, args, kind, seconds, env or {}, on)
     ranks = usable_cores() if nproc == "auto" else nproc
@@ -87,6 +100,13 @@ def launch(
 
         return launch_threads(fn, ranks, args, seconds)
     raise InvalidArgumentError(f"launch: kind must be 'processes' or 'threads', got {kind!r}")
+
+
+def _is_plain(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def _launch_elsewhere(

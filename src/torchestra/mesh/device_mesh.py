@@ -17,9 +17,11 @@ from typing import Any, Union
 
 import torch
 
+from torchestra.arguments import checked
 from torchestra.errors import InvalidArgumentError, UnknownDimensionError
 from torchestra.mesh.layout import (
     Axes,
+    check_device_type,
     check_names,
     check_order,
     check_ranks,
@@ -28,8 +30,10 @@ from torchestra.mesh.layout import (
     is_ordered,
     joined,
     length,
+    number_of,
     offset,
     row_major,
+    table_of,
 )
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.registry import compact, current_world
@@ -65,6 +69,7 @@ class DeviceMesh:
             repeat or are not one for each dimension.
     """
 
+    @checked
     def __init__(
         self,
         device_type: str,
@@ -73,10 +78,11 @@ class DeviceMesh:
         mesh_dim_names: Sequence[str] | None = None,
         backend_override: Sequence[str | None] | None = None,
     ) -> None:
-        table = torch.as_tensor(mesh).detach().to(device="cpu", dtype=torch.int)
+        table = table_of(mesh)
         self._fill(device_type, table.flatten().tolist(), table.shape, mesh_dim_names, backend_override)
 
     @classmethod
+    @checked
     def of_first_ranks(
         cls,
         device_type: str,
@@ -111,6 +117,7 @@ class DeviceMesh:
         root: DeviceMesh | None = None,
     ) -> None:
         """Everything but the groups."""
+        check_device_type(device_type)
         if not is_initialized():
             init_process_group()
         size = get_world_size()
@@ -191,7 +198,7 @@ class DeviceMesh:
 
     def size(self, mesh_dim: int | None = None) -> int:
         """The number of ranks: of one dimension, or of the whole mesh."""
-        return math.prod(self._shape) if mesh_dim is None else self._shape[mesh_dim]
+        return math.prod(self._shape) if mesh_dim is None else self._shape[self.dimension(mesh_dim, "size")]
 
     @property
     def mesh(self) -> torch.Tensor:
@@ -219,25 +226,14 @@ class DeviceMesh:
             table = torch.tensor(ranks, dtype=torch.int, device="cpu")
         return table.as_strided(lengths, strides, first).reshape(self._shape)
 
-    def dimension(self, mesh_dim: Dimension) -> int:
-        """The number of a dimension that is given by name or number.
+    def dimension(self, mesh_dim: Dimension, name: str = "dimension") -> int:
+        """The number of a dimension that ``name``, a function, was given by name or number.
 
         Raises:
             UnknownDimensionError: there is none of that name.
             InvalidArgumentError: there is none of that number.
         """
-        if isinstance(mesh_dim, str):
-            if self._names is None:
-                raise UnknownDimensionError("No `mesh_dim_names` found.")
-            if mesh_dim not in self._names:
-                raise UnknownDimensionError(
-                    f"Mesh dimension '{mesh_dim}' does not exist. Available mesh dimensions are:"
-                    f" mesh_dim_names={self._names}"
-                )
-            return self._names.index(mesh_dim)
-        if not -self.ndim <= mesh_dim < self.ndim:
-            raise InvalidArgumentError(f"mesh_dim is {mesh_dim}, but the mesh has {self.ndim} dimensions")
-        return mesh_dim % self.ndim
+        return number_of(mesh_dim, self._names, self.ndim, name)
 
     # -- where this rank is
 
@@ -264,7 +260,7 @@ class DeviceMesh:
 
     def _only_dimension(self, name: str, mesh_dim: Dimension | None) -> int:
         if mesh_dim is not None:
-            return self.dimension(mesh_dim)
+            return self.dimension(mesh_dim, name)
         if self.ndim != 1:
             raise InvalidArgumentError(
                 f"{name}: Found the DeviceMesh have {self.ndim} dimensions. Optional kwarg `mesh_dim` needs"
@@ -281,7 +277,7 @@ class DeviceMesh:
         """The name of the group along a dimension that this rank is in."""
         if not self._group_names:
             raise self._not_in_it()
-        return self._group_names[self.dimension(mesh_dim)]
+        return self._group_names[self.dimension(mesh_dim, "group_name")]
 
     def get_group(self, mesh_dim: Dimension | None = None) -> ProcessGroup:
         """The group along a dimension that this rank is in. An only dimension may be left out.
@@ -342,6 +338,7 @@ class DeviceMesh:
         ]
         return self._derived(dimensions, wanted, groups)
 
+    @checked
     def flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
         """A mesh of one dimension of the same ranks, whose name joins this one's with ``_`` unless given.
 
@@ -374,6 +371,7 @@ class DeviceMesh:
             )
         return found
 
+    @checked
     def unflatten(
         self, dim: Dimension, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]
     ) -> DeviceMesh:
@@ -405,6 +403,7 @@ class DeviceMesh:
         return self._derived(dimensions, names, groups)
 
     @staticmethod
+    @checked
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         """The mesh that has the dimensions of several, which were cut from the same mesh.
 
@@ -429,6 +428,7 @@ class DeviceMesh:
     _concatenate = concatenate
 
     @staticmethod
+    @checked
     def from_group(
         group: ProcessGroup | Sequence[ProcessGroup],
         device_type: str,
@@ -453,7 +453,7 @@ class DeviceMesh:
             raise InvalidArgumentError("Must pass mesh if passing multiple ProcessGroups")
         if len(groups) > 1 and mesh_dim_names is None:
             raise InvalidArgumentError("Must pass mesh_dim_names if passing multiple ProcessGroups")
-        table = torch.as_tensor(mesh).detach().to(device="cpu", dtype=torch.int)
+        table = table_of(mesh)
         if table.ndim != len(groups):
             raise InvalidArgumentError(
                 "Expects mesh with ndim equal to number of ProcessGroups but got mesh"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.arguments import checked
+from torchestra.errors import InvalidArgumentError, shown
 from torchestra.mesh.device_mesh import DeviceMesh
+from torchestra.mesh.layout import check_lengths
 
 __all__ = ["init_device_mesh"]
 
 
+@checked
 def init_device_mesh(
     device_type: str,
     mesh_shape: Sequence[int],
@@ -28,13 +31,13 @@ def init_device_mesh(
     Raises:
         InvalidArgumentError: as :class:`DeviceMesh`.
     """
-    if not isinstance(device_type, str):
-        raise InvalidArgumentTypeError(f"device_type must be a str, got {device_type!r}")
     if device_type and not device_type.isalpha():
         raise InvalidArgumentError(
-            f"Device type with index is not supported but got {device_type}. If you maintained a"
+            f"init_device_mesh: `device_type`: Device type with index is not supported but got"
+            f" {shown(device_type)}. If you maintained a"
             " 'torch.device' object, it's recommended to pass in 'device.type'."
         )
+    check_lengths(mesh_shape, "mesh_shape", "init_device_mesh")
     backends = _backends(backend_override, len(mesh_shape), mesh_dim_names)
     return DeviceMesh.of_first_ranks(device_type, tuple(mesh_shape), mesh_dim_names, backends)
 

@@ -6,7 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from torchestra.errors import InvalidArgumentError, UnknownDimensionError
+import torch
+
+from torchestra.arguments import check_integer, refuse_type
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, UnknownDimensionError, shown
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MOST_RANKS = (1 << 31) - 1
 
 Axes = tuple[tuple[int, int], ...]
 """A dimension: lengths and strides, the outermost first."""
@@ -50,6 +56,7 @@ def coordinate(place: int, axes: Axes) -> int:
 
 def cut(axes: Axes, lengths: Sequence[int]) -> list[Axes]:
     """A dimension's axes, divided among several dimensions of these lengths."""
+    check_lengths(lengths, "mesh_sizes", "unflatten")
     parts: list[Axes] = []
     left = list(axes)
     for wanted in reversed(lengths):
@@ -70,6 +77,61 @@ def cut(axes: Axes, lengths: Sequence[int]) -> list[Axes]:
 def offset(place: int, axes: Axes) -> int:
     """How far a place of the table is from where the dimension begins."""
     return sum((place // stride) % length * stride for length, stride in axes)
+
+
+def number_of(mesh_dim: object, names: Sequence[str] | None, ndim: int, name: str) -> int:
+    """The number of a dimension that is given by name or number; ``name`` is of the function, for"
+    " messages."""
+    if isinstance(mesh_dim, str):
+        if names is None:
+            raise UnknownDimensionError(
+                f"{name}: No `mesh_dim_names` found, got {shown(mesh_dim)} as `mesh_dim`"
+            )
+        if mesh_dim not in names:
+            raise UnknownDimensionError(
+                f"{name}: Mesh dimension {shown(mesh_dim)} does not exist. Available mesh dimensions are:"
+                f" mesh_dim_names={names}, got it as `mesh_dim`"
+            )
+        return names.index(mesh_dim)
+    number = check_integer(mesh_dim, "mesh_dim", name)
+    if not -ndim <= number < ndim:
+        raise InvalidArgumentError(f"{name}: mesh_dim is {shown(number)}, but the mesh has {ndim} dimensions")
+    return number % ndim
+
+
+def check_device_type(device_type: str) -> None:
+    """Refuse what is not a kind of device that torch knows."""
+    try:
+        known = torch.device(device_type).type == device_type
+    except RuntimeError:
+        known = False
+    if not known:
+        raise InvalidArgumentError(
+            "DeviceMesh: `device_type` must be a kind of device, as 'cpu' or 'cuda', got"
+            f" {shown(device_type)}"
+        )
+
+
+def table_of(mesh: object) -> torch.Tensor:
+    """A table of global ranks; refuse what is none."""
+    try:
+        table = torch.as_tensor(mesh).detach()
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgumentTypeError(
+            f"DeviceMesh: `mesh` must be a table of ranks, got {shown(mesh)}: {error}"
+        ) from error
+    if table.dtype not in _INTEGERS and table.numel():
+        refuse_type("DeviceMesh", "mesh", "a table of ints", mesh)
+    return table.to(device="cpu", dtype=torch.int)
+
+
+def check_lengths(lengths: Sequence[int], parameter: str, name: str) -> None:
+    """Refuse lengths of dimensions that are not positive, or of more ranks than can be."""
+    if any(length < 1 for length in lengths) or math.prod(lengths) > _MOST_RANKS:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` must be positive lengths of at most {_MOST_RANKS} ranks in all, got"
+            f" {shown(tuple(lengths))}"
+        )
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> None:

@@ -21,9 +21,10 @@ from typing import Any, TypeVar, Union
 import torch
 
 from torchestra import checks
-from torchestra.errors import InvalidArgumentTypeError
+from torchestra.arguments import is_integer
+from torchestra.errors import InvalidArgumentTypeError, shown
 from torchestra.options import OperationOptions
-from torchestra.types import ReduceOp, Timeout
+from torchestra.types import ReduceOp, Timeout, timeout_seconds
 
 Tensors = Union[torch.Tensor, Sequence[torch.Tensor]]
 TensorLists = Union[Sequence[torch.Tensor], Sequence[Sequence[torch.Tensor]]]
@@ -51,18 +52,20 @@ def options_from(
         options = replace(options, **taken)
     elif isinstance(given, ReduceOp) and hasattr(options, "reduceOp"):
         options.reduceOp = given
-    elif isinstance(given, int) and hasattr(options, "rootRank"):
+    elif is_integer(given) and hasattr(options, "rootRank"):
         options.rootRank = given
     elif isinstance(given, (timedelta, int, float)) and not isinstance(given, bool):
+        timeout_seconds(given, name, "opts")
         options.timeout = given
     elif given is not None:
         raise InvalidArgumentTypeError(
-            f"{name}: incompatible function arguments: expected {kind.__name__}, got {given!r}"
+            f"{name}: incompatible function arguments: expected {kind.__name__} as `opts`, got {shown(given)}"
         )
     for key, value in values.items():
         if value is not None:
             setattr(options, key, value)
     if timeout is not None:
+        timeout_seconds(timeout, name)
         options.timeout = timeout
     if hasattr(options, "reduceOp"):
         checks.check_op(options.reduceOp, name)

@@ -6,13 +6,14 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from torchestra.arguments import check_integer, checked
 from torchestra.communicator import Communicator
 from torchestra.deferred import DeferredCommunicator
 from torchestra.delegation.agreement import Wish
 from torchestra.engine.handover import leave_store
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.errors import InvalidArgumentError, shown
 from torchestra.options import GroupOptions
 from torchestra.process_group.message_methods import MessageMethods
 from torchestra.process_group.shrinking import shrunk
@@ -20,6 +21,8 @@ from torchestra.process_group.starting import choose_backend, requires_nccl, sta
 from torchestra.process_group.torch_names import BackendNames, TorchNames
 from torchestra.store import Store
 from torchestra.types import Timeout, timeout_seconds
+
+_LARGEST_RANK = (1 << 31) - 1
 
 GroupMaker = Callable[[Store, Sequence[int], int, str, float], "ProcessGroup"]
 """Makes a group: over a store, of some global ranks, of which this is the one of a number; name; time-out."""
@@ -66,6 +69,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
     communicator: Communicator
     maker: GroupMaker | None = None
 
+    @checked
     def __init__(
         self,
         store: Store,
@@ -77,21 +81,24 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         name: str | None = None,
         ranks: Sequence[int] | None = None,
         description: str = "undefined",
-        communicator: Communicator | None = None,
+        communicator: Any = None,
     ) -> None:
-        for parameter, value in (("rank", rank), ("size", size)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise InvalidArgumentTypeError(f"ProcessGroup: `{parameter}` must be an int, got {value!r}")
         if not 0 <= rank < size:
-            raise InvalidArgumentError(f"ProcessGroup: rank {rank} is not one of 0 to {size - 1}")
+            raise InvalidArgumentError(
+                f"ProcessGroup: rank {shown(rank)} is not one of 0 to {shown(size - 1)}"
+            )
         if isinstance(options, GroupOptions):
             chosen = options
         else:
             chosen = GroupOptions() if options is None else GroupOptions(options)
-        seconds = timeout_seconds(chosen.timeout if timeout is None else timeout)
+        seconds = timeout_seconds(chosen.timeout if timeout is None else timeout, "ProcessGroup")
         self.ranks: Sequence[int] = range(size) if ranks is None else ranks
         if not isinstance(self.ranks, range):
             self.ranks = tuple(self.ranks)
+        if len(self.ranks) != size or (communicator is None and not _are_ranks(self.ranks)):
+            raise InvalidArgumentError(
+                f"ProcessGroup: `ranks` must be {size} different ranks, from 0, got {shown(ranks)}"
+            )
         self.backend = self.known_as = choose_backend(chosen.backend)
         self.store = store
         self.group_desc = description
@@ -135,6 +142,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         """How long an operation may wait for the other ranks."""
         return timedelta(seconds=self.communicator.seconds)
 
+    @checked
     def set_timeout(self, timeout: Timeout) -> None:
         """Change how long later operations may wait. Concerns this rank only."""
         self.communicator.seconds = timeout_seconds(timeout)
@@ -164,37 +172,46 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
     def _set_default_timeout(self, timeout: Timeout) -> None:
         self.set_timeout(timeout)
 
-    def to_group_rank(self, global_rank: int, parameter: str = "global_rank") -> int:
+    def to_group_rank(
+        self, global_rank: int, parameter: str = "global_rank", name: str = "to_group_rank"
+    ) -> int:
         """The number in this group of a global rank.
+
+        Args:
+            global_rank: the rank.
+            parameter, name: which argument of which function it is, for messages.
 
         Raises:
             InvalidArgumentError: it is not in this group.
         """
-        try:
-            if isinstance(self.ranks, range):
-                rank = self.ranks.index(global_rank) if global_rank in self.ranks else None
-            else:
-                rank = self._group_rank.get(global_rank)
-        except TypeError:
-            rank = None
+        if global_rank.__class__ is not int:
+            global_rank = check_integer(global_rank, parameter, name)
+        ranks = self.ranks
+        if isinstance(ranks, range):
+            rank = ranks.index(global_rank) if global_rank in ranks else None
+        else:
+            rank = self._group_rank.get(global_rank)
         if rank is None:
-            if not isinstance(global_rank, int):
-                raise InvalidArgumentTypeError(f"`{parameter}` must be an int, got {global_rank!r}")
             raise InvalidArgumentError(
-                f"`{parameter}`: global rank {global_rank!r} is not part of group {self.group_name!r},"
-                f" which has global ranks {list(self.ranks)}"
+                f"{name}: `{parameter}`: global rank {shown(global_rank)} is not part of group"
+                f" {self.group_name!r}, which has global ranks {list(ranks)}"
             )
         return rank
 
-    def to_global_rank(self, group_rank: int) -> int:
+    def to_global_rank(
+        self, group_rank: int, parameter: str = "group_rank", name: str = "to_global_rank"
+    ) -> int:
         """The global number of a rank of this group.
 
         Raises:
             InvalidArgumentError: the group has no such rank.
         """
+        if group_rank.__class__ is not int:
+            group_rank = check_integer(group_rank, parameter, name)
         if not 0 <= group_rank < len(self.ranks):
             raise InvalidArgumentError(
-                f"group rank {group_rank!r} is not part of group {self.group_name!r}, which has"
+                f"{name}: `{parameter}`: group rank {shown(group_rank)} is not part of group"
+                f" {self.group_name!r}, which has"
                 f" {self.size()} ranks"
             )
         return self.ranks[group_rank]
@@ -217,6 +234,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         self.backend = self.known_as = backend
         self.communicator.name, self.communicator.seconds = name, seconds
 
+    @checked
     def shrink(self, exclude: Sequence[int] = (), timeout: Timeout | None = None) -> ProcessGroup:
         """Make a group of the ranks that are left, and put it in this one's place.
 
@@ -252,6 +270,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         """
         return self._succeed(shrunk(self, exclude, timeout, abort=True))
 
+    @checked
     def shrink_when_idle(self, exclude: Sequence[int], timeout: Timeout | None = None) -> ProcessGroup:
         """:meth:`shrink`, but let what this rank has begun in the group end well, if it can, before.
 
@@ -306,6 +325,12 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
     def __repr__(self) -> str:
         place = f"rank {self.rank()} of {self.size()}"
         return f"<ProcessGroup {self.group_name!r}: {place}, backend {self.backend!r}>"
+
+
+def _are_ranks(ranks: Sequence[int]) -> bool:
+    if isinstance(ranks, range):
+        return not ranks or min(ranks[0], ranks[-1]) >= 0
+    return len(set(ranks)) == len(ranks) and min(ranks) >= 0 and max(ranks) <= _LARGEST_RANK
 
 
 def _leave(communicator: Communicator, process: int) -> None:

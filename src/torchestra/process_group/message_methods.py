@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from torchestra import checks
+from torchestra.arguments import checked
 from torchestra.communicator import Communicator
 from torchestra.errors import InvalidArgumentError
 from torchestra.monitored import monitored_barrier
@@ -22,22 +24,27 @@ class MessageMethods:
         """Begin to send a tensor to a rank; it must stay as it is until the Work is done."""
         communicator = self.communicator
         tensor = _single(tensors, "send")
-        _check_tag(tag, "send")
-        return communicator.isend(tensor, lists.check_peer(dstRank, communicator.size, "send"), tag)
+        tag = checks.check_tag(tag, "send")
+        return communicator.isend(
+            tensor, lists.check_peer(dstRank, communicator.size, "dstRank", "send"), tag
+        )
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
         """Begin to receive a tensor from a rank."""
         communicator = self.communicator
         tensor = _single(tensors, "recv")
-        _check_tag(tag, "recv")
-        return communicator.irecv(tensor, lists.check_peer(srcRank, communicator.size, "recv"), tag)
+        tag = checks.check_tag(tag, "recv")
+        return communicator.irecv(
+            tensor, lists.check_peer(srcRank, communicator.size, "srcRank", "recv"), tag
+        )
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Begin to receive from whichever rank sends first; the ``source_rank`` of the Work says which."""
         tensor = _single(tensors, "recv_anysource")
-        _check_tag(tag, "recv_anysource")
+        tag = checks.check_tag(tag, "recv_anysource")
         return self.communicator.irecv(tensor, None, tag)
 
+    @checked
     def monitored_barrier(self, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
         """:func:`torchestra.monitored_barrier` of this group; to be called by all ranks."""
         seconds = None if timeout is None else timeout_seconds(timeout)
@@ -45,13 +52,8 @@ class MessageMethods:
 
 
 def _single(tensors: Tensors, name: str) -> torch.Tensor:
-    chosen = lists.as_list(tensors, name)
+    chosen = lists.as_list(tensors, "tensors", name)
     if len(chosen) != 1:
-        raise InvalidArgumentError(f"{name}: takes a single tensor, got {len(chosen)}")
+        raise InvalidArgumentError(f"{name}: takes a single tensor, got {len(chosen)} in `tensors`")
     lists.check_dense(chosen, name)
     return chosen[0]
-
-
-def _check_tag(tag: object, name: str) -> None:
-    if not isinstance(tag, int) or tag < 0:
-        raise InvalidArgumentError(f"{name}: invalid tag: {tag!r}; it must be a non-negative int")

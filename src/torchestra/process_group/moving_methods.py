@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchestra import several
+from torchestra import checks, several
 from torchestra.communicator import Communicator
 from torchestra.options import (
     AllgatherOptions,
@@ -29,11 +29,11 @@ class MovingMethods:
     def broadcast(
         self,
         tensors: Tensors | None = None,
-        opts: BroadcastOptions | int | None = None,
+        opts: BroadcastOptions | int | Timeout | None = None,
         timeout: Timeout | None = None,
         *,
         root: int | None = None,
-        tensor: torch.Tensor | None = None,
+        tensor: Tensors | None = None,
     ) -> Work:
         """Replace every rank's tensor by the root's.
 
@@ -42,14 +42,14 @@ class MovingMethods:
         """
         name = "broadcast"
         options = options_from(BroadcastOptions, opts, name, timeout, rootRank=root)
-        chosen = lists.as_list(tensors if tensor is None else tensor, name)
+        chosen = lists.as_list(*lists.either(tensors, tensor, "tensors", "tensor"), name)
         communicator = self.communicator
         rank = lists.check_root(options.rootRank, communicator.size, name)
         number = lists.check_root_tensor(options.rootTensor, chosen, name)
         lists.check_dense(chosen, name)
         lists.check_alike(chosen, chosen[number], name)
         work = several.broadcast_together(
-            communicator, chosen, rank, number, options.asyncOp, options.seconds()
+            communicator, chosen, rank, number, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, chosen)
 
@@ -59,7 +59,7 @@ class MovingMethods:
         input_tensors: Tensors | None = None,
         opts: AllgatherOptions | Timeout | None = None,
         *,
-        input_tensor: torch.Tensor | None = None,
+        input_tensor: Tensors | None = None,
         timeout: Timeout | None = None,
     ) -> Work:
         """Put every rank's tensor into one of the outputs: ``allgather([[out0, out1]], [tensor])``.
@@ -71,28 +71,32 @@ class MovingMethods:
         """
         name = "allgather"
         options = options_from(AllgatherOptions, opts, name, timeout)
-        tensors = lists.as_list(input_tensors if input_tensor is None else input_tensor, name)
-        outputs = lists.as_lists(output_tensors, name)
+        tensors = lists.as_list(
+            *lists.either(input_tensors, input_tensor, "input_tensors", "input_tensor"), name
+        )
+        outputs = lists.as_lists(output_tensors, "output_tensors", name)
         communicator = self.communicator
         lists.check_gather_lists(outputs, tensors, communicator.size, name)
-        work = several.all_gather_together(communicator, outputs, tensors, options.asyncOp, options.seconds())
+        work = several.all_gather_together(
+            communicator, outputs, tensors, options.asyncOp, options.seconds(name)
+        )
         return work or Work.finished(name, outputs[0] if len(outputs) == 1 else outputs)
 
     def allgather_coalesced(
         self,
-        output_lists: Sequence[Sequence[torch.Tensor]],
-        input_list: Sequence[torch.Tensor],
-        opts: AllgatherOptions | None = None,
+        output_lists: TensorLists,
+        input_list: Tensors,
+        opts: AllgatherOptions | Timeout | None = None,
     ) -> Work:
         """Put input i of rank p into ``output_lists[p][i]`` on every rank; inputs may differ in dtype."""
         name = "allgather_coalesced"
         options = options_from(AllgatherOptions, opts, name)
-        tensors = lists.as_list(lists.not_a_tensor(input_list, name), name)
-        outputs = lists.as_lists(output_lists, name)
+        tensors = lists.as_list(lists.not_a_tensor(input_list, "input_list", name), "input_list", name)
+        outputs = lists.as_lists(output_lists, "output_lists", name)
         communicator = self.communicator
         lists.check_coalesced_lists(outputs, tensors, communicator.size, name)
         work = several.all_gather_coalesced(
-            communicator, outputs, tensors, options.asyncOp, options.seconds()
+            communicator, outputs, tensors, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, outputs)
 
@@ -100,32 +104,37 @@ class MovingMethods:
         self,
         output: torch.Tensor,
         input: torch.Tensor,  # noqa: A002 - torch's name
-        opts: AllgatherOptions | None = None,
+        opts: AllgatherOptions | Timeout | None = None,
     ) -> Work:
         """Put every rank's tensor, one after the other, into the output."""
         name = "allgather_into_tensor"
         options = options_from(AllgatherOptions, opts, name)
         communicator = self.communicator
+        checks.check_is_tensor(output, "output", name)
+        checks.check_is_tensor(input, "input", name)
         lists.check_pieces(output, input, communicator.size, name)
-        work = communicator.all_gather_into_tensor(output, input, options.asyncOp, options.seconds())
+        work = communicator.all_gather_into_tensor(output, input, options.asyncOp, options.seconds(name))
         return work or Work.finished(name, [output])
 
     def allgather_into_tensor_coalesced(
         self,
-        output_lists: Sequence[torch.Tensor],
-        input_list: Sequence[torch.Tensor],
-        opts: AllgatherOptions | None = None,
+        output_lists: Tensors,
+        input_list: Tensors,
+        opts: AllgatherOptions | Timeout | None = None,
     ) -> Work:
         """:meth:`allgather_into_tensor` of each pair of the two lists, as one operation."""
         name = "allgather_into_tensor_coalesced"
         options = options_from(AllgatherOptions, opts, name)
-        outputs, tensors = lists.as_list(output_lists, name), lists.as_list(input_list, name)
+        outputs, tensors = (
+            lists.as_list(output_lists, "output_lists", name),
+            lists.as_list(input_list, "input_list", name),
+        )
         lists.check_pairs(outputs, tensors, name)
         communicator = self.communicator
         for output, tensor in zip(outputs, tensors, strict=True):
             lists.check_pieces(output, tensor, communicator.size, name)
         work = several.all_gather_into_tensor_coalesced(
-            communicator, outputs, tensors, options.asyncOp, options.seconds()
+            communicator, outputs, tensors, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, outputs)
 
@@ -133,11 +142,11 @@ class MovingMethods:
         self,
         output_tensors: TensorLists,
         input_tensors: Tensors | None = None,
-        opts: GatherOptions | int | None = None,
+        opts: GatherOptions | int | Timeout | None = None,
         timeout: Timeout | None = None,
         *,
         root: int | None = None,
-        input_tensor: torch.Tensor | None = None,
+        input_tensor: Tensors | None = None,
     ) -> Work:
         """Put every rank's tensor into one of the root's outputs: ``gather([[out0, out1]], [tensor], opts)``.
 
@@ -146,26 +155,28 @@ class MovingMethods:
         """
         name = "gather"
         options = options_from(GatherOptions, opts, name, timeout, rootRank=root)
-        tensors = lists.as_list(input_tensors if input_tensor is None else input_tensor, name)
-        outputs = lists.as_lists(output_tensors, name)
+        tensors = lists.as_list(
+            *lists.either(input_tensors, input_tensor, "input_tensors", "input_tensor"), name
+        )
+        outputs = lists.as_lists(output_tensors, "output_tensors", name)
         communicator = self.communicator
         rank = lists.check_root(options.rootRank, communicator.size, name)
         lists.check_single(tensors, "input tensor list", name)
         lists.check_dense(tensors, name)
         is_root = communicator.rank == rank
         targets = lists.check_rooted(outputs, tensors[0], is_root, communicator.size, "output", name)
-        work = communicator.gather(targets, tensors[0], rank, options.asyncOp, options.seconds())
+        work = communicator.gather(targets, tensors[0], rank, options.asyncOp, options.seconds(name))
         return work or Work.finished(name, targets or [])
 
     def scatter(
         self,
         output_tensors: Tensors | None = None,
         input_tensors: TensorLists = (),
-        opts: ScatterOptions | int | None = None,
+        opts: ScatterOptions | int | Timeout | None = None,
         timeout: Timeout | None = None,
         *,
         root: int | None = None,
-        output_tensor: torch.Tensor | None = None,
+        output_tensor: Tensors | None = None,
     ) -> Work:
         """Put one of the root's tensors into each rank's: ``scatter([output], [[in0, in1]], opts)``.
 
@@ -173,43 +184,49 @@ class MovingMethods:
         """
         name = "scatter"
         options = options_from(ScatterOptions, opts, name, timeout, rootRank=root)
-        outputs = lists.as_list(output_tensors if output_tensor is None else output_tensor, name)
-        inputs = lists.as_lists(input_tensors, name)
+        outputs = lists.as_list(
+            *lists.either(output_tensors, output_tensor, "output_tensors", "output_tensor"), name
+        )
+        inputs = lists.as_lists(input_tensors, "input_tensors", name)
         communicator = self.communicator
         rank = lists.check_root(options.rootRank, communicator.size, name)
         lists.check_single(outputs, "output tensor list", name)
         lists.check_dense(outputs, name)
         is_root = communicator.rank == rank
         sources = lists.check_rooted(inputs, outputs[0], is_root, communicator.size, "input", name)
-        work = communicator.scatter(outputs[0], sources, rank, options.asyncOp, options.seconds())
+        work = communicator.scatter(outputs[0], sources, rank, options.asyncOp, options.seconds(name))
         return work or Work.finished(name, outputs)
 
     def alltoall(
         self,
-        output_tensors: Sequence[torch.Tensor] | None = None,
-        input_tensors: Sequence[torch.Tensor] | None = None,
+        output_tensors: Tensors | None = None,
+        input_tensors: Tensors | None = None,
         opts: AllToAllOptions | Timeout | None = None,
         *,
-        output_tensor: Sequence[torch.Tensor] | None = None,
-        input_tensor: Sequence[torch.Tensor] | None = None,
+        output_tensor: Tensors | None = None,
+        input_tensor: Tensors | None = None,
         timeout: Timeout | None = None,
     ) -> Work:
         """Send each rank one tensor of the second list, and receive one from each into the first."""
         name = "alltoall"
         options = options_from(AllToAllOptions, opts, name, timeout)
-        outputs = lists.as_list(output_tensors if output_tensor is None else output_tensor, name)
-        inputs = lists.as_list(input_tensors if input_tensor is None else input_tensor, name)
+        outputs = lists.as_list(
+            *lists.either(output_tensors, output_tensor, "output_tensors", "output_tensor"), name
+        )
+        inputs = lists.as_list(
+            *lists.either(input_tensors, input_tensor, "input_tensors", "input_tensor"), name
+        )
         communicator = self.communicator
         lists.check_exchange(outputs, inputs, communicator.size, name)
-        work = communicator.all_to_all(outputs, inputs, options.asyncOp, options.seconds())
+        work = communicator.all_to_all(outputs, inputs, options.asyncOp, options.seconds(name))
         return work or Work.finished(name, outputs)
 
     def alltoall_base(
         self,
         output: torch.Tensor,
         input: torch.Tensor,  # noqa: A002 - torch's name
-        output_split_sizes: Sequence[int] = (),
-        input_split_sizes: Sequence[int] = (),
+        output_split_sizes: Sequence[int] | None = (),
+        input_split_sizes: Sequence[int] | None = (),
         opts: AllToAllOptions | Timeout | None = None,
         *,
         timeout: Timeout | None = None,
@@ -220,14 +237,16 @@ class MovingMethods:
         """
         name = "alltoall_base"
         options = options_from(AllToAllOptions, opts, name, timeout)
+        checks.check_is_tensor(output, "output", name)
+        checks.check_is_tensor(input, "input", name)
         lists.check_dense([output, input], name)
         lists.check_same_type(output, input, name)
         work = self.communicator.all_to_all_single(
             output,
             input,
-            output_split_sizes or None,
-            input_split_sizes or None,
+            lists.splits_or_none(output_split_sizes),
+            lists.splits_or_none(input_split_sizes),
             options.asyncOp,
-            options.seconds(),
+            options.seconds(name),
         )
         return work or Work.finished(name, [output])

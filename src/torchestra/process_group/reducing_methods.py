@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchestra import several
+from torchestra import checks, several
 from torchestra.communicator import Communicator
 from torchestra.options import (
     AllreduceCoalescedOptions,
@@ -29,11 +29,11 @@ class ReducingMethods:
     def allreduce(
         self,
         tensors: Tensors | None = None,
-        opts: AllreduceOptions | ReduceOp | None = None,
+        opts: AllreduceOptions | ReduceOp | Timeout | None = None,
         timeout: Timeout | None = None,
         *,
         op: ReduceOp | None = None,
-        tensor: torch.Tensor | None = None,
+        tensor: Tensors | None = None,
     ) -> Work:
         """Replace the tensor on every rank by the reduction of all ranks' tensors.
 
@@ -42,60 +42,62 @@ class ReducingMethods:
         """
         name = "allreduce"
         options = options_from(AllreduceOptions, opts, name, timeout, reduceOp=op)
-        chosen = lists.as_list(tensors if tensor is None else tensor, name)
+        chosen = lists.as_list(*lists.either(tensors, tensor, "tensors", "tensor"), name)
         lists.check_some(chosen, name)
         lists.check_alike(chosen, chosen[0], name)
         communicator = self.communicator
         work = several.all_reduce_together(
-            communicator, chosen, options.reduceOp, options.asyncOp, options.seconds()
+            communicator, chosen, options.reduceOp, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, chosen)
 
     def allreduce_coalesced(
-        self, tensors: Sequence[torch.Tensor], opts: AllreduceCoalescedOptions | ReduceOp | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        opts: AllreduceCoalescedOptions | ReduceOp | Timeout | None = None,
     ) -> Work:
         """:meth:`allreduce` of each tensor of the list on its own, as one operation; they have one dtype."""
         name = "allreduce_coalesced"
         options = options_from(AllreduceCoalescedOptions, opts, name)
-        chosen = lists.as_list(lists.not_a_tensor(tensors, name), name)
+        chosen = lists.as_list(lists.not_a_tensor(tensors, "tensors", name), "tensors", name)
         lists.check_some(chosen, name)
         lists.check_same_dtypes(chosen, name)
         work = several.all_reduce_coalesced(
-            self.communicator, chosen, options.reduceOp, options.asyncOp, options.seconds()
+            self.communicator, chosen, options.reduceOp, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, chosen)
 
     def reduce(
         self,
         tensors: Tensors | None = None,
-        opts: ReduceOptions | int | None = None,
+        opts: ReduceOptions | int | Timeout | None = None,
         op: ReduceOp | None = None,
         timeout: Timeout | None = None,
         *,
         root: int | None = None,
-        tensor: torch.Tensor | None = None,
+        tensor: Tensors | None = None,
     ) -> Work:
         """Replace the root's tensor by the reduction of all ranks' tensors; a list must have one tensor."""
         name = "reduce"
         options = options_from(ReduceOptions, opts, name, timeout, rootRank=root, reduceOp=op)
-        chosen = lists.as_list(tensors if tensor is None else tensor, name)
+        chosen = lists.as_list(*lists.either(tensors, tensor, "tensors", "tensor"), name)
         communicator = self.communicator
         rank = lists.check_root(options.rootRank, communicator.size, name)
         lists.check_root_tensor(options.rootTensor, chosen, name)
         lists.check_single(chosen, "tensor list", name)
         lists.check_dense(chosen, name)
-        work = communicator.reduce(chosen[0], options.reduceOp, rank, options.asyncOp, options.seconds())
+        work = communicator.reduce(chosen[0], options.reduceOp, rank, options.asyncOp, options.seconds(name))
         return work or Work.finished(name, chosen)
 
     def reduce_scatter(
         self,
         output_tensors: Tensors | None = None,
         input_tensors: TensorLists = (),
-        opts: ReduceScatterOptions | ReduceOp | None = None,
+        opts: ReduceScatterOptions | ReduceOp | Timeout | None = None,
         timeout: Timeout | None = None,
         *,
         op: ReduceOp | None = None,
-        input_tensor: Sequence[torch.Tensor] | None = None,
+        input_tensor: Tensors | None = None,
     ) -> Work:
         """Put the reduction of all ranks' tensors for this rank into its output.
 
@@ -103,12 +105,14 @@ class ReducingMethods:
         """
         name = "reduce_scatter"
         options = options_from(ReduceScatterOptions, opts, name, timeout, reduceOp=op)
-        outputs = lists.as_list(output_tensors, name)
-        inputs = lists.as_lists(input_tensors if input_tensor is None else input_tensor, name)
+        outputs = lists.as_list(output_tensors, "output_tensors", name)
+        inputs = lists.as_lists(
+            *lists.either(input_tensors, input_tensor, "input_tensors", "input_tensor"), name
+        )
         communicator = self.communicator
         lists.check_reduce_scatter_lists(outputs, inputs, communicator.size, name)
         work = communicator.reduce_scatter(
-            outputs[0], inputs[0], options.reduceOp, options.asyncOp, options.seconds()
+            outputs[0], inputs[0], options.reduceOp, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, outputs)
 
@@ -116,34 +120,39 @@ class ReducingMethods:
         self,
         output: torch.Tensor,
         input: torch.Tensor,  # noqa: A002 - torch's name
-        opts: ReduceScatterOptions | ReduceOp | None = None,
+        opts: ReduceScatterOptions | ReduceOp | Timeout | None = None,
     ) -> Work:
         """Reduce the ranks' inputs, and put this rank's piece of the result into its output."""
         name = "reduce_scatter_tensor"
         options = options_from(ReduceScatterOptions, opts, name)
         communicator = self.communicator
+        checks.check_is_tensor(output, "output", name)
+        checks.check_is_tensor(input, "input", name)
         lists.check_pieces(input, output, communicator.size, name)
         work = communicator.reduce_scatter_tensor(
-            output, input, options.reduceOp, options.asyncOp, options.seconds()
+            output, input, options.reduceOp, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, [output])
 
     def reduce_scatter_tensor_coalesced(
         self,
-        output_tensors: Sequence[torch.Tensor],
-        input_tensors: Sequence[torch.Tensor],
-        opts: ReduceScatterOptions | ReduceOp | None = None,
+        output_tensors: Tensors,
+        input_tensors: Tensors,
+        opts: ReduceScatterOptions | ReduceOp | Timeout | None = None,
     ) -> Work:
         """:meth:`reduce_scatter_tensor` of each pair of the two lists, as one operation."""
         name = "reduce_scatter_tensor_coalesced"
         options = options_from(ReduceScatterOptions, opts, name)
-        outputs, tensors = lists.as_list(output_tensors, name), lists.as_list(input_tensors, name)
+        outputs, tensors = (
+            lists.as_list(output_tensors, "output_tensors", name),
+            lists.as_list(input_tensors, "input_tensors", name),
+        )
         lists.check_pairs(outputs, tensors, name)
         communicator = self.communicator
         for output, tensor in zip(outputs, tensors, strict=True):
             lists.check_pieces(tensor, output, communicator.size, name)
         work = several.reduce_scatter_tensor_coalesced(
-            communicator, outputs, tensors, options.reduceOp, options.asyncOp, options.seconds()
+            communicator, outputs, tensors, options.reduceOp, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, outputs)
 
@@ -152,5 +161,5 @@ class ReducingMethods:
     ) -> Work:
         """Be done when every rank has called this, and all that the group's ranks called before is done."""
         options = options_from(BarrierOptions, opts, "barrier", timeout)
-        work = self.communicator.barrier(options.asyncOp, options.seconds())
+        work = self.communicator.barrier(options.asyncOp, options.seconds("barrier"))
         return work or Work.finished("barrier", [])

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from torchestra.errors import InvalidArgumentError
+from torchestra.arguments import checked
+from torchestra.errors import InvalidArgumentError, shown
 from torchestra.options import BarrierOptions
 from torchestra.process_group.group import ProcessGroup
 from torchestra.process_group.moving_methods import MovingMethods
@@ -49,9 +50,12 @@ class RoundRobinGroup(TorchNames):
         InvalidArgumentError: there are no groups, or this rank's place in them differs.
     """
 
+    @checked
     def __init__(self, groups: Sequence[ProcessGroup]) -> None:
-        if not groups or not all(isinstance(group, ProcessGroup) for group in groups):
-            raise InvalidArgumentError(f"RoundRobinGroup: at least one group is needed, got {groups!r}")
+        if not groups:
+            raise InvalidArgumentError(
+                f"RoundRobinGroup: at least one group is needed, got `groups` = {shown(groups)}"
+            )
         places = [(group.rank(), group.size()) for group in groups]
         if len(set(places)) > 1:
             raise InvalidArgumentError(

@@ -10,7 +10,7 @@ from torchestra.device_communicator import agreement_of, delegate
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.multihost.shrinking import shrink_hosts
 from torchestra.engine.shrinking import shrink
-from torchestra.errors import GroupDestroyedError, InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.errors import GroupDestroyedError, InvalidArgumentError, InvalidArgumentTypeError, shown
 from torchestra.hosts import Hosts, HostsCommunicator
 from torchestra.process_group.starting import start
 from torchestra.quick import QuickCommunicator
@@ -113,10 +113,10 @@ def _check(group: ProcessGroup, exclude: Sequence[int]) -> None:
             " fake world has no other ranks"
         )
     for rank in exclude:
-        if not isinstance(rank, int) or not 0 <= rank < group.size() or rank == group.rank():
+        if not 0 <= rank < group.size() or rank == group.rank():
             raise InvalidArgumentError(
                 f"shrink: `exclude` must be other ranks of group {group.group_name!r} (0 to"
-                f" {group.size() - 1}), got {rank!r} on rank {group.rank()}"
+                f" {group.size() - 1}), got {shown(rank)} on rank {group.rank()}"
             )
     if isinstance(group.communicator, Communicator):
         group.communicator.refuse_if_inherited("shrink")

@@ -11,7 +11,8 @@ from typing import NoReturn
 
 import torch
 
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
+from torchestra.arguments import check_integer
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
 
 _DENSE = torch.strided
 
@@ -21,38 +22,52 @@ def refuse(name: str, why: str) -> NoReturn:
     raise InvalidArgumentError(f"{name}: {why}")
 
 
-def as_list(value: object, name: str) -> list[torch.Tensor]:
+def either(value: object, other: object, parameter: str, alternative: str) -> tuple[object, str]:
+    """What was given by one parameter or by another one of the same meaning, and by which."""
+    return (value, parameter) if other is None else (other, alternative)
+
+
+def splits_or_none(splits: Sequence[int] | None) -> Sequence[int] | None:
+    """Split sizes, of which empty ones stand for equal ranges, as None does."""
+    return None if isinstance(splits, (list, tuple)) and not splits else splits
+
+
+def as_list(value: object, parameter: str, name: str) -> list[torch.Tensor]:
     """A tensor, or a list of tensors, as a list."""
     tensors = [value] if isinstance(value, torch.Tensor) else value
     if not isinstance(tensors, (list, tuple)) or not all(isinstance(each, torch.Tensor) for each in tensors):
         raise InvalidArgumentTypeError(
-            f"{name}: incompatible function arguments: expected a tensor or a list of tensors, got {value!r}"
+            f"{name}: incompatible function arguments: expected a tensor or a list of tensors as"
+            f" `{parameter}`,"
+            f" got {shown(value)}"
         )
     return list(tensors)
 
 
-def as_lists(value: object, name: str) -> list[list[torch.Tensor]]:
+def as_lists(value: object, parameter: str, name: str) -> list[list[torch.Tensor]]:
     """A list of tensors, or a list of lists of tensors, as a list of lists; an empty list stays one."""
     if not isinstance(value, (list, tuple)):
         raise InvalidArgumentTypeError(
-            f"{name}: incompatible function arguments: expected a list of lists of tensors, got {value!r}"
+            f"{name}: incompatible function arguments: expected a list of lists of tensors as `{parameter}`,"
+            f" got {shown(value)}"
         )
     if value and all(isinstance(each, torch.Tensor) for each in value):
-        return [as_list(value, name)]
+        return [as_list(value, parameter, name)]
     for each in value:
         if not isinstance(each, (list, tuple)):
             raise InvalidArgumentTypeError(
                 f"{name}: incompatible function arguments: requires list of tensors, or list of lists of"
-                f" tensors, got {each!r} in it"
+                f" tensors, got {shown(value)} as `{parameter}`"
             )
-    return [as_list(each, name) for each in value]
+    return [as_list(each, parameter, name) for each in value]
 
 
-def not_a_tensor(value: object, name: str) -> object:
+def not_a_tensor(value: object, parameter: str, name: str) -> object:
     """Refuse a single tensor where torch wants a list."""
     if isinstance(value, torch.Tensor):
         raise InvalidArgumentTypeError(
-            f"{name}: incompatible function arguments: requires list of tensors, got a tensor"
+            f"{name}: incompatible function arguments: requires list of tensors as `{parameter}`, got a"
+            " Tensor"
         )
     return value
 
@@ -65,26 +80,29 @@ def check_single(tensors: Sequence[object], what: str, name: str) -> None:
 
 def check_root(root: object, size: int, name: str) -> int:
     """Refuse a root that the group does not have."""
-    if not isinstance(root, int) or isinstance(root, bool):
-        raise InvalidArgumentTypeError(f"{name}: the root rank must be an int, got {root!r}")
+    root = check_integer(root, "root", name)
     if not 0 <= root < size:
-        refuse(name, f"invalid root rank: {root}; the group has ranks 0 to {size - 1}")
+        refuse(name, f"invalid root rank: {shown(root)}; the group has ranks 0 to {size - 1}")
     return root
 
 
-def check_peer(rank: object, size: int, name: str) -> int:
+def check_peer(rank: object, size: int, parameter: str, name: str) -> int:
     """Refuse a rank to send to or receive from that the group does not have."""
-    if not isinstance(rank, int) or isinstance(rank, bool):
-        raise InvalidArgumentTypeError(f"{name}: the rank must be an int, got {rank!r}")
+    rank = check_integer(rank, parameter, name)
     if not 0 <= rank < size:
-        refuse(name, f"invalid rank: {rank}; the group has ranks 0 to {size - 1}")
+        refuse(name, f"`{parameter}`: invalid rank: {shown(rank)}; the group has ranks 0 to {size - 1}")
     return rank
 
 
 def check_root_tensor(index: object, tensors: Sequence[torch.Tensor], name: str) -> int:
     """Refuse a root tensor that the list does not have."""
-    if not isinstance(index, int) or not 0 <= index < len(tensors):
-        refuse(name, f"invalid root tensor: {index}; there are {len(tensors)} tensors")
+    index = check_integer(index, "rootTensor", name)
+    if not 0 <= index < len(tensors):
+        refuse(
+            name,
+            f"invalid root tensor: {shown(index)}; there are {len(tensors)} tensors, and `rootTensor` says"
+            " which",
+        )
     return index
 
 
@@ -239,11 +257,6 @@ def check_same_type(tensor: torch.Tensor, like: torch.Tensor, name: str, index: 
 
 def check_pieces(whole: torch.Tensor, piece: torch.Tensor, size: int, name: str) -> None:
     """Refuse two tensors of which the first is not ``size`` times the second."""
-    for tensor in (whole, piece):
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgumentTypeError(
-                f"{name}: incompatible function arguments: expected tensors, got {tensor!r}"
-            )
     check_dense([piece], name)
     check_same_type(whole, piece, name)
     if whole.numel() != piece.numel() * size:

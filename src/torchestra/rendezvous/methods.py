@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from torchestra.engine.multihost.mpi import why_no_mpi
-from torchestra.errors import DistNetworkError, InvalidArgumentError
+from torchestra.errors import DistNetworkError, InvalidArgumentError, shown
 from torchestra.rendezvous.environment import LaunchEnvironment, launch_environment
 from torchestra.rendezvous.gathering import gather
 from torchestra.rendezvous.local_job import meeting_point
@@ -83,18 +83,19 @@ def rendezvous(
     """
     seconds = timeout_seconds(timeout)
     place = "store:" if store is not None else init_method or "env://"
-    parts = urlsplit(place)
+    parts = _split(place)
     query = dict(parse_qsl(parts.query))
     launch = launch_environment()
     rank = _settled("rank", rank, query, launch.rank, parts.scheme)
     world_size = _settled("world_size", world_size, query, launch.world_size, parts.scheme)
     if world_size > _MOST_RANKS:
         raise InvalidArgumentError(
-            f"world_size (WORLD_SIZE) is {world_size}, but a world has at most {_MOST_RANKS} ranks"
+            f"world_size (WORLD_SIZE) is {shown(world_size)}, but a world has at most {_MOST_RANKS} ranks"
         )
     if not 0 <= rank < world_size:
         raise InvalidArgumentError(
-            f"rank must be from 0 to world_size - 1, got rank {rank} and world_size {world_size}"
+            f"rank must be from 0 to world_size - 1, got rank {shown(rank)} and world_size"
+            f" {shown(world_size)}"
         )
     if store is not None:
         shared = store if isinstance(store, Store) else TorchStore(store, proves=job_secret(secret))
@@ -106,6 +107,15 @@ def rendezvous(
     if secret is not None:
         own.secret = secret
     return Rendezvous(own, rank, world_size)
+
+
+def _split(place: str) -> SplitResult:
+    try:
+        return urlsplit(place)
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"init_process_group: `init_method` is no address: {error}, got {shown(place)}"
+        ) from error
 
 
 def _settled(name: str, argument: int, query: Mapping[str, str], environment: int | None, scheme: str) -> int:
@@ -152,7 +162,7 @@ def _opener(
         return _by_address(parts, rank, secret)
     if parts.scheme == "file":
         path = unquote(parts.netloc + parts.path)
-        if not path:
+        if not path or "\0" in path:
             raise InvalidArgumentError("Error initializing torchestra using file:// rendezvous: path missing")
         return lambda _: FileStore(path, world_size)
     raise InvalidArgumentError(

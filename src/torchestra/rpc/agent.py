@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.futures import Future
 
+from torchestra.arguments import refuse_type
 from torchestra.autograd.here import here
 from torchestra.engine.channels import Message
-from torchestra.errors import RpcError, WorkerFailedError
+from torchestra.errors import RpcError, WorkerFailedError, shown
 from torchestra.forking import forget_in_children, refusal
 from torchestra.rpc import failures
 from torchestra.rpc.calls import Call, Named, Pauses, name_of
@@ -108,17 +109,15 @@ class Agent:
         Raises:
             RpcError: there is none.
         """
-        if isinstance(to, str):
-            found = self.by_name.get(to)
-        elif isinstance(to, WorkerInfo):
-            found = self.by_name.get(to.name)
+        if isinstance(to, (str, WorkerInfo)):
+            found = self.by_name.get(to if isinstance(to, str) else to.name)
         elif isinstance(to, int) and not isinstance(to, bool):
             found = self.workers[to] if 0 <= to < len(self.workers) else None
         else:
-            raise ValueError(f"Cannot get WorkerInfo from name, rank or WorkerInfo: got {to!r}")
+            refuse_type("Cannot get WorkerInfo", "to", "a name, rank or WorkerInfo", to)
         if found is None:
             raise RpcError(
-                f"could not find destination worker {to!r}: the workers are"
+                f"could not find destination worker {shown(to)}: the workers are"
                 f" {', '.join(f'{info.name!r} (rank {info.id})' for info in self.workers)}"
             )
         return found

@@ -8,15 +8,17 @@ from typing import Any
 
 from torch.futures import Future
 
+from torchestra.arguments import checked, refuse_type
 from torchestra.autograd.here import calling_context
-from torchestra.errors import InvalidArgumentTypeError
+from torchestra.errors import InvalidArgumentTypeError, shown
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
 from torchestra.rpc.current import current_agent
-from torchestra.rpc.options import checked_timeout
+from torchestra.rpc.options import call_timeout
 from torchestra.rpc.profiling import profiler_is_on, recorded
 from torchestra.rpc.rref import RRef, remote_call
 from torchestra.rpc.worker_info import WorkerInfo
+from torchestra.types import timeout_seconds
 
 
 def rpc_sync(
@@ -24,7 +26,7 @@ def rpc_sync(
     func: Any,
     args: tuple[Any, ...] | list[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: float | timedelta = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Call a function on a worker, and return what it returns.
 
@@ -50,7 +52,7 @@ def rpc_async(
     func: Any,
     args: tuple[Any, ...] | list[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: float | timedelta = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
     """Call a function on a worker; a future of what it returns.
 
@@ -60,14 +62,14 @@ def rpc_async(
     return _call("async", to, func, args, kwargs, timeout)
 
 
-def _call(mode: str, to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Future[Any]:
+def _call(mode: str, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | timedelta) -> Future[Any]:
     agent = current_agent()
-    _check(func)
-    rank, seconds, context = agent.find(to).id, _seconds(timeout), calling_context()
+    given = _checked(func, args, kwargs, f"rpc_{mode}")
+    rank, seconds, context = agent.find(to).id, call_timeout(timeout, f"rpc_{mode}"), calling_context()
     if profiler_is_on():
-        call = partial(agent.call, rank, func, tuple(args or ()), kwargs, timeout=seconds, context=context)
+        call = partial(agent.call, rank, func, given, kwargs, timeout=seconds, context=context)
         return recorded(mode, func, agent, rank, call)
-    return agent.call(rank, func, tuple(args or ()), kwargs, timeout=seconds, context=context)
+    return agent.call(rank, func, given, kwargs, timeout=seconds, context=context)
 
 
 def remote(
@@ -75,21 +77,22 @@ def remote(
     func: Any,
     args: tuple[Any, ...] | list[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: float | timedelta = UNSET_RPC_TIMEOUT,
 ) -> RRef:
     """Call a function on a worker and leave the result there; a reference to it, at once.
 
     Arguments as for :func:`rpc_sync`. What the function raises, and a time-out, are raised by ``to_here()``.
     """
     agent = current_agent()
-    _check(func)
+    given = _checked(func, args, kwargs, "remote")
     rank = agent.find(to).id
-    rref = remote_call(agent, rank, func, tuple(args or ()), kwargs, _seconds(timeout))
+    rref = remote_call(agent, rank, func, given, kwargs, call_timeout(timeout, "remote"))
     if profiler_is_on():
         recorded("remote", func, agent, rank, rref._get_future)
     return rref
 
 
+@checked
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """The worker of a name, or this one.
 
@@ -105,9 +108,10 @@ def get_rpc_timeout() -> float:
     return current_agent().timeout
 
 
+@checked
 def set_rpc_timeout(seconds: float | timedelta) -> None:
     """Change :func:`get_rpc_timeout`, for calls made from now on."""
-    current_agent().timeout = checked_timeout(seconds)
+    current_agent().timeout = timeout_seconds(seconds, "set_rpc_timeout", "seconds")
 
 
 def debug_info() -> dict[str, str]:
@@ -120,10 +124,14 @@ def debug_info() -> dict[str, str]:
     return {name: str(number) for name, number in counts.items()}
 
 
-def _check(func: Any) -> None:
+def _checked(func: Any, args: Any, kwargs: Any, name: str) -> tuple[Any, ...]:
+    """The arguments to call a function with; refused is what cannot be called, or called with."""
     if not callable(func):
-        raise InvalidArgumentTypeError(f"function should be callable, got {func!r}")
-
-
-def _seconds(timeout: float | timedelta) -> float:
-    return -1.0 if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
+        raise InvalidArgumentTypeError(f"{name}: `func`: function should be callable, got {shown(func)}")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        refuse_type(name, "kwargs", "a dict or None", kwargs)
+    if args is None:
+        return ()
+    if not isinstance(args, (tuple, list)):
+        refuse_type(name, "args", "a tuple, a list or None", args)
+    return tuple(args)

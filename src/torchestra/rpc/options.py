@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torchestra.arguments import checked_methods
 from torchestra.errors import InvalidArgumentError
 from torchestra.rpc.constants import (
     DEFAULT_HEARTBEAT_SEC,
@@ -14,7 +15,9 @@ from torchestra.rpc.constants import (
     DEFAULT_MAX_WORKER_THREADS,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
+    UNSET_RPC_TIMEOUT,
 )
+from torchestra.types import timeout_seconds
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
@@ -28,6 +31,7 @@ class BackendType(enum.Enum):
     TENSORPIPE = NATIVE
 
 
+@checked_methods
 class RpcBackendOptions:
     """What :func:`init_rpc` may be told.
 
@@ -99,7 +103,7 @@ class RpcBackendOptions:
 
     @rpc_timeout.setter
     def rpc_timeout(self, seconds: float | timedelta) -> None:
-        self._rpc_timeout = checked_timeout(seconds)
+        self._rpc_timeout = timeout_seconds(seconds, "RpcBackendOptions", "rpc_timeout")
 
     def _make_agent(self, roads: Roads, names: list[str]) -> Agent:
         """For ``init_rpc``: the worker, among those of these names."""
@@ -129,18 +133,15 @@ class RpcBackendOptions:
 TensorPipeRpcBackendOptions = RpcBackendOptions
 
 
-def checked_timeout(seconds: float | timedelta) -> float:
-    """A time-out in seconds, 0 for none.
+def call_timeout(timeout: float | timedelta, name: str) -> float:
+    """The time-out of a call in seconds, 0 for none; -1 as it is, for that of the worker.
 
     Raises:
-        InvalidArgumentError: it is negative or no number.
+        InvalidArgumentError: it is no number, negative or too large.
     """
-    number = seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
-        raise InvalidArgumentError(
-            f"an RPC time-out must be a number of seconds, 0 for none; got {seconds!r}"
-        )
-    return float(number)
+    if timeout.__class__ in (int, float) and timeout == UNSET_RPC_TIMEOUT:
+        return UNSET_RPC_TIMEOUT
+    return timeout_seconds(timeout, name)
 
 
 def _check_cpu(argument: str, device: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
 from torchestra.rpc.current import agent_or_none, current_agent
 from torchestra.rpc.functions import MARK, async_execution
 from torchestra.rpc.holdings import Entry, Number, User, told
+from torchestra.rpc.options import call_timeout
 from torchestra.rpc.profiling import profiler_is_on, recorded
 from torchestra.rpc.references import fetch
 
@@ -42,7 +44,7 @@ class RRef:
 
     __slots__ = ("__weakref__", "_agent", "_held", "_type")
 
-    def __init__(self, value: Any, type_hint: type | None = None) -> None:
+    def __init__(self, value: Any, type_hint: Any = None) -> None:
         self._held: Entry | User | None = None
         self._type: Future[Any] | None = None
         agent = agent_or_none()
@@ -127,7 +129,7 @@ class RRef:
             )
         return self._agent.await_future(held.future, UNSET_RPC_TIMEOUT, "RRef.local_value")
 
-    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def to_here(self, timeout: float | timedelta = UNSET_RPC_TIMEOUT) -> Any:
         """The value itself on its owner, a copy elsewhere; waits until it is there.
 
         Args:
@@ -138,6 +140,7 @@ class RRef:
             WorkerFailedError: the owner is gone.
             Exception: what the function raised whose result this is.
         """
+        timeout = call_timeout(timeout, "to_here")
         held = self._holding()
         if isinstance(held, Entry):
             return self._agent.await_future(held.future, timeout, "RRef.to_here")
@@ -230,17 +233,17 @@ class RRef:
         asked = held.reference, dist_autograd_ctx_id, retain_graph
         self._agent.call(held.owner, _backward_on_owner, asked, keep=self).wait()
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: float | timedelta = UNSET_RPC_TIMEOUT) -> Any:
         """A proxy: ``rref.rpc_sync().method(...)`` calls the value's method on its owner and waits."""
-        return RRefProxy(self, "rpc_sync", timeout)
+        return RRefProxy(self, "rpc_sync", call_timeout(timeout, "rpc_sync"))
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_async(self, timeout: float | timedelta = UNSET_RPC_TIMEOUT) -> Any:
         """A proxy: ``rref.rpc_async().method(...)`` gives a future of the result."""
-        return RRefProxy(self, "rpc_async", timeout)
+        return RRefProxy(self, "rpc_async", call_timeout(timeout, "rpc_async"))
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def remote(self, timeout: float | timedelta = UNSET_RPC_TIMEOUT) -> Any:
         """A proxy: ``rref.remote().method(...)`` gives a reference to the result."""
-        return RRefProxy(self, "remote", timeout)
+        return RRefProxy(self, "remote", call_timeout(timeout, "remote"))
 
 
 class RRefProxy:

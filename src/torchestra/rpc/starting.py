@@ -10,6 +10,7 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
+from torchestra.arguments import checked
 from torchestra.engine import warm_up
 from torchestra.engine.joining import join
 from torchestra.engine.multihost.finding import find_hosts
@@ -27,12 +28,14 @@ from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.store import PrefixStore
 from torchestra.store.absence import absent
 from torchestra.thread_ranks import ThreadRank, current_thread_rank, leave_thread_rank
+from torchestra.types import timeout_seconds
 
 _MEETING_SECONDS = 1800.0
 
 _open: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
+@checked
 def init_rpc(
     name: str,
     backend: BackendType | None = None,
@@ -152,7 +155,8 @@ def _named(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+@checked
+def shutdown(graceful: bool = True, timeout: float | timedelta = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Stop being a worker.
 
     Args:
@@ -168,6 +172,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         RemoteReferenceError: with leak checking on, references were left; this worker has stopped.
     """
     agent = current_agent()
+    timeout = timeout_seconds(timeout, "shutdown")
     if agent.inherited:
         graceful = False
     left: list[str] = []

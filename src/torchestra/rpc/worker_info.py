@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from torchestra.errors import InvalidArgumentError
+from torchestra.arguments import check_integer
+from torchestra.errors import InvalidArgumentError, shown
 
 _CHARACTERS = re.compile(r"[\w:-]*", re.ASCII)
 _LONGEST = 128
@@ -28,14 +29,18 @@ class WorkerInfo:
 
     def __post_init__(self) -> None:
         name = self.name
-        if name == "":
-            raise InvalidArgumentError("Worker name must be non-empty")
+        if isinstance(name, str) and not name:
+            raise InvalidArgumentError(f"WorkerInfo: `name`: Worker name must be non-empty, got {name!r}")
         if not isinstance(name, str) or not _CHARACTERS.fullmatch(name):
-            raise InvalidArgumentError(f"Worker name must match ^[A-Za-z0-9-_:]*$, got {name!r}")
+            raise InvalidArgumentError(
+                f"WorkerInfo: `name`: Worker name must match ^[A-Za-z0-9-_:]*$, got {shown(name)}"
+            )
         if len(name) >= _LONGEST:
             raise InvalidArgumentError(
-                f"Worker name must be shorter than {_LONGEST} characters, got {len(name)}: {name!r}"
+                f"WorkerInfo: `name`: Worker name must be shorter than {_LONGEST} characters, got"
+                f" {len(name)}: {shown(name)}"
             )
+        object.__setattr__(self, "id", check_integer(self.id, "id", "WorkerInfo"))
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Union
 
-from torchestra.errors import InvalidArgumentError, StoreTimeoutError
+from torchestra.arguments import checked_methods, is_integer
+from torchestra.errors import InvalidArgumentError, StoreTimeoutError, shown
 from torchestra.store.secret import Secret, job_secret
 from torchestra.types import Timeout, timeout_seconds
 
@@ -25,11 +26,12 @@ Value = Union[str, bytes, bytearray, memoryview]
 INTERNAL_PREFIX = "\0"
 """First character of the keys a store keeps for itself; they are neither listed nor counted."""
 
-_LONGEST_TIMEOUT = 1e9
+_LARGEST_AMOUNT = (1 << 63) - 1
 _INTERPRETER_SLICE = 0.05
 _THREAD_SLICE = 10.0
 
 
+@checked_methods
 class Store:
     """A map from string keys to bytes, shared by all ranks, in which a reader may wait for a writer.
 
@@ -234,7 +236,7 @@ class Store:
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Sets how long :meth:`get`, :meth:`wait` and the other waits may take: a timedelta or seconds."""
-        self._timeout = timedelta(seconds=min(timeout_seconds(timeout), _LONGEST_TIMEOUT))
+        self._timeout = timedelta(seconds=timeout_seconds(timeout, f"{type(self).__name__}.set_timeout"))
 
     @property
     def timeout(self) -> timedelta:
@@ -255,21 +257,30 @@ class Store:
         return type(self).__name__
 
     def _seconds(self, timeout: Timeout | None) -> float:
-        chosen = self.timeout.total_seconds() if timeout is None else timeout_seconds(timeout)
-        return min(chosen, _LONGEST_TIMEOUT)
+        return self.timeout.total_seconds() if timeout is None else timeout_seconds(timeout)
 
 
 def check_key(key: str) -> str:
     if not isinstance(key, str):
-        raise InvalidArgumentError(f"a key of a store must be a string, got {key!r}")
+        raise InvalidArgumentError(f"a key of a store must be a string, got {shown(key)}")
+    if not key.isascii() and not _is_text(key):
+        raise InvalidArgumentError(f"a key of a store must be text that UTF-8 can hold, got {shown(key)}")
     if key.startswith(INTERNAL_PREFIX):
-        raise InvalidArgumentError(f"a key of a store must not begin with a NUL character, got {key!r}")
+        raise InvalidArgumentError(f"a key of a store must not begin with a NUL character, got {shown(key)}")
     return key
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def check_keys(keys: Sequence[str]) -> list[str]:
     if isinstance(keys, (str, bytes)) or not isinstance(keys, Sequence):
-        raise InvalidArgumentError(f"keys must be a list of strings, got {keys!r}")
+        raise InvalidArgumentError(f"keys must be a list of strings, got {shown(keys)}")
     return [check_key(key) for key in keys]
 
 
@@ -282,14 +293,26 @@ def check_pairs(keys: Sequence[str], values: Sequence[Value]) -> list[tuple[str,
 
 
 def check_integer(what: str, number: int) -> int:
-    try:
-        return operator.index(number)
-    except TypeError:
-        raise InvalidArgumentError(f"{what} must be an integer, got {number!r}") from None
+    if not is_integer(number):
+        raise InvalidArgumentError(f"`{what}` must be an int, got {shown(number)}")
+    return operator.index(number)
+
+
+def check_amount(amount: int, store: Store) -> int:
+    number = check_integer("amount", amount)
+    if abs(number) > _LARGEST_AMOUNT:
+        raise InvalidArgumentError(
+            f"{type(store).__name__}.add: `amount` must be an int of 64 bits, got {shown(amount)}"
+        )
+    return number
 
 
 def encode_value(value: Value) -> bytes:
     if isinstance(value, str):
+        if not value.isascii() and not _is_text(value):
+            raise InvalidArgumentError(
+                f"a value of a store must be bytes, or text that UTF-8 can hold, got {shown(value)}"
+            )
         return value.encode()
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchestra.arguments import checked_methods
 from torchestra.store.base import check_keys
 from torchestra.store.hash import HashStore
 from torchestra.types import Timeout
@@ -11,6 +12,7 @@ from torchestra.types import Timeout
 __all__ = ["FakeStore"]
 
 
+@checked_methods
 class FakeStore(HashStore):
     """The store of a fake world (``init_process_group("fake", store=FakeStore(), …)``).
 

@@ -6,10 +6,12 @@ import os
 import time
 from collections.abc import Sequence
 
-from torchestra.errors import InvalidArgumentError, QueueEmptyError
+from torchestra.arguments import checked_methods
+from torchestra.errors import InvalidArgumentError, QueueEmptyError, shown
 from torchestra.store.base import (
     Store,
     Value,
+    check_amount,
     check_integer,
     check_key,
     check_keys,
@@ -25,6 +27,7 @@ from torchestra.types import Timeout
 __all__ = ["FileStore"]
 
 
+@checked_methods
 class FileStore(Store):
     """A store in a file that every rank can read and write.
 
@@ -52,8 +55,12 @@ class FileStore(Store):
     def __init__(self, file_name: str | os.PathLike[str], world_size: int | None = -1) -> None:
         try:
             path = os.path.abspath(os.fspath(file_name))
-        except TypeError:
-            raise InvalidArgumentError(f"file_name must be a path, got {file_name!r}") from None
+            if b"\0" in os.fsencode(path):
+                raise ValueError
+        except (TypeError, ValueError):  # UnicodeEncodeError is one
+            raise InvalidArgumentError(
+                f"FileStore: `file_name` must be a path, got {shown(file_name)}"
+            ) from None
         world_size = -1 if world_size is None else check_integer("world_size", world_size)
         self._original: FileStore | None = None
         self._file = SharedFile(path, world_size)
@@ -104,7 +111,7 @@ class FileStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         check_key(key)
-        amount = check_integer("amount", amount)
+        amount = check_amount(amount, self)
         with self._file.writing() as write:
             total = write.table.sum(key, amount)
             write([(Kind.SET, key, str(total).encode())])

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from torchestra.arguments import checked_methods
 from torchestra.errors import QueueEmptyError
 from torchestra.store.base import (
     Store,
     Value,
-    check_integer,
+    check_amount,
     check_key,
     check_keys,
     check_pairs,
@@ -24,6 +25,7 @@ from torchestra.types import Timeout
 __all__ = ["HashStore"]
 
 
+@checked_methods
 class HashStore(Store):
     """A store for the threads of one process. :meth:`clone` gives another view of the same contents."""
 
@@ -42,7 +44,7 @@ class HashStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         check_key(key)
-        amount = check_integer("amount", amount)
+        amount = check_amount(amount, self)
         with self._lock:
             return self._table.add(key, amount)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+from torchestra.arguments import checked_methods
 from torchestra.errors import InvalidArgumentError
 from torchestra.store.base import Store, Value, check_key, check_keys
 from torchestra.store.secret import Secret, job_secret
@@ -13,6 +14,7 @@ from torchestra.types import Timeout
 __all__ = ["PrefixStore"]
 
 
+@checked_methods
 class PrefixStore(Store):
     """Puts ``prefix/`` before every key and passes all else on to another store.
 

@@ -13,13 +13,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
+
+import torch
 
 from torchestra.errors import DistNetworkError, DistStoreError
 from torchestra.store.base import (
     Store,
     Value,
-    check_integer,
+    check_amount,
     check_key,
     check_keys,
     encode_value,
@@ -32,6 +34,12 @@ from torchestra.store.tcp.pool import patiently
 from torchestra.types import Timeout, timeout_seconds
 
 __all__ = ["TorchStore", "connect_to_agent"]
+
+# Importing torch.distributed for the name of its stores would take a quarter of a second.
+_TORCHS: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "Store", Store)
+
+AnyStore = Union[Store, _TORCHS]
+"""A store of torchestra, or one of torch.distributed."""
 
 _T = TypeVar("_T")
 _REQUEST_SECONDS = 60.0
@@ -84,7 +92,7 @@ class TorchStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         check_key(key)
-        amount = check_integer("amount", amount)
+        amount = check_amount(amount, self)
         # torch's server cuts the connection of who adds to a word, and the client is of no use then.
         if self.check([key]):
             parse_number(key, self._get(key))

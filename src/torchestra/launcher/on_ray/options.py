@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from torchestra.arguments import checked_methods
 from torchestra.errors import InvalidArgumentError
 from torchestra.types import Timeout, timeout_seconds
 
@@ -16,6 +17,7 @@ Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
+@checked_methods
 @dataclass(frozen=True)
 class RayOptions:
     """How :func:`torchestra.launch` places its ranks on a Ray cluster, and on which.

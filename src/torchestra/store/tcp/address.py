@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from torchestra.errors import DistNetworkError, InvalidArgumentError
+from torchestra.errors import DistNetworkError, InvalidArgumentError, shown
 from torchestra.store.base import check_integer, interpreter_slice
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
 from torchestra.store.tcp.locality import is_loopback, is_own, is_unspecified, loopback_of, peer_user
@@ -30,6 +30,17 @@ __all__ = ["Address", "dial", "listen", "tune", "wait_ready"]
 
 _BACKLOG = 4096
 _UNIX = "unix:@"
+_LONGEST_UNIX = 107 + len("unix:@") - 1  # sun_path has room for as many bytes and the NUL
+
+
+def _can_be_looked_up(host: str) -> bool:
+    """Whether the system can be asked for a host: of other texts ``getaddrinfo`` says nothing sensible."""
+    if host.startswith(_UNIX):
+        return "\0" not in host and len(host.encode(errors="replace")) <= _LONGEST_UNIX
+    try:
+        return bool(host) and "\0" not in host and bool(host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -47,13 +58,16 @@ class Address:
             InvalidArgumentError: the host is not a name, or the port not one of 0 to 65535 (0 only where
                 a server is to choose one).
         """
-        if not isinstance(host, str) or not host:
-            raise InvalidArgumentError(f"the host of a TCPStore must be a name or an address, got {host!r}")
+        if not isinstance(host, str) or not _can_be_looked_up(host):
+            raise InvalidArgumentError(
+                f"the host of a TCPStore (TCPStore: `host_name`) must be a name or an address, got"
+                f" {shown(host)}"
+            )
         port = check_integer("port", port)
         if host.startswith(_UNIX):
             return cls(host, 0)
         if not 0 <= port <= 65535:
-            raise InvalidArgumentError(f"port must have a value from 0 to 65535, got {port}")
+            raise InvalidArgumentError(f"TCPStore: port must have a value from 0 to 65535, got {shown(port)}")
         if port == 0 and not listening:
             raise InvalidArgumentError("port 0 lets a server choose; a client needs the port that it chose")
         return cls(host, port)

@@ -8,12 +8,14 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from torchestra.errors import InvalidArgumentError, QueueEmptyError, StoreTimeoutError
+from torchestra.arguments import checked_methods
+from torchestra.errors import InvalidArgumentError, QueueEmptyError, StoreTimeoutError, shown
 from torchestra.store.base import (
     DEFAULT_STORE_TIMEOUT,
     INTERNAL_PREFIX,
     Store,
     Value,
+    check_amount,
     check_integer,
     check_key,
     check_keys,
@@ -31,9 +33,11 @@ from torchestra.types import Timeout
 
 __all__ = ["TCPStore"]
 
+_MOST_DESCRIPTORS = 1 << 31
 _WORKERS = f"{INTERNAL_PREFIX}workers"
 
 
+@checked_methods
 class TCPStore(Store):
     """A store whose contents are in one process, the master's, and which the others reach over TCP.
 
@@ -88,6 +92,10 @@ class TCPStore(Store):
         self.set_timeout(timeout)
         if world_size is not None:
             world_size = check_integer("world_size", world_size)
+        if master_listen_fd is not None and not 0 <= master_listen_fd < _MOST_DESCRIPTORS:
+            raise InvalidArgumentError(
+                f"TCPStore: `master_listen_fd` must be an open descriptor, got {shown(master_listen_fd)}"
+            )
         known = job_secret(secret)
         address = Address.checked(host_name, port, listening=is_master)
         tenancy = Tenancy(address, known, master_listen_fd, shared=multi_tenant) if is_master else None
@@ -133,7 +141,7 @@ class TCPStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         check_key(key)
-        amount = check_integer("amount", amount)
+        amount = check_amount(amount, self)
         return self._number(Request.ADD, [key.encode(), str(amount).encode()])
 
     def append(self, key: str, value: Value) -> None:

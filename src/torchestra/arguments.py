@@ -1,0 +1,292 @@
+"""Arguments that a public function's annotations do not allow: refused before the function begins.
+
+:func:`checked` goes in front of functions whose calls may take a microsecond more; the collectives and
+messages on tensors, which may not, check theirs in the general way of their communicator (checks.py).
+
+What a parameter is annotated with is what it takes. Integers may be NumPy's, and arrive as ints; lists may be
+tuples, and those of numbers arrays or sets; 0 and 1 are taken for booleans, and booleans not for numbers.
+Durations are checked for their range, too (:func:`timeout_seconds`). What else must hold of a value, the
+function itself has to check.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import numbers
+import operator
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, Union
+
+from torchestra.errors import InvalidArgumentTypeError, shown
+from torchestra.types import timeout_seconds
+
+__all__ = ["check_flag", "check_integer", "checked", "checked_methods", "is_integer", "refuse_type"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Class = TypeVar("_Class", bound=type)
+_UNIONS = (Union, types.UnionType)
+_LISTS = (list, tuple, collections.abc.Sequence)
+
+
+def refuse_type(name: str, parameter: str, expected: str, value: object) -> NoReturn:
+    """Raise InvalidArgumentTypeError: a function was given a value that its parameter does not take."""
+    raise InvalidArgumentTypeError(f"{name}: `{parameter}` must be {expected}, got {shown(value)}")
+
+
+def check_integer(value: object, parameter: str, name: str) -> int:
+    """An integer (:func:`is_integer`), as an int."""
+    if type(value) is int:
+        return value
+    if not is_integer(value):
+        refuse_type(name, parameter, "an int", value)
+    return operator.index(typing.cast(int, value))
+
+
+def check_flag(value: object, parameter: str, name: str) -> bool:
+    """A boolean; 0 and 1 are taken as well."""
+    if not _is_flag(value):
+        refuse_type(name, parameter, "a bool", value)
+    return bool(value)
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer, NumPy's and those in tensors of one element included; not a boolean."""
+    if isinstance(value, numbers.Integral):
+        return not isinstance(value, bool)
+    if not _is_array(value) or str(getattr(value, "dtype", "")) == "torch.bool":
+        return False
+    try:
+        operator.index(typing.cast(int, value))
+    except Exception:  # whatever a foreign __index__ raises
+        return False
+    return True
+
+
+def _is_flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return True
+    if isinstance(value, int):
+        return value in (0, 1)
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool_", "bool")
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, float):
+        return True
+    if is_integer(value):
+        return True
+    return (
+        type(value).__module__ == "numpy" and hasattr(value, "__float__") and getattr(value, "ndim", 1) == 0
+    )
+
+
+class _Rule:
+    """What one parameter takes.
+
+    Attributes:
+        exact: classes whose values are taken without a question.
+        expected: the same in words.
+    """
+
+    def __init__(self, hint: Any) -> None:
+        branches = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
+        self.anything = any(branch in (Any, object) or isinstance(branch, TypeVar) for branch in branches)
+        self.is_duration = timedelta in branches and float in branches
+        self.optional = type(None) in branches
+        self.branches = [branch for branch in branches if branch is not type(None)]
+        exact = {
+            branch for branch in branches if isinstance(branch, type) and branch not in (timedelta, float)
+        }
+        self.exact = frozenset(exact - {int} if self.is_duration else exact)
+        self.of_tensors = "Tensor" in str(hint)
+        self.expected = " or ".join(dict.fromkeys([*map(_words, self.branches), *(["None"] * self.optional)]))
+
+    def taken(self, value: object, parameter: str, name: str) -> Any:
+        """The value, as the function is to have it; InvalidArgumentError if it is not taken."""
+        if self.anything or (value is None and self.optional):
+            return value
+        if self.is_duration and not any(
+            _accepts(branch, value) for branch in self.branches if branch not in (timedelta, float, int)
+        ):
+            timeout_seconds(value, name, parameter)  # type: ignore[arg-type]
+            return value
+        for branch in self.branches:
+            if _accepts(branch, value):
+                return _converted(branch, value)
+        if self.of_tensors:  # in torch's words
+            raise InvalidArgumentTypeError(
+                f"{name}: Invalid function argument. Expected parameter `{parameter}` of type {self.expected}"
+                f" but got {shown(value)} instead."
+            )
+        refuse_type(name, parameter, self.expected, value)
+
+
+def _accepts(hint: Any, value: object) -> bool:
+    """Whether a value is what an annotation, which is no union at its top, says."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint in (Any, object) or isinstance(hint, TypeVar):
+        return True
+    if hint is None or hint is type(None):
+        return value is None
+    if origin in _UNIONS:
+        return any(_accepts(each, value) for each in arguments)
+    if hint is bool:
+        return _is_flag(value)
+    if hint is int:
+        return is_integer(value)
+    if hint is float:
+        return _is_number(value)
+    if origin is Literal:
+        return any(type(each) is type(value) and each == value for each in arguments)
+    if origin is collections.abc.Callable:
+        return callable(value)
+    if origin in _LISTS:
+        return _accepts_list(origin, arguments, value)
+    if origin in (dict, collections.abc.Mapping):
+        return isinstance(value, collections.abc.Mapping) and all(
+            _accepts(arguments[0], key) and _accepts(arguments[1], each) for key, each in value.items()
+        )
+    return isinstance(value, origin or hint)
+
+
+def _accepts_list(origin: type, arguments: tuple[Any, ...], value: object) -> bool:
+    if isinstance(value, (str, bytes, bytearray, memoryview, collections.abc.Mapping)):
+        return False
+    if origin is list and arguments[0] is Any:  # to be filled
+        return isinstance(value, list)
+    if origin is tuple and arguments[1:] != (...,) and len(arguments) > 1:
+        return (
+            isinstance(value, tuple) and len(value) == len(arguments) and all(map(_accepts, arguments, value))
+        )
+    if not isinstance(value, collections.abc.Sequence) and not (
+        arguments[0] in (int, float) and (isinstance(value, collections.abc.Set) or _is_array(value))
+    ):
+        return False
+    if isinstance(value, range):
+        return _accepts(arguments[0], 0)
+    try:
+        return all(_accepts(arguments[0], each) for each in typing.cast(Iterable[object], value))
+    except TypeError:  # an array of no dimensions
+        return False
+
+
+def _is_array(value: object) -> bool:
+    return hasattr(value, "tolist") and hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def _converted(hint: Any, value: Any) -> Any:
+    if hint is int:
+        return operator.index(value)
+    if hint is bool:
+        return bool(value)
+    if typing.get_origin(hint) in _LISTS and _is_array(value):
+        return value.tolist()
+    return value
+
+
+def _words(hint: Any) -> str:
+    """An annotation as it is put in messages."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _UNIONS:
+        return " or ".join(map(_words, arguments))
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin is collections.abc.Callable:
+        return "callable"
+    if origin in _LISTS:
+        return f"a list of {_plural(arguments[0])}"
+    if origin in (dict, collections.abc.Mapping):
+        return f"a dict of {_plural(arguments[0])} to {_plural(arguments[1])}"
+    named: str = getattr(hint, "__name__", str(hint))
+    if hint is type(None):
+        return "None"
+    return f"{'an' if named[0] in 'aeiouAEIO' else 'a'} {named}"
+
+
+def _plural(hint: Any) -> str:
+    if hint in (Any, object):
+        return "anything"
+    if typing.get_origin(hint) in _UNIONS:
+        return " or ".join(map(_plural, typing.get_args(hint)))
+    if typing.get_origin(hint) is not None:
+        return f"lists of {_plural(typing.get_args(hint)[0])}"
+    if hint is type(None):
+        return "None"
+    return f"{getattr(hint, '__name__', hint)}s"
+
+
+class _Checker:
+    """Checks the arguments of one function; made of its annotations when it is first called."""
+
+    def __init__(self, function: Callable[..., Any], but: frozenset[str]) -> None:
+        self.name = function.__qualname__.removesuffix(".__init__")
+        module = vars(sys.modules[function.__module__])
+        parameters = inspect.signature(function).parameters.values()
+        self.rules: dict[str, _Rule] = {}
+        self.positional: list[tuple[str, _Rule]] = []
+        self.rest: tuple[str, _Rule] | None = None
+        for each in parameters:
+            hint = Any if each.annotation is each.empty or each.name in but else each.annotation
+            rule = _Rule(eval(hint, module) if isinstance(hint, str) else hint)
+            if each.kind is each.VAR_POSITIONAL:
+                self.rest = each.name, rule
+            elif each.kind is not each.VAR_KEYWORD:
+                self.rules[each.name] = rule
+                if each.kind is not each.KEYWORD_ONLY:
+                    self.positional.append((each.name, rule))
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Check a call's arguments; the positional ones, as the function is to have them."""
+        changed: list[Any] | None = None
+        for place, value in enumerate(args):
+            if place < len(self.positional):
+                parameter, rule = self.positional[place]
+            elif self.rest is not None:
+                parameter, rule = self.rest
+            else:
+                break  # too many: the call itself says so
+            if value.__class__ in rule.exact:
+                continue
+            taken = rule.taken(value, parameter, self.name)
+            if taken is not value:
+                changed = changed or list(args)
+                changed[place] = taken
+        for parameter, value in kwargs.items():
+            named = self.rules.get(parameter)
+            if named is not None and value.__class__ not in named.exact:
+                kwargs[parameter] = named.taken(value, parameter, self.name)
+        return args if changed is None else tuple(changed)
+
+
+def checked(function: Callable[_P, _R], but: Iterable[str] = ()) -> Callable[_P, _R]:
+    """Have a function refuse arguments that its annotations do not allow, with InvalidArgumentTypeError.
+
+    Args:
+        function: the function.
+        but: parameters that it checks itself.
+    """
+    checker: _Checker | None = None
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        nonlocal checker
+        if checker is None:
+            checker = _Checker(function, frozenset(but))
+        return function(*checker.check(args, kwargs), **kwargs)
+
+    return call
+
+
+def checked_methods(owner: _Class) -> _Class:
+    """:func:`checked`, for the constructor and all public methods that a class defines itself."""
+    for name, value in list(vars(owner).items()):
+        if inspect.isfunction(value) and (name == "__init__" or not name.startswith("_")):
+            setattr(owner, name, checked(value))
+    return owner
