@@ -288,8 +288,8 @@ class Order:
             raise refusal(f"{name}: group {self.name!r} of rank {self.engine.rank} cannot be used")
 
     def _refuse_if_closed(self, name: str) -> None:
-        self.refuse_if_inherited(name)
         if self.closed:
+            self.refuse_if_inherited(name)
             raise GroupDestroyedError(
                 f"{name}: rank {self.engine.rank} has {'shrunk' if self.became else 'destroyed'} group"
                 f" {self.name!r}" + (f"; {self.became!r} is in its place" if self.became else "")

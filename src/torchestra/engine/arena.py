@@ -209,12 +209,8 @@ class Arena:
             arena._file.reserve(0, layout.heaps)
         except OSError as error:
             os.close(descriptor)
-            what = (
-                f"{layout.total / _GIBIBYTE:.1f} GiB of sparse shared memory, and map"
-                f" {layout.heaps / _GIBIBYTE:.1f} GiB of it, for a group of {layout.size} ranks"
-            )
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise no_descriptors(f"cannot make {what}") from error
+                raise no_descriptors(f"cannot make the memory of a group of {layout.size} ranks") from error
             if error.errno == errno.ENOSPC:
                 raise DistBackendError(
                     f"{SHARED_MEMORY}, which is used because this system has no memfd_create, has no room for"
@@ -222,7 +218,8 @@ class Arena:
                     " larger (docker run --shm-size)"
                 ) from error
             raise DistBackendError(
-                f"cannot make {what} ({error}):"
+                f"cannot make {layout.total / _GIBIBYTE:.1f} GiB of sparse shared memory, and map"
+                f" {layout.heaps / _GIBIBYTE:.1f} GiB of it, for a group of {layout.size} ranks ({error}):"
                 " is the address space (ulimit -v) or the size of files (ulimit -f) limited?"
             ) from error
         for offset, value in cls._header(layout):

@@ -49,7 +49,7 @@ from torchestra.store import Store
 _LOOK_SECONDS = 0.5  # how often rank 0 looks whether another rank has said that it has failed
 _DESCRIPTORS = 8  # what a rank needs for a moment to enter a group, with some to spare
 _TICK, _SHORT_TICK = 0.05, 0.001  # of rank 0, while it waits for others to come, or to take their places
-_LATE = "did not come within"
+_LATE = " did not come within "  # in what rank 0 says of ranks that are late
 
 
 class _ThreadArena:
@@ -310,8 +310,8 @@ def _serve(admission: Admission, member: Member, deadline: float, trouble: _Trou
             missing = member.called(sorted(entering))
             message = (
                 f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of group"
-                f" {member.name!r} {_LATE} {time.monotonic() - started:.1f} s (seen from rank 0 of"
-                f" {member.size}): are they running, on this host, and do they use the same rendezvous?"
+                f" {member.name!r} did not come within {time.monotonic() - started:.1f} s (seen from rank 0"
+                f" of {member.size}): are they running, on this host, and do they use the same rendezvous?"
             )
             member.abort(message)
             raise CollectiveTimeoutError(message, missing)
