@@ -3,9 +3,11 @@
 Two hosts are network namespaces with two ranks each, joined by a cable (veth) that `tc tbf` shapes to the
 given rate in both directions. Every rank is in a group of torchestra's and in one of torch.distributed's, and
 the two take turns, so that whatever else the machine does hits both. Told are medians over the rounds of the
-slowest rank's time, and between which times the middle half of the rounds lies. Where MPICH and mpi4py are
-beside the interpreter, its mpiexec starts the ranks, and two more take their turns: a group of torchestra's
-that uses MPI between the hosts instead of Gloo, and MPI itself, over all ranks.
+slowest rank's time, and between which times the middle half of the rounds lies. torchestra's group uses its
+default between the hosts, whose connections are encrypted; another one, which takes its turns too, trusts the
+network and uses Gloo there. Where MPICH and mpi4py are beside the interpreter, its mpiexec starts the ranks,
+and two more take their turns: a group of torchestra's that uses MPI between the hosts, and MPI itself, over
+all ranks.
 
 The bound is the time that the link needs for what has to cross it in one direction, with the headers that go
 with each 1448 bytes of a TCP segment (66 bytes of Ethernet, IP and TCP). Of H hosts with R / H ranks each, a
