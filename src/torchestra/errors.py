@@ -23,6 +23,10 @@ those by name keeps its meaning. A failed ``assert`` inside torchestra is a bug 
 
 from __future__ import annotations
 
+import reprlib
+import sys
+from typing import Any
+
 __all__ = [
     "BackwardError",
     "CallLostError",
@@ -62,14 +66,29 @@ __all__ = [
 _MOST_SHOWN = 100
 
 
-def shown(value: object, most: int = _MOST_SHOWN) -> str:
+class _Brief(reprlib.Repr):
+    """Shows containers by their first elements, and tensors without looking at these, which may be gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = self.maxarray = 16
+        self.maxstring = self.maxlong = self.maxother = _MOST_SHOWN
+
+    def repr1(self, x: Any, level: int) -> str:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(x, torch.Tensor):
+            return f"<{type(x).__name__} of shape {list(x.shape) if not x.is_nested else '?'}, {x.dtype}>"
+        return super().repr1(x, level)
+
+
+def shown(value: object) -> str:
     """A value as it is put in messages: on one line, not too long, and whatever its ``repr`` does."""
     try:
-        text = repr(value)
+        text = _Brief().repr(value)
     except Exception:
         return f"<{type(value).__name__}>"
     text = " ".join(text.split()).encode(errors="backslashreplace").decode()
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
 
 
 class DistError(RuntimeError):

@@ -98,6 +98,12 @@ def invoke(function: Function, arguments: dict[str, Any]) -> Any:
 def shows(message: str, value: object) -> bool:
     """Whether a message tells the value, or of a long one its beginning, or what kind of thing it is."""
     kinds = {type(value).__name__, getattr(value, "__name__", None)}
+    if isinstance(value, torch.Tensor):  # whose elements may not be there to be shown
+        return any(
+            word in message for word in ("Tensor", "tensor", "layout", "dtype", "storage", "memory", "device")
+        )
+    if isinstance(value, (list, tuple)):
+        kinds |= {type(each).__name__ for each in value}
     try:
         kinds |= {repr(value), " ".join(repr(value).split())[:16], str(value)}
         if isinstance(value, (list, tuple, range)):

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, Union
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class Hostile:
@@ -95,6 +96,29 @@ VALUES: dict[str, Callable[[], object]] = {
     "exception": lambda: ValueError("x"),
 }
 
+
+def _resized_away() -> torch.Tensor:
+    tensor = torch.ones(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+# Tensors all right, but none that can be sent. (Which shapes fit is for the tests of each operation.)
+ODD_TENSORS: dict[str, Callable[[], object]] = {
+    "on no device": lambda: torch.ones(2, device="meta"),
+    "fake": _fake,
+    "sparse rows": lambda: torch.eye(2).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+    "without its memory": _resized_away,
+    "without any memory": lambda: torch._efficientzerotensor(2),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+}
+
 DURATIONS: dict[str, Callable[[], object]] = {
     "negative": lambda: -1,
     "a little negative": lambda: -0.5,
@@ -170,6 +194,12 @@ OUT_OF_RANGE: dict[str, dict[str, Callable[[], object]]] = {
 }
 
 
+# They return a tensor as it is, or only keep it.
+TAKES_ODD_TENSORS = ("wait_tensor", "P2POp")
+# What is traced with, and of what torch makes ordinary tensors: the functional collectives take these.
+TRACED = ("on no device", "fake", "without any memory")
+
+
 def fits(hint: Any, value: object) -> bool:
     """Whether an annotation allows a value."""
     if hint is Any or hint is object or isinstance(hint, TypeVar):
@@ -210,6 +240,8 @@ def wrong_values(function: str, parameter: str, hint: Any) -> Iterator[tuple[str
         if not fits(hint, make()):
             yield label, make
     ranges = OUT_OF_RANGE.get(f"{function}.{parameter}", OUT_OF_RANGE.get(parameter, {}))
+    if hint is torch.Tensor and function not in TAKES_ODD_TENSORS:
+        yield from (odd for odd in ODD_TENSORS.items() if parameter != "self" or odd[0] not in TRACED)
     for label, make in ranges.items():
         if fits(hint, make()):
             yield f"out of range: {label}", make

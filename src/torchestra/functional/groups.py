@@ -11,6 +11,7 @@ import torch
 
 from torchestra.arguments import checked, is_integer
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, InvalidShapeError, shown
+from torchestra.layouts import TENSORS, what_is_missing
 from torchestra.mesh import DeviceMesh
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.registry import current_world
@@ -36,6 +37,7 @@ def checked_unless_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     A parameter ``group`` is checked in torch's words.
     """
+    first = next(iter(inspect.signature(function).parameters))
     own = [name for name in inspect.signature(function).parameters if name in _CHECKED_BY_THEMSELVES]
     refusing = checked(function, own)
     place = list(inspect.signature(function).parameters).index("group") if "group" in own else None
@@ -46,9 +48,28 @@ def checked_unless_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         if place is not None and (place < len(args) or "group" in kwargs):
             _check_group(args[place] if place < len(args) else kwargs["group"], function.__name__)
+        _check_memory(args[0] if args else kwargs.get(first), first, function.__name__)
         return refusing(*args, **kwargs)
 
     return call
+
+
+def _check_memory(tensors: object, parameter: str, name: str) -> None:
+    """Refuse tensors that torch itself cannot copy, or not without leaving a part behind.
+
+    Fake and meta tensors are traced with, and those in torch's own wrappers have their memory elsewhere.
+    """
+    for tensor in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
+        if not isinstance(tensor, torch.Tensor) or tensor.__class__ not in TENSORS or not tensor.is_cpu:
+            continue
+        if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            continue
+        if tensor.layout is not torch.strided:
+            raise InvalidArgumentError(
+                f"{name}: `{parameter}` has unsupported layout {tensor.layout}: only dense tensors are sent"
+            )
+        if not tensor._is_zerotensor() and (missing := what_is_missing(tensor)):
+            raise InvalidArgumentError(f"{name}: `{parameter}` {missing}")
 
 
 def _check_group(group: object, name: str) -> None:

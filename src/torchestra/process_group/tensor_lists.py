@@ -129,7 +129,10 @@ def check_dense(tensors: Sequence[torch.Tensor], name: str) -> None:
     """Refuse tensors that are not dense."""
     for tensor in tensors:
         if tensor.layout is not _DENSE:
-            refuse(name, f"only supports dense tensors, got one with layout {tensor.layout}")
+            refuse(
+                name,
+                f"only supports dense tensors, as input and output, got one with layout {tensor.layout}",
+            )
 
 
 def check_some(tensors: Sequence[object], name: str) -> None:
@@ -252,7 +255,11 @@ def check_same_type(tensor: torch.Tensor, like: torch.Tensor, name: str, index: 
     """Refuse a tensor, at some place of a list, that differs from ``like`` in dtype, device or layout."""
     if _kind(tensor) != _kind(like):
         expected, got = " on ".join(_kind(like)[:2]), " on ".join(_kind(tensor)[:2])
-        refuse(name, f"invalid tensor type at index {index} (expected {expected}, got {got})")
+        refuse(
+            name,
+            f"invalid tensor type at index {index} (expected {expected}, got {got}); a call's tensors, input"
+            " and output, must be alike",
+        )
 
 
 def check_pieces(whole: torch.Tensor, piece: torch.Tensor, size: int, name: str) -> None:
@@ -263,7 +270,7 @@ def check_pieces(whole: torch.Tensor, piece: torch.Tensor, size: int, name: str)
         refuse(
             name,
             f"invalid tensor size at index 0 (expected {piece.numel()} elements times {size} ranks, got"
-            f" {whole.numel()})",
+            f" {whole.numel()}), of input and output",
         )
 
 
