@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_models import Branches, batch, convolutions, expected_gradients, gradients, loss, mlp, seeded, share
+from ddp_models import Branches, batch, convolutions, gradients, loss, mlp, seeded, share
 from torch import nn
 
 import torchestra as dist
-from torchestra.errors import GradientReductionError, InvalidArgumentError
+from torchestra.errors import GradientReductionError
 from torchestra.nn.parallel import BufferCommHookLocation, DistributedDataParallel, MixedPrecision
 from torchestra.optim.in_backward import apply_optimizer_in_backward
 from worlds import run
@@ -79,58 +79,6 @@ def test_an_ignored_parameter_may_be_anything() -> None:
         loss(wrapped(batch(1))).backward()
 
     run("threads", 2, body)
-
-
-# -- parameters that are averaged later
-
-
-@pytest.mark.parametrize("everything", [False, True])
-def test_delayed_parameters_are_averaged_with_the_chosen_one(everything: bool) -> None:
-    models = [seeded(mlp, seed) for seed in range(2)]
-    samples = batch(2)
-
-    def body() -> list[list[torch.Tensor | None]]:
-        model = models[dist.get_rank()]
-        named = dict(model.named_parameters())
-        chosen = list(named) if everything else ["4.weight", "4.bias"]
-        wrapped = DistributedDataParallel(
-            model,
-            delay_all_reduce_named_params=[(name, named[name]) for name in chosen],
-            param_to_hook_all_reduce=named["0.weight"],
-        )
-        found = []
-        for how in ("none", "zero", "zero"):
-            wrapped.zero_grad(set_to_none=how == "none")
-            loss(wrapped(mine(samples))).backward()
-            # The chosen one is averaged when its gradient is computed, which may come before others'.
-            found.append(gradients(model)[2:])
-        return found
-
-    reference = expected_gradients(seeded(mlp, 0), samples, 2)[2:]
-    for steps in run("threads", 2, body):
-        for step in steps:
-            torch.testing.assert_close(step, reference)
-
-
-def test_delayed_parameters_and_the_chosen_one_come_together() -> None:
-    def body() -> None:
-        model = mlp()
-        named = list(model.named_parameters())
-        for options in (
-            {"delay_all_reduce_named_params": named},
-            {"param_to_hook_all_reduce": named[0][1]},
-        ):
-            with pytest.raises(ValueError, match="need to be set at the same time"):
-                DistributedDataParallel(model, **options)
-        mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-        with pytest.raises(InvalidArgumentError, match="some parameters of one dtype"):
-            DistributedDataParallel(
-                mixed,
-                delay_all_reduce_named_params=list(mixed.named_parameters()),
-                param_to_hook_all_reduce=mixed[0].weight,
-            )
-
-    run("threads", 1, body)
 
 
 # -- precision

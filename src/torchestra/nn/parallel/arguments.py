@@ -112,7 +112,7 @@ def ignored_names(module: torch.nn.Module) -> set[str]:
 
 def check_delayed(
     named: Sequence[tuple[str, torch.nn.Parameter]] | None, trigger: torch.nn.Parameter | None
-) -> dict[str, torch.nn.Parameter]:
+) -> dict[str, torch.Tensor]:
     """The parameters that are to be averaged together later, by name.
 
     Raises:
@@ -123,6 +123,22 @@ def check_delayed(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
         )
     return dict(named or ())
+
+
+def check_not_all_delayed(
+    module: torch.nn.Module, ignored: Collection[str], delayed: Collection[str]
+) -> None:
+    """Refuse mixed precision where the gradients of all parameters are averaged together later.
+
+    Raises:
+        InvalidArgumentError: as that.
+    """
+    named = module.named_parameters()
+    if delayed and not any(each.requires_grad for name, each in named if name not in ignored):
+        raise InvalidArgumentError(
+            f"{NAME}: `mixed_precision` is for parameters that are not in delay_all_reduce_named_params, and"
+            " all are; leave one of the two arguments out"
+        )
 
 
 def check_module(

@@ -18,6 +18,7 @@ from torchestra.errors import (
 from torchestra.nn.parallel.buffer_hooks import BufferCommHook, BufferCommHookLocation
 from torchestra.nn.parallel.coalesced import broadcast_coalesced
 from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, CommHook, check_comm_hook
+from torchestra.nn.parallel.delayed import DelayedReduction
 from torchestra.nn.parallel.logging_data import Logger, LoggingValue
 from torchestra.nn.parallel.reducer import Reducer
 from torchestra.nn.parallel.statistics import Counters, DDPStatistics
@@ -36,6 +37,7 @@ class Controls:
     static_graph: bool
     buffer_hook: BufferCommHook | None
     _counters: Counters
+    _delayed: DelayedReduction | None
     _is_set_up: bool
 
     # -- how gradients are averaged
@@ -52,9 +54,11 @@ class Controls:
                 ``.then(lambda future: future.value()[0])``.
 
         Raises:
-            InvalidArgumentError: the hook cannot be called, or is annotated as something else.
+            InvalidArgumentError: the hook cannot be called, or is annotated as something else; or all
+                parameters are in ``delay_all_reduce_named_params``.
             GradientReductionError: there is a hook already, or gradients are being reduced.
         """
+        self._check_not_all_delayed()
         try:
             check_comm_hook(hook)
             self.reducer.register_comm_hook(state, hook)
@@ -64,6 +68,7 @@ class Controls:
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Average gradients by a hook that comes with the package; see :meth:`register_comm_hook`."""
+        self._check_not_all_delayed()
         try:
             self.reducer.register_builtin_comm_hook(comm_hook_type)
         except (InvalidArgumentError, GradientReductionError) as error:
@@ -95,6 +100,7 @@ class Controls:
             hook_then_optimizer,
         )
 
+        self._check_not_all_delayed()
         parameters = list(self.reducer.parameters if optim_params is None else optim_params)
         try:
             state = OptimizerHookState(optim(parameters, *args, **kwargs), parameters)
@@ -106,6 +112,13 @@ class Controls:
         """Before the first forward: step the optimizers that parameters were given to step in backward."""
         from torchestra.optim.in_backward import in_backward_optimizers, leave_to_others
 
+        if self._delayed is not None and any(map(in_backward_optimizers, self._delayed.parameters)):
+            self._log_and_raise(
+                InvalidArgumentError(
+                    "DistributedDataParallel: a parameter in delay_all_reduce_named_params has an optimizer"
+                    " that steps in backward, before its gradient is averaged; step it after backward instead"
+                )
+            )
         self._is_set_up = True
         stepped = [each for each in self.reducer.parameters if in_backward_optimizers(each)]
         if stepped:
@@ -117,6 +130,15 @@ class Controls:
                 leave_to_others(parameter)
             self.register_comm_hook(self.process_group, apply_optim_in_backward_hook())
             self.reducer.forget_gradients(stepped)
+
+    def _check_not_all_delayed(self) -> None:
+        if not self.reducer.parameters:
+            self._log_and_raise(
+                InvalidArgumentError(
+                    "DistributedDataParallel: all parameters are in delay_all_reduce_named_params, whose"
+                    " gradients no communication hook averages; leave that argument out to register one"
+                )
+            )
 
     def _set_static_graph(self) -> None:
         """Do what the argument ``static_graph`` does, before training begins."""
@@ -220,6 +242,8 @@ class Controls:
     def _remove_autograd_hooks(self) -> None:
         """Have no part in backward any more, so that another wrapper can have it."""
         self.reducer.remove_autograd_hooks()
+        if self._delayed is not None:
+            self._delayed.remove_autograd_hook()
 
     # -- torch's, for modules on several devices
 

@@ -5,6 +5,7 @@ Their gradients lie in one tensor, made so before each backward, and are reduced
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from torchestra.errors import InvalidArgumentError
 from torchestra.nn.parallel.buckets import like, shared_memory
 from torchestra.nn.parallel.coalesced import broadcast_coalesced
+from torchestra.nn.parallel.statistics import Counters
 from torchestra.nn.parallel.tracing import untraced
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp
@@ -24,13 +26,22 @@ class DelayedReduction:
         parameters: which; of one dtype. All ranks take rank 0's.
         trigger: when its gradient is computed, those of ``parameters`` must be there; they are reduced then.
         group: the ranks.
+        counters: where to count what was done.
 
     Raises:
         InvalidArgumentError: the parameters have several dtypes, or there is none.
+
+    Attributes:
+        parameters: as given.
+        divisor: by what sums are divided; None: the number of ranks.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], trigger: torch.Tensor, group: ProcessGroup
+        self,
+        parameters: Sequence[torch.Tensor],
+        trigger: torch.Tensor,
+        group: ProcessGroup,
+        counters: Counters,
     ) -> None:
         dtypes = {parameter.dtype for parameter in parameters}
         if len(dtypes) != 1:
@@ -38,15 +49,22 @@ class DelayedReduction:
                 "delay_all_reduce_named_params must be some parameters of one dtype, got"
                 f" {sorted(map(str, dtypes))}"
             )
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
+        self.divisor: int | None = None
+        self._counters = counters
         self.update_process_group(group)
         broadcast_coalesced([parameter.detach() for parameter in parameters], group)
-        trigger.register_hook(self._reduce)
+        # Not before its own gradient is there: it may be one of the parameters.
+        self._hook = trigger.register_post_accumulate_grad_hook(self._reduce)
+
+    def remove_autograd_hook(self) -> None:
+        """Have no part in backward any more."""
+        self._hook.remove()
 
     def update_process_group(self, group: ProcessGroup) -> None:
         """Average over these ranks from now on; a backward that has begun is not averaged."""
         self._group = group
-        parameters, first = self._parameters, self._parameters[0]
+        parameters, first = self.parameters, self.parameters[0]
         sizes = [parameter.numel() for parameter in parameters]
         self._flat = shared_memory(sum(sizes), first.dtype, group, first.device).zero_()
         self._views = [
@@ -58,7 +76,7 @@ class DelayedReduction:
     def arm(self, *, averages: bool) -> None:
         """At the end of a forward: gradients are to come into the one tensor, and to be averaged or not."""
         self._armed = averages
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
                 parameter.grad = view.zero_()
 
@@ -66,7 +84,7 @@ class DelayedReduction:
         if not self._armed:
             return
         self._armed = False
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is not view:
                 # Autograd, or the program, has put a tensor of its own there.
                 if parameter.grad is None:
@@ -74,4 +92,27 @@ class DelayedReduction:
                 else:
                     view.copy_(parameter.grad)
                 parameter.grad = view
-        self._group.communicator.all_reduce(self._flat, ReduceOp.AVG)
+        self._average(self._flat)
+
+    def shadow(self, *, hand_out: bool) -> None:
+        """Take part in a reduction of the other ranks, with nothing to contribute.
+
+        Args:
+            hand_out: let the averages be this rank's gradients too; if not, they stay as they are.
+        """
+        zeros = torch.zeros_like(self._flat)
+        self._average(zeros)
+        if hand_out:
+            self._flat.copy_(zeros)
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                parameter.grad = view
+
+    def _average(self, flat: torch.Tensor) -> None:
+        began = time.perf_counter_ns()
+        self._group.communicator.all_reduce(flat, ReduceOp.AVG if self.divisor is None else ReduceOp.SUM)
+        if self.divisor is not None:
+            flat.div_(self.divisor)
+        took = time.perf_counter_ns() - began
+        self._counters.communication_ns += took
+        self._counters.wait_ns += took
+        self._counters.bytes_reduced += flat.nbytes

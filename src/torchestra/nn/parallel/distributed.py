@@ -22,6 +22,7 @@ from torchestra.nn.parallel.arguments import (
     check_delayed,
     check_is_module,
     check_module,
+    check_not_all_delayed,
     choose_devices,
     choose_group,
     ignored_names,
@@ -35,7 +36,7 @@ from torchestra.nn.parallel.buffer_hooks import BufferCommHook, BufferCommHookLo
 from torchestra.nn.parallel.coalesced import BufferBroadcast, broadcast_coalesced
 from torchestra.nn.parallel.controls import Controls
 from torchestra.nn.parallel.delayed import DelayedReduction
-from torchestra.nn.parallel.joining import DDPJoinHook, begin_step
+from torchestra.nn.parallel.joining import DDPJoinHook, begin_step, check_can_join, set_divisor
 from torchestra.nn.parallel.logging_data import Logger
 from torchestra.nn.parallel.mixed_precision import LowPrecision, MixedPrecision, reduce_in
 from torchestra.nn.parallel.rebuilding import replace_group
@@ -127,7 +128,8 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
             checkpointing of shared weights). The first step reduces after backward.
         delay_all_reduce_named_params, param_to_hook_all_reduce: some parameters by name, of one dtype, whose
             gradients are averaged all at once, when that of ``param_to_hook_all_reduce`` has been computed;
-            theirs must be there by then. No other argument concerns them.
+            theirs must be there by then. No other argument concerns them, and no communication hook. Where
+            it is some, but not all, :meth:`join` is not served.
         mixed_precision: dtypes to compute and average in; parameters, gradients and ``state_dict`` keep
             theirs outside of forward and backward. Excludes communication hooks.
         skip_all_reduce_unused_params: do not reduce buckets of which no parameter was used. All ranks must
@@ -178,6 +180,8 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         self.parameters_to_ignore = ignored_names(module)
         delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.parameters_to_ignore |= delayed.keys()
+        if mixed_precision is not None:
+            check_not_all_delayed(module, self.parameters_to_ignore, delayed)
         device, output_device = choose_devices(device_ids, output_device, dim, list(module.parameters()))
         check_module(module, self.parameters_to_ignore, group, may_be_empty=bool(delayed))
         if check_reduction:
@@ -217,16 +221,16 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
             check_agreement(describe(module, options, self.parameters_to_ignore), group)
             with_buffers = self.forward_sync_buffers or forward_sync_buffers is not None
             broadcast_coalesced(self._state(with_buffers=with_buffers), group)
+        self._counters = Counters()
         self._delayed: DelayedReduction | None = None
         if delayed and param_to_hook_all_reduce is not None:
-            self._delayed = DelayedReduction(list(delayed.values()), param_to_hook_all_reduce, group)
+            self._delayed = DelayedReduction(
+                list(delayed.values()), param_to_hook_all_reduce, group, self._counters
+            )
         self.mixed_precision = mixed_precision
         self._precision: LowPrecision | None = None
         if mixed_precision is not None:
             self._precision = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
-        self._all_delayed = not any(each.requires_grad for each in self._state(with_buffers=False))
-        if self._all_delayed:
-            return
         self._make_reducer()
         if static_graph:
             self._set_static_graph()
@@ -253,8 +257,10 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
                     trained[full] = parameter
                     sparse.append(looks_up)
         parameters = list(trained.values())
-        plan, plan_limits = compute_bucket_assignment_by_size(parameters, self._bucket_limits, sparse)
-        self._counters = Counters()
+        plan: list[list[int]] = []
+        plan_limits: list[int] = []
+        if parameters:
+            plan, plan_limits = compute_bucket_assignment_by_size(parameters, self._bucket_limits, sparse)
         # Gradients come last layer first.
         self.reducer = Reducer(
             parameters,
@@ -268,6 +274,7 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             bucket_size_limits_for_rebuilding=self._bucket_limits,
             counters=self._counters,
+            may_be_empty=self._delayed is not None,
         )
         self._buffer_broadcast = BufferBroadcast(self.module, self.process_group, self.parameters_to_ignore)
         self.logger = Logger(self.reducer, self.process_group)
@@ -295,12 +302,9 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and have the gradients of what it returns averaged, unless in :meth:`no_sync`."""
         reducing = self.require_backward_grad_sync and torch.is_grad_enabled()
-        if self._all_delayed:
-            output = self.module(*inputs, **kwargs)
-        else:
-            inputs, kwargs = self._before(reducing, inputs, kwargs)
-            output = self.module(*inputs, **kwargs)
-            self._after(reducing, output)
+        inputs, kwargs = self._before(reducing, inputs, kwargs)
+        output = self.module(*inputs, **kwargs)
+        self._after(reducing, output)
         if self._delayed is not None:
             self._delayed.arm(averages=reducing)
         return output
@@ -314,7 +318,7 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         if self._join_config.enable:
             root = begin_step(self, reducing)
         else:
-            self.reducer.set_divisor(None)
+            set_divisor(self, None)
         if reducing:
             self.logger.before_forward()
             try:
@@ -395,7 +399,12 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
                 has the same weight; if False, by the number of ranks that still have inputs.
             enable: if False, do nothing: when inputs are known to be even.
             throw_on_early_termination: raise an error on all ranks when one runs out of inputs.
+
+        Raises:
+            InvalidArgumentError: some parameters are in ``delay_all_reduce_named_params`` and others not.
         """
+        if enable:
+            check_can_join(self)
         return Join(
             [self],
             enable,
@@ -418,7 +427,10 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         return self.process_group
 
     def _take_state_of(self, rank: int) -> None:
-        broadcast_coalesced(self._state(with_buffers=self.forward_sync_buffers), self.process_group, rank)
+        state = self._state(with_buffers=self.forward_sync_buffers)
+        if self._delayed is not None:
+            state += self._delayed.parameters
+        broadcast_coalesced(state, self.process_group, rank)
 
     def rebuild(self, process_group: AnyGroup | None = None) -> None:
         """Average over another group from now on, in place of one that has failed. By all of its ranks.
@@ -469,6 +481,7 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         self._precision = None
         if self.mixed_precision is not None:
             self._precision = LowPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
+        self._counters = Counters()
         self._make_reducer()
         if self.static_graph:
             self.static_graph = False

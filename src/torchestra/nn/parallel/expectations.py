@@ -143,7 +143,7 @@ class Expectations:
 
     def used(self) -> torch.Tensor:
         """For each parameter, 1 if it has had a gradient since the last round, else 0."""
-        return torch.frombuffer(self._used, dtype=torch.int32)
+        return torch.frombuffer(self._used, dtype=torch.int32) if self._count else torch.empty(0)
 
     # -- gradients come
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchestra.algorithms.join import Join, JoinHook
+from torchestra.errors import InvalidArgumentError
 from torchestra.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -22,8 +23,23 @@ _QUIET = 1
 """The note of a step whose gradients are not averaged."""
 
 
+def check_can_join(ddp: DistributedDataParallel) -> None:
+    """Refuse a wrapper of which a rank without inputs cannot know in which order the others reduce.
+
+    Raises:
+        InvalidArgumentError: as that.
+    """
+    if ddp._delayed is not None and ddp.reducer.parameters:
+        raise InvalidArgumentError(
+            "DistributedDataParallel: a join context serves a wrapper with delay_all_reduce_named_params only"
+            " if these are all of its parameters, since it cannot know when they are reduced among the"
+            " others; leave the argument out, or give all ranks as many inputs and pass enable=False"
+        )
+
+
 def begin_step(ddp: DistributedDataParallel, averages: bool) -> int:
     """On a rank that has an input: announce a step; the rank whose buffers are everybody's in it."""
+    check_can_join(ddp)
     Join.notify_join_context(ddp, note=0 if averages else _QUIET)
     config = ddp._join_config
     assert config.context is not None
@@ -34,7 +50,14 @@ def begin_step(ddp: DistributedDataParallel, averages: bool) -> int:
 
 
 def _choose_divisor(ddp: DistributedDataParallel, context: Join) -> None:
-    ddp.reducer.set_divisor(None if ddp._divide_by_initial_world_size else len(context.active))
+    set_divisor(ddp, None if ddp._divide_by_initial_world_size else len(context.active))
+
+
+def set_divisor(ddp: DistributedDataParallel, divisor: int | None) -> None:
+    """Divide sums of gradients by this, instead of the number of ranks (None)."""
+    ddp.reducer.set_divisor(divisor)
+    if ddp._delayed is not None:
+        ddp._delayed.divisor = divisor
 
 
 def _tell(ddp: DistributedDataParallel, averages: bool) -> bool:
@@ -68,12 +91,15 @@ class DDPJoinHook(JoinHook):
         if averages:
             _choose_divisor(ddp, context)
             # Another joinable, such as an optimizer, may go on with the averages on this rank too.
-            ddp.reducer.shadow_round(hand_out=len(context.joinables) > 1)
+            hand_out = len(context.joinables) > 1
+            if ddp._delayed is not None:
+                ddp._delayed.shadow(hand_out=hand_out)
+            ddp.reducer.shadow_round(hand_out=hand_out)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the state of the last rank that had inputs."""
         ddp = self._ddp
-        ddp.reducer.set_divisor(None)
+        set_divisor(ddp, None)
         last = torch.tensor([ddp.process_group.rank() if is_last_joiner else -1])
         ddp.process_group.communicator.all_reduce(last, ReduceOp.MAX)
         ddp._take_state_of(int(last))

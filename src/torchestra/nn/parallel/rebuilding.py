@@ -100,8 +100,6 @@ def replace_group(ddp: DistributedDataParallel, group: ProcessGroup) -> None:
         ddp._precision.restore()
     if ddp._delayed is not None:
         ddp._delayed.update_process_group(group)
-    if ddp._all_delayed:
-        return
     ddp.reducer.update_process_group(group)
     ddp.logger.set_group(group)
     ddp._buffer_broadcast = BufferBroadcast(ddp.module, group, ddp.parameters_to_ignore)

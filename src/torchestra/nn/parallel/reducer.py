@@ -80,10 +80,11 @@ class Reducer:
         bucket_size_limits_for_rebuilding: instead of the two caps.
         sink: where gradients are; default: where backward leaves them.
         counters: where to count what was done.
+        may_be_empty: there may be no parameter; then rounds are counted, and nothing is sent in them.
 
     Raises:
-        InvalidArgumentError: there is no parameter, or the buckets do not name each once, mix dtypes or have
-            a sparse gradient beside others.
+        InvalidArgumentError: there is no parameter, though there must be, or the buckets do not name each
+            once, mix dtypes or have a sparse gradient beside others.
 
     Attributes:
         parameters, names, buckets, counters: as given, or made of what was given.
@@ -110,13 +111,15 @@ class Reducer:
         *,
         sink: GradientSink | None = None,
         counters: Counters | None = None,
+        may_be_empty: bool = False,
     ) -> None:
         self.parameters = tuple(params)
         count = len(self.parameters)
         names = param_to_name_mapping or {}
         self.names = [names.get(index, str(index)) for index in range(count)]
         self._sparse = list(expect_sparse_gradients) or [False] * count
-        check_plan(bucket_indices, self.parameters, self._sparse)
+        if params or not may_be_empty:
+            check_plan(bucket_indices, self.parameters, self._sparse)
         self._group = process_group
         self._find_unused = find_unused_parameters
         self._skip_unused = skip_all_reduce_unused_params
@@ -129,15 +132,13 @@ class Reducer:
         self._used_by = torch.zeros(count, dtype=torch.int32)
         self._first_layout = bucket_indices, per_bucket_size_limits
         self._lay_out(*self._first_layout)
-
         self.iterations = 0
         self.rebuilt: tuple[tuple[int, ...], ...] | None = None
         self.graph_is_static = True
         self.last_unused: Sequence[int] = ()
         self._unused_before: Sequence[int] | None = None
         self._agreed_order: list[int] | None = None
-        self._next = 0
-        self._failure = ""
+        self._next, self._failure = 0, ""
         self._futures: list[torch.futures.Future[Any]] = []
         self._forgotten: Sequence[torch.Tensor] = ()
 
@@ -431,13 +432,13 @@ class Reducer:
 
     def _tell_what_was_used(self, used: torch.Tensor) -> None:
         """Let the ranks know which parameters some rank has used, where that may change."""
-        if self._looks_each_time or (self.expected.static and self._is_first_round):
+        if self.buckets and (self._looks_each_time or (self.expected.static and self._is_first_round)):
             self._used_by.copy_(used)
             self._group.communicator.all_reduce(self._used_by, ReduceOp.SUM)
 
     def _agree_on_order(self) -> None:
         """After the first round: rank 0's order of arrival. What did not arrive there comes last."""
-        if self._looks_each_time or not self._is_first_round:
+        if self._looks_each_time or not self._is_first_round or not self.buckets:
             return
         order = list(self.expected.order)
         arrived = set(order)
@@ -464,8 +465,7 @@ class Reducer:
             hand_out: let the averages be this rank's gradients too; if not, they stay as they are.
         """
         self.prepare_for_forward()
-        before = self._sink.take(self.parameters)
-        last_unused = set(self.last_unused)
+        before, last_unused = self._sink.take(self.parameters), set(self.last_unused)
         reduced = [
             bucket
             for bucket in self.buckets
