@@ -15,6 +15,7 @@ from torchestra.delegating import serving_message
 from torchestra.device_communicator import Devices
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.options import AllgatherOptions, AllreduceCoalescedOptions
+from torchestra.order import describe_steps
 from torchestra.process_group import NonMember
 from torchestra.types import ReduceOp
 from torchestra.work import Work
@@ -131,8 +132,13 @@ def coalescing_manager(
 
     To be used by all ranks alike. In the block the collectives check their arguments and return at once; a
     Work that one returns (``async_op=True``) is done with the others. They may be of any kinds. Messages,
-    and what other threads call, are not held back. If the block ends with an exception, nothing that it
-    collected is run.
+    and what other threads call, are not held back.
+
+    If the block ends with an exception, nothing that it collected is run. The other ranks may wait for it, so
+    unless it had collected nothing the group is aborted.
+
+    If the ranks' calls do not match in one of the operations, every rank raises CollectiveMismatchError after
+    the others have been run.
 
     Args:
         group: default: the default group.
@@ -151,11 +157,16 @@ def coalescing_manager(
         parts.append(communicator.delegation.communicator())
     with contextlib.ExitStack() as stack:
         collected = [stack.enter_context(part.collecting()) for part in parts]
-        yield manager
+        try:
+            yield manager
+        except BaseException as error:
+            # Whichever error: one that is no fault of these operations may be this rank's alone.
+            if steps := [step for steps in collected for step in steps]:
+                communicator.leave(describe_steps(steps), error)
+            raise
     for part, steps in zip(parts, collected, strict=True):
         if steps:
-            names = ", ".join(dict.fromkeys(step.description for step in steps))
-            manager.append(part.run_steps(steps, f"coalesced {names}", async_ops))
+            manager.append(part.run_steps(steps, describe_steps(steps), async_ops))
 
 
 class P2POp:

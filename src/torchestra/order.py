@@ -9,7 +9,8 @@ So **an operation that was called, and whose arguments are right, takes all its 
 aborted.** If one failed here before its kernel began (no memory for a copy), or between two of its kernels,
 this rank's next operation would take its place with the peers: kinds and sizes may agree, and they would get
 the sum of two different things. Errors that leave the numbers right, or that all ranks raise (arguments,
-a mismatch), leave the group usable.
+a mismatch), leave the group usable. Operations that are collected have been called: they are run, also behind
+a mismatch, or the group is aborted.
 """
 
 from __future__ import annotations
@@ -202,7 +203,8 @@ class Order:
         """Operations that this thread calls while the block runs are checked and listed, but not run.
 
         (Messages are not operations of the whole group, and are not held back.) To be handed to
-        :meth:`run_steps`, or run as part of another operation.
+        :meth:`run_steps`, or run as part of another operation. If the block is left by an error of this rank
+        alone after an operation was collected, the group is aborted.
         """
         thread = threading.get_ident()
         outer = self._collected.get(thread)
@@ -217,6 +219,8 @@ class Order:
                     step.work.fail(
                         DistError(f"{step.description} was not run: its block ended with {error!r}")
                     )
+            if steps and not isinstance(error, RAISED_BY_ALL):
+                self.leave(describe_steps(steps), error)
             raise
         finally:
             self._progress.release()
@@ -232,24 +236,35 @@ class Order:
         async_op: bool = False,
         result: list[Any] | None = None,
     ) -> Work | None:
-        """Run collected operations, one after the other, as one; those after a failed one are not run.
+        """Run collected operations, one after the other, as one.
 
-        Its result is ``result``, or else their results in one list.
+        Those after one that every rank fails alike are run, because other ranks may have called them one by
+        one; then the first such error is raised. Those after any other failure are not run. The result is
+        ``result``, or else their results in one list.
         """
 
         def operation(site: str | None) -> list[Any]:
             results: list[Any] = []
+            first: Exception | None = None
             left = list(steps)
             try:
                 while left:
-                    results.extend(own := left[0].operation(site))
-                    if (work := left.pop(0).work) is not None:
-                        work.finish(own)
+                    try:
+                        results.extend(own := left[0].operation(site))
+                    except RAISED_BY_ALL as error:
+                        first = first or error
+                        if (work := left.pop(0).work) is not None:
+                            work.fail(error)
+                    else:
+                        if (work := left.pop(0).work) is not None:
+                            work.finish(own)
             except BaseException as error:
                 for step in left:
                     if step.work is not None:
                         step.work.fail(error)
                 raise
+            if first is not None:
+                raise first
             return results if result is None else result
 
         for step in steps:
@@ -299,6 +314,11 @@ class Order:
 def count_operations(steps: Sequence[Step]) -> int:
     """How many operations of the engine some collected ones consist of, at most."""
     return sum(step.operations for step in steps)
+
+
+def describe_steps(steps: Sequence[Step]) -> str:
+    """What some collected operations are called when they are run as one."""
+    return f"coalesced {', '.join(dict.fromkeys(step.description for step in steps))}"
 
 
 class _Queued(Task):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from stand_in import delegating
 
 import torchestra as dist
 from torchestra.engine.dtypes import DTYPES
-from torchestra.errors import DistError, InvalidArgumentError
+from torchestra.errors import DistError, GroupAbortedError, InvalidArgumentError
 from worlds import run
 
 RANKS = [("threads", 3), ("processes", 2), ("processes", 3)]
@@ -201,14 +202,15 @@ def test_a_subgroup_has_a_backend_of_its_own() -> None:
     run("threads", 3, of_a_subgroup)
 
 
-def leave_a_block(tensor: torch.Tensor, works: list[dist.Work]) -> None:
+def leave_a_block(tensor: torch.Tensor, works: list[dist.Work], ready: threading.Barrier) -> None:
     with dist.coalescing_manager():
         works.append(dist.all_reduce(tensor, async_op=True))
+        ready.wait(20)
         raise DistError("leave the block")
 
 
-def bad_input() -> None:
-    """Refused before anything is sent, and the group stays usable."""
+def bad_input(ready: threading.Barrier) -> None:
+    """Refused before anything is sent; but a block that has begun is the end of the group."""
     size = dist.get_world_size()
     with delegating() as stand_in:
         tensor = torch.ones(2)
@@ -223,15 +225,19 @@ def bad_input() -> None:
             with pytest.raises(InvalidArgumentError):
                 wrong()
         assert stand_in.calls == []
+        whole = torch.ones(2)
+        dist.all_reduce(whole)
+        assert whole.tolist() == [float(size)] * 2
         works: list[dist.Work] = []
         with pytest.raises(DistError, match="leave the block"):
-            leave_a_block(tensor, works)
+            leave_a_block(tensor, works, ready)
         (work,) = works
         with pytest.raises(DistError, match="was not run"):
             work.wait()
-        dist.all_reduce(tensor)
-        assert tensor.tolist() == [float(size)] * 2
+        with pytest.raises(GroupAbortedError, match=r"left coalesced all_reduce\(SUM\) with DistError"):
+            dist.all_reduce(tensor)
+        assert tensor.tolist() == [1.0] * 2
 
 
 def test_bad_input_is_refused_before_anything_is_sent() -> None:
-    run("threads", 3, bad_input)
+    run("threads", 3, bad_input, threading.Barrier(3))

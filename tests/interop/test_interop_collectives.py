@@ -241,13 +241,6 @@ def coalesce() -> None:
         assert received == (rank - 1) % size
         assert rank != 1 or torch.equal(output, total(size).float())
 
-    with pytest.raises(ZeroDivisionError):
-        leave_a_block_halfway()
-    dist.distributed_c10d._world.pg_coalesce_state.clear()  # where torch leaves the block's operations
-    with _coalescing_manager(device=torch.device("cpu")):
-        dist.broadcast(tensor.zero_(), 0)
-    dist.barrier()
-
     tensors = [of(rank).float(), of(rank, 2).float()]
     dist.all_reduce_coalesced(tensors)
     assert torch.equal(tensors[1], total(size, 2).float())
@@ -255,6 +248,27 @@ def coalesce() -> None:
 
 def test_coalesced_operations() -> None:
     run(2, coalesce)
+
+
+def leave_a_block() -> None:
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"made the group/{dist.get_rank()}", "")
+    store.wait([f"made the group/{rank}" for rank in range(2)])
+    with pytest.raises(ZeroDivisionError):
+        leave_a_block_halfway()
+    dist.distributed_c10d._world.pg_coalesce_state.clear()  # where torch leaves the block's operations
+    with pytest.raises(dist.DistBackendError, match=r"left coalesced broadcast with DistError"):
+        coalesce_one()
+
+
+def coalesce_one() -> None:
+    with _coalescing_manager(device=torch.device("cpu")):
+        dist.broadcast(torch.zeros(1), 0)
+
+
+def test_a_block_left_by_an_exception_aborts_the_group() -> None:
+    """When the next begins; torch does not tell sooner."""
+    run(2, leave_a_block)
 
 
 def use_groups() -> None:

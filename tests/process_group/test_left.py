@@ -121,6 +121,16 @@ def coalesce() -> None:
     assert tensors[2].item() == 1
 
 
+def leave_a_block() -> None:
+    def call() -> None:
+        with dist.coalescing_manager():
+            dist.all_reduce(torch.ones(4, 3))
+            if is_failing_rank():
+                raise MemoryError("of the program")
+
+    expect_abort(call, "coalesced all_reduce(SUM) with MemoryError: of the program")
+
+
 def reduce_several() -> None:
     group = dist.group.WORLD
     assert group is not None
@@ -158,7 +168,7 @@ def stage() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [queue_two, call_one, call_from_a_callback, coalesce, reduce_several, reduce_mixed, stage],
+    [queue_two, call_one, call_from_a_callback, coalesce, leave_a_block, reduce_several, reduce_mixed, stage],
     ids=lambda body: body.__name__,
 )
 def test_an_operation_that_fails_before_its_kernel_begins_aborts_the_group(body: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from direct import run_direct
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchestra as dist
-from torchestra.errors import CollectiveMismatchError, DistError, InvalidArgumentError
+from torchestra.errors import CollectiveMismatchError, DistError, GroupAbortedError, InvalidArgumentError
 from torchestra.options import BarrierOptions
 from worlds import KINDS, run
 
@@ -111,7 +112,8 @@ def test_a_block_of_collectives_is_run_as_one(kind: str, async_ops: bool) -> Non
     run(kind, 3, coalesce, async_ops)
 
 
-def leave_block() -> None:
+def leave_block(ready: threading.Barrier) -> None:
+    ready.wait(20)  # neither is still making the group
     tensor = torch.ones(1)
     works = []
 
@@ -121,28 +123,66 @@ def leave_block() -> None:
             works.append(dist.all_reduce(tensor, async_op=True))
             raise ZeroDivisionError
 
+    with pytest.raises(ZeroDivisionError):
+        divide_by_zero()
+    with pytest.raises(DistError, match=r"all_reduce\(SUM\) was not run: its block ended with ZeroDivision"):
+        works[0].wait()
+    with pytest.raises(GroupAbortedError, match=r"left coalesced all_reduce\(SUM\) with ZeroDivisionError"):
+        dist.all_reduce(tensor)
+    assert tensor.item() == 1
+
+
+def use_bad_arguments(ready: threading.Barrier) -> None:
+    """Behind a right call, whether or not the other ranks called the same."""
+    ready.wait(20)
+    tensor = torch.ones(1)
+
     def use_another_device() -> None:
         with dist.coalescing_manager():
             dist.all_reduce(tensor)
             dist.all_reduce(torch.ones(1, device="meta"))
 
-    with pytest.raises(ZeroDivisionError):
-        divide_by_zero()
-    with pytest.raises(DistError, match=r"all_reduce\(SUM\) was not run: its block ended with ZeroDivision"):
-        works[0].wait()
-    dist.all_reduce(tensor)
-    assert tensor.item() == dist.get_world_size()
     with pytest.raises(InvalidArgumentError, match="unsupported device"):
         use_another_device()
-    assert tensor.item() == dist.get_world_size()
+    with pytest.raises(GroupAbortedError, match=r"left coalesced all_reduce\(SUM\) with InvalidArgument"):
+        dist.all_reduce(tensor)
+    assert tensor.item() == 1
+
+
+@pytest.mark.parametrize("body", [leave_block, use_bad_arguments], ids=lambda body: body.__name__)
+def test_a_block_that_raises_runs_nothing_and_aborts_the_group(body: Callable[..., None]) -> None:
+    run("threads", 2, body, threading.Barrier(2))
+
+
+def leave_empty_block() -> None:
+    def call_nothing() -> None:
+        with dist.coalescing_manager():
+            raise ZeroDivisionError
+
+    def call_wrongly() -> None:
+        with dist.coalescing_manager():
+            dist.all_reduce(torch.ones(1, device="meta"))
+
+    def gather_wrongly() -> None:  # one call, of which one operation has been collected
+        dist.all_gather_coalesced([[torch.ones(1), torch.ones(2)]] * 2, [torch.ones(1), torch.ones(3)])
+
+    for call, error in (
+        (call_nothing, ZeroDivisionError),
+        (call_wrongly, InvalidArgumentError),
+        (gather_wrongly, InvalidArgumentError),
+    ):
+        with pytest.raises(error):
+            call()
     with dist.coalescing_manager() as manager:
         pass
     manager.wait()
-    dist.barrier()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == dist.get_world_size()
 
 
-def test_a_block_that_raises_runs_nothing_and_leaves_the_group_as_it_was() -> None:
-    run("threads", 2, leave_block)
+def test_a_block_that_raises_before_it_has_collected_anything_leaves_the_group_as_it_was() -> None:
+    run("threads", 2, leave_empty_block)
 
 
 def nest_blocks() -> None:
@@ -183,15 +223,38 @@ def fail_halfway() -> None:
     with pytest.raises(CollectiveMismatchError):
         call_different_things()
     works[0].wait()
-    for work in works[1:]:
-        assert isinstance(work.exception(), CollectiveMismatchError)
-    assert [tensor.item() for tensor in tensors] == [2, 1, 1]
-    dist.all_reduce(tensors[2])
-    assert tensors[2].item() == 2
+    assert isinstance(works[1].exception(), CollectiveMismatchError)
+    works[2].wait()
+    assert [tensor.item() for tensor in tensors] == [2, 1, 2]
 
 
-def test_after_a_failed_operation_of_a_block_those_behind_it_are_not_run() -> None:
-    run("threads", 2, fail_halfway)
+def mismatch_one_by_one() -> None:
+    """Rank 0 coalesces what rank 1 calls one by one."""
+    rank = dist.get_rank()
+    tensors = [torch.full((2,), 10.0**number) for number in range(4)]
+    wrong = torch.ones(1 + rank)
+
+    def coalesce() -> None:
+        with dist.coalescing_manager():
+            for tensor in (tensors[0], wrong, *tensors[1:3]):
+                dist.all_reduce(tensor)
+
+    if rank == 0:
+        with pytest.raises(CollectiveMismatchError):
+            coalesce()
+    else:
+        dist.all_reduce(tensors[0])
+        with pytest.raises(CollectiveMismatchError):
+            dist.all_reduce(wrong)
+        for tensor in tensors[1:3]:
+            dist.all_reduce(tensor)
+    dist.all_reduce(tensors[3])
+    assert [tensor[0].item() for tensor in tensors] == [2, 20, 200, 2000]
+
+
+@pytest.mark.parametrize("body", [fail_halfway, mismatch_one_by_one], ids=lambda body: body.__name__)
+def test_the_operations_behind_a_mismatch_in_a_block_are_run(body: Callable[[], None]) -> None:
+    run("threads", 2, body)
 
 
 def from_outside() -> None:

@@ -22,7 +22,7 @@ from torchestra.errors import DistError
 from torchestra.interop.torch_distributed.errors import as_torch_error
 from torchestra.interop.torch_distributed.options import in_our_terms, reduction
 from torchestra.interop.torch_distributed.works import FinishedWork, TorchestraWork, joined
-from torchestra.order import Step
+from torchestra.order import Step, describe_steps
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp, Timeout
 from torchestra.work import Work
@@ -63,17 +63,21 @@ class Block:
         self.messages: list[Work] = []
 
     def run(self) -> Work:
-        self.drop()
+        self._collecting.close()
         works = self.messages
         if self._steps:
-            names = ", ".join(dict.fromkeys(step.description for step in self._steps))
-            work = self._group.communicator.run_steps(self._steps, f"coalesced {names}", async_op=True)
+            description = describe_steps(self._steps)
+            work = self._group.communicator.run_steps(self._steps, description, async_op=True)
             assert work is not None
             works = [*works, work]
         return works[0] if len(works) == 1 else joined(works, "coalesced operations")
 
     def drop(self) -> None:
+        """Do not run the operations: the group is aborted, because other ranks may wait for them."""
         self._collecting.close()
+        if self._steps:
+            error = DistError("an exception ended their block")
+            self._group.communicator.leave(describe_steps(self._steps), error)
 
 
 class Operations:
