@@ -88,6 +88,9 @@ class Round(NamedTuple):
     survivors: tuple[int, ...] = ()
     key: bytes = b""
 
+    def __repr__(self) -> str:
+        return f"Round({self.number}, {self.state.name}, {self.proposer}, {self.survivors})"  # not the key
+
 
 class Succession:
     """Rank ``rank``'s view of what comes after the group that meets in ``arena``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Request"]
 
@@ -27,7 +27,7 @@ class Request:
     may_die: tuple[int, ...]
     directory: str
     values: dict[str, bytes]
-    environment: dict[str, str]
+    environment: dict[str, str] = field(repr=False)  # may have the job's secret
     debug: bool
     debug_rank: int | None
 
