@@ -23,8 +23,9 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 
@@ -46,9 +47,9 @@ from torchestra.errors import (
 from torchestra.limits import check_free_descriptors, naming_limits
 from torchestra.store import Store
 
+_LIVENESS_SECONDS = 0.05
 _LOOK_SECONDS = 0.5  # how often rank 0 looks whether another rank has said that it has failed
 _DESCRIPTORS = 8  # what a rank needs for a moment to enter a group, with some to spare
-_TICK, _SHORT_TICK = 0.05, 0.001  # of rank 0, while it waits for others to come, or to take their places
 _LATE = " did not come within "  # in what rank 0 says of ranks that are late
 
 
@@ -105,14 +106,17 @@ def join(
             if threads:
                 shared = _meet_threads(store, rank, size, name, deadline)
                 member = enter.place(shared.arena, shared.threads)
+                _first_barrier(member, deadline, partial(trouble.look, member))
             elif rank == 0:
                 check_free_descriptors(_DESCRIPTORS)
                 member = enter.place(_new_arena(size, name))
-                _hand_out(store, member, deadline, trouble)
+                _lead(store, member, deadline, trouble)
             else:
                 check_free_descriptors(_DESCRIPTORS)
                 member = _follow(store, enter, deadline, trouble)
-        _first_barrier(member, deadline, trouble)
+                _first_barrier(member, deadline)
+        if member.peers is not None:
+            member.peers.dead()  # once now, while all live, to know later how one of them ended
     except BaseException as error:
         trouble.tell(error)
         if member is not None:
@@ -202,11 +206,13 @@ def _new_arena(size: int, name: str) -> Arena:
     return arena
 
 
-def _first_barrier(member: Member, deadline: float, trouble: _Trouble) -> None:
+def _first_barrier(member: Member, deadline: float, look: Callable[[], None] | None = None) -> None:
+    """Return when all ranks are in the arena; ``look`` is called now and then, and may raise."""
     plan = np.array([member.context, pack(Kind.barrier), 0, 0, -1], dtype=np.int64)
 
     def barrier(*arguments: int) -> int:
-        trouble.look(member)
+        if look is not None:
+            look()
         return int(move.barrier(*arguments))
 
     arguments = (plan.ctypes.data, 0)
@@ -290,38 +296,39 @@ def _ask_for_arena(store: Store, rank: int, size: int, name: str, deadline: floa
     return kind, token
 
 
-def _hand_out(store: Store, member: Member, deadline: float, trouble: _Trouble) -> None:
-    """Rank 0: give the descriptor to every other rank, and wait until each is in its place."""
+def _lead(store: Store, member: Member, deadline: float, trouble: _Trouble) -> None:
+    """Rank 0: give the descriptor to every other rank, and meet them in the first barrier."""
     name, size = member.name, member.size
+    started = time.monotonic()
     with Admission(range(1, size), store.secret, name, keeps=True) as admission:
         store.set("arena", f"processes {admission.invitation}")
+        look, next_look = partial(_look_around, admission, member, trouble), started + _LIVENESS_SECONDS
         try:
-            _serve(admission, member, deadline, trouble)
+            while waiting := admission.waited_for:
+                if time.monotonic() > deadline:
+                    missing = member.called(sorted(waiting))
+                    message = (
+                        f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of group"
+                        f" {name!r} did not come within {time.monotonic() - started:.1f} s (seen from rank 0"
+                        f" of {size}): are they running, on this host, and do they use the same rendezvous?"
+                    )
+                    member.abort(message)
+                    raise CollectiveTimeoutError(message, missing)
+                admission.serve(member.arena.descriptor)
+                if (now := time.monotonic()) >= next_look:
+                    look()
+                    next_look = now + _LIVENESS_SECONDS
+            _first_barrier(member, deadline, look)
         except BaseException as error:
             trouble.tell(error)  # before those who come later find nobody here
             raise
 
 
-def _serve(admission: Admission, member: Member, deadline: float, trouble: _Trouble) -> None:
-    started = time.monotonic()
-    entering = set(range(1, member.size))
-    while entering:
-        if time.monotonic() > deadline:
-            missing = member.called(sorted(entering))
-            message = (
-                f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of group"
-                f" {member.name!r} did not come within {time.monotonic() - started:.1f} s (seen from rank 0"
-                f" of {member.size}): are they running, on this host, and do they use the same rendezvous?"
-            )
-            member.abort(message)
-            raise CollectiveTimeoutError(message, missing)
-        admission.serve(member.arena.descriptor, _TICK if admission.waited_for else _SHORT_TICK)
-        ended = admission.ended()
-        entering.difference_update(ended)
-        lost = set(ended).intersection(_absent(member))
-        trouble.look(member, now=bool(lost))
-        if died := lost.union(member.peers.dead() if member.peers is not None else ()):
-            who = ", ".join(map(member.describe, sorted(died)))
-            numbers = member.called(sorted(died))
-            member.abort(f"{who} died before all ranks of the group had come", numbers)
-            raise member.aborted()
+def _look_around(admission: Admission, member: Member, trouble: _Trouble) -> None:
+    """Abort the group if a rank has died on its way into it, or cannot enter it."""
+    lost = set(admission.ended()).intersection(_absent(member))
+    trouble.look(member, now=bool(lost))
+    if died := lost.union(member.peers.dead() if member.peers is not None else ()):
+        who = ", ".join(map(member.describe, sorted(died)))
+        member.abort(f"{who} died before all ranks of the group had come", member.called(sorted(died)))
+        raise member.aborted()
