@@ -13,6 +13,7 @@ from torchestra.arguments import check_integer
 from torchestra.delegating import Delegation, delegated_message
 from torchestra.engine.channels import Transfer
 from torchestra.engine.local import LocalEngine
+from torchestra.errors import DistError
 from torchestra.layouts import made_plain, write_back
 from torchestra.order import Order
 from torchestra.staging import fetched, landing
@@ -124,6 +125,14 @@ class Messaging(Order):
         if transfer.error is not None:
             work.fail(transfer.error)
             return
-        if put is not None:
-            put()
+        try:
+            if put is not None:
+                put()
+        except BaseException as error:
+            if isinstance(error, Exception):
+                work.fail(error)
+                return
+            # The interrupt itself is for who runs this; who waits for the message learns this.
+            work.fail(DistError(f"a message was received, but not copied to its tensor: {error!r}"))
+            raise
         work.finish([tensor], transfer.source)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from direct import run_direct
 
 import torchestra as dist
-from torchestra.errors import InvalidArgumentError
+from torchestra import layouts, messaging
+from torchestra.errors import DistError, InvalidArgumentError
+from torchestra.work import Work
 from worlds import KINDS, run
 
 
@@ -163,3 +168,39 @@ def from_outside() -> list[str]:
 
 def test_a_rank_outside_of_the_group_is_warned() -> None:
     assert len(run("processes", 2, from_outside)[1]) == 1
+
+
+def receive_what_cannot_be_copied() -> None:
+    if dist.get_rank() == 1:
+        for value in (1.0, 2.0):
+            dist.send(torch.full((3,), value), 0)
+        return
+    works = [dist.irecv(tensor, 1) for tensor in (torch.zeros(6)[::2], torch.zeros(3))]
+    with pytest.raises(MemoryError, match="no memory for a copy"):
+        works[0].wait(20)
+    works[1].wait()
+    assert works[1].result()[0].tolist() == [2.0] * 3
+
+
+def test_a_message_that_cannot_be_copied_to_its_tensor_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Work ends, and the thread that received it goes on."""
+
+    def write_back(tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not tensors[0].is_contiguous():
+            raise MemoryError("no memory for a copy")
+        return layouts.write_back(tensors, buffers)
+
+    monkeypatch.setattr(messaging, "write_back", write_back)
+    run("threads", 2, receive_what_cannot_be_copied)
+
+
+def test_a_message_whose_copy_is_interrupted_fails_and_the_interrupt_goes_on() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    work, tensor = Work("irecv"), torch.zeros(1)
+    transfer: Any = SimpleNamespace(error=None, source=1)
+    with pytest.raises(KeyboardInterrupt):
+        messaging.Messaging._end_message(work, tensor, tensor, interrupted, transfer)
+    with pytest.raises(DistError, match="received, but not copied to its tensor: KeyboardInterrupt"):
+        work.wait(20)

@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rpc_workers
-import torchestra.transport.framing
+import torchestra.transport.message
 import torchestra.transport.peer
 import worlds
 from torchestra import rpc
-from torchestra.engine.channels import Message
+from torchestra.engine.channels import Message, post_office
 from torchestra.errors import DistNetworkError, InvalidArgumentError, RpcError, WorkerFailedError
 from torchestra.rpc.current import current_agent
 from torchestra.rpc.meeting import ADDRESS_VARIABLE, PORTS_VARIABLE, given_ports, listening_address
@@ -290,25 +290,55 @@ class _LittleMemory:
 
     @staticmethod
     def UntypedStorage(length: int) -> torch.UntypedStorage:
-        if length > 1 << 19:
+        if length > 1 << 14:
             raise RuntimeError("can't allocate memory")
         return torch.UntypedStorage(length)
 
 
-def send_too_much(rank: int) -> None:
-    other, much = 1 - rank, torch.zeros(1 << 18)
-    with pytest.raises(RpcError, match=r"there is no memory here for the 1048576 bytes of a tensor"):
+def send_too_much(rank: int, length: int) -> None:
+    other, much = 1 - rank, [torch.zeros(length), torch.zeros(length), torch.zeros(1)]
+    with pytest.raises(RpcError, match=rf"there is no memory here for the {length * 4} bytes of a tensor"):
         rpc.rpc_sync(other, echo, (much,))
-    with pytest.raises(RpcError, match=r"result of .*give_much.* no memory here for the 1048576"):
-        rpc.rpc_sync(other, give_much, (1.0, 1 << 18))
+    with pytest.raises(RpcError, match=rf"result of .*give_much.* no memory here for the {length * 4}"):
+        rpc.rpc_sync(other, give_much, (1.0, length))
     assert rpc.rpc_sync(other, echo, (3,)) == 3
 
 
+@pytest.mark.parametrize(("kind", "length"), [("hosts", 1 << 18), ("threads", 6000)])
 def test_a_tensor_that_there_is_no_memory_for_is_the_end_of_its_call_only(
+    monkeypatch: pytest.MonkeyPatch, kind: str, length: int
+) -> None:
+    monkeypatch.setattr(torchestra.transport.message, "torch", _LittleMemory)
+    rpc_workers.run(kind, 2, send_too_much, length)
+
+
+class _LittleMemoryForText:
+    """In place of numpy, where a text is received."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(np, name)
+
+    @staticmethod
+    def empty(length: int, dtype: type) -> np.ndarray:
+        if length > 1 << 19:
+            raise MemoryError
+        return np.empty(length, dtype=dtype)
+
+
+def send_too_much_text(rank: int) -> None:
+    other = 1 - rank
+    with pytest.raises(RpcError, match=r"there is no memory here for the \d+ bytes of the text"):
+        rpc.rpc_sync(other, echo, ((bytes(1 << 20), torch.zeros(1 << 16)),))
+    with pytest.raises(RpcError, match=r"result of .*bytes.* no memory here for the \d+ bytes of the text"):
+        rpc.rpc_sync(other, bytes, (1 << 20,))
+    assert rpc.rpc_sync(other, echo, (3,)) == 3
+
+
+def test_a_text_that_there_is_no_memory_for_is_the_end_of_its_call_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torchestra.transport.framing, "torch", _LittleMemory)
-    rpc_workers.run("hosts", 2, send_too_much)
+    monkeypatch.setattr(post_office, "np", _LittleMemoryForText())
+    rpc_workers.run("threads", 2, send_too_much_text)
 
 
 def say_nonsense(meeting: threading.Barrier) -> None:

@@ -281,6 +281,12 @@ class Agent:
         self._unreadable[source] = f"sent a message that cannot be read ({type(error).__name__}: {error})"
 
     def _sorted(self, message: Message) -> tuple[bool, Job]:
+        if message.lost is not None and not len(message.text):
+            if message.kind == CALL:
+                return True, partial(self.perform, message, None)
+            if message.kind in (ANSWER, FAILURE):
+                return False, partial(self._finish, message, None)
+            raise message.lost
         if message.kind == GATHER:
             values = self.gathered.setdefault(message.tag, {})
             values[message.source] = pickle.loads(bytes(message.text))
@@ -326,6 +332,8 @@ class Agent:
     def _read(self, message: Message, inbound: Any) -> Any:
         borrow = partial(self.roads.borrow, message.source)
         try:
+            if message.lost is not None:
+                raise message.lost
             return decode(message.text, message.storages, inbound, borrow)
         finally:
             if inbound is not None:

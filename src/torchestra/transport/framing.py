@@ -20,13 +20,13 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchestra.transport.message import Message
+from torchestra.transport.message import Message, new_storage, no_room
 
 PIECE_BYTES = 1 << 18
 LARGEST_FRAME = PIECE_BYTES + 64
@@ -82,22 +82,6 @@ def _pieces(memory: memoryview) -> Iterator[memoryview]:
         yield memory[start : start + PIECE_BYTES]
 
 
-class _NoRoom(Sequence[torch.UntypedStorage]):
-    """In place of the storages of a message that there was no memory for."""
-
-    def __init__(self, source: int, size: int) -> None:
-        self._text = f"there is no memory here for the {size} bytes of a tensor in a message of rank {source}"
-
-    def __getitem__(self, _: object) -> NoReturn:
-        raise MemoryError(self._text)
-
-    def __iter__(self) -> NoReturn:
-        raise MemoryError(self._text)
-
-    def __len__(self) -> int:
-        return 0
-
-
 class Assembly:
     """What has come of the messages of one sender.
 
@@ -139,12 +123,10 @@ class Assembly:
             if self._targets:
                 return None
         self._begun = False
-        storages: Sequence[torch.UntypedStorage] = self._storages
-        if self._too_large:
-            storages = _NoRoom(self._source, self._too_large)
-        self._storages, self._too_large = [], 0
+        lost = no_room(self._source, "a tensor", self._too_large) if self._too_large else None
+        storages, self._storages, self._too_large = self._storages, [], 0
         text, self._text = self._text, b""
-        return Message(self._source, self._kind, self._tag, text, storages)
+        return Message(self._source, self._kind, self._tag, text, storages, lost)
 
     def _begin(self, frame: memoryview) -> None:
         if len(frame) < _HEAD.size:
@@ -175,16 +157,16 @@ class Assembly:
 
     def _room(self, length: int) -> int:
         """Where a storage is to be received; 0 if it is to be thrown away."""
-        if not self._too_large:
-            try:
-                self._storages.append(torch.UntypedStorage(length))
-            except (RuntimeError, MemoryError, OverflowError, TypeError):  # torch says all of these
-                self._too_large = length
-                self._storages.clear()
-                self._targets = [(0, size) for _, size in self._targets]
-            else:
-                return self._storages[-1].data_ptr()
-        return 0
+        if self._too_large:
+            return 0
+        storage = new_storage(length)
+        if storage is None:
+            self._too_large = length
+            self._storages.clear()
+            self._targets = [(0, size) for _, size in self._targets]
+            return 0
+        self._storages.append(storage)
+        return storage.data_ptr()
 
     def _fill(self, piece: memoryview) -> None:
         address, room = self._targets.pop()

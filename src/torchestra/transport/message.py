@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Message"]
+__all__ = ["Message", "new_storage", "no_room"]
 
 
 class Message(NamedTuple):
@@ -18,8 +18,9 @@ class Message(NamedTuple):
     Attributes:
         source: the rank that sent it.
         kind, tag: as they were sent; a kind is below 65,536.
-        text: its first part.
+        text: its first part; empty if there was no memory for it.
         storages: the memory of the other parts.
+        lost: why there is not all of it here; then there are no storages.
     """
 
     source: int
@@ -27,3 +28,19 @@ class Message(NamedTuple):
     tag: int
     text: bytes | npt.NDArray[np.uint8]
     storages: Sequence[torch.UntypedStorage]
+    lost: MemoryError | None = None
+
+
+def new_storage(length: int) -> torch.UntypedStorage | None:
+    """Memory of so many bytes for a part of a message, or None if there is no memory for it."""
+    try:
+        return torch.UntypedStorage(length)
+    except (RuntimeError, MemoryError, OverflowError, TypeError):  # torch says all of these
+        return None
+
+
+def no_room(source: int, what: str, length: int) -> MemoryError:
+    """The error of a message with a part that there is no memory for."""
+    return MemoryError(
+        f"there is no memory here for the {length} bytes of {what} in a message of rank {source}"
+    )

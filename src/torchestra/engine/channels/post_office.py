@@ -20,11 +20,12 @@ from torchestra.engine.channels import words as w
 from torchestra.engine.compilation import entry_point
 from torchestra.engine.layout import DONE
 from torchestra.engine.try_lock import TryLock
-from torchestra.transport.message import Message
+from torchestra.transport.message import Message, new_storage, no_room
 
 _PARTS_SHIFT = 16
 _SCRATCH_BYTES = 1 << 16
 _GRACE_NANOSECONDS = 100_000
+_NOWHERE = 0  # the address to which a message is taken that there is no memory for
 
 
 class LostPeerError(Exception):
@@ -157,6 +158,8 @@ class PostOffice:
     def receive(self, *, eager: bool) -> Message | None:
         """The next message, with the lead; None if none came for a while, or attention was called.
 
+        One that there is no memory for is taken out of the channel all the same, and says so.
+
         Args:
             eager: somebody waits for it, so that yielding the core for a while may spare a sleep.
         """
@@ -169,14 +172,21 @@ class PostOffice:
                 return None
         source, tag, length, word = self._out.tolist()
         more = (word >> _PARTS_SHIFT) - 1
-        text: bytes | npt.NDArray[np.uint8]
+        text: bytes | npt.NDArray[np.uint8] = b""
+        lost: MemoryError | None = None
         if length <= _SCRATCH_BYTES:
             self._take(source, self._scratch_address, more)
             text = bytes(self._scratch_view[:length])
         else:
-            text = np.empty(length, dtype=np.uint8)
-            self._take(source, text.ctypes.data, more)
-        storages = []
+            try:
+                room = np.empty(length, dtype=np.uint8)
+            except MemoryError:
+                lost = no_room(source, "the text", length)
+                self._take(source, _NOWHERE, more)
+            else:
+                self._take(source, room.ctypes.data, more)
+                text = room
+        storages: list[torch.UntypedStorage] = []
         while more:
             more -= 1
             while not self._look(state, source):
@@ -184,10 +194,15 @@ class PostOffice:
                 if code != DONE and (self._closed or self._lost(source)):
                     self._abandon(state, source)
                     raise LostPeerError
-            storage = torch.UntypedStorage(int(self._out[2]))
-            self._take(source, storage.data_ptr(), more)
-            storages.append(storage)
-        return Message(source, word & ((1 << _PARTS_SHIFT) - 1), tag, text, storages)
+            length = int(self._out[2])
+            if lost is None and (storage := new_storage(length)) is not None:
+                self._take(source, storage.data_ptr(), more)
+                storages.append(storage)
+            else:  # those behind it are to be found in the channel all the same
+                lost = lost or no_room(source, "a tensor", length)
+                storages.clear()
+                self._take(source, _NOWHERE, more)
+        return Message(source, word & ((1 << _PARTS_SHIFT) - 1), tag, text, storages, lost)
 
     def _take(self, source: int, address: int, more: int) -> None:
         code = self._begin_take(self._state, source, address, int(not more))
