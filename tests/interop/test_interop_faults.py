@@ -51,6 +51,12 @@ def test_a_dead_rank_is_named_by_torchs_error_and_ours(wait: str) -> None:
     ended[0].result()
 
 
+def sum_by_torchestra(group, bucket):
+    work = torchestra.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
 def lose_a_rank_in_futures() -> None:
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     if dist.get_rank() == 1:
@@ -65,6 +71,10 @@ def lose_a_rank_in_futures() -> None:
     # The reducer waits in C++, for a future.
     with pytest.raises(RuntimeError, match="rank 1"):
         model(torch.ones(2, 4)).sum().backward()
+    hooked = DistributedDataParallel(torch.nn.Linear(4, 4), init_sync=False)
+    hooked.register_comm_hook(inner_group(), sum_by_torchestra)
+    with pytest.raises(RuntimeError):
+        hooked(torch.ones(2, 4)).sum().backward()
 
 
 def test_a_dead_rank_is_named_by_futures_and_to_torchs_reducer() -> None:

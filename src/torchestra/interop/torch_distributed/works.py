@@ -69,9 +69,9 @@ class TorchestraWork(TorchWork):
 
     def get_future(self) -> AnyFuture:
         """A future of :meth:`result`. If the operation fails, C++ code that waits for it learns of that."""
-        # A future that Python fails holds the exception as its value, which C++ takes for the result. One
-        # whose callback raises has failed for C++ as well.
-        return self._work.get_future().then(_value)
+        # A future that Python fails holds the exception as its value, which C++ takes for the result, and
+        # crashes. One of torch's own whose callback raises has failed for C++ as well; one of ours has not.
+        return torch.futures.Future.then(self._work.get_future(), _value)
 
 
 def _value(future: AnyFuture) -> Any:
