@@ -432,7 +432,10 @@ class Member:
 
     def _raise_mismatch(self, meta: int, count: int, site: str | None, seconds: float) -> None:
         """Tell the others what this rank called, hear what they called, and raise it all."""
-        mine = f"{operations.describe(meta, count)}{self._lengths(meta, count)}"
+        sent, expected = (
+            self._tables[at.TABLES.index(table)].tolist() for table in (at.SOURCE_BYTES, at.TARGET_BYTES)
+        )
+        mine = f"{operations.describe(meta, count)}{operations.describe_lengths(meta, count, sent, expected)}"
         mine += f"{differing_thresholds(self)} at {site or call_site()}"
         self._tell_call(mine)
         deadline = time.monotonic() + min(seconds, 10)
@@ -455,19 +458,6 @@ class Member:
             f"the ranks of group {self.name!r} called different operations (number"
             f" {self.word(at.SEQUENCE)} of the group):{lines}\nNothing was sent; the group stays usable."
         )
-
-    def _lengths(self, meta: int, count: int) -> str:
-        """What a fingerprint only has the hash of, or nothing: how much goes from and to each rank."""
-        kind, unit = operations.Kind(meta & 0xFF), operations.unit_of(meta)
-        sent, expected = (
-            [length // unit for length in self._tables[at.TABLES.index(table)].tolist()]
-            for table in (at.SOURCE_BYTES, at.TARGET_BYTES)
-        )
-        if kind in (operations.Kind.all_to_all, operations.Kind.scatter):
-            return f" that sends {sent} and expects {expected} elements by rank"
-        if count < operations.UNEVEN:
-            return ""
-        return f" of {sent if kind is operations.Kind.reduce_scatter else expected} elements by rank"
 
     def _tell_call(self, call: str) -> None:
         length = self.arena.set_text(self._control + at.CALLED, at.CALLED_BYTES, call)

@@ -6,6 +6,7 @@ Needs no torch, so that it can be read from outside of a job.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchestra.types import ReduceOp
@@ -121,3 +122,18 @@ def describe(meta: int, count: int) -> str:
     if root is not None:
         words.append(f"root {root}")
     return f"{kind_name(meta)}({', '.join(words)})"
+
+
+def describe_lengths(meta: int, count: int, sent: Sequence[int], expected: Sequence[int]) -> str:
+    """What :func:`describe` leaves out because a fingerprint only has the hash of it, or nothing.
+
+    Args:
+        sent, expected: by rank, how many bytes go there and come from there.
+    """
+    kind, unit = Kind(meta & 0xFF), unit_of(meta)
+    sent, expected = ([length // unit for length in lengths] for lengths in (sent, expected))
+    if kind in (Kind.all_to_all, Kind.scatter):
+        return f" that sends {sent} and expects {expected} elements by rank"
+    if count < UNEVEN:
+        return ""
+    return f" of {sent if kind is Kind.reduce_scatter else expected} elements by rank"
