@@ -143,23 +143,26 @@ def knock(address: str, key: bytes) -> None:
     text = np.frombuffer(bytes(8) + pickle.dumps((Explosive(), (), None), 5), np.uint8)
     with zmq.Context() as context:
         for who, options in strangers(address, key):
-            stranger = context.socket(zmq.PUSH)
-            stranger.linger = 0
-            stranger.reconnect_ivl = -1
-            for name, value in options.items():
-                setattr(stranger, name, value)
-            events = stranger.get_monitor_socket(zmq.EVENT_ALL)
-            stranger.connect(address)
-            for frame in frames(1, 1, [(text.ctypes.data, text.nbytes)], text):
-                stranger.send(frame, zmq.NOBLOCK) if who == "no key" else None
-            seen = []
-            while not seen or seen[-1] not in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-                assert events.poll(20_000), f"{who} is let in: {seen}"
-                seen.append(zmq.utils.monitor.recv_monitor_message(events)["event"])
-            assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in seen, who
-            stranger.disable_monitor()
-            events.close(0)
-            stranger.close()
+            with context.socket(zmq.PUSH) as stranger:
+                stranger.linger = 0
+                stranger.reconnect_ivl = -1
+                for name, value in options.items():
+                    setattr(stranger, name, value)
+                with stranger.get_monitor_socket(zmq.EVENT_ALL) as events:
+                    stranger.connect(address)
+                    try_to_send(stranger, text) if who == "no key" else None
+                    seen = []
+                    while not seen or seen[-1] not in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
+                        assert events.poll(20_000), f"{who} is let in: {seen}"
+                        seen.append(zmq.utils.monitor.recv_monitor_message(events)["event"])
+                    assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in seen, who
+                    stranger.disable_monitor()
+
+
+def try_to_send(stranger: zmq.Socket, text: np.ndarray) -> None:
+    with contextlib.suppress(zmq.Again):  # it has been turned away already
+        for frame in frames(1, 1, [(text.ctypes.data, text.nbytes)], text):
+            stranger.send(frame, zmq.NOBLOCK)
 
 
 @contextlib.contextmanager
