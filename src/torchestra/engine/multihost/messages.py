@@ -36,7 +36,7 @@ from torchestra.engine.multihost.journal import Entry, Journal
 from torchestra.engine.multihost.letters import ENCLOSED_BYTES, Letter, What, warnings
 from torchestra.engine.multihost.lookout import Lookout
 from torchestra.engine.multihost.opening import open_bridge
-from torchestra.engine.multihost.parcel import Offer, Parcel, Patient
+from torchestra.engine.multihost.parcel import Ahead, Offer, Parcel, Patient
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.errors import (
     DistBackendError,
@@ -49,8 +49,6 @@ from torchestra.store import PrefixStore, Store
 __all__ = ["Messages"]
 
 _SMALL_BYTES = 64 << 10
-_EAGER_BYTES = 1 << 20
-_AHEAD_BYTES = 4 << 20
 _LOOK_SECONDS = 0.05
 _LONGEST_PAUSE = 1.0
 _MEET_SECONDS = 120.0
@@ -95,9 +93,7 @@ class Messages:
         self._wanted: list[Parcel] = []  # receives that nothing has come for, in their order
         self._offers: list[Offer] = []  # what nobody has received yet, in the order of its coming
         self._outgoing: dict[int, Parcel] = {}  # by number: offered, and not yet got
-        self._ahead: dict[
-            int, tuple[int, int]
-        ] = {}  # by number: to whom, and how much in letters not yet got
+        self._ahead = Ahead()
         self._coming: dict[tuple[int, int], Parcel] = {}  # by sender and number: what has been asked for
         self._closed = False
         _all.add(self)
@@ -182,9 +178,9 @@ class Messages:
         self._refuse_if_over(rank)
         self._letters.start()
         with self._begin_entry(parcel, SENT), self._lock:
-            parcel.part = part = self._how_much_ahead(rank, length)
-            if part:
-                self._ahead[parcel.number] = rank, part
+            if self._letters.is_direct(rank):
+                parcel.part = self._ahead.take(parcel.number, rank, length)
+            part = parcel.part
             if part < length:
                 self._outgoing[parcel.number] = parcel
                 self._letters.hurry()
@@ -205,13 +201,6 @@ class Messages:
             enclosed = ctypes.string_at(tensor.data_ptr(), length)
             self._write(rank, Letter(What.offer, 0, tag, kind, length, 0, enclosed))
             entry.end(well=True)
-
-    def _how_much_ahead(self, rank: int, length: int) -> int:
-        """How many bytes of a large message may be in letters."""
-        if not self._letters.is_direct(rank):
-            return 0
-        ahead = sum(part for receiver, part in self._ahead.values() if receiver == rank)
-        return max(0, min(length, _EAGER_BYTES, _AHEAD_BYTES - ahead))
 
     def _begin_far_receive(
         self, tensor: torch.Tensor, rank: int | None, tag: int, seconds: float, done: Done | None
@@ -341,7 +330,7 @@ class Messages:
 
     def _settle(self, number: int) -> Parcel | None:
         """Nothing more is to be done for a message that was offered."""
-        self._ahead.pop(number, None)
+        self._ahead.settle(number)
         return self._outgoing.pop(number, None)
 
     def _lose_store(self, error: Exception) -> None:

@@ -17,8 +17,10 @@ from torchestra.engine.member import Member
 from torchestra.engine.multihost.journal import Entry
 from torchestra.engine.operations import DTYPE_NAMES
 
-__all__ = ["Offer", "Parcel", "Patient"]
+__all__ = ["Ahead", "Offer", "Parcel", "Patient"]
 
+_EAGER_BYTES = 1 << 20  # of one message
+_AHEAD_BYTES = 4 << 20  # of all messages to one rank
 _LONGEST_LOOK = 2.0
 """Who looks after messages does so every second at least."""
 
@@ -169,6 +171,25 @@ class Parcel:
                 self.done(self)
             except Exception:
                 traceback.print_exc()
+
+
+class Ahead:
+    """How much of large messages goes in letters before it is asked for, until the receiver has got it."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, tuple[int, int]] = {}  # by message: to whom, and how many bytes
+
+    def take(self, number: int, rank: int, length: int) -> int:
+        """How many bytes of a message to a rank go ahead; they count until :meth:`settle`."""
+        ahead = sum(part for receiver, part in self._parts.values() if receiver == rank)
+        part = max(0, min(length, _EAGER_BYTES, _AHEAD_BYTES - ahead))
+        if part:
+            self._parts[number] = rank, part
+        return part
+
+    def settle(self, number: int) -> None:
+        """Nothing more is to be done for a message."""
+        self._parts.pop(number, None)
 
 
 class Patient:
