@@ -46,8 +46,9 @@ def test_the_functions_that_kernels_are_made_of_are_known() -> None:
     assert names >= {"meet", "wait_until", "publish", "buffer_of", "all_reduce", "exchange", "barrier"}
 
 
-# A handler that raises in the midst of Thread.start() has the thread end at once, and threading complain.
-@pytest.mark.filterwarnings("ignore:Exception ignored in thread:pytest.PytestUnraisableExceptionWarning")
+# A handler that raises in the midst of Thread.start() has the thread end at once, and threading complain; one
+# that raises in the callback of a weak reference gets no further, and Python complains.
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_ends_the_wait_for_a_compilation_and_not_the_compilation() -> None:
     """Half of a compilation would make every later one of the process fail: compiled without protection,
     some of these functions are broken for good."""
