@@ -27,7 +27,7 @@ Kernel = Callable[..., int]
 
 # The attributes of LocalEngine that hold kernels, and what they hold.
 KERNELS: dict[str, Any] = {
-    "_all_reduce": reduce.all_reduce,
+    "all_reduce_kernel": reduce.all_reduce,
     "_reduce_scatter": reduce.reduce_scatter,
     "_reduce_scatter_even": reduce.reduce_scatter_even,
     "_barrier": move.barrier,

@@ -120,7 +120,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", ["two_pipes", "wait_too_short"])
 def test_wrong_kernels_that_reduce_are_found_out(wrong: str) -> None:
     kernel = rebuilt(reduce, "all_reduce", **WRONG[wrong])
-    assert fails(3, (all_reduce,), {"_all_reduce": kernel}, tries=20)
+    assert fails(3, (all_reduce,), {"all_reduce_kernel": kernel}, tries=20)
 
 
 @pytest.mark.parametrize("wrong", ["one_slot", "one_pipe", "wait_too_short"])

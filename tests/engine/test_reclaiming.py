@@ -168,8 +168,17 @@ def test_a_thread_that_is_not_waited_for_any_longer_is_named(monkeypatch: pytest
 # -- what reads the tensors of others
 
 
-@pytest.mark.parametrize("kernel", ["_all_gather", "_broadcast", "_all_reduce"])
-def test_who_has_read_others_tensors_does_not_succeed_once_they_may_have_changed_them(kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "kernel"),
+    [
+        (Kind.all_gather, "_all_gather"),
+        (Kind.broadcast, "_broadcast"),
+        (Kind.all_reduce, "all_reduce_kernel"),
+    ],
+)
+def test_who_has_read_others_tensors_does_not_succeed_once_they_may_have_changed_them(
+    kind: Kind, kernel: str
+) -> None:
     """Rank 0 is through, and the group aborted, before rank 1 has seen that rank 0 is."""
     arena, descriptor = Arena.create(layout_for(2), "pair")
     os.close(descriptor)
@@ -180,8 +189,9 @@ def test_who_has_read_others_tensors_does_not_succeed_once_they_may_have_changed
         member.patience = 0.001
         engine = LocalEngine(member)
         tensor, output = engine.empty((LENGTH,), torch.float32).fill_(1.0), torch.empty(2 * LENGTH)
-        addresses = [tensor.data_ptr(), output.data_ptr()] if kernel == "_all_gather" else [tensor.data_ptr()]
-        kind = Kind[kernel[1:]]
+        addresses = [tensor.data_ptr()]
+        if kind is Kind.all_gather:
+            addresses.append(output.data_ptr())
         plan = engine.plan(
             kind,
             torch.float32,

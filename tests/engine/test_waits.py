@@ -69,7 +69,7 @@ def sleep_and_wake(patience: float, rounds: int, gate: threading.Barrier | None)
     """
     engine = sleepy_engine(patience)
     engine.choices = Choices(direct=1024, chunk=1024, share=1024)
-    counts = [count_pending(engine, attribute) for attribute in ("_barrier", "_all_reduce")]
+    counts = [count_pending(engine, attribute) for attribute in ("_barrier", "all_reduce_kernel")]
     small, chunked = torch.zeros(8), torch.zeros(5 * 256)
     longest = 0.0
     for _ in range(rounds):
