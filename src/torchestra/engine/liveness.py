@@ -173,12 +173,14 @@ class PeerProcesses:
 
     def _look(self) -> None:
         for rank in tuple(self._waiting):
-            # In this order: a rank takes its lock before it is PRESENT, and says that it has LEFT before it
-            # may close the file, so one that is PRESENT without its lock has ended.
+            # A rank takes its lock before it is PRESENT, and says that it has LEFT before it may close the
+            # file. So one that is PRESENT before and after it is seen without its lock has ended; seen only
+            # before, it may have left in between, and only after, it may have come.
+            before = self._word(rank, at.STATE)
+            if before == at.ABSENT:
+                continue
             held = self._arena.is_held(rank)
             state = self._word(rank, at.STATE)
-            if state == at.ABSENT:
-                continue
             if rank not in self._taken and self._is_near(rank):
                 process = self._word(rank, at.PROCESS), self._word(rank, at.STARTED)
                 self._taken[rank] = process, _handles.take(process)
