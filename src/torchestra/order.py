@@ -177,11 +177,14 @@ class Order:
             raise
 
     def leave(self, description: str, error: BaseException) -> str:
-        """Abort the group because this rank does not do its part of an operation; returns why."""
+        """Abort the group because this rank does not do its part of an operation; returns why.
+
+        Not if the rank has destroyed the group: the others are told that by its state.
+        """
         lines = str(error).splitlines()
         told = f": {lines[0]}" if lines else ""
         why = f"rank {self.engine.rank} left {description} with {type(error).__name__}{told}"
-        if not self.engine.member.is_aborted:
+        if not (self.closed or self.engine.member.is_aborted):
             self.engine.member.abort(why)
         return why
 
