@@ -30,12 +30,11 @@ from torchestra.forking import refusal
 from torchestra.hosts import Hosts, hosts_of
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
 from torchestra.process_group.group import GroupMaker
-from torchestra.process_group.starting import choose_backend, start, wish_of
+from torchestra.process_group.starting import AnyStore, choose_backend, start, wish_of
 from torchestra.registry import World, compact, current_world, label, own_world
 from torchestra.rendezvous import rendezvous
 from torchestra.store import FakeStore, PrefixStore, Store
 from torchestra.store.secret import Secret
-from torchestra.store.torch_agent import AnyStore
 from torchestra.thread_ranks import current_thread_rank
 from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
 

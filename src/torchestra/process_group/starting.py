@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Union
 
 import torch
 
@@ -25,6 +25,12 @@ from torchestra.quick import QuickCommunicator
 from torchestra.rendezvous import launch_environment
 from torchestra.store import PrefixStore, Store
 from torchestra.thread_ranks import current_thread_rank
+
+# Importing torch.distributed for the name of its stores would take a quarter of a second.
+_TORCHS: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "Store", Store)
+
+AnyStore = Union[Store, _TORCHS]
+"""A store of torchestra, or one of torch.distributed."""
 
 BACKENDS = ("native", "threads", "fake")
 _NCCL = "nccl"

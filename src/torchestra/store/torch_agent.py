@@ -13,9 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, Union
-
-import torch
+from typing import Any, TypeVar
 
 from torchestra.errors import DistNetworkError, DistStoreError
 from torchestra.store.base import (
@@ -34,12 +32,6 @@ from torchestra.store.tcp.pool import patiently
 from torchestra.types import Timeout, timeout_seconds
 
 __all__ = ["TorchStore", "connect_to_agent"]
-
-# Importing torch.distributed for the name of its stores would take a quarter of a second.
-_TORCHS: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "Store", Store)
-
-AnyStore = Union[Store, _TORCHS]
-"""A store of torchestra, or one of torch.distributed."""
 
 _T = TypeVar("_T")
 _REQUEST_SECONDS = 60.0
