@@ -423,9 +423,14 @@ def await_note(name: str, limit: float = WORLD_SECONDS) -> None:
 
 
 def mappings() -> list[str]:
-    """The memory files of torchestra that this process has mapped."""
+    """What this process has mapped of memory files of torchestra; of one file there may be several parts."""
     with open("/proc/self/maps") as file:
         return [line for line in file if "memfd:torchestra" in line]
+
+
+def mapped_files() -> set[str]:
+    """The memory files of torchestra of which this process has anything mapped, by inode and name."""
+    return {" ".join(line.split()[4:]) for line in mappings()}
 
 
 def descriptors() -> set[str]:

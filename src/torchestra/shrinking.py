@@ -59,17 +59,17 @@ def shrink_group(
     return chosen.shrink_when_idle(ranks_to_exclude)
 
 
-def _check_form(ranks_to_exclude: object, shrink_flags: object) -> None:
+def _check_form(ranks_to_exclude: object, shrink_flags: int) -> None:
     if not isinstance(ranks_to_exclude, list):
         raise InvalidArgumentTypeError(
-            f"shrink_group: ranks_to_exclude must be a list, but got {type(ranks_to_exclude).__name__}"
+            f"shrink_group: `ranks_to_exclude` must be a list, got {shown(ranks_to_exclude)}"
         )
     if not ranks_to_exclude:
         raise InvalidArgumentError(
             "shrink_group: ranks_to_exclude cannot be empty, got []; to go on without whoever has died,"
             " call group.shrink()"
         )
-    if not isinstance(shrink_flags, int) or shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
+    if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
         raise InvalidArgumentError(
             f"shrink_group: Invalid shrink_flags value: {shown(shrink_flags)}. Must be SHRINK_DEFAULT"
             f" ({SHRINK_DEFAULT}) or"
@@ -85,11 +85,6 @@ def _check_ranks(ranks_to_exclude: list[int], group: ProcessGroup) -> None:
         )
     seen: set[int] = set()
     for index, rank in enumerate(ranks_to_exclude):
-        if not isinstance(rank, int):
-            raise InvalidArgumentTypeError(
-                "shrink_group: All elements in ranks_to_exclude must be integers. Element at index"
-                f" {index} is {type(rank).__name__}: {rank}"
-            )
         if not 0 <= rank < size:
             raise InvalidArgumentError(
                 f"shrink_group: Rank {shown(rank)} at index {index} of ranks_to_exclude is out of bounds for"

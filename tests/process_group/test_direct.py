@@ -15,7 +15,7 @@ from torchestra.errors import CollectiveTimeoutError, InvalidArgumentError, Inva
 from torchestra.options import GroupOptions
 from torchestra.store import HashStore, PrefixStore
 from torchestra.thread_ranks import current_thread_rank
-from worlds import KINDS, mappings, run
+from worlds import KINDS, mapped_files, run
 
 
 def total(group: dist.ProcessGroup) -> float:
@@ -74,15 +74,15 @@ def test_a_direct_group_beside_the_default_group(kind: str) -> None:
 
 
 def drop(group: dist.ProcessGroup) -> None:
-    before = len(mappings())
+    before = len(mapped_files())
     other = dist.ProcessGroup(group.store, group.rank(), group.size(), SECONDS)
     work = other.allreduce(torch.ones(3))
-    assert len(mappings()) == before + 1
+    assert len(mapped_files()) == before + 1
     del other
     work.wait()  # what was called is run all the same
     del work
     gc.collect()
-    assert len(mappings()) == before
+    assert len(mapped_files()) == before
     assert total(group) == 3
 
 

@@ -246,7 +246,7 @@ def test_a_record_of_nothing_is_refused() -> None:
         dist.flight_record()
 
     def body() -> None:
-        with pytest.raises(InvalidArgumentTypeError, match="`group` must be a ProcessGroup, got 3"):
+        with pytest.raises(InvalidArgumentTypeError, match="`group` must be a ProcessGroup or"):
             dist.flight_record(3)
         other = dist.new_group([1])
         if dist.get_rank() == 0:

@@ -466,15 +466,21 @@ def test_ctrl_c_gets_through_and_the_rank_may_come_again() -> None:
 
 def refuse_arguments() -> None:
     group = world()
-    for exclude in ([3], [-1], [group.rank()], ["1"]):
+    for exclude in ([3], [-1], [group.rank()]):
         with pytest.raises(dist.InvalidArgumentError, match="must be other ranks of group 'default'"):
-            group.shrink(exclude=exclude)  # type: ignore[arg-type]
+            group.shrink(exclude=exclude)
+    with pytest.raises(dist.InvalidArgumentTypeError, match="`exclude` must be a list of ints"):
+        group.shrink(exclude=["1"])  # type: ignore[list-item]
     refusals: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (TypeError, "ranks_to_exclude must be a list", lambda: dist.shrink_group((1,))),  # type: ignore[arg-type]
+        (TypeError, "`ranks_to_exclude` must be a list", lambda: dist.shrink_group((1,))),  # type: ignore[arg-type]
         (ValueError, "ranks_to_exclude cannot be empty", lambda: dist.shrink_group([])),
         (ValueError, "Invalid shrink_flags value: 7", lambda: dist.shrink_group([1], shrink_flags=7)),
-        (TypeError, "must be integers. Element at index 1", lambda: dist.shrink_group([0, "1"])),  # type: ignore[list-item]
-        (ValueError, "Rank 3 at index 0 is out of bounds for group size 3", lambda: dist.shrink_group([3])),
+        (TypeError, "must be a list of ints, got ", lambda: dist.shrink_group([0, "1"])),  # type: ignore[list-item]
+        (
+            ValueError,
+            "Rank 3 at index 0 .* is out of bounds for group size 3",
+            lambda: dist.shrink_group([3]),
+        ),
         (ValueError, "Duplicate rank 1 found", lambda: dist.shrink_group([1, 1])),
         (ValueError, "Cannot exclude all 3 ranks", lambda: dist.shrink_group([0, 1, 2])),
         (RuntimeError, "is in the exclusion list", lambda: dist.shrink_group([group.rank()])),
