@@ -90,6 +90,7 @@ from .inquiries import (
 )
 from .launcher import RayOptions, launch
 from .mesh import DeviceMesh, init_device_mesh
+from .new_groups import new_group
 from .nn.parallel import BuiltinCommHookType, GradBucket
 from .objects import (
     all_gather_object,
@@ -130,7 +131,6 @@ from .world import (
     init_process_group,
     is_available,
     is_initialized,
-    new_group,
 )
 
 __all__ = [

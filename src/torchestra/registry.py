@@ -27,7 +27,7 @@ _SHORT = 16
 
 @dataclass(eq=False)
 class World:
-    """What one rank knows: its groups, and how many it has made.
+    """What one rank knows: its groups, and how often it has made some.
 
     A *tag* tells groups of the same ranks apart: there is one group per tag and set of ranks. The tag of a
     group that was given none is made from its name, so that tag and ranks find every group again.
@@ -35,7 +35,7 @@ class World:
     Attributes:
         default: the default group.
         groups: by name, in the order in which they were made.
-        made: how many groups all ranks have made together.
+        made: how many calls there have been in which all ranks made groups together.
         made_locally: the same for groups that only their members made, by :func:`label` of the ranks.
         thread: the one that the rank's program runs in: while it lives the rank does.
         known_as: what the program calls a backend, where that is not its name.

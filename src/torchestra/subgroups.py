@@ -8,11 +8,12 @@ import torch
 
 from torchestra.arguments import checked
 from torchestra.errors import InvalidArgumentError
+from torchestra.new_groups import make_groups, make_parts
 from torchestra.options import GroupOptions
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.registry import current_world
 from torchestra.types import Timeout
-from torchestra.world import AnyGroup, default_group, make_group, new_group
+from torchestra.world import AnyGroup, default_group
 
 __all__ = ["new_subgroups", "new_subgroups_by_enumeration", "split_group"]
 
@@ -38,6 +39,7 @@ def new_subgroups(
 
     Raises:
         InvalidArgumentError: the group's size is not a multiple of ``group_size``, or this rank is not in it.
+        CollectiveMismatchError: another rank has given another ``group_size``.
     """
     if group_size is None:
         if not torch.cuda.is_available():
@@ -58,10 +60,12 @@ def new_subgroups(
         raise InvalidArgumentError(
             f"new_subgroups: The world size ({size}) must be divisible by '{group_size=}'"
         )
-    parts = [list(parent.ranks[start : start + group_size]) for start in range(0, size, group_size)]
-    # Other groups may be cut at the same time, by other ranks, so that only the members can agree on a name.
-    alone = parent is not current_world().default
-    subgroups = [new_group(part, timeout, backend, pg_options, alone, group_desc) for part in parts]
+    parts = [sorted(parent.ranks[start : start + group_size]) for start in range(0, size, group_size)]
+    if parent is current_world().default:
+        subgroups = make_groups("new_subgroups", parts, timeout, backend, pg_options, group_desc)
+    else:  # other groups may be cut at the same time, by other ranks
+        description = group_desc or "undefined"
+        subgroups = make_parts("new_subgroups", parent, parts, timeout, backend, pg_options, description)
     return subgroups[parent.rank() // group_size], subgroups
 
 
@@ -84,6 +88,7 @@ def new_subgroups_by_enumeration(
     Raises:
         InvalidArgumentError: there are no lists, or one of them is not what :func:`torchestra.new_group`
             takes, or a rank is in two of them.
+        CollectiveMismatchError: another rank has given other lists.
     """
     if not ranks_per_subgroup_list:
         raise InvalidArgumentError(
@@ -103,10 +108,9 @@ def new_subgroups_by_enumeration(
                     f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})"
                 )
             seen[rank] = ranks
-    subgroups = [
-        new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
-        for ranks in ranks_per_subgroup_list
-    ]
+    subgroups = make_groups(
+        "new_subgroups_by_enumeration", ranks_per_subgroup_list, timeout, backend, pg_options, group_desc
+    )
     own = next((group for group in subgroups if not isinstance(group, NonMember)), None)
     return own, subgroups
 
@@ -138,13 +142,13 @@ def split_group(
     Raises:
         InvalidArgumentError: the lists are empty, overlap or name ranks that the group does not have, or this
             rank is not in the group.
+        CollectiveMismatchError: another rank of the group has given other lists.
     """
     if not split_ranks:
         raise InvalidArgumentError("split_group: split_ranks cannot be None or empty")
     parent = _parent(parent_pg, "split_group")
-    own: tuple[int, Sequence[int]] | None = None
     seen: set[int] = set()
-    for index, part in enumerate(split_ranks):
+    for part in split_ranks:
         if len(part) == 0:
             raise InvalidArgumentError("split_group: the split group cannot be empty")
         if len(part) > parent.size():
@@ -161,22 +165,12 @@ def split_group(
                 f"split_group: ranks {sorted(seen & set(part))} of {list(part)} are in another split as well"
             )
         seen |= set(part)
-        if parent.rank() in part:
-            own = index, sorted(part)
-    world = current_world()
-    label = f"split {parent.group_name}"
-    number = world.made_locally[label] = world.made_locally.get(label, 0) + 1
+    parts = [[parent.to_global_rank(rank) for rank in sorted(part)] for part in split_ranks]
+    made = make_parts("split_group", parent, parts, timeout, backend, pg_options, group_desc)
+    own = next((group for group in made if not isinstance(group, NonMember)), None)
     if own is None:
-        return NonMember([parent.to_global_rank(rank) for rank in seen], f"{parent.group_name}.{number}")
-    index, members = own
-    return make_group(
-        [parent.to_global_rank(rank) for rank in members],
-        timeout,
-        backend,
-        pg_options,
-        group_desc=group_desc or f"{parent.group_desc}:split:{number - 1}",
-        name=f"{parent.group_name}.{number}.{index}",
-    )
+        return NonMember([parent.to_global_rank(rank) for rank in seen], made[0].group_name)
+    return own
 
 
 def _parent(group: object, name: str) -> ProcessGroup:

@@ -1,7 +1,7 @@
-"""The world: making and destroying groups, the default group first.
+"""The world: making the default group, and destroying groups.
 
-What is made is entered into the rank's registry (registry.py), which is the only state of torchestra that is
-not reached through an object, and which is changed in this file only.
+What is made, here and in new_groups.py, is entered into the rank's registry (registry.py), which is the only
+state of torchestra that is not reached through an object, and which is changed in these two files only.
 """
 
 from __future__ import annotations
@@ -15,23 +15,20 @@ from typing import Any, Union, cast
 import torch
 
 from torchestra import unwaited
-from torchestra.arguments import check_integer, checked, refuse_type
+from torchestra.arguments import checked, refuse_type
 from torchestra.communicator import Communicator
 from torchestra.deferred import DeferredCommunicator
 from torchestra.delegation.agreement import Agreement, Wish
-from torchestra.device_communicator import agreement_of
 from torchestra.errors import (
     InvalidArgumentError,
     NothingToDestroyError,
     NotInitializedError,
-    shown,
 )
-from torchestra.forking import refusal
-from torchestra.hosts import Hosts, hosts_of
+from torchestra.hosts import Hosts
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
 from torchestra.process_group.group import GroupMaker
 from torchestra.process_group.starting import AnyStore, choose_backend, start, wish_of
-from torchestra.registry import World, compact, current_world, label, own_world
+from torchestra.registry import World, current_world, own_world
 from torchestra.rendezvous import rendezvous
 from torchestra.store import FakeStore, PrefixStore, Store
 from torchestra.store.secret import Secret
@@ -39,8 +36,8 @@ from torchestra.thread_ranks import current_thread_rank
 from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
 
 AnyGroup = Union[ProcessGroup, NonMember]
-_DEFAULT_NAME = "default"
-_FEW, _MOST_PRETENDED = 16, 1 << 31
+DEFAULT_NAME = "default"
+_MOST_PRETENDED = 1 << 31
 _NO_WISH = Wish()
 
 
@@ -143,7 +140,7 @@ def make_world(
             "trying to initialize the default process group twice! Call destroy_process_group() first"
         )
     wish = wish_of(backend, device_id)
-    seconds = _time_limit(timeout, pg_options if maker is None else None, DEFAULT_TIMEOUT)
+    seconds = time_limit(timeout, pg_options if maker is None else None, DEFAULT_TIMEOUT)
     here = current_thread_rank()
     chosen = choose_backend(backend)
     if store is not None and init_method is not None:
@@ -164,11 +161,11 @@ def make_world(
         store, rank, world_size = PrefixStore("torchestra", met.store), met.rank, met.world_size
     if world.thread is None:
         world.thread = threading.current_thread()
-    group = _make_group(
+    group = start_group(
         store,
         ranks=range(world_size),
         rank=rank,
-        name=_DEFAULT_NAME,
+        name=DEFAULT_NAME,
         backend=chosen,
         seconds=seconds,
         description=group_name or "default_pg",
@@ -176,10 +173,11 @@ def make_world(
         wish=wish,
     )
     world.default = group
-    _register(world, group)
+    register(world, group)
 
 
-def _register(world: World, group: ProcessGroup, tag: str = "") -> None:
+def register(world: World, group: ProcessGroup, tag: str = "") -> None:
+    """Enter a new group into a registry, where the one that it is shrunk to will take its place."""
     world.add(group, tag)
     group.when_shrunk = partial(_replace, world, tag)
 
@@ -187,7 +185,7 @@ def _register(world: World, group: ProcessGroup, tag: str = "") -> None:
 def _replace(world: World, tag: str, old: ProcessGroup, new: ProcessGroup) -> None:
     """Put a shrunk group in the place of the one that it is made of."""
     world.remove(old)
-    _register(world, new, tag)
+    register(world, new, tag)
     if old is not world.default:
         return
     world.default = new
@@ -216,7 +214,7 @@ def _alone(store: Store | None, rank: int, world_size: int) -> tuple[Store, int,
     return FakeStore() if store is None else store, rank, world_size
 
 
-def _time_limit(timeout: Timeout | None, options: Any, otherwise: Timeout) -> float:
+def time_limit(timeout: Timeout | None, options: Any, otherwise: Timeout) -> float:
     """The time-out of a group in seconds: as given, or in its options, or else another one."""
     if options is not None and not isinstance(options, GroupOptions):
         raise InvalidArgumentError(f"pg_options must be a torchestra.GroupOptions, got {options!r}")
@@ -225,7 +223,7 @@ def _time_limit(timeout: Timeout | None, options: Any, otherwise: Timeout) -> fl
     return timeout_seconds(timeout)
 
 
-def _make_group(
+def start_group(
     store: Store,
     ranks: Sequence[int],
     rank: int,
@@ -239,6 +237,19 @@ def _make_group(
     wish: Wish = _NO_WISH,
     agreement: Agreement | None = None,
 ) -> ProcessGroup:
+    """Make a group whose members call this, each with its own rank; returns when all have come.
+
+    Args:
+        store: what the members share.
+        ranks: the members' global ranks.
+        rank: this one's number in the group.
+        name: of the group, never used before.
+        backend, hosts, wish, agreement: as start() in process_group/starting.py has them.
+        seconds: the group's time-out.
+        description: the group's.
+        deferred: return at once; the members meet in their first operation.
+        maker: what makes the group instead of a backend.
+    """
     if maker is not None:
         made = maker(store, ranks, rank, name, seconds)
         made.group_desc = description
@@ -263,154 +274,6 @@ def _make_group(
     group = made_of(cast(Communicator, placeholder))
     placeholder.replace = lambda made: setattr(group, "communicator", made)
     return group
-
-
-@checked
-def new_group(
-    ranks: Sequence[int] | None = None,
-    timeout: Timeout | None = None,
-    backend: str | None = None,
-    pg_options: GroupOptions | None = None,
-    use_local_synchronization: bool = False,
-    group_desc: str | None = None,
-    device_id: int | torch.device | None = None,
-    sort_ranks: bool = True,
-) -> AnyGroup:
-    """Make a group of some ranks. Must be called by every rank of the world, in the same order.
-
-    Args:
-        ranks: global ranks; default: all. The same on all ranks.
-        timeout: for operations of the group; default: that of the default group.
-        backend: None or the default group's; ``"nccl"`` as for :func:`init_process_group`.
-        pg_options, device_id: as for :func:`init_process_group`.
-        use_local_synchronization: if true, only the members need to call, and groups that have members in
-            common must be made in the same order by them.
-        group_desc: a description.
-        sort_ranks: number the members in the order of their global ranks; if false, as they are given.
-
-    Returns:
-        The group; on a rank that is not in it, a :class:`NonMember`.
-
-    Raises:
-        InvalidArgumentError: ranks repeat or do not exist, or an argument is wrong.
-        NotInitializedError: there is no default group.
-        CollectiveTimeoutError: not all members came in time.
-    """
-    return make_group(
-        in_order(ranks) if sort_ranks else ranks,
-        timeout,
-        backend,
-        pg_options,
-        use_local_synchronization,
-        group_desc,
-        device_id,
-    )
-
-
-def in_order(ranks: Sequence[int] | None) -> Sequence[int] | None:
-    """Global ranks by their numbers; InvalidArgumentError if they are no ranks of the default group."""
-    return None if ranks is None else sorted(_checked_ranks(ranks, default_group().size()))
-
-
-def make_group(
-    ranks: Sequence[int] | None = None,
-    timeout: Timeout | None = None,
-    backend: str | None = None,
-    pg_options: GroupOptions | None = None,
-    use_local_synchronization: bool = False,
-    group_desc: str | None = None,
-    device_id: int | torch.device | None = None,
-    *,
-    tag: str = "",
-    deferred: bool = False,
-    name: str = "",
-    maker: GroupMaker | None = None,
-) -> AnyGroup:
-    """:func:`new_group` with more choices, and with the ranks in the order in which they are given.
-
-    Args:
-        tag: tells groups of the same ranks apart: if there is a group of these ranks and this tag already, it
-            is returned. Without a tag a new group is made each time.
-        deferred: return at once; the members meet in their first operation. Whoever is a member must call,
-            as with ``use_local_synchronization``.
-        name: of the group, the same on all members and never used before; default: made from how many groups
-            there have been.
-        maker: what makes the group, instead of a backend; default: what made the default group.
-    """
-    world = current_world()
-    parent = default_group()
-    if world.inherited:
-        raise refusal(f"no group can be made of the world of rank {parent.rank()}")
-    wish = wish_of(backend, device_id)
-    if maker is None and backend is None:
-        maker = parent.maker
-    own = parent.backend if parent.maker is None else choose_backend(backend if maker is None else None)
-    if maker is None and backend is not None and choose_backend(backend) != own:
-        raise InvalidArgumentError(
-            f"new_group: backend {backend!r} differs from the default group's {parent.backend!r}"
-        )
-    chosen = _checked_ranks(range(parent.size()) if ranks is None else ranks, parent.size())
-    seconds = _time_limit(timeout, pg_options if maker is None else None, parent.timeout)
-    if name:
-        pass
-    elif use_local_synchronization or deferred:
-        named = label(chosen)
-        number = world.made_locally[named] = world.made_locally.get(named, 0) + 1
-        name = f"of-{named}-{number}"
-    else:
-        world.made += 1
-        name = str(world.made)
-    if parent.group_name != _DEFAULT_NAME:
-        name = f"{name}@{parent.group_name}"  # groups of the world before it was shrunk may have the other
-    if parent.rank() not in chosen:
-        return NonMember(chosen, name)
-    if tag and (existing := world.find(chosen, tag)) is not None:
-        return existing
-    agreement = None if parent.maker is not None else agreement_of(parent.communicator)
-    group = _make_group(
-        parent.store,
-        ranks=chosen,
-        rank=chosen.index(parent.rank()),
-        name=name,
-        backend=own,
-        seconds=seconds,
-        description=group_desc or "undefined",
-        deferred=deferred,
-        hosts=None if parent.maker is not None else hosts_of(parent.communicator, chosen),
-        maker=maker,
-        wish=wish,
-        agreement=None if agreement is None else agreement.among(chosen),
-    )
-    _register(world, group, tag)
-    return group
-
-
-def _checked_ranks(ranks: Sequence[int], size: int) -> Sequence[int]:
-    if (
-        isinstance(ranks, range)
-        and ranks
-        and 0 <= min(ranks[0], ranks[-1]) <= max(ranks[0], ranks[-1]) < size
-    ):
-        return ranks
-    chosen = tuple(check_integer(rank, "ranks", "new_group") for rank in ranks)
-    if not chosen:
-        raise InvalidArgumentError(f"new_group: ranks must not be empty, got {shown(ranks)}")
-    if len(set(chosen)) != len(chosen):
-        raise InvalidArgumentError(
-            f"new_group: ranks list must not contain duplicate entries, got {shown(list(chosen))}"
-        )
-    if len(chosen) > size:
-        raise InvalidArgumentError(
-            "new_group: the new group's world size should be less or equal to the world size set by"
-            f" init_process_group, which is {size}; got {len(chosen)} ranks"
-        )
-    for rank in chosen:
-        if not 0 <= rank < size:
-            raise InvalidArgumentError(
-                f"new_group: Rank {shown(rank)} is out of range. Valid ranks are 0 to {size - 1}"
-                f" (world_size={size}), in `ranks`"
-            )
-    return chosen if len(chosen) <= _FEW else compact(chosen)
 
 
 @checked

@@ -7,9 +7,9 @@ import hashlib
 import torch
 
 from torchestra.collectives import all_gather_into_tensor
+from torchestra.new_groups import new_group
 from torchestra.process_group import ProcessGroup
 from torchestra.store.process import ProcessIdentity
-from torchestra.world import new_group
 
 _DIGEST_BYTES = 16
 

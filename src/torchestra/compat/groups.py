@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
-from torchestra import subgroups, world
+from torchestra import new_groups, subgroups, world
 from torchestra.compat.backends import engine_of, get_backend_config, registered
 from torchestra.errors import DistStoreError, InvalidArgumentError, StoreTimeoutError
 from torchestra.functional import groups as functional_groups
@@ -153,8 +153,8 @@ def _new_group_with_tag(
     engine = None if maker else engine_of(backend)
     if backend is not None and engine is None and default_group().maker is not None:
         engine = choose_backend(None)  # asked for by name, where it is not what the default group has
-    made = world.make_group(
-        world.in_order(ranks) if sort_ranks else ranks,
+    made = new_groups.make_group(
+        new_groups.in_order(ranks) if sort_ranks else ranks,
         timeout,
         engine,
         backend_options,

@@ -13,7 +13,7 @@ at whichever step: rank 0 under the key that the others read first, the others u
 while it waits. Rank 0 then aborts the group in the arena, where all those wait who have come. The keys::
 
     arena      "processes INVITATION", "threads TOKEN", or "failed WHY"
-    failed     "RANK WHY" of the first rank that has failed
+    failed     "RANK WHY" of the first rank that has failed, "- WHY" of one that is not in the group
 """
 
 from __future__ import annotations
@@ -128,6 +128,16 @@ def join(
         if rank == 0 and shared is not None:
             _forget(shared)
     return member
+
+
+def refuse(store: Store, why: str) -> None:
+    """Have all those hear who enter the group that uses this store, or will, that it cannot be made.
+
+    For whoever is not in it itself. Those who have all come already go on undisturbed.
+    """
+    # Rank 0 looks at the one while it waits, and puts its invitation in place of the other if it comes later.
+    store.compare_set("failed", "", f"- {why}")
+    store.compare_set("arena", "", f"failed {why}")
 
 
 class _Entering:

@@ -13,9 +13,10 @@ from torchestra.arguments import checked, is_integer
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, InvalidShapeError, shown
 from torchestra.layouts import TENSORS, what_is_missing
 from torchestra.mesh import DeviceMesh
+from torchestra.new_groups import make_group
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.registry import current_world
-from torchestra.world import default_group, make_group
+from torchestra.world import default_group
 
 __all__ = ["Group", "expand_group", "find_or_make_group", "group_name", "group_size"]
 

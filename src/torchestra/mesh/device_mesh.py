@@ -35,6 +35,7 @@ from torchestra.mesh.layout import (
     row_major,
     table_of,
 )
+from torchestra.new_groups import make_group
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.registry import compact, current_world
 from torchestra.world import (
@@ -44,7 +45,6 @@ from torchestra.world import (
     get_world_size,
     init_process_group,
     is_initialized,
-    make_group,
 )
 
 __all__ = ["DeviceMesh", "Dimension"]

@@ -13,10 +13,11 @@ from torchestra.delegation.nccl import is_nccl_built, why_no_nccl
 from torchestra.device_communicator import delegate
 from torchestra.engine import warm_up
 from torchestra.engine.joining import join
+from torchestra.engine.joining import refuse as refuse_entry
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.multihost.finding import find_hosts, may_span_hosts
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.multihost.joining import join_hosts
+from torchestra.engine.multihost.joining import join_hosts, refuse_hosts
 from torchestra.engine.multihost.opening import choose_bridge
 from torchestra.errors import DistBackendError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.fake import FakeCommunicator
@@ -154,6 +155,20 @@ def start(
         raise
     delegate(communicator, own, agreed)
     return communicator
+
+
+def refuse(store: Store, name: str, hosts: Hosts | None, why: str) -> None:
+    """Have those hear who wait in :func:`start` for the others that their group cannot be made.
+
+    Args:
+        store, name, hosts: as they have given them.
+        why: what they are told.
+    """
+    own = PrefixStore(f"group/{name}", store)
+    if hosts is not None and len(hosts) > 1:
+        refuse_hosts(own, hosts, why)
+    else:
+        refuse_entry(own, why)
 
 
 def _meet(

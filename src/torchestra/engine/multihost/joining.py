@@ -9,7 +9,7 @@ import time
 import torch
 
 from torchestra.engine import layout as at
-from torchestra.engine.joining import join
+from torchestra.engine.joining import join, refuse
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.member import Member
 from torchestra.engine.multihost import moving
@@ -26,7 +26,7 @@ from torchestra.engine.operations import Kind, pack
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import PrefixStore, Store
 
-__all__ = ["join_hosts"]
+__all__ = ["join_hosts", "refuse_hosts"]
 
 
 def join_hosts(
@@ -100,6 +100,15 @@ def join_hosts(
     if bridge == "mpi":
         close_at_exit(engine)
     return engine
+
+
+def refuse_hosts(store: Store, hosts: Hosts, why: str) -> None:
+    """:func:`torchestra.engine.joining.refuse` for a group whose ranks are on several hosts.
+
+    Those hear of it that wait for ranks of their own host.
+    """
+    for host in range(len(hosts)):
+        refuse(PrefixStore(f"host/{host}", store), why)
 
 
 def _draw_key(crossing: Crossing, seconds: float) -> bytes:
