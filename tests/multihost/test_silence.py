@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 
 import pytest
 from simulated import SECONDS
 
-from torchestra.engine.multihost import silence, warden
+from torchestra.engine.multihost import silence, store_values, warden
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import GroupAbortedError
 from torchestra.store import HashStore
+from torchestra.store.rate_limited import RateLimitedWarnings
 
 BOUND = 8.0
 
@@ -66,6 +68,44 @@ def test_who_was_stopped_itself_does_not_take_the_others_for_silent(clock: Clock
         clock.now += 1.0
         gone = watch.gone()
     assert gone == {4}  # it has had its time to beat again
+
+
+NO_BEATS = [b"", b"\xff", b"5", b"[1, 2]", b'["1", [], []]', b"[1, 5, 5]", b"[1, [0], [99]]", b"[" * 100_000]
+"""What no host says: no JSON, another form, and ranks that are not its own."""
+
+
+@pytest.mark.parametrize("text", NO_BEATS)
+def test_what_stands_in_the_place_of_a_beat_and_is_none_is_no_word_of_the_host(
+    clock: Clock, text: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        store_values, "warnings", RateLimitedWarnings(logging.getLogger("torchestra.test_silence"))
+    )
+    store = HashStore()
+    watch = watching(store)
+    store.set("silent", b"\xff ")
+    beat(store, 1, 7, dead=(3,))
+    store.set("beat/2", text)
+    assert watch.gone() == {3}
+    [warning] = caplog.messages
+    assert "dropped what host c cannot have said" in warning
+    for second in range(int(BOUND) + 2):
+        clock.now += 1.0
+        beat(store, 1, second, dead=(3,))
+        gone = watch.gone()
+    assert gone == {3, 4}  # it is silent
+
+
+@pytest.mark.parametrize("text", NO_BEATS)
+def test_a_warden_takes_it_for_no_word_either(
+    head: tuple[warden.Warden, LoneMember, HashStore], text: bytes
+) -> None:
+    made, member, store = head
+    store.set("beat/1", text)
+    made.listen()
+    assert made.fate(1) is None
+    assert (made.dead, made.left) == (set(), set())
+    assert not member.told
 
 
 class LoneMember:

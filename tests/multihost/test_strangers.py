@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import on_threads
 from test_hosts_messages import letters_of, meet_over_a_line
+from test_hosts_shrink import meet as meet_by_the_store
 
 import torchestra as dist
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.multihost.letters import ENCLOSED_BYTES, Envelope, Letter, What, pack, unpack
 from torchestra.engine.multihost.opening import BRIDGE_VARIABLE, TRUST_VARIABLE, choose_bridge
 from torchestra.errors import InvalidArgumentError
-from torchestra.store import HashStore
+from torchestra.store import HashStore, PrefixStore
 from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.transport.connections import Wire
 from torchestra.transport.meeting import meet
@@ -33,7 +34,7 @@ LAST = 2
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What is logged of letters that are dropped, beginning anew."""
-    for name in ("letters", "correspondence", "messages", "warden"):
+    for name in ("letters", "correspondence", "messages", "warden", "store_values"):
         monkeypatch.setattr(
             f"torchestra.engine.multihost.{name}.warnings", RateLimitedWarnings(logging.getLogger("letters"))
         )
@@ -155,7 +156,9 @@ NONSENSE = [
     "[]",
     "[" * 100_000,
     '{"abort": 5, "host": 9}',
+    '{"abort": ["over", ["1"], 5], "host": 9}',
     '{"gone": [], "host": 1}',
+    '{"gone": [["1"], [99]], "host": 9}',
     '{"ask": 1}',
 ]
 
@@ -175,6 +178,45 @@ def be_asked_despite_nonsense() -> bool:
 @pytest.mark.usefixtures("told")
 def test_news_that_strangers_tell_are_dropped() -> None:
     assert on_threads((1, 1), be_asked_despite_nonsense) == [True, True]
+
+
+def shrink_despite_nonsense() -> tuple[int, ...] | None:
+    group = dist.group.WORLD
+    assert group is not None
+    store = PrefixStore("shrinking", group.communicator.engine.crossing.outlook.store)
+    if dist.get_rank() == 0:
+        store.append("came", b"x \xff 99 --1 0:1 ")
+        store.append("gone", b"x \xff 99 -1 0:1 ")
+        store.append("excluded", b"x \xff 0 1:x 1:99 -1:0 0:1:2 ")
+        for number, text in enumerate(("[9", "[1, 0]", "[0, 99]", '["0"]', "{}"), 1):
+            store.set(f"round/{number}", text)
+        store.set("verdict/6", "neither")
+    meet_by_the_store()
+    if dist.get_rank() == 2:
+        return None
+    return group.shrink(exclude=[2]).previous_ranks
+
+
+def test_what_strangers_say_of_who_goes_on_is_dropped(told: pytest.LogCaptureFixture) -> None:
+    assert on_threads((1, 2), shrink_despite_nonsense) == [(0, 1), (0, 1), None]
+    assert any("no rank can have" in record.message for record in told.records)
+
+
+def believe_no_verdict(proposal: str) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    store = PrefixStore("shrinking", group.communicator.engine.crossing.outlook.store)
+    if dist.get_rank() == 0:
+        store.set("round/1", proposal)
+        store.set("verdict/1", "committed")
+    meet_by_the_store()
+    with pytest.raises(dist.DistBackendError, match=r"somebody else has written .*TORCHESTRA_SECRET"):
+        group.shrink()
+
+
+@pytest.mark.parametrize("proposal", ["", "[0, 1]"])
+def test_who_has_not_entered_a_group_is_not_in_it_whatever_a_stranger_says(proposal: str) -> None:
+    on_threads((1, 1), believe_no_verdict, proposal)
 
 
 # -- connections

@@ -44,8 +44,10 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from torchestra.engine.multihost.crossing import Crossing
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.silence import Silence
+from torchestra.engine.multihost.store_values import ranks_in_words, read_proposal
 from torchestra.errors import (
     CollectiveTimeoutError,
+    DistBackendError,
     DistError,
     DistNetworkError,
     DistStoreError,
@@ -53,6 +55,7 @@ from torchestra.errors import (
     RankExcludedError,
 )
 from torchestra.store import PrefixStore, Store
+from torchestra.store.secret import SECRET_ADVICE
 
 __all__ = ["Entered", "ShrunkHosts", "shrink_hosts"]
 
@@ -105,6 +108,7 @@ def shrink_hosts(
         RankExcludedError: the others go on without this rank.
         CollectiveTimeoutError: a rank lives but has not come; it is named.
         DistNetworkError: the store is gone, and with it the means to agree.
+        DistBackendError: somebody else has written into the store that it is decided.
         InvalidArgumentError: another thread of this rank is shrinking the group.
     """
     member = crossing.member
@@ -222,16 +226,20 @@ class _Attempt(Generic[E]):
         here = set(member.called({*dead, *left}))
         self._append("gone", map(str, here - self._told))
         self._told |= here
-        came, gone, excluded, survivors, verdict = (
-            value.decode() for value in self._store.multi_get(self._keys())
-        )
-        pairs = (word.split(":") for word in excluded.split())
+        came, gone, excluded, proposal, verdict = self._store.multi_get(self._keys())
+        size, what = self._hosts.size, f"who goes on from group {self._crossing.name!r}"
+        survivors = read_proposal(proposal, size) if proposal else ()
+        if survivors is None:
+            survivors = ()
+            self._void()
+        if verdict not in (b"", _COMMITTED):
+            verdict = _VOID  # also what no rank has written: all read the same
         return _View(
-            _those_who_came(came),
-            {int(rank) for rank in gone.split()},
-            {int(rank): int(excluder) for rank, excluder in pairs},
-            tuple(json.loads(survivors or "[]")),
-            verdict.encode(),
+            _those_who_came(came, size, what),
+            {rank for (rank,) in ranks_in_words(gone, 1, size, what)},
+            {ranks[0]: ranks[1] for ranks in ranks_in_words(excluded, 2, size, what)},
+            survivors,
+            verdict,
         )
 
     def _exclusion(self, excluder: int) -> RankExcludedError:
@@ -281,6 +289,8 @@ class _Attempt(Generic[E]):
     # -- ends
 
     def _conclude(self, view: _View) -> ShrunkHosts[E]:
+        if not view.survivors:
+            raise self._forgery()
         if self._rank not in view.survivors:
             if self._rank in view.excluded:
                 raise self._exclusion(view.excluded[self._rank])
@@ -291,10 +301,17 @@ class _Attempt(Generic[E]):
                 " it, or start it anew",
                 view.survivors,
             )
-        assert self._entry is not None, "a round is committed only when all whom it names have entered"
-        assert self._entry.entered is not None
+        if self._entry is None or self._entry.entered is None:
+            raise self._forgery()
         return ShrunkHosts(
             self._entry.entered, PrefixStore(f"keys/{self._number}", self._store), view.survivors
+        )
+
+    def _forgery(self) -> DistBackendError:
+        return DistBackendError(
+            f"rank {self._rank}: the store says that group {self._crossing.name!r} has been shrunk, before"
+            " those have entered the new group who are to be in it: somebody else has written that into the"
+            f" store; {SECRET_ADVICE}"
         )
 
     def _end_late(self, late: Sequence[int], view: _View) -> None:
@@ -375,9 +392,9 @@ class _Entry(Generic[E]):
             entered.close()
 
 
-def _those_who_came(words: str) -> set[int]:
+def _those_who_came(text: bytes, size: int, what: str) -> set[int]:
     came: set[int] = set()
-    for word in words.split():
-        rank = int(word.lstrip("-"))
-        (came.discard if word.startswith("-") else came.add)(rank)
+    for word in text.split():
+        for (rank,) in ranks_in_words(word.removeprefix(b"-"), 1, size, what):
+            (came.discard if word.startswith(b"-") else came.add)(rank)
     return came

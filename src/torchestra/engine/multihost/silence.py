@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterable, Mapping
 
 from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.multihost.store_values import read_beat
 from torchestra.store import Store
 
 __all__ = ["BEATS_PER_BOUND", "Silence", "Watch"]
@@ -80,9 +80,9 @@ class Silence:
         said = dict(zip(self._others, beats, strict=True))
         gone: set[int] = set()
         for host, unchanged in self._watch.unchanged(said).items():
-            count, dead, left = json.loads(said[host])
-            gone.update(dead, left)
-            silent = f"{host}:{count}" in given_up.decode().split()
+            beat = read_beat(said[host], self._hosts, host)
+            gone.update(beat.dead, beat.left)
+            silent = f"{host}:{beat.number}".encode() in given_up.split()
             if silent or unchanged > self._bound:
                 gone.update(self._hosts.on(host))
         self._gone = frozenset(gone)

@@ -44,6 +44,7 @@ from torchestra.engine.member import Member
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.records import Answer, answer, understand
 from torchestra.engine.multihost.silence import BEATS_PER_BOUND, Watch
+from torchestra.engine.multihost.store_values import UNREADABLE, ranks_in, read_beat
 from torchestra.errors import DistError, InvalidArgumentError, RankFailedError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
 from torchestra.store.proven import UnprovenValueError
@@ -54,8 +55,7 @@ __all__ = ["HEARTBEAT_VARIABLE", "Outlook", "Warden", "heartbeat_bound"]
 HEARTBEAT_VARIABLE = "TORCHESTRA_HEARTBEAT"
 """How many seconds a host may be silent before it is given up; the same for all ranks."""
 
-_UNREADABLE = (ValueError, TypeError, LookupError, RecursionError, zlib.error)
-"""What it comes to if somebody else has written into the store, where that asks nobody."""
+_UNREADABLE = (*UNREADABLE, zlib.error)
 
 _DEFAULT_BOUND = 10.0
 _ANSWER_SECONDS = 3.0
@@ -174,9 +174,9 @@ class Outlook:
         if time.monotonic() - looked > _FATE_SECONDS:
             with contextlib.suppress(DistError, OSError, *_UNREADABLE):
                 if self._store.check([f"beat/{host}"]):
-                    _, dead, left = json.loads(self._store.get(f"beat/{host}"))
+                    _, dead, left = read_beat(self._store.get(f"beat/{host}"), self.hosts, host)
                 if self._store.check([f"left/{rank}"]):
-                    left = [*left, rank]
+                    left = (*left, rank)
             self._fates[host] = (time.monotonic(), dead, left)
         return "died" if rank in dead else "destroyed the group" if rank in left else None
 
@@ -248,15 +248,17 @@ class Outlook:
         others = [host for host in range(len(self.hosts)) if host != self.host]
         keys = {host: f"answer/{number}/{host}" for host in others if not self._is_deaf(host)}
         deadline = time.monotonic() + min(self.bound, _ANSWER_SECONDS)
-        lines, missing = [], []
+        lines: list[str] = []
+        missing: list[int] = []
         for host in others:
             line = f"\nhost {self.hosts.names[host]} does not answer"
             if number and host in keys:
                 with contextlib.suppress(DistError, OSError, *_UNREADABLE):
                     self._store.wait([keys[host]], max(0.01, deadline - time.monotonic()))
                     absent, standing = json.loads(self._store.get(keys[host]))
+                    absent = ranks_in(absent, self.hosts.on(host))
+                    line = _text(standing)
                     missing += absent
-                    line = standing
             lines.append(line)
         return tuple(missing), "".join(lines)
 
@@ -307,9 +309,6 @@ class Warden(Outlook):
                 self._unreached = 0
             except (DistError, OSError):
                 self._closed.wait(self._interval)
-            except _UNREADABLE as error:
-                warnings.warn("host %s cannot read what another one is to have said: %r", self.host, error)
-                self._closed.wait(self._interval)
 
     def _count_silence(self) -> None:
         """Give up if the store is not reached: a request of its own may wait for an answer for long.
@@ -346,7 +345,7 @@ class Warden(Outlook):
 
     def _hear(self, host: int, beat: bytes, unchanged: float) -> None:
         """Take in what a host has said, which has been that for so many seconds."""
-        count, dead, left = json.loads(beat)
+        count, dead, left = read_beat(beat, self.hosts, host)
         self.dead.update(dead)
         self.left.update(left)
         ranks = self.hosts.on(host)
@@ -386,11 +385,12 @@ class Warden(Outlook):
     def _take_news(self, news: dict[str, Any], number: int, heard: float) -> None:
         if "abort" in news and news["host"] != self.host:
             why, failed, standing = news["abort"]
+            abort = _text(why), ranks_in(failed, range(self.hosts.size)), _text(standing)
             self._say_heard()
             self._heard_abort = True
-            self._abort_aside(why, tuple(failed), standing)
+            self._abort_aside(*abort)
         elif "gone" in news and news["host"] != self.host:
-            dead, left = news["gone"]
+            dead, left = (ranks_in(gone, range(self.hosts.size)) for gone in news["gone"])
             here = self.hosts.on(self.host)
             self.dead.update(set(dead).difference(here))
             self.left.update(set(left).difference(here))
@@ -434,6 +434,12 @@ def _await_heard_at_exit() -> None:
 
 
 atexit.register(_await_heard_at_exit)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"not a text: {value!r:.100}")
+    return value
 
 
 def _innermost(store: Store) -> Store:

@@ -1,0 +1,87 @@
+"""How what ranks have written into the store for each other is read.
+
+Where the store asks nobody for a proof, anybody may have written it. What no rank can have written is
+dropped, with a warning; what it may say is checked here, so that whoever uses it need not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Container, Iterator
+from typing import NamedTuple
+
+from torchestra.engine.multihost.hosts import Hosts
+from torchestra.store.rate_limited import RateLimitedWarnings
+
+__all__ = ["UNREADABLE", "Beat", "ranks_in", "ranks_in_words", "read_beat", "read_proposal", "warnings"]
+
+UNREADABLE = (ValueError, TypeError, LookupError, RecursionError)
+"""What reading comes to of what no rank can have written."""
+
+warnings = RateLimitedWarnings(logging.getLogger(__name__))
+
+
+class Beat(NamedTuple):
+    """What a host says again and again (warden.py).
+
+    Attributes:
+        number: of the beat, from 1; -1 if what stands there is not the host's.
+        dead, left: those of its ranks that have died, or left the group, in the group's numbering.
+    """
+
+    number: int
+    dead: tuple[int, ...]
+    left: tuple[int, ...]
+
+
+def ranks_in(value: object, allowed: Container[int]) -> tuple[int, ...]:
+    """The ranks in a list that came as JSON. ValueError: it is none, or has others than those allowed."""
+    if not isinstance(value, list) or not all(type(each) is int and each in allowed for each in value):
+        raise ValueError(f"not a list of ranks that may stand there: {value!r:.100}")
+    return tuple(value)
+
+
+def read_beat(text: bytes, hosts: Hosts, host: int) -> Beat:
+    """What a host has said of its ranks; one that says nothing if no host can have said that."""
+    try:
+        number, dead, left = json.loads(text)
+        if type(number) is not int:
+            raise ValueError(f"not a number: {number!r:.100}")
+        ranks = hosts.on(host)
+        return Beat(number, ranks_in(dead, ranks), ranks_in(left, ranks))
+    except UNREADABLE as error:
+        warnings.warn("dropped what host %s cannot have said: %r", hosts.names[host], error)
+        return Beat(-1, (), ())
+
+
+def ranks_in_words(text: bytes, count: int, size: int, what: str) -> Iterator[tuple[int, ...]]:
+    """The ranks in each word of a text, as ``3`` or ``3:1``.
+
+    Args:
+        text: as ranks have written it, word after word.
+        count: how many ranks are in a word.
+        size: of the group.
+        what: it is, for the warning about words that no rank can have written.
+    """
+    for word in text.split():
+        ranks = word.split(b":")
+        # isdigit(), for int() reads more; the length, for it does not read numbers of thousands of digits.
+        if len(ranks) == count and all(
+            rank.isdigit() and len(rank) < 10 and int(rank) < size for rank in ranks
+        ):
+            yield tuple(map(int, ranks))
+        else:
+            warnings.warn("dropped a word that no rank can have written of %s: %.100r", what, word)
+
+
+def read_proposal(text: bytes, size: int) -> tuple[int, ...] | None:
+    """The ranks that shall go on, in ascending order; None if no rank can have proposed that."""
+    try:
+        ranks = ranks_in(json.loads(text), range(size))
+        if not ranks or list(ranks) != sorted(set(ranks)):
+            raise ValueError(f"not ranks in ascending order: {text!r:.100}")
+    except UNREADABLE as error:
+        warnings.warn("dropped a proposal that no rank can have made: %r", error)
+        return None
+    return ranks
