@@ -77,7 +77,7 @@ def shrink(member: Member, name: str, exclude: Sequence[int], seconds: float) ->
         shrunk = _Attempt(member, name, seconds).run(exclude)
     finally:
         if lock.holder is claim:
-            lock.holder = None
+            del lock.holder
     return shrunk
 
 

@@ -11,8 +11,6 @@ Here who has the lock is one attribute, which is set to the caller's own object 
 
 from __future__ import annotations
 
-import threading
-
 __all__ = ["TryLock"]
 
 
@@ -25,26 +23,20 @@ class TryLock:
                 ...
         finally:
             if lock.holder is claim:
-                lock.holder = None
+                del lock.holder
 
     Taking it twice on one thread fails, as on two.
 
     Attributes:
-        holder: the claim that has the lock; None while it is free. Only who has the lock sets it to None.
+        holder: the claim that has the lock; None while it is free. Only who has the lock deletes it.
     """
 
-    __slots__ = ("_gate", "holder")
-
-    def __init__(self) -> None:
-        self.holder: object = None
-        self._gate = threading.Lock()
+    holder: object = None  # found while the object itself has no such attribute
 
     def take(self, claim: object) -> bool:
         """Take the lock for a claim, an object of this call alone, if it is free; whether it was.
 
         May be left by an interrupt with the lock taken.
         """
-        with self._gate:
-            if self.holder is None:
-                self.holder = claim
-        return self.holder is claim
+        # One step, with no other thread between looking and setting: dict.setdefault() is atomic.
+        return self.__dict__.setdefault("holder", claim) is claim

@@ -122,7 +122,7 @@ class Crew:
             finally:
                 awaited.leading = False
                 if lead.holder is claim:
-                    lead.holder = None
+                    del lead.holder
             if not leads:
                 self._sleep(awaited)
             elif found is None:
@@ -197,7 +197,7 @@ class Crew:
         finally:
             self._draining = False
             if lead.holder is claim:
-                lead.holder = None
+                del lead.holder
         self._pass_lead()
         for is_call, job in found:
             if is_call:
@@ -230,7 +230,7 @@ class Crew:
                 self._next_look = time.monotonic() + _LOOK_SECONDS
         finally:
             if looking.holder is claim:
-                looking.holder = None
+                del looking.holder
 
     def close(self) -> None:
         """Stop all threads; those that run a function end after it."""
@@ -295,7 +295,7 @@ class Crew:
                 try:
                     found = self._receive(office)
                 finally:
-                    self._lead.holder = None
+                    del self._lead.holder
                 must_lead = False
                 if found is None:
                     self.look()
@@ -312,7 +312,7 @@ class Crew:
                 try:
                     must_lead = office.watch()
                 finally:
-                    self._watching.holder = None
+                    del self._watching.holder
                 self.look()
             elif not self._park(thread):
                 return

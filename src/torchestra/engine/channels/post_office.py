@@ -113,27 +113,27 @@ class PostOffice:
             parts: the address and length of each part; the first is the text.
         """
         box = self._outboxes[peer]
-        box.queue.append(_Parcel(kind, tag, parts, keep))
-        self._send_queued(peer, box)
+        parcel = _Parcel(kind, tag, parts, keep)
+        box.queue.append(parcel)
+        self._send_queued(peer, box, parcel)
 
     def send_leftovers(self) -> None:
         """Send what a thread has left that was interrupted while it sent."""
         for peer, box in enumerate(self._outboxes):
             if box.queue:
-                self._send_queued(peer, box)
+                self._send_queued(peer, box, object())
 
-    def _send_queued(self, peer: int, box: _Outbox) -> None:
+    def _send_queued(self, peer: int, box: _Outbox, claim: object) -> None:
         """Send what is queued for a rank, unless another thread does; that one then sends it all."""
-        claim = object()
         try:
             while box.queue and box.lock.take(claim):
                 while box.queue:
                     self._push(peer, box, box.queue[0])
                     box.queue.popleft()
-                box.lock.holder = None
+                del box.lock.holder
         finally:
             if box.lock.holder is claim:
-                box.lock.holder = None
+                del box.lock.holder
 
     def _push(self, peer: int, box: _Outbox, parcel: _Parcel) -> None:
         """Send a message; may be called again for one that an exception has interrupted."""

@@ -129,7 +129,7 @@ def shrink_hosts(
         ) from error
     finally:
         if lock.holder is claim:
-            lock.holder = None
+            del lock.holder
     return shrunk
 
 
