@@ -67,6 +67,7 @@ from .errors import (
     StoreTimeoutError,
     UnevenInputsError,
     UnknownDimensionError,
+    UnpicklableObjectError,
     WorkerFailedError,
 )
 from .flight import FlightEntry, FlightRecord, HostRecord, RankRecord, flight_record
@@ -200,6 +201,7 @@ __all__ = [
     "TCPStore",
     "UnevenInputsError",
     "UnknownDimensionError",
+    "UnpicklableObjectError",
     "Work",
     "WorkerFailedError",
     "abort_process_group",

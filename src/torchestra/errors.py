@@ -2,6 +2,7 @@
 
 ========================  =====================================================================
 you                       :class:`InvalidArgumentError`, :class:`InvalidShapeError`,
+                          :class:`UnpicklableObjectError`,
                           :class:`UnknownDimensionError`, :class:`NotInitializedError`,
                           :class:`NotReadyError`, :class:`NothingToDestroyError`,
                           :class:`GroupDestroyedError`, :class:`ForkedProcessError`,
@@ -23,6 +24,7 @@ those by name keeps its meaning. A failed ``assert`` inside torchestra is a bug 
 
 from __future__ import annotations
 
+import pickle
 import reprlib
 import sys
 from typing import Any
@@ -59,6 +61,7 @@ __all__ = [
     "RpcTimeoutError",
     "StoreTimeoutError",
     "UnevenInputsError",
+    "UnpicklableObjectError",
     "WorkerFailedError",
 ]
 
@@ -352,3 +355,11 @@ class UnknownDimensionError(InvalidArgumentError, KeyError):
 
 class InvalidArgumentTypeError(InvalidArgumentError, TypeError):
     """An argument is not of the type that is needed; refused before anything was sent."""
+
+
+class UnpicklableObjectError(InvalidArgumentTypeError, pickle.PicklingError, AttributeError):
+    """An object that was to be sent cannot be pickled. No object was moved; the group stays usable.
+
+    Raised on the rank that has the object; its ``__cause__`` is what pickling raised. It is a TypeError, a
+    PicklingError and an AttributeError as well because pickling raises now the one and now the other.
+    """

@@ -6,9 +6,9 @@ the two ranks that they are between. They block until they are done. A small obj
 tensors; larger ones take one more, and one for each large tensor or array (some 32 KiB) within.
 
 Raised by all of them: InvalidArgumentError (wrong arguments; nothing was sent) and what the operations on
-tensors raise. Of the collectives, the rank whose object cannot be pickled raises what pickling it raised, and
-all others an ObjectTransferError that names it. An object that cannot be unpickled where it arrives raises
-an ObjectTransferError there, and only there. The group stays usable in both cases.
+tensors raise. Of the collectives, the rank whose object cannot be pickled raises an UnpicklableObjectError,
+and all others an ObjectTransferError that names it. An object that cannot be unpickled where it arrives
+raises an ObjectTransferError there, and only there. The group stays usable in both cases.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def broadcast_object_list(
     _check_device(device, name)
     root = _root(member, src, group_src, "src", name, default=0)
     communicator, is_source = member.communicator, member.rank() == root
-    own, error = _packed(object_list) if is_source else (None, None)
+    own, error = _packed(object_list, name) if is_source else (None, None)
     with communicator.abort_on_error(name):
         block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8) if own is None else own.block()
         communicator.broadcast(block, root)
@@ -153,7 +153,7 @@ def scatter_object_list(
                 f"{name}: scatter_object_input_list must have one object for each of the group's {size}"
                 f" ranks, got {len(scatter_object_input_list)}"
             )
-        outgoing, error = _packed_for_each(scatter_object_input_list)
+        outgoing, error = _packed_for_each(scatter_object_input_list, name)
 
     def move(piece: Callable[[Parcel], torch.Tensor]) -> None:
         sources = [_NOTHING] * size if outgoing is None else [piece(each) for each in outgoing]
@@ -202,7 +202,7 @@ def send_object_list(
     _check_device(device, name)
     rank = _root(member, dst, group_dst, "dst", name)
     _check_not_self(member, rank, "destination", name)
-    parcel = Parcel.of(object_list)
+    parcel = Parcel.of(object_list, name)
     send = member.communicator.send
     send(parcel.block(), rank)
     with member.communicator.abort_on_error(name):
@@ -258,7 +258,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 def _collect(member: ProcessGroup, obj: object, root: int | None, name: str) -> list[Parcel]:
     """The parcels of all ranks, on the root or (None) on every rank; else an empty list."""
     communicator, size, rank = member.communicator, member.size(), member.rank()
-    own, error = _packed([obj])
+    own, error = _packed([obj], name)
     receives = root is None or root == rank
 
     def move(piece: Callable[[Parcel], torch.Tensor]) -> None:
@@ -303,18 +303,18 @@ def _blocks(parcels: list[Parcel]) -> list[torch.Tensor]:
     return [parcel.block(more) for parcel in parcels]
 
 
-def _packed(objects: Sequence[object]) -> tuple[Parcel, Exception | None]:
+def _packed(objects: Sequence[object], name: str) -> tuple[Parcel, Exception | None]:
     """A parcel, and why it is one of a failure: the others wait for a parcel in any case."""
     try:
-        return Parcel.of(objects), None
+        return Parcel.of(objects, name), None
     except Exception as error:
-        return Parcel.failure(error), error
+        return Parcel.failure(error.__cause__ or error), error
 
 
-def _packed_for_each(objects: Sequence[object]) -> tuple[list[Parcel], Exception | None]:
+def _packed_for_each(objects: Sequence[object], name: str) -> tuple[list[Parcel], Exception | None]:
     parcels = []
     for item in objects:
-        parcel, error = _packed([item])
+        parcel, error = _packed([item], name)
         if error is not None:
             return [parcel] * len(objects), error
         parcels.append(parcel)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Union
 import numpy as np
 import torch
 
+from torchestra.errors import UnpicklableObjectError
 from torchestra.layouts import check_memory, check_storage
 
 BLOCK_BYTES = 1024
@@ -31,6 +32,7 @@ _HEAD_WORDS = 4
 _INLINE_BYTES = BLOCK_BYTES - 8 * _HEAD_WORDS
 # Below, a copy costs less than an operation for this buffer alone.
 _LARGE_BYTES = 32 << 10
+_MOST_TOLD = 400  # characters of what pickling has raised
 # The attribute by which exported memory knows the tensor that it belongs to.
 _TENSOR = "tensor"
 
@@ -61,17 +63,29 @@ class Parcel:
     failed: bool = False
 
     @classmethod
-    def of(cls, objects: Sequence[object]) -> Parcel:
+    def of(cls, objects: Sequence[object], name: str = "") -> Parcel:
         """Pack objects. The buffers are their own memory.
 
-        Raises whatever pickling raises.
+        Args:
+            objects: the objects.
+            name: of the function that is to send them, for messages.
+
+        Raises:
+            UnpicklableObjectError: one cannot be pickled.
         """
         buffers: list[torch.Tensor] = []
         pickles, counts = [], []
-        for item in objects:
+        for number, item in enumerate(objects):
             before = len(buffers)
             file = io.BytesIO()
-            _Pickler(file, buffers).dump(item)
+            try:
+                _Pickler(file, buffers).dump(item)
+            except Exception as error:
+                which = f"object {number} of {len(objects)}" if len(objects) > 1 else "the object"
+                raise UnpicklableObjectError(
+                    f"{name}: {which}, of type {type(item).__name__}, cannot be pickled:"
+                    f" {one_line(error)}; no object was moved"
+                ) from error
             pickles.append(file.getbuffer())
             counts.append(len(buffers) - before)
         lengths = [
@@ -92,7 +106,7 @@ class Parcel:
     @classmethod
     def failure(cls, reason: BaseException) -> Parcel:
         """In place of objects that could not be pickled."""
-        text = f"{type(reason).__name__}: {reason}".encode()[:_INLINE_BYTES]
+        text = one_line(reason).encode()[:_INLINE_BYTES]
         return cls(torch.frombuffer(bytearray(text), dtype=torch.uint8), [], failed=True)
 
     @property
@@ -153,6 +167,16 @@ class Parcel:
     def _words(self, number: int) -> list[int]:
         words: list[int] = self.stream[: 8 * number].numpy().view(np.int64).tolist()
         return words
+
+
+def one_line(error: BaseException) -> str:
+    """The class and text of an exception, whatever its ``str`` does."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "?"
+    told = f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
+    return told if len(told) <= _MOST_TOLD else f"{told[: _MOST_TOLD - 1]}…"
 
 
 class Unreadable:

@@ -318,3 +318,20 @@ def test_a_job_leaves_its_record_where_it_is_told_to(tmp_path: Path, fail: bool)
     assert {event["args"]["count"] for event in reduced} == {9}
     aborted = [event["args"]["why"] for event in events if event["name"] == "the group was aborted"]
     assert ["rank 1 died (" in why for why in aborted] == [True] * fail
+
+
+def test_a_record_that_cannot_be_written_says_where_to_and_why(tmp_path: Path) -> None:
+    (record,) = run("threads", 1, dist.flight_record)
+    path = str(tmp_path / "nowhere" / "record.json")
+    with pytest.raises(
+        FileNotFoundError, match=r"FlightRecord\.save: the record cannot be written"
+    ) as caught:
+        record.save(path)
+    assert caught.value.filename == path
+    with pytest.raises(OSError, match=r"FlightRecord\.save: the record cannot be written") as caught:
+        record.save(tmp_path)
+    assert caught.value.filename == str(tmp_path)
+    for name in ("a\0b", "\ud800"):
+        with pytest.raises(dist.InvalidArgumentError, match=r"FlightRecord\.save: `path` must be the name"):
+            record.save(str(tmp_path / name))
+    assert not list(tmp_path.iterdir())

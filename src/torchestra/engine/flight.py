@@ -21,6 +21,7 @@ from torchestra.engine import layout as at
 from torchestra.engine import operations, recording
 from torchestra.engine.clock import COUNTER, NANOSECONDS, Moment, TickScale
 from torchestra.engine.trace import trace_of, write_trace
+from torchestra.errors import InvalidArgumentError, shown
 
 __all__ = [
     "FlightEntry",
@@ -204,8 +205,21 @@ class FlightRecord:
 
     @checked
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write this into a file in Chrome's trace event format, for https://ui.perfetto.dev."""
-        write_trace(path, trace_of([self]))
+        """Write this into a file in Chrome's trace event format, for https://ui.perfetto.dev.
+
+        Raises:
+            OSError: the file cannot be written, as open() raises it for this path.
+            InvalidArgumentError: no file can have that name.
+        """
+        try:
+            write_trace(path, trace_of([self]))
+        except OSError as error:
+            why = f"FlightRecord.save: the record cannot be written: {error.strerror}"
+            raise OSError(error.errno, why, os.fspath(path)) from error
+        except ValueError as error:  # a NUL, or what UTF-8 cannot hold
+            raise InvalidArgumentError(
+                f"FlightRecord.save: `path` must be the name of a file, got {shown(path)}"
+            ) from error
 
 
 def read_flight_record(arena: Readable, last: int = at.ENTRIES) -> FlightRecord:
