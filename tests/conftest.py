@@ -43,8 +43,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def check() -> None:
         deadline = time.monotonic() + _PATIENCE_S
-        # Shared memory of tests that run beside this one goes away by itself.
-        while (left := _processes(tag) + sorted(_shared_memory() - shared_before)) and (
+        while (left := _processes(tag) + _left_in_memory(shared_before, tag)) and (
             time.monotonic() < deadline
         ):
             time.sleep(0.02)
@@ -56,6 +55,22 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def _shared_memory() -> set[str]:
     """The shared memory that torchestra, torch or Python has named."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("torch", "psm_", "sem."))}
+
+
+def _left_in_memory(before: set[str], tag: str) -> list[str]:
+    """The shared memory that was not there before, but for what a process of another test has mapped."""
+    left = _shared_memory() - before
+    if not left:
+        return []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if f"{_TAG}={tag}".encode() not in (entry / "environ").read_bytes():
+                    maps = (entry / "maps").read_text()
+                    left = {name for name in left if f"/dev/shm/{name}" not in maps}
+            except OSError:
+                continue  # It ended meanwhile.
+    return sorted(left)
 
 
 def _processes(tag: str) -> list[str]:
