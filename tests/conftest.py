@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -59,18 +60,25 @@ def _shared_memory() -> set[str]:
 
 def _left_in_memory(before: set[str], tag: str) -> list[str]:
     """The shared memory that was not there before, but for what a process of another test has mapped."""
-    left = _shared_memory() - before
-    if not left:
+    if not (left := _shared_memory() - before):
         return []
+    others: set[str] = set()  # inodes: a semaphore is mapped under another name than it has later
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
                 if f"{_TAG}={tag}".encode() not in (entry / "environ").read_bytes():
-                    maps = (entry / "maps").read_text()
-                    left = {name for name in left if f"/dev/shm/{name}" not in maps}
+                    maps = (line.split() for line in (entry / "maps").read_text().splitlines())
+                    others.update(
+                        fields[4] for fields in maps if len(fields) > 5 and "/dev/shm/" in fields[5]
+                    )
             except OSError:
                 continue  # It ended meanwhile.
-    return sorted(left)
+    found = []
+    for name in sorted(left):
+        with contextlib.suppress(FileNotFoundError):
+            if str(os.stat(f"/dev/shm/{name}").st_ino) not in others:
+                found.append(name)
+    return found
 
 
 def _processes(tag: str) -> list[str]:
