@@ -26,7 +26,7 @@ from torch.futures import Future
 from torchestra.arguments import refuse_type
 from torchestra.autograd.here import here
 from torchestra.engine.channels import Message
-from torchestra.errors import RpcError, WorkerFailedError, shown
+from torchestra.errors import RpcError, shown
 from torchestra.forking import forget_in_children, refusal
 from torchestra.rpc import failures
 from torchestra.rpc.calls import Call, Named, Pauses, name_of
@@ -196,7 +196,7 @@ class Agent:
         future: Future[Any] = call.future
         self.pending[number] = call
         if to in self._gone:
-            self._fail(number, self._gone_error(to, call))
+            self._fail(number, failures.gone(call, self))
         else:
             self._post(to, CALL, number, outgoing)
             if sending is not None:
@@ -457,7 +457,7 @@ class Agent:
             watcher()
         for number, call in self.pending.copy().items():
             if call.peer in self._gone:
-                self._fail(number, self._gone_error(call.peer, call))
+                self._fail(number, failures.gone(call, self))
 
     def _see_who_is_gone(self) -> None:
         """Note who is gone, when what it had sent, answers among it, has been received."""
@@ -467,14 +467,6 @@ class Agent:
             for rank in lost:
                 self.crew.give(partial(self.references.lost, rank))
                 self.crew.give(partial(self.contexts.lost, rank))
-
-    def _gone_error(self, rank: int, call: Call) -> WorkerFailedError:
-        name = self.workers[rank].name
-        return WorkerFailedError(
-            f"worker {name!r} (rank {rank}) {self._gone[rank]} before it answered the call of"
-            f" {name_of(call.doing)} from worker {self.info.name!r}",
-            name,
-        )
 
     # -- the end
 

@@ -7,7 +7,7 @@ import pickle
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from torchestra.errors import RemoteError, RemoteNameError, RpcError, RpcTimeoutError
+from torchestra.errors import RemoteError, RemoteNameError, RpcError, RpcTimeoutError, WorkerFailedError
 from torchestra.rpc.calls import Call, name_of
 
 if TYPE_CHECKING:
@@ -102,4 +102,14 @@ def too_late(call: Call, now: float, agent: Agent) -> RpcTimeoutError:
         f" marked with an error: {name_of(call.doing)}, called on worker"
         f" {agent.workers[call.peer].name!r} by worker {agent.info.name!r}, had not answered after"
         f" {now - call.began:.3f} s.{at_limit}"
+    )
+
+
+def gone(call: Call, agent: Agent) -> WorkerFailedError:
+    """What a call that worker ``agent`` has made ends with when the worker it was for is gone."""
+    called = agent.workers[call.peer]
+    return WorkerFailedError(
+        f"worker {called.name!r} (rank {called.id}) {agent.how_gone(called.id)} before it answered the call"
+        f" of {name_of(call.doing)} from worker {agent.info.name!r}",
+        called.name,
     )
