@@ -209,3 +209,16 @@ def test_the_picture_is_a_png_with_a_panel_per_operation(tmp_path):
     assert [path.name for path in written] == ["bench.json", "bench.png", "bench.md"]
     assert written[1].read_bytes().startswith(b"\x89PNG")
     assert written[1].stat().st_size > 20_000
+
+
+def test_what_is_written_replaces_a_link_that_lies_in_its_place(tmp_path):
+    pytest.importorskip("matplotlib")
+    precious = tmp_path / "precious"
+    precious.write_text("not to be overwritten")
+    results = tmp_path / "results"
+    results.mkdir()
+    for name in ("bench.json", "bench.png", "bench.md"):
+        (results / name).symlink_to(precious)
+    written = write_report(report(), BenchOptions(output=results, markdown=True))
+    assert precious.read_text() == "not to be overwritten"
+    assert not any(path.is_symlink() for path in written)

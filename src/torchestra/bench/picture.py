@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchestra.bench.options import size_label
 from torchestra.bench.report import BenchReport, Cell, ColumnInfo
 from torchestra.bench.table import OPERATION_TITLES, format_ratio, format_time
+from torchestra.engine.trace import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +60,8 @@ def draw(report: BenchReport, path: Path) -> None:
         _draw_legend(panels[len(operations)], report)
         for panel in panels[len(operations) + 1 :]:
             panel.axis("off")
-    figure.savefig(path, dpi=110)
+    with replacing(path) as file:
+        figure.savefig(file.buffer, dpi=110, format="png")
 
 
 def _style(report: BenchReport, column: ColumnInfo) -> dict[str, Any]:
