@@ -25,6 +25,7 @@ import random
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -70,7 +71,7 @@ class Listener:
         self._expected = 0
         self._shut = self._closed = False
         self._unproved: set[int] = set()
-        self._proved: set[int] = set()
+        self._proved: set[object] = set()  # addresses of those who have
         self._warnings = RateLimitedWarnings(_log)
         self._port = _listen(address, ports)
         self._number = int(self._port.getsockname()[1])
@@ -95,11 +96,11 @@ class Listener:
     def prove(self, descriptor: int) -> None:
         """A message has come on this descriptor, and ZeroMQ lets those through only who are known.
 
-        ZeroMQ may tell of the connection only after its message has been read: so it is noted, until the
-        connection ends, that it is nobody's to be shut down.
+        ZeroMQ may tell only later of the connection, and of the end of a stranger's who had the same
+        descriptor before. So it is known by the address of its other end that it is not to be shut down.
         """
         self._unproved.discard(descriptor)
-        self._proved.add(descriptor)
+        self._with_copy(descriptor, lambda _, other_end: self._proved.add(other_end))
 
     def look(self, expected: int) -> None:
         """Note who has come and gone, end some strangers if there are too many, and shut the port in time.
@@ -144,13 +145,11 @@ class Listener:
             except zmq.Again:
                 break
             if event == zmq.EVENT_ACCEPTED:
-                if value not in self._proved:
-                    self._unproved.add(value)
+                self._unproved.add(value)
                 if len(self._unproved) > MOST_STRANGERS + self._expected:
                     self._end(random.choice(tuple(self._unproved)))
             elif event == zmq.EVENT_DISCONNECTED:
                 self._unproved.discard(value)
-                self._proved.discard(value)
             else:
                 failed = True
         if failed:
@@ -160,22 +159,30 @@ class Listener:
                 self._end(descriptor)
 
     def _end(self, descriptor: int) -> None:
-        """Shut a connection down.
+        """Shut a connection down, if it is a stranger's."""
+
+        def shut_down(copy: socket.socket, other_end: object) -> None:
+            if other_end not in self._proved:
+                copy.shutdown(socket.SHUT_RDWR)
+
+        self._unproved.discard(descriptor)
+        self._with_copy(descriptor, shut_down)
+
+    def _with_copy(self, descriptor: int, act: Callable[[socket.socket, object], None]) -> None:
+        """Call ``act`` with a copy of a connection to this port, and the address of its other end.
 
         The descriptor is ZeroMQ's, which may have closed it by now, and anybody may have been given its
         number since. So a copy of it is made, which nobody else can close, and looked at. The copy takes the
         place of a descriptor that is kept for this: there may be no other.
         """
-        self._unproved.discard(descriptor)
         try:
             os.dup2(descriptor, self._spare, inheritable=False)
             copy = socket.socket(fileno=self._spare)
         except OSError:
             return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it has ended, or is the listening socket
             if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == self._number:
-                copy.getpeername()  # raises of the listening socket itself
-                copy.shutdown(socket.SHUT_RDWR)
+                act(copy, copy.getpeername())
         copy.detach()
         os.dup2(self._port.fileno(), self._spare, inheritable=False)  # the stranger's is ZeroMQ's alone again
 

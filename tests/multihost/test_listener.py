@@ -1,0 +1,67 @@
+"""Who is shut down at the port of a rank: strangers, and nobody who has proved that the rank expects it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from torchestra.transport.listener import Listener
+
+
+class Told:
+    """ZeroMQ's socket monitor, which tells what it is told to."""
+
+    def __init__(self, *events: tuple[int, int]) -> None:
+        self._events = deque(struct.pack("=Hi", *event) for event in events)
+
+    def recv_multipart(self, _: int) -> list[bytes]:
+        if not self._events:
+            raise zmq.Again
+        return [self._events.popleft()]
+
+    def poll(self, _: int) -> int:
+        return len(self._events)
+
+    def close(self, _: int) -> None:
+        pass
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as inbox:
+        listener = Listener(inbox, "127.0.0.1", None)
+        listener._monitor.close(0)
+        listener._port.setblocking(True)
+        yield listener
+        listener.close()
+
+
+def connection(listener: Listener) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection to the port: whoever came, and the accepted one."""
+    came = socket.create_connection(listener._port.getsockname(), timeout=10)
+    return came, listener._port.accept()[0]
+
+
+def test_who_has_proved_itself_is_not_taken_for_who_had_its_descriptor(
+    listener: Listener,
+) -> None:
+    """ZeroMQ tells of connections later than it hands out what comes over them."""
+    rank, accepted = connection(listener)
+    stranger, other = connection(listener)
+    with rank, accepted, stranger, other:
+        listener.prove(accepted.fileno())
+        listener._monitor = Told(
+            (zmq.EVENT_ACCEPTED, accepted.fileno()),  # a stranger, that ended
+            (zmq.EVENT_DISCONNECTED, accepted.fileno()),
+            (zmq.EVENT_ACCEPTED, accepted.fileno()),  # the rank
+            (zmq.EVENT_ACCEPTED, other.fileno()),
+        )
+        listener.look(0)
+        assert stranger.recv(1) == b"", "the stranger was not shut down"
+        accepted.sendall(b"x")
+        assert rank.recv(1) == b"x"
