@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 
 import pytest
@@ -367,3 +368,29 @@ def add_one(value: int) -> int:
 
 def test_callbacks_may_wait_for_calls(kind: str) -> None:
     rpc_workers.first(kind, 2, wait_in_a_callback)
+
+
+CALLS_AT_ONCE = 6
+_all_are_in = threading.Barrier(CALLS_AT_ONCE)
+
+
+def named_when_all_are_in() -> str:
+    """Return the name of the worker that this runs on. Every call needs a thread of its own."""
+    _all_are_in.wait(60)
+    return own_name()
+
+
+def call_together(to: str) -> list[str]:
+    calls = [rpc.rpc_async(to, named_when_all_are_in) for _ in range(CALLS_AT_ONCE)]
+    return [call.wait() for call in calls]
+
+
+def wait_outside() -> None:
+    call = rpc.rpc_async("worker1", call_together, ("worker0",))
+    # As on a thread of torch.jit.fork, which knows of no rank.
+    names = contextvars.Context().run(call.wait)
+    assert names == ["worker0"] * CALLS_AT_ONCE
+
+
+def test_functions_know_their_worker_whichever_thread_receives_the_call() -> None:
+    rpc_workers.first("threads", 2, wait_outside)

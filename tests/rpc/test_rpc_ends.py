@@ -18,8 +18,10 @@ import torchestra as dist
 import worlds
 from torchestra import rpc
 from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
-from torchestra.rpc import starting
+from torchestra.rpc import references, starting
+from torchestra.rpc.agent import Agent
 from torchestra.rpc.current import current_agent
+from torchestra.rpc.references import References
 from torchestra.store import HashStore, PrefixStore
 
 
@@ -330,3 +332,40 @@ def test_a_thread_that_ends_without_shutdown_is_told_and_leaves_no_thread() -> N
     while left := [each.name for each in threading.enumerate() if each.name.startswith("rpc-")]:
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
+
+
+def use_here(rref: rpc.RRef) -> int:
+    return rref.local_value()
+
+
+def hold_acceptance_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have worker 1 accept a reference only once it has seen, in its shutdown, that it is not done."""
+    about_to, seen = threading.Event(), threading.Event()
+    tell, is_quiet = References._tell, Agent.is_quiet.fget
+    assert is_quiet is not None
+
+    def look(agent: Agent) -> bool:
+        found: bool = is_quiet(agent)
+        if agent.rank == 1 and about_to.is_set() and not found:
+            seen.set()
+        return found
+
+    def tell_late(self: References, rank: int, function: Any, *args: Any) -> Any:
+        if function is references._accept:
+            about_to.set()
+            while not (seen.wait(0.01) or self._agent.closed):
+                pass
+        return tell(self, rank, function, *args)
+
+    monkeypatch.setattr(Agent, "is_quiet", property(look))
+    monkeypatch.setattr(References, "_tell", tell_late)
+
+
+def pass_back() -> None:
+    rref = rpc.remote("worker1", echo, (7,))
+    assert rpc.rpc_sync("worker1", use_here, (rref,)) == 7
+
+
+def test_shutdown_waits_for_what_a_worker_is_about_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold_acceptance_up(monkeypatch)
+    rpc_workers.first("threads", 2, pass_back)

@@ -43,7 +43,7 @@ from torchestra.rpc.encoding import (
     open_envelope,
 )
 from torchestra.rpc.envelopes import Outbound
-from torchestra.rpc.functions import is_async
+from torchestra.rpc.functions import is_async, is_given_agent
 from torchestra.rpc.references import References
 from torchestra.rpc.roads import Roads
 from torchestra.rpc.worker_info import WorkerInfo
@@ -136,8 +136,12 @@ class Agent:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no call that this worker has made is pending, and none waits for a thread."""
-        return not (self.pending or self._ending or self.crew.todo)
+        """Whether no call of this worker is pending or about to be made, and none waits for a thread.
+
+        A call that is about to be made becomes pending, and a pending one ends: checked in this order, none
+        is missed.
+        """
+        return not (self.references.is_telling or self.crew.todo or self.pending or self._ending)
 
     def how_gone(self, rank: int) -> str:
         """What has become of a worker that is gone."""
@@ -377,6 +381,8 @@ class Agent:
                 function, args, kwargs = self._read(message, inbound)
             except Exception as error:
                 raise failures.unreadable(error, self.workers[source].name, self.info.name) from error
+            if is_given_agent(function):
+                args = (self, *args)
             result = function(*args, **kwargs) if kwargs else function(*args)
             if is_async(function):
                 if not isinstance(result, torch._C.Future):

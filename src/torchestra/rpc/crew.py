@@ -91,6 +91,9 @@ class Crew:
         self._stand_back = False
         # Guards what follows; held for moments.
         self._gate = threading.Lock()
+        # Threads of the crew run in it, so that functions know which rank they run for. The context of the
+        # thread that has them added would not do: torch.jit, for one, waits on threads that know of no rank.
+        self._context = contextvars.copy_context()
         self._threads: set[threading.Thread] = set()
         self._busy = 0
         self._idle: list[threading.Lock] = []
@@ -262,10 +265,8 @@ class Crew:
     # -- threads of the crew
 
     def _add(self) -> None:
-        # In the context of the rank, so that functions know which rank they run for.
-        thread = threading.Thread(
-            target=contextvars.copy_context().run, args=(self._serve,), daemon=True, name=f"rpc-{self._name}"
-        )
+        run = self._context.copy().run
+        thread = threading.Thread(target=run, args=(self._serve,), daemon=True, name=f"rpc-{self._name}")
         self._threads.add(thread)
         try:
             start_thread(thread)

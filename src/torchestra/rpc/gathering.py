@@ -18,6 +18,7 @@ from torchestra.errors import RpcError
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
 from torchestra.rpc.current import current_agent
+from torchestra.rpc.functions import takes_agent
 
 _Key = tuple[tuple[str, ...], int]
 """The names of those who take part, and how many times they have before."""
@@ -133,9 +134,11 @@ def barrier(workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIM
 # What workers call on each other.
 
 
-def _tell(key: _Key, name: str, value: Any) -> None:
-    _gatherings(current_agent()).tell(key, name, value)
+@takes_agent
+def _tell(agent: Agent, key: _Key, name: str, value: Any) -> None:
+    _gatherings(agent).tell(key, name, value)
 
 
-def _conclude(key: _Key, told: dict[str, Any]) -> None:
-    _gatherings(current_agent()).of(key).all.set_result(told)
+@takes_agent
+def _conclude(agent: Agent, key: _Key, told: dict[str, Any]) -> None:
+    _gatherings(agent).of(key).all.set_result(told)

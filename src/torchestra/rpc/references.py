@@ -43,7 +43,7 @@ from torch.futures import Future
 
 from torchestra.errors import CallLostError, RemoteReferenceError, WorkerFailedError
 from torchestra.rpc.envelopes import Envelope, Inbound, Outbound, Passed
-from torchestra.rpc.functions import async_execution
+from torchestra.rpc.functions import async_execution, takes_agent
 from torchestra.rpc.holdings import Entry, Number, User
 
 if TYPE_CHECKING:
@@ -69,6 +69,16 @@ class References:
         self._freed_by_loss: set[Number] = set()
         self.dropped: deque[User | Entry] = deque()
         self._closed = False
+        self._telling = 0  # how much there is to tell other workers that is no pending call yet
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether other workers are still to be told something, beside what pending calls tell them."""
+        return self._telling > 0
+
+    def _expect_telling(self, change: int) -> None:
+        with self._lock:
+            self._telling += change
 
     def new_number(self) -> Number:
         """A number that no reference or fork has."""
@@ -109,17 +119,21 @@ class References:
         """Do what :meth:`drop` has left."""
         while self.dropped:
             released: list[User] = []
-            with self._lock:
-                while self.dropped:
-                    held = self.dropped.popleft()
-                    if isinstance(held, Entry):
-                        held.handles -= 1
-                        self._free(held)
-                    else:
-                        held.dropped = True
-                        released.append(held)
-            for user in released:
-                self._release(user)
+            self._expect_telling(1)
+            try:
+                with self._lock:
+                    while self.dropped:
+                        held = self.dropped.popleft()
+                        if isinstance(held, Entry):
+                            held.handles -= 1
+                            self._free(held)
+                        else:
+                            held.dropped = True
+                            released.append(held)
+                for user in released:
+                    self._release(user)
+            finally:
+                self._expect_telling(-1)
 
     def _release(self, user: User) -> None:
         """Have the fork of a dropped user struck out, if that may be done by now."""
@@ -243,7 +257,16 @@ class References:
             unconfirmed.append(user)
         return self.rref_class._of(self._agent, user)
 
-    def _later(self, job: Callable[[], Any]) -> None:
+    def _later(self, tell: Callable[[], Any]) -> None:
+        """Have a thread of the crew tell another worker something."""
+
+        def job() -> None:
+            try:
+                tell()
+            finally:
+                self._expect_telling(-1)
+
+        self._expect_telling(1)
         self._agent.crew.give(job)
 
     def _ask_to_list(self, user: User, parent: int) -> None:
@@ -362,25 +385,23 @@ class References:
 # What workers call on each other.
 
 
-def _references() -> References:
-    from torchestra.rpc.current import current_agent
-
-    return current_agent().references
-
-
-def _list(reference: Number, fork: Number, holder: int) -> None:
-    _references().enlist(reference, fork, holder)
+@takes_agent
+def _list(agent: Agent, reference: Number, fork: Number, holder: int) -> None:
+    agent.references.enlist(reference, fork, holder)
 
 
-def _strike_out(reference: Number, fork: Number) -> None:
-    _references().strike_out(reference, fork)
+@takes_agent
+def _strike_out(agent: Agent, reference: Number, fork: Number) -> None:
+    agent.references.strike_out(reference, fork)
 
 
-def _accept(fork: Number) -> None:
-    _references().accept(fork)
+@takes_agent
+def _accept(agent: Agent, fork: Number) -> None:
+    agent.references.accept(fork)
 
 
 @async_execution
-def fetch(reference: Number) -> Future[Any]:
+@takes_agent
+def fetch(agent: Agent, reference: Number) -> Future[Any]:
     """The value of a reference of the worker called."""
-    return _references().value(reference)
+    return agent.references.value(reference)

@@ -15,8 +15,8 @@ from torchestra.autograd.here import calling_context
 from torchestra.errors import CallLostError, RemoteReferenceError, RpcError, RpcTimeoutError
 from torchestra.rpc.calls import Named
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
-from torchestra.rpc.current import agent_or_none, current_agent
-from torchestra.rpc.functions import MARK, async_execution
+from torchestra.rpc.current import agent_or_none
+from torchestra.rpc.functions import MARK, async_execution, takes_agent
 from torchestra.rpc.holdings import Entry, Number, User, told
 from torchestra.rpc.options import call_timeout
 from torchestra.rpc.profiling import profiler_is_on, recorded
@@ -281,26 +281,31 @@ class RRefProxy:
 
 
 @async_execution
-def call_method(number: Number, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@takes_agent
+def call_method(
+    agent: Agent, number: Number, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call a method of the value of a reference that this worker owns."""
-    return _used(_value(number), lambda value: _called(value, name, args, kwargs))
+    return _used(agent.references.value(number), lambda value: _called(value, name, args, kwargs))
 
 
 @async_execution
-def check_method(number: Number, name: str) -> Future[None]:
+@takes_agent
+def check_method(agent: Agent, number: Number, name: str) -> Future[None]:
     """Fail unless the value of a reference that this worker owns has a method."""
-    return _used(_value(number), lambda value: _done(getattr(value, name) and None))
+    return _used(agent.references.value(number), lambda value: _done(getattr(value, name) and None))
 
 
 @async_execution
-def _rref_typeof_on_owner(number: Number) -> Future[Any]:
+@takes_agent
+def _rref_typeof_on_owner(agent: Agent, number: Number) -> Future[Any]:
     """The type of the value of a reference that this worker owns."""
-    return _used(_value(number), lambda value: _done(type(value)))
+    return _used(agent.references.value(number), lambda value: _done(type(value)))
 
 
-def _backward_on_owner(number: Number, context_id: int, retain_graph: bool) -> None:
-    agent = current_agent()
-    value = agent.await_future(_value(number), UNSET_RPC_TIMEOUT, "RRef.backward")
+@takes_agent
+def _backward_on_owner(agent: Agent, number: Number, context_id: int, retain_graph: bool) -> None:
+    value = agent.await_future(agent.references.value(number), UNSET_RPC_TIMEOUT, "RRef.backward")
     _run_backward(value, context_id, retain_graph)
 
 
@@ -313,10 +318,6 @@ def _run_backward(value: Any, context_id: int, retain_graph: bool) -> None:
     from torchestra.autograd.api import backward  # which is built on calls
 
     backward(context_id, [value], retain_graph)
-
-
-def _value(number: Number) -> Future[Any]:
-    return current_agent().references.value(number)
 
 
 def _has_failed(future: Future[Any]) -> bool:
