@@ -17,11 +17,11 @@ from typing import Any
 from numba import njit, types
 from numba.core.dispatcher import Dispatcher
 
-from torchestra.engine import layout as at
-from torchestra.engine.compilation import entry_point
-from torchestra.engine.kernels import catalogue, move, reduce
+from torchestra.engine.kernels import kernel_registry, move, reduce
 from torchestra.engine.local import LocalEngine
-from torchestra.engine.member import Member
+from torchestra.engine.memory import layout as at
+from torchestra.engine.native.compilation import entry_point
+from torchestra.engine.rank_context import Member
 
 Kernel = Callable[..., int]
 
@@ -125,6 +125,6 @@ def rebuilt(module: ModuleType, name: str, **replaced: Any) -> Kernel:
             function = FunctionType(value.py_func.__code__, scope, own)
             scope[own] = njit(nogil=True, error_model="numpy")(function)
     kernel = scope[name]
-    kernel.compile((types.int64,) * catalogue._KERNELS[vars(module)[name]])
+    kernel.compile((types.int64,) * kernel_registry._KERNELS[vars(module)[name]])
     kernel.disable_compile()
     return entry_point(kernel)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from torchestra import cache_directories, doctor
-from torchestra.cache_directories import Directory, choose, distrust, prepare
+from torchestra.monitor import doctor
+from torchestra.system import cache_directories
+from torchestra.system.cache_directories import Directory, choose, distrust, prepare
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 ANOTHER = 4711

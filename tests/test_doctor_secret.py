@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchestra.doctor import examine
+from torchestra.monitor.doctor import examine
 from torchestra.store.tcp import locality
 
 

@@ -13,10 +13,10 @@ import pytest
 
 import torchestra as dist
 from torchestra.errors import DistBackendError, DistNetworkError, InvalidArgumentError
-from torchestra.limits import start_thread
 from torchestra.rendezvous import rendezvous
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.pool import patiently
+from torchestra.system.limits import start_thread
 
 
 def test_a_thread_that_cannot_be_started_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

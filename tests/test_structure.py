@@ -23,7 +23,7 @@ SPEAKS_TO_TORCH_DISTRIBUTED = (
     "interop/",
     "bench/",
     "store/torch_agent.py",
-    "delegation/",
+    "engine/device/",
     "engine/multihost/gloo_bridge.py",
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torchestra as dist
-from torchestra.engine.algorithms import Choices
+from torchestra.engine.kernels.selection import Choices
 
 
 def use_thresholds(direct: int, chunk: int, stream_above: int = 1500) -> None:

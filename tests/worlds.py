@@ -33,8 +33,8 @@ import torch
 
 import torchestra as dist
 from torchestra.engine import warm_up
-from torchestra.registry import thread_rank
 from torchestra.store import FileStore, HashStore
+from torchestra.world.registry import thread_rank
 
 KINDS = ("threads", "processes")
 

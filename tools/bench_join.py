@@ -28,18 +28,19 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torchestra.engine import admission, joining
-from torchestra.engine.admission import fetch
-from torchestra.engine.clock import Moment, best_clock
-from torchestra.engine.member import Member
+from torchestra.engine.membership import joining
+from torchestra.engine.memory import fd_passing
+from torchestra.engine.memory.fd_passing import fetch
 from torchestra.engine.multihost import finding
 from torchestra.engine.multihost.finding import find_hosts
 from torchestra.engine.multihost.warden import Warden
-from torchestra.registry import thread_rank
+from torchestra.engine.rank_context import Member
+from torchestra.engine.recorder.clock import Moment, best_clock
 from torchestra.rendezvous.gathering import gather
 from torchestra.store import PrefixStore, TCPStore, TCPStoreServer
 from torchestra.store.tcp import server as serving
 from torchestra.store.tcp.protocol import Request
+from torchestra.world.registry import thread_rank
 
 SECRET = "a secret of this benchmark"
 LIMIT = 600.0
@@ -94,7 +95,7 @@ class Client(TCPStore):
 def await_end(*arguments: Any) -> bool:
     """Waiting in a lobby."""
     with TURN.given_away():
-        return admission.await_end(*arguments)
+        return fd_passing.await_end(*arguments)
 
 
 class Traffic:

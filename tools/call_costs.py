@@ -18,7 +18,7 @@ import torch
 import torchestra as dist
 from torchestra.engine.operations import Kind
 from torchestra.types import ReduceOp
-from torchestra.world import default_group
+from torchestra.world.init import default_group
 
 SIZES = [4, 64 << 10, 1 << 20]
 TURNS = 9

@@ -33,7 +33,7 @@ from soak_operations import Soak
 
 import torchestra as dist
 from torchestra.engine import warm_up
-from torchestra.registry import thread_rank
+from torchestra.world.registry import thread_rank
 
 OP_SECONDS = 60.0
 PHASE_SECONDS = 20.0

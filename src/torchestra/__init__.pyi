@@ -1,7 +1,20 @@
 """What torchestra offers, and where each name is defined: the one list of them."""
 
 from . import algorithms, autograd, device_mesh, functional, nn, optim, rpc, sharded
-from .coalescing import (
+from .arguments.options import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    GroupOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from .collectives.coalescing import (
     CoalescingManager,
     P2POp,
     all_gather_coalesced,
@@ -9,7 +22,7 @@ from .coalescing import (
     batch_isend_irecv,
     coalescing_manager,
 )
-from .collectives import (
+from .collectives.functions import (
     all_gather,
     all_gather_into_tensor,
     all_gather_single,
@@ -34,7 +47,16 @@ from .collectives import (
     send,
     zeros,
 )
-from .comm_tensor import CommTensor
+from .collectives.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from .communicator.work import Work
+from .device_mesh import DeviceMesh, init_device_mesh
 from .errors import (
     BackwardError,
     CollectiveMismatchError,
@@ -70,8 +92,27 @@ from .errors import (
     UnpicklableObjectError,
     WorkerFailedError,
 )
-from .flight import FlightEntry, FlightRecord, HostRecord, RankRecord, flight_record
-from .inquiries import (
+from .functional.comm_tensor import CommTensor
+from .launcher import RayOptions, launch
+from .nn.parallel import BuiltinCommHookType, GradBucket
+from .process_group import NonMember, ProcessGroup, RoundRobinGroup
+from .store import FakeStore, FileStore, HashStore, PrefixStore, Store, TCPStore
+from .types import ReduceOp
+from .world.flight_record import FlightEntry, FlightRecord, HostRecord, RankRecord, flight_record
+from .world.init import (
+    GroupMember,
+    destroy_process_group,
+    get_global_rank,
+    get_group_rank,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    group,
+    init_process_group,
+    is_available,
+    is_initialized,
+)
+from .world.inquiries import (
     abort_process_group,
     default_pg_timeout,
     get_backend,
@@ -89,50 +130,9 @@ from .inquiries import (
     set_pg_timeout,
     supports_complex,
 )
-from .launcher import RayOptions, launch
-from .mesh import DeviceMesh, init_device_mesh
-from .new_groups import new_group
-from .nn.parallel import BuiltinCommHookType, GradBucket
-from .objects import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    scatter_object_list,
-    send_object_list,
-)
-from .options import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    GroupOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
-from .process_group import NonMember, ProcessGroup, RoundRobinGroup
-from .shrinking import SHRINK_ABORT, SHRINK_DEFAULT, shrink_group
-from .store import FakeStore, FileStore, HashStore, PrefixStore, Store, TCPStore
-from .subgroups import new_subgroups, new_subgroups_by_enumeration, split_group
-from .types import ReduceOp
-from .work import Work
-from .world import (
-    GroupMember,
-    destroy_process_group,
-    get_global_rank,
-    get_group_rank,
-    get_process_group_ranks,
-    get_rank,
-    get_world_size,
-    group,
-    init_process_group,
-    is_available,
-    is_initialized,
-)
+from .world.new_groups import new_group
+from .world.shrinking import SHRINK_ABORT, SHRINK_DEFAULT, shrink_group
+from .world.subgroups import new_subgroups, new_subgroups_by_enumeration, split_group
 
 __all__ = [
     "SHRINK_ABORT",

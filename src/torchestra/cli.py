@@ -26,9 +26,9 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "run": Command("torchestra.launcher.command", "start a script on several ranks of this host"),
     "bench": Command("torchestra.bench.command", "measure every operation beside the peers found here"),
-    "top": Command("torchestra.watching.top", "show what the ranks of a running job do"),
-    "report": Command("torchestra.watching.report", "write what the ranks of a job did last, as a trace"),
-    "doctor": Command("torchestra.doctor", "show what torchestra finds on this machine"),
+    "top": Command("torchestra.monitor.top", "show what the ranks of a running job do"),
+    "report": Command("torchestra.monitor.report", "write what the ranks of a job did last, as a trace"),
+    "doctor": Command("torchestra.monitor.doctor", "show what torchestra finds on this machine"),
 }
 
 

@@ -19,8 +19,8 @@ from torchestra.errors import (
     InvalidArgumentTypeError,
     NotInitializedError,
 )
-from torchestra.registry import thread_rank
 from torchestra.types import ReduceOp
+from torchestra.world.registry import thread_rank
 from worlds import run
 
 

@@ -23,8 +23,8 @@ from torch.masked import masked_tensor
 import torchestra as dist
 from torchestra.engine.operations import Kind
 from torchestra.errors import InvalidArgumentError
-from torchestra.parcels import Parcel
 from torchestra.rpc.encoding import encode
+from torchestra.tensors.object_bytes import Parcel
 from worlds import run
 
 COUNT = 8

@@ -12,8 +12,8 @@ from torchestra.compat import distributed_c10d as c10d
 from torchestra.compat.testing import MultiThreadedTestCase, spawn_threads_and_init_comms
 from torchestra.compat.utils import _sync_module_states, _verify_param_shape_across_processes
 from torchestra.nn.parallel import DistributedDataParallel
-from torchestra.registry import thread_rank
 from torchestra.store import FakeStore, HashStore
+from torchestra.world.registry import thread_rank
 
 
 def test_the_default_group_is_of_the_backend_that_was_asked_for() -> None:

@@ -12,8 +12,8 @@ import torch
 import torchestra
 import torchestra.compat as dist
 from torchestra.compat import distributed_c10d as c10d
-from torchestra.registry import thread_rank
 from torchestra.store import HashStore
+from torchestra.world.registry import thread_rank
 
 
 class Done(dist._Work):

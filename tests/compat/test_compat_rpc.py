@@ -13,9 +13,9 @@ from torchestra.compat import rpc, testing
 from torchestra.compat.autograd import _get_debug_info
 from torchestra.compat.rpc import api, backend_registry, internal
 from torchestra.compat.testing import dist_init, worker_name
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.store import HashStore
 from torchestra.testing import spawn_threads_and_init_comms
-from torchestra.thread_ranks import current_thread_rank
 
 
 def add(first: Any, second: Any) -> Any:

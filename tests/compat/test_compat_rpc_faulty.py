@@ -17,10 +17,10 @@ from torchestra.compat.testing import (
     wait_until_pending_futures_and_users_flushed,
     worker_name,
 )
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.rpc import current
 from torchestra.rpc.faulty import MESSAGES, FaultyAgent
 from torchestra.testing import spawn_threads_and_init_comms
-from torchestra.thread_ranks import current_thread_rank
 
 REFERENCES = ["RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE", "CLEANUP_AUTOGRAD_CONTEXT_REQ"]
 

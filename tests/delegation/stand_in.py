@@ -20,10 +20,10 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 import torchestra as dist
-from torchestra.delegation.agreement import Agreement
-from torchestra.delegation.lane import Lane, Mark, Refuse
-from torchestra.delegation.torchs_store import store_for_torch
-from torchestra.device_communicator import DeviceCommunicator, Devices
+from torchestra.communicator.device import DeviceCommunicator, Devices
+from torchestra.engine.device.agreement import Agreement
+from torchestra.engine.device.stream_scheduler import Lane, Mark, Refuse
+from torchestra.engine.device.torch_store import store_for_torch
 from torchestra.store import PrefixStore
 
 CPU = torch.device("cpu")

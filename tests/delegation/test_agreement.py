@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra.delegation import agreement
-from torchestra.delegation.agreement import Agreement, Card, Wish, agree, announce
+from torchestra.communicator.host_staging import POSSIBLE
+from torchestra.engine.device import agreement
+from torchestra.engine.device.agreement import Agreement, Card, Wish, agree, announce
 from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.process_group.starting import choose_backend, requires_nccl, wish_of
-from torchestra.staging import POSSIBLE
 from torchestra.store import HashStore, Store
 from worlds import run
 

@@ -13,11 +13,11 @@ import torch
 from stand_in import StandIn
 
 import torchestra as dist
-from torchestra import several
-from torchestra.communicator import Communicator
-from torchestra.delegating import routed, routed_message
+from torchestra.communicator import multi_tensor
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.device_routing import routed, routed_message
+from torchestra.communicator.point_to_point import Messaging
 from torchestra.errors import InvalidArgumentError
-from torchestra.messaging import Messaging
 from torchestra.types import ReduceOp
 from worlds import run
 
@@ -43,7 +43,7 @@ def route() -> None:
     call(Communicator.all_reduce, own, ReduceOp.SUM)
     assert stand_in.calls == ["allreduce"]
     assert plain.tolist() == own.tolist() == [size] * 2
-    call(several.all_reduce_coalesced, [own, on_device(1)], ReduceOp.SUM, async_op=True).wait()
+    call(multi_tensor.all_reduce_coalesced, [own, on_device(1)], ReduceOp.SUM, async_op=True).wait()
     assert stand_in.calls[1:] == ["allreduce_coalesced"]
     # What the device's backend has not is done as ever, on all ranks.
     integers = torch.ones(2, dtype=torch.int16)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from torchestra.delegation import watch
-from torchestra.delegation.watch import Flight, Watch
-from torchestra.engine import patience
+from torchestra.engine.device import completion
+from torchestra.engine.device.completion import Flight, Watch
+from torchestra.engine.failure import deadline
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError
 
 SOON = 20.0
@@ -36,10 +36,10 @@ class Alone:
 
 def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    for module in (watch, patience):
+    for module in (completion, deadline):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     watching = Watch(Alone(), "world", lambda: None)  # type: ignore[arg-type]
-    flight = Flight("all_reduce", lambda: False, 10.0, patience.Patience(10.0), "here")
+    flight = Flight("all_reduce", lambda: False, 10.0, deadline.Patience(10.0), "here")
     now[0] += 100.0
     watching._check(flight, now[0])
     for _ in range(150):
@@ -62,7 +62,7 @@ def test_what_is_looked_at_and_has_not_ended_is_not_drained() -> None:
         drained.append(watching.drain(0.0))
         return len(drained) == 10
 
-    watching.add(Flight("all_reduce", is_done, 10.0, patience.Patience(10.0), "here"))
+    watching.add(Flight("all_reduce", is_done, 10.0, deadline.Patience(10.0), "here"))
     assert watching.drain(SOON)
     assert drained == [False] * 10
     drained.clear()

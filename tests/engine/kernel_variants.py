@@ -22,9 +22,10 @@ import numba
 import numpy as np
 from numba import njit, types
 
-from torchestra.engine import atomics, recording, waiting
-from torchestra.engine.compilation import Kernel, entry_point
-from torchestra.engine.kernels import buffers, move, parts, reduce
+from torchestra.engine.kernels import buffers, iovec, move, reduce, waiting
+from torchestra.engine.native import atomics
+from torchestra.engine.native.compilation import Kernel, entry_point
+from torchestra.engine.recorder import recorder
 
 
 class Rule(IntEnum):
@@ -89,7 +90,7 @@ def slow_reduction(function, target, sources, number, count):
 # Per module: a text that must occur in it, and what stands in place of all its occurrences. A step that is
 # published a second time is no harm, so what is published too early is also published when it should be.
 _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
-    recording: [
+    recorder: [
         (
             "    store_release(entry + STAMP, 0)\n    release_fence()\n    store(entry + BEGAN, began)\n",
             "    if not is_broken(TAKE_THE_STAMP_AWAY):\n"
@@ -155,7 +156,7 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
             "chunk % (1 if is_broken(MORE_THAN_ONE_PIPE) else 2 if is_broken(THREE_PIPES) else 3)",
         ),
     ],
-    parts: [],
+    iovec: [],
     move: [
         (  # share
             "        begin(context, meta, count, max(own, total))\n    while iteration < parts + 1:\n",

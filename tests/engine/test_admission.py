@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import torchestra as dist
 from forking import Child
-from torchestra.engine import admission as module
-from torchestra.engine.admission import Admission, fetch
+from torchestra.engine.memory import fd_passing as module
+from torchestra.engine.memory.fd_passing import Admission, fetch
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 from torchestra.store import FileStore
 from worlds import outcomes, results

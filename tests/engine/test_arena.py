@@ -11,9 +11,9 @@ import torch
 
 import torchestra as dist
 from forking import Child
-from torchestra.engine import layout as at
-from torchestra.engine.arena import Arena, layout_for
-from torchestra.engine.heap import Heap
+from torchestra.engine.memory import layout as at
+from torchestra.engine.memory.arena import Arena, layout_for
+from torchestra.engine.memory.heap import Heap
 from torchestra.errors import DistBackendError
 from worlds import KINDS, mappings, run
 

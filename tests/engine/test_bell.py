@@ -1,4 +1,4 @@
-"""How the thread of a queue is woken (engine/kernels/bell.py): no wake-up is lost, whatever happens when.
+"""How the thread of a queue is woken (engine/kernels/doorbell.py): no wake-up is lost, whatever happens when.
 
 The kernels are run as Python, one access to the shared words at a time, in every order in which those of two
 threads can follow each other.
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from torchestra.engine.kernels import bell
-from torchestra.engine.waiting import FUTEX_WAIT, FUTEX_WAKE
+from torchestra.engine.kernels import doorbell
+from torchestra.engine.kernels.waiting import FUTEX_WAIT, FUTEX_WAKE
 
 LIMIT_S = 20.0
 # Of close() and ring(), what comes after these accesses is of no consequence for the sleeper.
@@ -41,9 +41,9 @@ class Actor(threading.Thread):
             "syscall": self._futex,
             "NAPS": 0,  # it sleeps as soon as there is nothing to do
         }
-        scope = {**vars(bell), **own}
+        scope = {**vars(doorbell), **own}
         for name in ("ring", "hurry"):
-            scope[name] = FunctionType(getattr(bell, name).py_func.__code__, scope, name)
+            scope[name] = FunctionType(getattr(doorbell, name).py_func.__code__, scope, name)
         self._function: Callable[[int], int] = FunctionType(kernel.py_func.__code__, scope)
         self.start()
         self._stands.acquire()
@@ -97,8 +97,8 @@ def orders(first: int, second: int) -> Iterator[list[int]]:
 
 def sleepers_end(kernel: Any, order: list[int]) -> int | None:
     """What await_task returns when another thread runs the kernel meanwhile; None if it sleeps for ever."""
-    words = dict.fromkeys(range(0, 8 * bell.BELL_WORDS, 8), 0)
-    sleeper, other = Actor(bell.await_task, words), Actor(kernel, words)
+    words = dict.fromkeys(range(0, 8 * doorbell.BELL_WORDS, 8), 0)
+    sleeper, other = Actor(doorbell.await_task, words), Actor(kernel, words)
     sleeper.others, other.others = [other], [sleeper]
     for turn in order:
         (sleeper, other)[turn].step()
@@ -112,7 +112,7 @@ def sleepers_end(kernel: Any, order: list[int]) -> int | None:
     return sleeper.result
 
 
-@pytest.mark.parametrize("kernel", [bell.ring, bell.close], ids=["ring", "close"])
+@pytest.mark.parametrize("kernel", [doorbell.ring, doorbell.close], ids=["ring", "close"])
 def test_a_sleeper_sees_what_is_told_it_at_any_moment(kernel: Any) -> None:
     # The sleeper's accesses: three words, CLOSED, ASLEEP, SUBMITTED and CLOSED again, the futex; once round.
     for order in orders(9, DECISIVE):

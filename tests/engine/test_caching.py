@@ -17,8 +17,8 @@ import pytest
 from numba.core.caching import NullCache
 
 import torchestra.engine
-from torchestra.cache_directories import Directory, prepare
-from torchestra.engine import caching, compilation
+from torchestra.engine.native import compilation, kernel_cache
+from torchestra.system.cache_directories import Directory, prepare
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 
@@ -50,11 +50,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where this module's functions are kept, in a directory of the test's own."""
     place = Directory(tmp_path / "cache", "the test")
     assert not prepare(place.folder(Path(compilation.__file__)))
-    monkeypatch.setattr(caching, "chosen_directory", lambda: place)
+    monkeypatch.setattr(kernel_cache, "chosen_directory", lambda: place)
     monkeypatch.setattr(compilation, "chosen_directory", lambda: place)
     yield place.folder(Path(__file__))
-    caching.say_once.cache_clear()
-    caching._usable.cache_clear()
+    kernel_cache.say_once.cache_clear()
+    kernel_cache._usable.cache_clear()
 
 
 def test_files_are_for_this_user_alone_whatever_the_umask(folder: Path) -> None:
@@ -115,8 +115,8 @@ def test_a_full_disk_is_told_and_nothing_else(
 def test_without_a_directory_functions_are_compiled_in_memory(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(caching, "choose", lambda: (None, ["/x: Read-only file system"]))
-    caching.chosen_directory.cache_clear()
+    monkeypatch.setattr(kernel_cache, "choose", lambda: (None, ["/x: Read-only file system"]))
+    kernel_cache.chosen_directory.cache_clear()
     try:
         assert isinstance(compiled()._cache, NullCache)
         with compilation.compiling("something"):
@@ -126,8 +126,8 @@ def test_without_a_directory_functions_are_compiled_in_memory(
         assert "compiles them in memory" in said
         assert "/x: Read-only file system" in said
     finally:
-        caching.chosen_directory.cache_clear()
-        caching.say_once.cache_clear()
+        kernel_cache.chosen_directory.cache_clear()
+        kernel_cache.say_once.cache_clear()
 
 
 # -- the lock
@@ -136,7 +136,7 @@ def test_without_a_directory_functions_are_compiled_in_memory(
 @pytest.fixture
 def held(folder: Path) -> Iterator[Path]:
     """The folder of the notes of what is compiled, while somebody has the lock."""
-    place = caching.chosen_directory()
+    place = kernel_cache.chosen_directory()
     assert place is not None
     notes = place.folder(Path(compilation.__file__))
     lock = notes / f"torchestra-{compilation._INSTALLATION}.lock"
@@ -173,7 +173,7 @@ def test_who_waits_says_for_whom_and_goes_on_at_last(
 
 def test_the_lock_names_who_has_it_and_is_let_go_in_children_too(folder: Path) -> None:
     with compilation.compiling("a thing"):
-        place = caching.chosen_directory()
+        place = kernel_cache.chosen_directory()
         assert place is not None
         (lock,) = place.folder(Path(compilation.__file__)).glob("*.lock")
         assert lock.read_text().startswith(f"{os.getpid()} on ")

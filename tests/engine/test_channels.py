@@ -21,18 +21,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchestra.engine import channels, clock
-from torchestra.engine import layout as at
-from torchestra.engine.channels import words
+from torchestra.engine import p2p
+from torchestra.engine.memory import layout as at
+from torchestra.engine.p2p import layout
+from torchestra.engine.recorder import clock
 from torchestra.errors import DistBackendError, GroupAbortedError, GroupDestroyedError
 
-RING = words.ring_bytes(2)
+RING = layout.ring_bytes(2)
 LIMIT = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    channels.warm_up_channels()
+    p2p.warm_up_channels()
 
 
 class Waiter:
@@ -55,11 +56,11 @@ class Waiter:
 class Ranks:
     """The mailboxes of ``size`` ranks over one mapping; a forked rank uses its own of them."""
 
-    def __init__(self, size: int, package: Any = channels, spins: int = 100, yields: int = 20) -> None:
+    def __init__(self, size: int, package: Any = p2p, spins: int = 100, yields: int = 20) -> None:
         self.size = size
         self.waiter = Waiter()
         self._memory = np.frombuffer(
-            mmap.mmap(-1, words.PAGE + channels.channel_area_bytes(size)), dtype=np.uint8
+            mmap.mmap(-1, layout.PAGE + p2p.channel_area_bytes(size)), dtype=np.uint8
         )
         address = self._memory.ctypes.data
         self.patience = np.array([0, 50_000_000], dtype=np.int64)
@@ -69,7 +70,7 @@ class Ranks:
         record_bytes = at.Layout(size, 0, 0, 0, 0).record_bytes
         self.records = np.zeros((size, record_bytes // 8), dtype=np.int64)
         package.warm_up_channels()
-        self.mailboxes: list[channels.Mailbox] = []
+        self.mailboxes: list[p2p.Mailbox] = []
         for rank, context in enumerate(self.contexts):
             for offset, value in (
                 (at.RANK, rank),
@@ -87,7 +88,7 @@ class Ranks:
             ):
                 context[offset // 8] = value
             self.mailboxes.append(
-                package.Mailbox(context.ctypes.data, address + words.PAGE, rank, size, "test")
+                package.Mailbox(context.ctypes.data, address + layout.PAGE, rank, size, "test")
             )
 
     def __getitem__(self, rank: int) -> Port:
@@ -136,7 +137,7 @@ class Ranks:
 class Port:
     """A mailbox that is called with arrays."""
 
-    def __init__(self, mailbox: channels.Mailbox, waiter: Waiter) -> None:
+    def __init__(self, mailbox: p2p.Mailbox, waiter: Waiter) -> None:
         self.mailbox = mailbox
         self.waiter = waiter
 
@@ -146,10 +147,10 @@ class Port:
     def recv(self, data: Any, source: int | None, tag: int = 0, kind: int = 0) -> int:
         return self.mailbox.recv(data.ctypes.data, data.nbytes, kind, source, tag, self.waiter)
 
-    def isend(self, data: Any, to: int, tag: int = 0, **more: Any) -> channels.Transfer:
+    def isend(self, data: Any, to: int, tag: int = 0, **more: Any) -> p2p.Transfer:
         return self.mailbox.isend(data.ctypes.data, data.nbytes, 0, to, tag, self.waiter, **more)
 
-    def irecv(self, data: Any, source: int | None, tag: int = 0, **more: Any) -> channels.Transfer:
+    def irecv(self, data: Any, source: int | None, tag: int = 0, **more: Any) -> p2p.Transfer:
         return self.mailbox.irecv(data.ctypes.data, data.nbytes, 0, source, tag, self.waiter, **more)
 
 
@@ -168,7 +169,7 @@ def like(data: Any) -> Any:
     return np.full_like(data, 0xEE)
 
 
-def await_all(transfers: list[channels.Transfer]) -> None:
+def await_all(transfers: list[p2p.Transfer]) -> None:
     deadline = time.monotonic() + LIMIT
     while not all(transfer.finished for transfer in transfers):
         assert time.monotonic() < deadline, "transfers do not finish"
@@ -333,10 +334,10 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """
     folder = tmp_path_factory.mktemp("mutant")
     shutil.copytree(
-        Path(channels.__file__).parent, folder / "breakable", ignore=shutil.ignore_patterns("__pycache__")
+        Path(p2p.__file__).parent, folder / "breakable", ignore=shutil.ignore_patterns("__pycache__")
     )
     for file in (folder / "breakable").glob("*.py"):
-        file.write_text(file.read_text().replace("torchestra.engine.channels", "breakable"))
+        file.write_text(file.read_text().replace("torchestra.engine.p2p", "breakable"))
     ring = folder / "breakable" / "ring.py"
     text = ring.read_text()
     for old, new in (
@@ -491,7 +492,7 @@ def test_a_lost_wake_up_is_seen(breakable: ModuleType, how: int, size: int) -> N
     for rank, mailbox in enumerate(ranks.mailboxes):
         mailbox._words[BREAK // 8] = NOTHING
         # Whose bell was rung too early looks awake; without this, closing would not wake it either.
-        ranks._memory[words.PAGE + rank * words.BELL_BYTES + words.SLEEPING] = 1
+        ranks._memory[layout.PAGE + rank * layout.BELL_BYTES + layout.SLEEPING] = 1
     ranks.close()
     player.join(LIMIT)
     assert failures
@@ -533,12 +534,12 @@ def test_a_receive_gets_a_message_that_is_still_arriving_in_the_store(pair: Rank
 def test_a_message_that_nobody_waits_behind_slows_its_sender(pair: Ranks) -> None:
     """Without this a fast sender would fill the receiver's memory."""
     hasty = Port(pair.mailboxes[0], Waiter(0.2))
-    for _ in range(words.SLOTS):
+    for _ in range(layout.SLOTS):
         hasty.send(numbers(1), 1)
     with pytest.raises(TimeoutError, match=r"send of 1 bytes to rank 1 \(tag 0\): blocked on 1"):
         hasty.send(numbers(1), 1)
     assert not hasty.waiter.aborts
-    for _ in range(words.SLOTS):
+    for _ in range(layout.SLOTS):
         pair[1].recv(like(numbers(1)), 0)
     hasty.send(numbers(2), 1, tag=3)
     pair[1].recv(like(numbers(2)), 0, tag=3)
@@ -605,7 +606,7 @@ def test_to_oneself(pair: Ranks, length: int) -> None:
 
 
 def test_done_is_called_once_with_the_transfer(pair: Ranks) -> None:
-    calls: list[channels.Transfer] = []
+    calls: list[p2p.Transfer] = []
     received = pair[1].irecv(like(numbers(4)), 0, done=calls.append)
     sent = pair[0].isend(numbers(4), 1, done=calls.append)
     await_all([received, sent])
@@ -870,7 +871,7 @@ def test_close_ends_what_is_under_way(pair: Ranks) -> None:
 
 
 def test_the_area_is_small_enough_to_map() -> None:
-    assert channels.channel_area_bytes(64) <= 4 << 30
-    assert channels.channel_area_bytes(512) <= 8 << 30
+    assert p2p.channel_area_bytes(64) <= 4 << 30
+    assert p2p.channel_area_bytes(512) <= 8 << 30
     for size in (1, 2, 3, 64, 100):
-        assert channels.channel_area_bytes(size) % words.PAGE == 0
+        assert p2p.channel_area_bytes(size) % layout.PAGE == 0

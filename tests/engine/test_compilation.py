@@ -10,8 +10,8 @@ from types import FrameType, SimpleNamespace
 import numba
 import pytest
 
-from torchestra.engine import compilation
-from torchestra.engine.kernels import catalogue
+from torchestra.engine.kernels import kernel_registry
+from torchestra.engine.native import compilation
 
 
 def test_kernels_are_compiled_anew_when_any_file_of_the_engine_has_changed(
@@ -42,7 +42,7 @@ def test_kernels_are_compiled_anew_when_any_file_of_the_engine_has_changed(
 
 
 def test_the_functions_that_kernels_are_made_of_are_known() -> None:
-    names = {function.py_func.__name__ for function in catalogue._compiled_functions()}
+    names = {function.py_func.__name__ for function in kernel_registry._compiled_functions()}
     assert names >= {"meet", "wait_until", "publish", "buffer_of", "all_reduce", "exchange", "barrier"}
 
 

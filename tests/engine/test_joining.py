@@ -16,7 +16,8 @@ import torch
 
 import torchestra as dist
 import worlds
-from torchestra.engine import admission, joining
+from torchestra.engine.membership import joining
+from torchestra.engine.memory import fd_passing
 from torchestra.engine.multihost import finding
 from torchestra.errors import DistBackendError, GroupAbortedError, RankFailedError
 from torchestra.store import Store
@@ -187,7 +188,7 @@ def receive_without_room() -> str:
     limits = leave_descriptors(1)
     spare = os.dup(0)
     try:
-        admission._packet(here, 0.0)
+        fd_passing._packet(here, 0.0)
     except OSError as error:
         return str(error)
     finally:

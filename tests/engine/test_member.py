@@ -17,15 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from torchestra.engine import callsites
-from torchestra.engine import layout as at
-from torchestra.engine.arena import Arena, layout_for
-from torchestra.engine.callsites import call_site
+from torchestra.engine.failure.liveness import PeerProcesses, PeerThreads
+from torchestra.engine.failure.stack_reporter import Watcher
 from torchestra.engine.kernels import control
-from torchestra.engine.liveness import PeerProcesses, PeerThreads
-from torchestra.engine.member import Member
-from torchestra.engine.standing import describe_standing
-from torchestra.engine.watcher import Watcher
+from torchestra.engine.memory import layout as at
+from torchestra.engine.memory.arena import Arena, layout_for
+from torchestra.engine.rank_context import Member
+from torchestra.engine.recorder import callsites
+from torchestra.engine.recorder.callsites import call_site
+from torchestra.engine.recorder.hang_report import describe_standing
 from torchestra.errors import DistBackendError, GroupAbortedError, RankFailedError
 
 SOON = 20.0
@@ -338,7 +338,7 @@ def test_the_call_site_is_the_line_of_the_program() -> None:
     ],
 )
 def test_lines_of_torchestra_and_of_libraries_are_passed_over(path: str, is_the_programs: bool) -> None:
-    package, stdlib = Path(callsites.__file__).parent.parent, Path(types.__file__).parent
+    package, stdlib = Path(callsites.__file__).parents[2], Path(types.__file__).parent
     place = path.format(package=package, stdlib=stdlib)
     found = call_from(place, call_site)
     assert found.startswith(f"{place}:2 in calling" if is_the_programs else f"{__file__}:")

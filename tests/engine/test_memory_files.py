@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra import memory_files
-from torchestra.doctor import examine
-from torchestra.engine.arena import Arena, layout_for
+from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.errors import DistBackendError
+from torchestra.monitor.doctor import examine
 from torchestra.store import Store
+from torchestra.system import memory_files
 from worlds import KINDS, OP_SECONDS, run
 
 

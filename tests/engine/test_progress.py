@@ -16,13 +16,14 @@ import torch
 
 import torchestra as dist
 from interrupts import interrupted_at
-from torchestra import order, quick
-from torchestra import work as work_file
+from torchestra.communicator import fast_path
+from torchestra.communicator import queue as order
+from torchestra.communicator import work as work_file
+from torchestra.communicator.queue import Order, _Queued
+from torchestra.communicator.work import Work
 from torchestra.engine import progress as engine_progress
 from torchestra.engine.progress import ProgressThread
 from torchestra.errors import GroupAbortedError
-from torchestra.order import Order, _Queued
-from torchestra.work import Work
 from worlds import run
 
 SOON = 20.0
@@ -224,7 +225,7 @@ def be_interrupted_in_the_short_way() -> None:
         other = threading.Thread(target=hold, args=(lock, taken, errors))
         other.start()
         assert taken.wait(SOON)
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place, [quick.__file__]) as where:
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place, [fast_path.__file__]) as where:
             communicator.all_reduce(tensor, dist.ReduceOp.SUM)
         other.join(SOON)
         assert errors == [], where

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 from kernel_variants import Rule, broken, edited
 
-from torchestra.engine import layout as at
-from torchestra.engine import recording
+from torchestra.engine.memory import layout as at
+from torchestra.engine.recorder import recorder
 
 Words = npt.NDArray[np.int64]
 
@@ -39,7 +39,7 @@ def torn_reads(rule: Rule | None) -> tuple[int, int]:
 
     Ends with the first torn one, or when there were ENOUGH.
     """
-    writer, reader = edited(recording.write_entry), edited(recording.read_entry)
+    writer, reader = edited(recorder.write_entry), edited(recorder.read_entry)
     entry, copy = np.zeros(8, dtype=np.int64), np.zeros(8, dtype=np.int64)
     stop = threading.Event()
 

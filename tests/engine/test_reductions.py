@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from references import BITWISE, COMPLEX, DEFINED, FLOATS, INTEGERS, reduced, same_bits, sample
-from torchestra.engine import reductions
+from torchestra.engine.kernels import reductions
 from torchestra.types import ReduceOp
 
 _PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
@@ -166,7 +166,7 @@ def _swap_mode(mode: int) -> int:
 _ON_A_PLAIN_PROCESSOR = """
 import sys
 import torch
-from torchestra.engine import reductions
+from torchestra.engine.kernels import reductions
 from torchestra.types import ReduceOp
 
 def check(found, expected):

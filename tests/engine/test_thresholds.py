@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra.engine.algorithms import Choices
+from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.local import LocalEngine
 from torchestra.errors import CollectiveMismatchError, InvalidArgumentError
 from worlds import KINDS, run
@@ -109,7 +109,7 @@ def test_thresholds_out_of_bounds_are_refused(wrong: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 64, 1000, 4000])
 def test_the_usual_thresholds_are_within_bounds_and_parts_fit_into_a_buffer(size: int) -> None:
-    from torchestra.engine.arena import layout_for
+    from torchestra.engine.memory.arena import layout_for
 
     buffer = layout_for(size).pipe_bytes
     choices = Choices.for_group(size, buffer)

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from interrupts import interrupted_at
-from torchestra.engine import shrinking, try_lock
-from torchestra.engine.channels import post_office
-from torchestra.engine.channels.post_office import PostOffice, _Outbox, _Parcel
+from torchestra.engine import try_lock
+from torchestra.engine.membership import shrinking
 from torchestra.engine.multihost import shrinking as shrinking_hosts
+from torchestra.engine.p2p import endpoint
+from torchestra.engine.p2p.endpoint import PostOffice, _Outbox, _Parcel
 from torchestra.engine.try_lock import TryLock
 from torchestra.errors import InvalidArgumentError
 from torchestra.rpc import crew as crew_file
@@ -106,9 +107,7 @@ def test_of_sending_to_a_worker(monkeypatch: pytest.MonkeyPatch, taken: bool) ->
     office._outboxes = [box]
     monkeypatch.setattr(PostOffice, "_push", lambda _, peer, box, parcel: sent.append(parcel.tag))
     numbers = itertools.count()
-    interrupt_everywhere(
-        lambda: office.send(0, 1, next(numbers), ()), [box.lock], [post_office.__file__], taken
-    )
+    interrupt_everywhere(lambda: office.send(0, 1, next(numbers), ()), [box.lock], [endpoint.__file__], taken)
     set_holder(box.lock, None)
     box.queue.append(_Parcel(1, next(numbers), (), None))
     office.send_leftovers()

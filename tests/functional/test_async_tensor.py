@@ -15,9 +15,9 @@ import torch
 
 import torchestra as dist
 import torchestra.functional as funcol
-from torchestra import unwaited
+from torchestra.communicator import work_registry
 from torchestra.functional import AsyncCollectiveTensor
-from torchestra.world import current_world
+from torchestra.world.init import current_world
 from worlds import run
 
 
@@ -49,13 +49,13 @@ def waits_when_used() -> None:
     ]
     assert [type(view) for view in views] == [AsyncCollectiveTensor] * 9
     assert [view.shape for view in views[:3]] == [(2, 3), (3, 2), (3,)]
-    assert unwaited.count(group) == 1
+    assert work_registry.count(group) == 1
     if dist.get_rank() == 0:
         dist.barrier(order)
     total = result + 1
     assert type(total) is torch.Tensor
     assert result.completed
-    assert unwaited.count(group) == 0
+    assert work_registry.count(group) == 0
     assert total.tolist() == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
     assert views[4].tolist() == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
     assert views[6].sum().item() == 60.0
@@ -129,12 +129,12 @@ def dropped_results() -> int:
         funcol.all_reduce(torch.ones(2), "sum", group)
     dist.barrier()
     gc.collect()
-    return unwaited.count(group)
+    return work_registry.count(group)
 
 
 def test_results_that_were_dropped_are_forgotten() -> None:
     assert run("threads", 2, dropped_results) == [0, 0]
-    assert len(unwaited._entries) <= unwaited._FEW, "nor do they pile up"
+    assert len(work_registry._entries) <= work_registry._FEW, "nor do they pile up"
 
 
 def kept_result(how: str) -> list[str]:
@@ -180,7 +180,7 @@ def failed_and_dropped() -> list[str]:
     dist.barrier(group)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        unwaited.report(group)
+        work_registry.report(group)
     return [str(each.message) for each in caught]
 
 

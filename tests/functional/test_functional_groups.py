@@ -9,8 +9,8 @@ import torchestra as dist
 import torchestra.functional as funcol
 from torchestra.functional import expand_group, find_or_make_group
 from torchestra.functional.groups import group_name, group_size
-from torchestra.new_groups import make_group
-from torchestra.registry import current_world
+from torchestra.world.new_groups import make_group
+from torchestra.world.registry import current_world
 from worlds import KINDS, run
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra.new_groups import make_group
-from torchestra.registry import World, current_world, label, thread_rank
 from torchestra.store import HashStore
+from torchestra.world.new_groups import make_group
+from torchestra.world.registry import World, current_world, label, thread_rank
 from worlds import KINDS, WORLD_SECONDS, outcomes, run
 
 # -- tags

@@ -10,8 +10,8 @@ import torch
 
 import torchestra as dist
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
-from torchestra.group_calls import GroupCall
-from torchestra.world import default_group
+from torchestra.world.group_agreement import GroupCall
+from torchestra.world.init import default_group
 from worlds import KINDS, run
 
 LONG = 600.0  # far more than the worlds of these tests may take: nobody hears of it by a time-out

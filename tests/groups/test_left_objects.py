@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra import monitored, objects
+from torchestra.collectives import objects
 from torchestra.errors import GroupAbortedError
-from torchestra.parcels import Parcel
+from torchestra.process_group import monitored_barrier
+from torchestra.tensors.object_bytes import Parcel
 from worlds import run
 
 SOON = 20.0
@@ -117,11 +118,11 @@ def leave_barrier(left_by: int) -> None:
 @pytest.mark.parametrize("left_by", [0, 1])
 def test_a_monitored_barrier_that_a_rank_leaves(left_by: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has sent before would let the next one pass too early."""
-    report, failure = monitored._report_to_rank_0, monitored._failure
+    report, failure = monitored_barrier._report_to_rank_0, monitored_barrier._failure
 
     def report_and_leave(communicator: Any, limit: float) -> None:
         if left_by == 1:
-            communicator.send(torch.zeros(1, dtype=torch.int64), 0, monitored._ARRIVED, limit)
+            communicator.send(torch.zeros(1, dtype=torch.int64), 0, monitored_barrier._ARRIVED, limit)
             raise KeyboardInterrupt
         report(communicator, limit)
 
@@ -130,6 +131,6 @@ def test_a_monitored_barrier_that_a_rank_leaves(left_by: int, monkeypatch: pytes
             raise KeyboardInterrupt
         return failure(work)
 
-    monkeypatch.setattr(monitored, "_report_to_rank_0", report_and_leave)
-    monkeypatch.setattr(monitored, "_failure", leave)
+    monkeypatch.setattr(monitored_barrier, "_report_to_rank_0", report_and_leave)
+    monkeypatch.setattr(monitored_barrier, "_failure", leave)
     run_together(leave_barrier, left_by)

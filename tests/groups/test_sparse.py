@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import torchestra as dist
 from devices import gpu
-from torchestra import communicator
+from torchestra.communicator import communicator
 from torchestra.errors import CollectiveMismatchError, InvalidArgumentError
 from worlds import KINDS, run
 

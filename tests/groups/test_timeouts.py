@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra.engine import patience
+from torchestra.engine.failure import deadline
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError, StoreTimeoutError
 from worlds import await_note, leave_note, processes, results, run
 
@@ -147,8 +147,8 @@ def test_the_default_store_waits_as_long_as_the_group(scheme: str, tmp_path: Pat
 
 def test_patience_does_not_count_interruptions(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: now))
-    wait = patience.Patience(10)
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now))
+    wait = deadline.Patience(10)
     for _ in range(20):  # 1 s in looks of 50 ms
         now += 0.05
         assert wait.started() == 100.0
@@ -163,9 +163,9 @@ def test_patience_does_not_count_interruptions(monkeypatch: pytest.MonkeyPatch) 
 
 def test_no_interruption_uses_up_more_than_a_quarter_of_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now))
     for seconds in (0.4, 1.0):
-        wait = patience.Patience(seconds)
+        wait = deadline.Patience(seconds)
         now += 50
         assert now - wait.started() == pytest.approx(seconds / 4)
 

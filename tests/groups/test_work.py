@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import torchestra as dist
+from torchestra.communicator.work import Work
 from torchestra.engine.progress import ProgressThread, let_tasks_end
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
-from torchestra.work import Work
 from worlds import KINDS, run
 
 SOON = 20.0

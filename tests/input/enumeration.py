@@ -30,7 +30,7 @@ from wrong_values import wrong_values
 import torchestra as dist
 from torchestra import functional, rpc
 from torchestra.errors import DistError
-from torchestra.registry import thread_rank
+from torchestra.world.registry import thread_rank
 
 SIZE = 2
 # What a function's messages may name instead: what it is made of.

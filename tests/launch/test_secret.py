@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchestra.engine.succession import Round, State
+from torchestra.engine.membership.agreement import Round, State
 from torchestra.launcher.spec import Call, JobSpec, MainModule
 from torchestra.rendezvous.over_mpi import _Place
 from torchestra.rpc import RpcBackendOptions

@@ -13,10 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchestra as dist
 import torchestra.functional as funcol
-from torchestra.communicator import Communicator
-from torchestra.fake import FakeCommunicator
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.fake import FakeCommunicator
+from torchestra.communicator.queue import Order
 from torchestra.nn.parallel import DistributedDataParallel
-from torchestra.order import Order
 
 RANK, SIZE = 2, 4
 

@@ -18,9 +18,9 @@ import pytest
 import torchestra as dist
 from torchestra.engine.multihost.host_id import HOST_VARIABLE
 from torchestra.engine.multihost.opening import BRIDGE_VARIABLE, TRUST_VARIABLE
-from torchestra.registry import thread_rank
 from torchestra.store import HashStore, Store, TCPStore
 from torchestra.store.secret import SECRET_VARIABLE
+from torchestra.world.registry import thread_rank
 from worlds import Outcome, ProcessWorld, processes
 
 Layout = tuple[int, ...]

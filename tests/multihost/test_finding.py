@@ -12,8 +12,8 @@ from torchestra.engine.multihost import finding
 from torchestra.engine.multihost.finding import find_hosts
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import CollectiveTimeoutError
-from torchestra.registry import thread_rank
 from torchestra.store import HashStore
+from torchestra.world.registry import thread_rank
 
 
 class CountingStore(HashStore):

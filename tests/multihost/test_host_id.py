@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from torchestra.engine.multihost.host_id import HOST_VARIABLE, host_id, host_name
-from torchestra.registry import thread_rank
 from torchestra.store import HashStore
+from torchestra.world.registry import thread_rank
 
 
 def test_one_process_has_one_host() -> None:

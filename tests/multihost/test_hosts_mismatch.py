@@ -9,8 +9,8 @@ import torch
 from simulated import LAYOUTS, Layout, on_threads
 
 import torchestra as dist
+from torchestra.communicator.multihost import HostsCommunicator
 from torchestra.errors import CollectiveMismatchError
-from torchestra.hosts import HostsCommunicator
 
 LARGE = 600_000
 """Elements of 4 bytes that go in several chunks, of which the first are sent early."""

@@ -12,10 +12,10 @@ import torch
 from simulated import on_threads
 
 import torchestra as dist
-from torchestra.engine.flight import FlightRecord, HostRecord
 from torchestra.engine.multihost import records
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.trace import merged, trace_of
+from torchestra.engine.recorder.flight_record import FlightRecord, HostRecord
+from torchestra.engine.recorder.trace import merged, trace_of
 
 
 def called() -> FlightRecord:

@@ -13,11 +13,11 @@ import torchestra as dist
 from torchestra.engine.multihost.finding import find_hosts
 from torchestra.engine.multihost.opening import BRIDGE_VARIABLE
 from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE
-from torchestra.registry import thread_rank
 from torchestra.rendezvous.gathering import gather
 from torchestra.store import HashStore
 from torchestra.store.absence import absent
 from torchestra.store.secret import SECRET_VARIABLE
+from torchestra.world.registry import thread_rank
 
 PER_HOST = 4
 SIZES = (16, 32, 64)

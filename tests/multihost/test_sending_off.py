@@ -7,13 +7,13 @@ import torch
 from simulated import SECONDS, on_threads
 
 import torchestra as dist
-from torchestra import hosts
-from torchestra.hosts import HostsCommunicator
+from torchestra.communicator import multihost
+from torchestra.communicator.multihost import HostsCommunicator
 
 
 @pytest.fixture(autouse=True)
 def cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "spare_cores", lambda ranks: 0)
+    monkeypatch.setattr(multihost, "spare_cores", lambda ranks: 0)
 
 
 def send_off(length: int) -> None:
@@ -32,7 +32,7 @@ def send_off(length: int) -> None:
 
 @pytest.mark.parametrize("length", [3, 300_000])
 def test_it_waits_until_the_operation_is_sent_off(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
-    monkeypatch.setattr(hosts, "_LONGEST_WAIT", SECONDS)
+    monkeypatch.setattr(multihost, "_LONGEST_WAIT", SECONDS)
     on_threads((1, 2), send_off, length)
 
 

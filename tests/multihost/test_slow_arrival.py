@@ -11,7 +11,8 @@ import torch
 from simulated import on_threads
 
 import torchestra as dist
-from torchestra.engine import operations, patience
+from torchestra.engine import operations
+from torchestra.engine.failure import deadline
 from torchestra.engine.multihost import crossing, parcel
 from torchestra.engine.multihost.bridge import BridgeError
 from torchestra.engine.multihost.crossing import Crossing
@@ -95,7 +96,7 @@ def test_the_reason_for_a_failed_way_is_waited_for_until_whoever_finds_it_must_h
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    for module in (crossing, patience):
+    for module in (crossing, deadline):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
 
     class ToldLate:

@@ -9,7 +9,7 @@ from torchestra.engine.multihost.engine import MultiHostEngine
 
 # Of memory that all ranks share, and of the waits for it.
 ONLY_IN_ONE_HOST = {"agree", "choices", "waiter"}
-# Of kernels: what groups that call one themselves (quick.py) need, and what keeps forked children from them.
+# Of kernels: what groups that call one themselves (fast_path.py) need, and what keeps forked children out.
 ONLY_WITH_KERNELS = {"finish_all_reduce", "leave_halfway", "forget"}
 
 

@@ -12,7 +12,7 @@ from ddp_models import Backwards, Branches, batch, convolutions, loss, mlp
 from torch import nn
 
 import torchestra as dist
-from torchestra.communicator import Communicator
+from torchestra.communicator.communicator import Communicator
 from torchestra.nn.parallel import DistributedDataParallel, averaging, reducer
 from worlds import run
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torchestra as dist
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.store import Store
-from torchestra.thread_ranks import current_thread_rank
 from worlds import outcomes, run
 
 SECONDS = 30.0

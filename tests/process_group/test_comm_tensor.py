@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchestra as dist
 from devices import DEVICES
-from torchestra.comm_tensor import CommTensor, wait_comm
 from torchestra.errors import InvalidArgumentTypeError
+from torchestra.functional.comm_tensor import CommTensor, wait_comm
 from torchestra.types import ReduceOp
 from worlds import run
 

@@ -12,10 +12,10 @@ import torch
 from direct import SECONDS, run_direct
 
 import torchestra as dist
+from torchestra.arguments.options import GroupOptions
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import CollectiveTimeoutError, InvalidArgumentError, InvalidArgumentTypeError
-from torchestra.options import GroupOptions
 from torchestra.store import HashStore, PrefixStore
-from torchestra.thread_ranks import current_thread_rank
 from worlds import KINDS, mapped_files, run
 
 LIMIT_S = 10.0

@@ -10,13 +10,13 @@ from direct import run_direct
 from reductions import Reduction, several, simple
 
 import torchestra as dist
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
-from torchestra.options import (
+from torchestra.arguments.options import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
     ReduceOptions,
     ReduceScatterOptions,
 )
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.types import ReduceOp
 from worlds import KINDS
 

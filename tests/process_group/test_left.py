@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra import communicator as communicator_file
-from torchestra import layouts, several
-from torchestra.communicator import Communicator
+from torchestra.communicator import communicator as communicator_file
+from torchestra.communicator import multi_tensor
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.host_staging import run_staged
 from torchestra.errors import GroupAbortedError
-from torchestra.staging import run_staged
+from torchestra.tensors import contiguity
 from torchestra.types import ReduceOp
 from worlds import run
 
@@ -32,10 +33,10 @@ def _copies_fail(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def made_plain(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in failing:
             raise MemoryError("no memory for a copy")
-        return layouts.made_plain(tensor)
+        return contiguity.made_plain(tensor)
 
     monkeypatch.setattr(communicator_file, "made_plain", made_plain)
-    monkeypatch.setattr(several, "made_plain", made_plain)
+    monkeypatch.setattr(multi_tensor, "made_plain", made_plain)
     yield
     failing.clear()
 
@@ -143,7 +144,7 @@ def reduce_mixed() -> None:
     """The second of two reductions, of different dtypes, that are called as one."""
     tensors = [torch.ones(3, dtype=torch.float64), matrix(2.0)]
     communicator = dist.group.WORLD.communicator
-    work = several.all_reduce_coalesced(communicator, tensors, ReduceOp.SUM, async_op=True)
+    work = multi_tensor.all_reduce_coalesced(communicator, tensors, ReduceOp.SUM, async_op=True)
     assert work is not None
     expect_abort(work.wait, "all_reduce_coalesced(SUM) with MemoryError")
 
@@ -248,7 +249,7 @@ def test_an_operation_that_fails_after_its_last_kernel_leaves_the_group_usable(
     def write_back(tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if is_failing_rank() and buffers[0].dim() == 2:
             raise MemoryError
-        return layouts.write_back(tensors, buffers)
+        return contiguity.write_back(tensors, buffers)
 
     monkeypatch.setattr(communicator_file, "write_back", write_back)
     run_together(fail_afterwards)

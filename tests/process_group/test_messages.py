@@ -10,9 +10,10 @@ import torch
 from direct import run_direct
 
 import torchestra as dist
-from torchestra import layouts, messaging
+from torchestra.communicator import point_to_point
+from torchestra.communicator.work import Work
 from torchestra.errors import DistError, InvalidArgumentError
-from torchestra.work import Work
+from torchestra.tensors import contiguity
 from worlds import KINDS, run
 
 
@@ -188,9 +189,9 @@ def test_a_message_that_cannot_be_copied_to_its_tensor_fails_alone(monkeypatch: 
     def write_back(tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> list[torch.Tensor]:
         if not tensors[0].is_contiguous():
             raise MemoryError("no memory for a copy")
-        return layouts.write_back(tensors, buffers)
+        return contiguity.write_back(tensors, buffers)
 
-    monkeypatch.setattr(messaging, "write_back", write_back)
+    monkeypatch.setattr(point_to_point, "write_back", write_back)
     run("threads", 2, receive_what_cannot_be_copied)
 
 
@@ -201,6 +202,6 @@ def test_a_message_whose_copy_is_interrupted_fails_and_the_interrupt_goes_on() -
     work, tensor = Work("irecv"), torch.zeros(1)
     transfer: Any = SimpleNamespace(error=None, source=1)
     with pytest.raises(KeyboardInterrupt):
-        messaging.Messaging._end_message(work, tensor, tensor, interrupted, transfer)
+        point_to_point.Messaging._end_message(work, tensor, tensor, interrupted, transfer)
     with pytest.raises(DistError, match="received, but not copied to its tensor: KeyboardInterrupt"):
         work.wait(20)

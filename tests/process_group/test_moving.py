@@ -8,7 +8,7 @@ from direct import run_direct
 from test_group_reductions import LAYOUTS
 
 import torchestra as dist
-from torchestra.options import (
+from torchestra.arguments.options import (
     AllgatherOptions,
     AllToAllOptions,
     BroadcastOptions,

@@ -12,8 +12,8 @@ from direct import run_direct
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchestra as dist
+from torchestra.arguments.options import BarrierOptions
 from torchestra.errors import CollectiveMismatchError, DistError, GroupAbortedError, InvalidArgumentError
-from torchestra.options import BarrierOptions
 from worlds import KINDS, run
 
 

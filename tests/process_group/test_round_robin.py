@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import torchestra as dist
+from torchestra.arguments.options import GroupOptions
 from torchestra.errors import InvalidArgumentError
-from torchestra.options import GroupOptions
 from torchestra.store import PrefixStore
 from worlds import KINDS, run
 

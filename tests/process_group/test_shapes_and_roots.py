@@ -9,7 +9,7 @@ import torch
 
 import torchestra as dist
 from torchestra.nn.parallel.coalesced import broadcast_coalesced
-from torchestra.registry import thread_rank
+from torchestra.world.registry import thread_rank
 from worlds import KINDS, run
 
 

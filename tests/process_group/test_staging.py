@@ -14,12 +14,12 @@ import torch
 
 import torchestra as dist
 from devices import gpu
-from torchestra import several
-from torchestra.communicator import Communicator
+from torchestra.communicator import multi_tensor
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.host_staging import POSSIBLE, Stage, run_staged, staged
+from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError
-from torchestra.staging import POSSIBLE, Stage, run_staged, staged
 from torchestra.types import ReduceOp
-from torchestra.work import Work
 from worlds import KINDS, run
 
 
@@ -63,7 +63,7 @@ def reduce_in_place() -> None:
     assert tensor.tolist() == [size * (size + 1) / 2] * 3
     assert (copies.fetched, copies.given_back) == ([(3,)], [(3,)])
     tensors = [on_device(2, value=rank + 1.0), on_device(2, value=10.0)]
-    work = call(copies, several.all_reduce_together, tensors, ReduceOp.MAX, async_op=True)
+    work = call(copies, multi_tensor.all_reduce_together, tensors, ReduceOp.MAX, async_op=True)
     work.wait()
     assert [id(each) for each in work.result()] == [id(each) for each in tensors]
     assert [each.tolist() for each in tensors] == [[10.0, 10.0]] * 2

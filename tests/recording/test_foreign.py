@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from torchestra.engine import layout as at
-from torchestra.engine.arena import Arena, layout_for
-from torchestra.engine.flight import read_flight_record
-from torchestra.engine.foreign import ForeignArena
-from torchestra.engine.trace import trace_of
+from torchestra.engine.memory import layout as at
+from torchestra.engine.memory.arena import Arena, layout_for
+from torchestra.engine.memory.foreign import ForeignArena
+from torchestra.engine.recorder.flight_record import read_flight_record
+from torchestra.engine.recorder.trace import trace_of
 from torchestra.errors import DistBackendError
-from torchestra.watching.rates import rates, straggler
-from torchestra.watching.top import Look, as_json, tables
+from torchestra.monitor.rates import rates, straggler
+from torchestra.monitor.top import Look, as_json, tables
 
 ANY_WORD = st.one_of(
     st.integers(-(1 << 63), (1 << 63) - 1), st.sampled_from([0, 1, -1, 2, 255, 1 << 62, at.MAGIC, at.VERSION])

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from torchestra.engine.flight import FlightEntry, FlightRecord, RankRecord
-from torchestra.watching.rates import rates, straggler
+from torchestra.engine.recorder.flight_record import FlightEntry, FlightRecord, RankRecord
+from torchestra.monitor.rates import rates, straggler
 
 ENTRY = FlightEntry(
     number=5,

@@ -20,8 +20,8 @@ import torch
 
 import torchestra as dist
 from torchestra.cli import main
-from torchestra.watching import jobs
-from torchestra.watching.jobs import find_jobs
+from torchestra.monitor import jobs
+from torchestra.monitor.jobs import find_jobs
 from worlds import ProcessWorld, await_note, leave_note, processes
 from worlds import run as run_world
 

@@ -24,7 +24,7 @@ import torchestra.transport.message
 import torchestra.transport.peer
 import worlds
 from torchestra import rpc
-from torchestra.engine.channels import Message, post_office
+from torchestra.engine.p2p import Message, endpoint
 from torchestra.errors import DistNetworkError, InvalidArgumentError, RpcError, WorkerFailedError
 from torchestra.rpc.current import current_agent
 from torchestra.rpc.meeting import ADDRESS_VARIABLE, PORTS_VARIABLE, given_ports, listening_address
@@ -261,7 +261,7 @@ def test_a_flood_of_strangers_takes_few_descriptors_and_those_expected_still_com
 
 
 def begin_with(secrets: list[str | None]) -> None:
-    from torchestra.thread_ranks import current_thread_rank
+    from torchestra.engine.thread_ranks import current_thread_rank
 
     rpc_workers.begin(secret=secrets[current_thread_rank().rank])
 
@@ -340,7 +340,7 @@ def send_too_much_text(rank: int) -> None:
 def test_a_text_that_there_is_no_memory_for_is_the_end_of_its_call_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(post_office, "np", _LittleMemoryForText())
+    monkeypatch.setattr(endpoint, "np", _LittleMemoryForText())
     rpc_workers.run("threads", 2, send_too_much_text)
 
 

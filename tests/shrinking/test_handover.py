@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from torchestra.engine import handover
-from torchestra.engine.handover import Estate, Offer, make_offer, make_request
+from torchestra.engine.membership import arena_transfer
+from torchestra.engine.membership.arena_transfer import Estate, Offer, make_offer, make_request
 from torchestra.errors import DistNetworkError
 
 SOON = 20.0
@@ -79,7 +79,7 @@ def test_nothing_is_left_of_an_offer_that_was_not_taken(threads: bool) -> None:
     del offer
     gc.collect()
     assert sockets_of(key) == []
-    assert handover._offered == {}
+    assert arena_transfer._offered == {}
     assert set(os.listdir("/proc/self/fd")) <= before
     assert make_request(key, 2, threads=threads).answer() is None
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra.engine import layout as at
-from torchestra.new_groups import make_group
+from torchestra.engine.memory import layout as at
+from torchestra.world.new_groups import make_group
 from worlds import KINDS, Outcome, await_note, leave_note, outcomes, processes, run
 
 SOON = 20.0

@@ -15,7 +15,7 @@ import torch
 from test_shrink import check_group, meet, until_it_fails, world
 
 import torchestra as dist
-from torchestra.engine.succession import Succession
+from torchestra.engine.membership.agreement import Succession
 from worlds import RankDied, await_note, descriptors, leave_note, mappings, processes
 
 SOON = 20.0

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from torchestra.engine import layout as at
-from torchestra.engine.arena import Arena
-from torchestra.engine.succession import State, Succession
+from torchestra.engine.membership.agreement import State, Succession
+from torchestra.engine.memory import layout as at
+from torchestra.engine.memory.arena import Arena
 from torchestra.errors import RankExcludedError
 
 SOON = 20.0

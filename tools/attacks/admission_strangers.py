@@ -13,7 +13,7 @@ from tools.attacks import Outcome
 from tools.attacks._flood import SILENCE, Flood
 from tools.attacks._target import NOBODY, Watched
 
-from torchestra.engine.admission import Admission, fetch
+from torchestra.engine.memory.fd_passing import Admission, fetch
 
 SECRET = b"between us"
 

@@ -11,7 +11,7 @@ from tools.attacks import Outcome
 from tools.attacks._flood import SILENCE, Flood
 from tools.attacks._target import NOBODY, Watched
 
-from torchestra.engine.handover import Offer, make_offer, make_request
+from torchestra.engine.membership.arena_transfer import Offer, make_offer, make_request
 
 
 def attack(seconds: float) -> Outcome:

@@ -19,7 +19,7 @@ from typing import Any
 from tools.attacks import Outcome, _planter
 from tools.attacks._target import NOBODY, root_only
 
-from torchestra.engine import caching
+from torchestra.engine.native import kernel_cache
 
 hindrance = root_only
 
@@ -106,7 +106,7 @@ def _load(root: Path) -> Any:
     os.environ["NUMBA_CACHE_DIR"] = str(root)
     _forget()
     with contextlib.redirect_stderr(io.StringIO()):
-        return getattr(caching.cache_of(_function), "_cache_file", _NoFile()).load(_KEY)
+        return getattr(kernel_cache.cache_of(_function), "_cache_file", _NoFile()).load(_KEY)
 
 
 class _NoFile:
@@ -116,7 +116,7 @@ class _NoFile:
 
 def _forget() -> None:
     """What a process finds out once."""
-    for cached in (caching.chosen_directory, caching._usable, caching.say_once):
+    for cached in (kernel_cache.chosen_directory, kernel_cache._usable, kernel_cache.say_once):
         cached.cache_clear()
 
 
@@ -137,7 +137,7 @@ def _names(root: Path) -> list[str]:
     """The index of the function, and its data, below a directory for caches."""
     os.environ["NUMBA_CACHE_DIR"] = str(root)
     _forget()
-    file = caching.cache_of(_function)._cache_file
+    file = kernel_cache.cache_of(_function)._cache_file
     return [str(Path(path).relative_to(root)) for path in (file._index_path, file._data_path(_data(file)))]
 
 
@@ -171,7 +171,7 @@ def _lay_out(base: Path, files: list[str], trap: bytes) -> None:
         (base / "writable-files" / name).chmod(0o666)
     os.environ["NUMBA_CACHE_DIR"] = str(base / "writable-data")
     _forget()
-    file = caching.cache_of(_function)._cache_file
+    file = kernel_cache.cache_of(_function)._cache_file
     file._save_index({_KEY: _data(file)})
     (base / "writable-data" / data).chmod(0o666)
     for name in ("linked-files", "pipe"):

@@ -11,8 +11,8 @@ from typing import Any
 
 from tools.attacks import Outcome
 
-from torchestra.engine.trace import write_trace
-from torchestra.watching.viewer import write_page
+from torchestra.engine.recorder.trace import write_trace
+from torchestra.monitor.viewer import write_page
 
 _TRACE: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ns"}
 _PRECIOUS = "what is not to be overwritten"

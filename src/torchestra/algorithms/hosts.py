@@ -6,10 +6,10 @@ import hashlib
 
 import torch
 
-from torchestra.collectives import all_gather_into_tensor
-from torchestra.new_groups import new_group
+from torchestra.collectives.functions import all_gather_into_tensor
 from torchestra.process_group import ProcessGroup
 from torchestra.store.process import ProcessIdentity
+from torchestra.world.new_groups import new_group
 
 _DIGEST_BYTES = 16
 

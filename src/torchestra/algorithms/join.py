@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchestra.collectives import all_reduce
+from torchestra.collectives.functions import all_reduce
+from torchestra.communicator.work import Work
 from torchestra.errors import (
     DistBackendError,
     DistError,
@@ -35,8 +36,7 @@ from torchestra.errors import (
     UnevenInputsError,
 )
 from torchestra.process_group import ProcessGroup
-from torchestra.work import Work
-from torchestra.world import default_group
+from torchestra.world.init import default_group
 
 __all__ = ["Join", "JoinHook", "Joinable"]
 

@@ -25,7 +25,7 @@ from torchestra.bench.ranks.shapes import OPERATIONS
 from torchestra.bench.report import BenchReport
 from torchestra.bench.run import run_benchmark
 from torchestra.bench.table import render, to_markdown
-from torchestra.engine.trace import replacing
+from torchestra.engine.recorder.trace import replacing
 from torchestra.errors import InvalidArgumentError
 
 __all__ = ["add_arguments", "main", "options_from", "write_report"]

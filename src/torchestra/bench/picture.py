@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchestra.bench.options import size_label
 from torchestra.bench.report import BenchReport, Cell, ColumnInfo
 from torchestra.bench.table import OPERATION_TITLES, format_ratio, format_time
-from torchestra.engine.trace import replacing
+from torchestra.engine.recorder.trace import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

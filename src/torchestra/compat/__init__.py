@@ -12,11 +12,11 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
+from torchestra.communicator.work import Work
 from torchestra.compat import device_mesh, distributed_c10d
 from torchestra.compat.device_mesh import DeviceMesh, init_device_mesh
 from torchestra.compat.distributed_c10d import *  # noqa: F403
 from torchestra.compat.rendezvous import rendezvous
-from torchestra.work import Work
 
 _Work = Work
 _Backend = distributed_c10d.ProcessGroup

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from torchestra import inquiries
 from torchestra.compat.registered import Creator, maker_of
-from torchestra.delegation.nccl import is_nccl_built
+from torchestra.engine.device.nccl import is_nccl_built
 from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.process_group.group import GroupMaker
 from torchestra.process_group.starting import BACKENDS
-from torchestra.world import AnyGroup
+from torchestra.world import inquiries
+from torchestra.world.init import AnyGroup
 
 __all__ = [
     "Backend",

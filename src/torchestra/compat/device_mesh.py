@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.mesh import (
+from torchestra.device_mesh import (
     DeviceMesh,
     init_device_mesh,
 )

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
-from torchestra import new_groups, subgroups, world
 from torchestra.compat.backends import engine_of, get_backend_config, registered
 from torchestra.errors import DistStoreError, InvalidArgumentError, StoreTimeoutError
 from torchestra.functional import groups as functional_groups
 from torchestra.process_group import NonMember, ProcessGroup, RoundRobinGroup
 from torchestra.process_group.starting import choose_backend
-from torchestra.registry import current_world
 from torchestra.store import Store
 from torchestra.types import Timeout, timeout_seconds
-from torchestra.world import AnyGroup, default_group
+from torchestra.world import init, new_groups, subgroups
+from torchestra.world.init import AnyGroup, default_group
+from torchestra.world.registry import current_world
 
 __all__ = [
     "GroupMember",
@@ -61,7 +61,7 @@ class _NoMember(NonMember):
         return current_world().others
 
 
-class GroupMember(world.GroupMember):
+class GroupMember(init.GroupMember):
     """``WORLD`` is the default group; ``NON_GROUP_MEMBER`` stands for a group that this rank is not in."""
 
     NON_GROUP_MEMBER = _NoMember()
@@ -95,7 +95,7 @@ def init_process_group(
         DistBackendError: the backend is one that torchestra does not run.
     """
     maker = registered(backend, pg_options)
-    world.make_world(
+    init.make_world(
         None if maker else engine_of(backend),
         init_method,
         timeout,
@@ -259,7 +259,7 @@ def _get_pg_config(group: ProcessGroup | None = None) -> dict[str, Any]:
         "pg_desc": chosen.group_desc,
         "backend_config": get_backend_config(chosen),
         "pg_size": chosen.size(),
-        "ranks": world.get_process_group_ranks(chosen),
+        "ranks": init.get_process_group_ranks(chosen),
     }
 
 
@@ -289,7 +289,7 @@ def get_group_rank(group: AnyGroup, global_rank: int) -> int:
         if global_rank not in group.ranks:
             raise InvalidArgumentError(f"Global rank {global_rank} is not part of group {group!r}")
         return group.ranks.index(global_rank)
-    return world.get_group_rank(cast(ProcessGroup, group), global_rank)
+    return init.get_group_rank(cast(ProcessGroup, group), global_rank)
 
 
 def get_global_rank(group: AnyGroup, group_rank: int) -> int:
@@ -298,7 +298,7 @@ def get_global_rank(group: AnyGroup, group_rank: int) -> int:
         if not 0 <= group_rank < len(group.ranks):
             raise InvalidArgumentError(f"Group rank {group_rank} is not part of group {group!r}")
         return group.ranks[group_rank]
-    return world.get_global_rank(cast(ProcessGroup, group), group_rank)
+    return init.get_global_rank(cast(ProcessGroup, group), group_rank)
 
 
 _get_global_rank = get_global_rank

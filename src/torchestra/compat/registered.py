@@ -15,10 +15,7 @@ from typing import Any, cast
 import torch
 
 from torchestra import process_group
-from torchestra.communicator import Communicator
-from torchestra.engine.local import LocalEngine
-from torchestra.errors import DistBackendError, InvalidArgumentError, InvalidArgumentTypeError
-from torchestra.options import (
+from torchestra.arguments.options import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -31,10 +28,13 @@ from torchestra.options import (
     ReduceScatterOptions,
     ScatterOptions,
 )
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.work import Work
+from torchestra.engine.local import LocalEngine
+from torchestra.errors import DistBackendError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group.group import GroupMaker
 from torchestra.store import FakeStore, PrefixStore, Store
 from torchestra.types import ReduceOp, Timeout
-from torchestra.work import Work
 
 __all__ = ["Creator", "DistributedBackendOptions", "ProcessGroup", "maker_of"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torchestra.compat.backends import get_backend_config
-from torchestra.inquiries import get_pg_count
 from torchestra.process_group import ProcessGroup
-from torchestra.registry import current_world
 from torchestra.store import Store
+from torchestra.world.inquiries import get_pg_count
+from torchestra.world.registry import current_world
 
 __all__ = ["_World", "_world"]
 

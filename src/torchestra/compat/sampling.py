@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch.utils.data
 
-from torchestra.world import get_rank, get_world_size
+from torchestra.world.init import get_rank, get_world_size
 
 __all__ = ["DistributedSampler"]
 

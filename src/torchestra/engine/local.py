@@ -19,18 +19,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchestra.engine import layout as at
-from torchestra.engine.algorithms import Choices
-from torchestra.engine.channels import Mailbox, Transfer
-from torchestra.engine.compilation import Kernel, entry_point
 from torchestra.engine.dtypes import DTYPE_CODE
-from torchestra.engine.flight import FlightRecord, read_flight_record
 from torchestra.engine.kernels import move, reduce
-from torchestra.engine.member import Member
+from torchestra.engine.kernels.reductions import combine, reduction, scale, supports
+from torchestra.engine.kernels.selection import Choices
+from torchestra.engine.memory import layout as at
+from torchestra.engine.memory.reclaiming import reclaim
+from torchestra.engine.native.compilation import Kernel, entry_point
 from torchestra.engine.operations import DTYPE_NAMES, UNEVEN, Kind, pack
-from torchestra.engine.reclaiming import reclaim
-from torchestra.engine.reductions import combine, reduction, scale, supports
-from torchestra.forking import forget_in_children, refusal
+from torchestra.engine.p2p import Mailbox, Transfer
+from torchestra.engine.rank_context import Member
+from torchestra.engine.recorder.flight_record import FlightRecord, read_flight_record
+from torchestra.system.forking import forget_in_children, refusal
 from torchestra.types import ReduceOp
 
 

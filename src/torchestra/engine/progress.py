@@ -11,7 +11,7 @@ waits for a task takes the turn if it is free, and runs tasks up to the one it w
 operation over to another thread and back takes twenty times as long as the operation. If the turn is taken
 it just waits for the end of its task. So whoever waits for the turn holds nothing that a task could need, and
 whoever has it waits for other ranks only: the two cannot block each other. (A thread on which a torch mode is
-active, such as a tracer's, does not help: order.py.)
+active, such as a tracer's, does not help: queue.py.)
 
 Tasks that are *bound* (their operation has a future, whose callbacks may do anything) are run by the group's
 thread only, and without delay.
@@ -30,8 +30,8 @@ from typing import Protocol
 
 import numpy as np
 
-from torchestra.engine.kernels import bell
-from torchestra.limits import start_thread
+from torchestra.engine.kernels import doorbell
+from torchestra.system.limits import start_thread
 
 LetGo = Callable[[], None]
 
@@ -95,8 +95,8 @@ class ProgressThread:
         self._runner: int | None = None  # the thread that has the turn
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._words = np.zeros(bell.BELL_WORDS, dtype=np.int64)
-        self._words[bell.GRACE // 8 :] = divmod(round(grace * 1e9), 1_000_000_000)
+        self._words = np.zeros(doorbell.BELL_WORDS, dtype=np.int64)
+        self._words[doorbell.GRACE // 8 :] = divmod(round(grace * 1e9), 1_000_000_000)
         self._address: int = self._words.ctypes.data
         self.pending = 0
         """How many tasks have been submitted and are not over. Read without a lock: it is 0
@@ -113,10 +113,10 @@ class ProgressThread:
             try:
                 if self._thread is None:
                     self._start()
-                self._tasks.append((int(self._words[bell.SUBMITTED // 8]) + 1, task))
+                self._tasks.append((int(self._words[doorbell.SUBMITTED // 8]) + 1, task))
             finally:
                 if self._tasks and self._tasks[-1][1] is task:
-                    bell.ring(self._address)
+                    doorbell.ring(self._address)
                 else:
                     self.pending -= 1
 
@@ -133,7 +133,7 @@ class ProgressThread:
 
     def hurry(self) -> None:
         """Have the thread begin with what has been submitted now: somebody waits who cannot :meth:`help`."""
-        bell.hurry(self._address)
+        doorbell.hurry(self._address)
 
     def help(self, ended: Callable[[], bool]) -> None:
         """Run tasks on the calling thread until ``ended()``, as far as that may be done now.
@@ -180,11 +180,11 @@ class ProgressThread:
     def close(self, seconds: float) -> None:
         """Let what is queued end, and the thread with it; wait for that at most ``seconds``."""
         if self._thread is not None and self._thread is not threading.current_thread():
-            bell.close(self._address)
+            doorbell.close(self._address)
             self._thread.join(seconds)
 
     def _run(self) -> None:
-        while bell.await_task(self._address):
+        while doorbell.await_task(self._address):
             with self._turn:
                 self._run_tasks()
 
@@ -208,12 +208,12 @@ class ProgressThread:
         if ended is None:
             with self._lock:
                 if not self._tasks:
-                    self._words[bell.BEGUN // 8] = self._words[bell.SUBMITTED // 8]
+                    self._words[doorbell.BEGUN // 8] = self._words[doorbell.SUBMITTED // 8]
 
     def _run_task(self, number: int, task: Task) -> None:
         let_go = partial(self._let_go, number)
         try:
-            self._words[bell.BEGUN // 8] = number
+            self._words[doorbell.BEGUN // 8] = number
             task(let_go)
         except BaseException:
             if task.ran:
@@ -223,7 +223,7 @@ class ProgressThread:
             if self._tasks and self._tasks[0][0] == number:
                 # Interrupted before it was begun. The thread, which may sleep, is to look again.
                 with self._lock:
-                    bell.ring(self._address)
+                    doorbell.ring(self._address)
 
     def _let_go(self, number: int) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ gradient goes back through the transposed collective, which every rank of the gr
 
 Raised by all of them: what :mod:`torchestra.functional.groups` raises for a group that cannot be, and
 InvalidArgumentError for shapes, before anything was sent; when the result is used, what the collectives of
-:mod:`torchestra.collectives` raise.
+:mod:`torchestra.collectives.functions` raise.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torchestra.device_mesh import DeviceMesh
 from torchestra.errors import InvalidArgumentError, InvalidShapeError, shown
 from torchestra.functional.asynchronous import AsyncCollectiveTensor, awaited_later
 from torchestra.functional.groups import (
@@ -31,10 +32,9 @@ from torchestra.functional.groups import (
     group_size,
 )
 from torchestra.functional.operators import check_differentiable, ops, reduction
-from torchestra.mesh import DeviceMesh
 from torchestra.process_group import ProcessGroup
-from torchestra.registry import current_world
 from torchestra.types import ReduceOp
+from torchestra.world.registry import current_world
 
 __all__ = [
     "all_gather_into_tensor_coalesced",

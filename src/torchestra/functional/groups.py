@@ -9,14 +9,14 @@ from typing import Any, ParamSpec, TypeVar, Union, cast
 
 import torch
 
-from torchestra.arguments import checked, is_integer
+from torchestra.arguments.annotations import checked, is_integer
+from torchestra.device_mesh import DeviceMesh
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, InvalidShapeError, shown
-from torchestra.layouts import TENSORS, what_is_missing
-from torchestra.mesh import DeviceMesh
-from torchestra.new_groups import make_group
 from torchestra.process_group import NonMember, ProcessGroup
-from torchestra.registry import current_world
-from torchestra.world import default_group
+from torchestra.tensors.contiguity import TENSORS, what_is_missing
+from torchestra.world.init import default_group
+from torchestra.world.new_groups import make_group
+from torchestra.world.registry import current_world
 
 __all__ = ["Group", "expand_group", "find_or_make_group", "group_name", "group_size"]
 

@@ -19,13 +19,13 @@ from typing import Any, cast
 
 import torch
 
-from torchestra import several, unwaited
+from torchestra.communicator import multi_tensor, work_registry
+from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError, InvalidShapeError
 from torchestra.functional.inductor import lower_collectives
 from torchestra.process_group import ProcessGroup
-from torchestra.registry import current_world
 from torchestra.types import ReduceOp
-from torchestra.work import Work
+from torchestra.world.registry import current_world
 
 _library = torch.library.Library("torchestra", "DEF")
 _REDUCTIONS: dict[str, ReduceOp] = {
@@ -74,7 +74,9 @@ def _group(name: str, size: int | None = None) -> ProcessGroup:
 
 def _expect(output: torch.Tensor, work: Work | None, group: ProcessGroup, what: str) -> torch.Tensor:
     assert work is not None
-    unwaited.expect(output, work, group, f"{what} on {tuple(output.shape)} of group {group.group_name!r}")
+    work_registry.expect(
+        output, work, group, f"{what} on {tuple(output.shape)} of group {group.group_name!r}"
+    )
     return output
 
 
@@ -132,7 +134,7 @@ def _all_reduce(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.
 
 def _all_reduce_(tensor: torch.Tensor, reduce_op: str, group_name: str) -> None:
     group = _group(group_name)
-    unwaited.wait_for(tensor)
+    work_registry.wait_for(tensor)
     work = group.communicator.all_reduce(tensor, reduction(reduce_op), async_op=True)
     _expect(tensor, work, group, "all_reduce")
 
@@ -142,7 +144,7 @@ def _all_reduce_coalesced(
 ) -> list[torch.Tensor]:
     group, op = _group(group_name), reduction(reduce_op)
     outputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    work = several.all_reduce_coalesced(group.communicator, outputs, op, async_op=True)
+    work = multi_tensor.all_reduce_coalesced(group.communicator, outputs, op, async_op=True)
     return [_expect(output, work, group, "all_reduce_coalesced") for output in outputs]
 
 
@@ -154,7 +156,7 @@ def _broadcast(tensor: torch.Tensor, src: int, group_name: str) -> torch.Tensor:
 
 def _broadcast_(tensor: torch.Tensor, src: int, group_name: str) -> None:
     group = _group(group_name)
-    unwaited.wait_for(tensor)
+    work_registry.wait_for(tensor)
     if not 0 <= src < group.size():
         raise InvalidArgumentError(
             f"broadcast: src is {src}, but the group has ranks 0 to {group.size() - 1}"
@@ -174,7 +176,7 @@ def _all_gather_into_tensor_coalesced(
 ) -> list[torch.Tensor]:
     group = _group(group_name, group_size)
     outputs = [_gathered(tensor, group_size) for tensor in tensors]
-    work = several.all_gather_into_tensor_coalesced(group.communicator, outputs, tensors, async_op=True)
+    work = multi_tensor.all_gather_into_tensor_coalesced(group.communicator, outputs, tensors, async_op=True)
     return [_expect(output, work, group, "all_gather_into_tensor_coalesced") for output in outputs]
 
 
@@ -192,7 +194,9 @@ def _reduce_scatter_tensor_coalesced(
 ) -> list[torch.Tensor]:
     group, op = _group(group_name, group_size), reduction(reduce_op)
     outputs = [_scattered(tensor, reduce_op, group_size) for tensor in tensors]
-    work = several.reduce_scatter_tensor_coalesced(group.communicator, outputs, tensors, op, async_op=True)
+    work = multi_tensor.reduce_scatter_tensor_coalesced(
+        group.communicator, outputs, tensors, op, async_op=True
+    )
     return [_expect(output, work, group, "reduce_scatter_tensor_coalesced") for output in outputs]
 
 
@@ -209,7 +213,7 @@ def _all_to_all_single(
 
 
 def _wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    unwaited.wait_for(tensor)
+    work_registry.wait_for(tensor)
     return tensor
 
 

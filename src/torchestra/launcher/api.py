@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-from torchestra.arguments import checked
+from torchestra.arguments.annotations import checked
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.launcher.cores import usable_cores
 from torchestra.launcher.forks import Forks

@@ -14,7 +14,7 @@ from torchestra.launcher.spec import Ended, Failure, Forked, Ready, Returned, Si
 from torchestra.launcher.surroundings import MeetingPoint
 from torchestra.launcher.warm import WarmServer
 from torchestra.launcher.wire import channel, receive, send
-from torchestra.limits import check_free_descriptors, naming_limits
+from torchestra.system.limits import check_free_descriptors, naming_limits
 
 __all__ = ["Forks"]
 

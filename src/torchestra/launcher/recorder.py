@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterable
 
-from torchestra.watching.finding import open_arenas
+from torchestra.monitor.finding import open_arenas
 
 __all__ = ["Recorder"]
 
@@ -36,8 +36,8 @@ class Recorder:
         """Write the records of what was kept, and let it go."""
         if not self._held:
             return
-        from torchestra.engine.foreign import ForeignArena
-        from torchestra.engine.keeping import keep_record
+        from torchestra.engine.memory.foreign import ForeignArena
+        from torchestra.engine.recorder.flight_dump import keep_record
         from torchestra.errors import DistBackendError
 
         for descriptor in self._held.values():

@@ -17,8 +17,8 @@ from torchestra.errors import LaunchTimeoutError, RankError
 from torchestra.launcher.blame import Fault, cause_of, failure_of
 from torchestra.launcher.report import ranks_phrase
 from torchestra.launcher.spec import Failure
-from torchestra.registry import thread_rank
 from torchestra.store import HashStore, Store
+from torchestra.world.registry import thread_rank
 
 __all__ = ["launch_threads"]
 

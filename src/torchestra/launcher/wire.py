@@ -13,8 +13,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-from torchestra.limits import no_descriptors
-from torchestra.memory_files import make_memory_file
+from torchestra.system.limits import no_descriptors
+from torchestra.system.memory_files import make_memory_file
 
 __all__ = ["Message", "anonymous_file", "channel", "receive", "send"]
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from torchestra.collectives import all_gather_into_tensor, all_reduce
+from torchestra.collectives.functions import all_gather_into_tensor, all_reduce
 from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import ProcessGroup
-from torchestra.world import AnyGroup, default_group, is_initialized
+from torchestra.world.init import AnyGroup, default_group, is_initialized
 
 __all__ = ["SyncBatchNorm"]
 

@@ -5,7 +5,7 @@ group in the same order, and so is backward(), in which the transposed collectiv
 what was sent comes back. Tensors are returned; what is given stays as it is, but for outputs that are named
 so. Roots are global ranks. Derivatives of derivatives can be taken.
 
-Raised: what the functions of :mod:`torchestra.collectives` raise.
+Raised: what the functions of :mod:`torchestra.collectives.functions` raise.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, cast
 import torch
 from torch.autograd import Function
 
-from torchestra import collectives
+from torchestra.collectives import functions
 from torchestra.types import ReduceOp
-from torchestra.world import AnyGroup, get_rank, get_world_size
+from torchestra.world.init import AnyGroup, get_rank, get_world_size
 
 __all__ = [
     "all_gather",
@@ -123,7 +123,7 @@ class _Broadcast(Function):
     def forward(ctx: Any, src: int, group: AnyGroup | None, tensor: torch.Tensor) -> torch.Tensor:
         ctx.src, ctx.group = src, group
         result = _own(tensor)
-        collectives.broadcast(result, src, group)
+        functions.broadcast(result, src, group)
         return result
 
     @staticmethod
@@ -138,7 +138,7 @@ class _Collect(Function):
     def forward(ctx: Any, dst: int, group: AnyGroup | None, tensor: torch.Tensor) -> torch.Tensor:
         ctx.dst, ctx.group = dst, group
         result = _own(tensor)
-        collectives.reduce(result, dst, ReduceOp.SUM, group)
+        functions.reduce(result, dst, ReduceOp.SUM, group)
         return result if get_rank() == dst else result.zero_()
 
     @staticmethod
@@ -151,7 +151,7 @@ class _Gather(Function):
     def forward(ctx: Any, dst: int, group: AnyGroup | None, tensor: torch.Tensor) -> Tensors:
         ctx.dst, ctx.group = dst, group
         results = [torch.zeros_like(tensor) for _ in range(get_world_size(group))]
-        collectives.gather(tensor.detach(), results if get_rank() == dst else None, dst, group)
+        functions.gather(tensor.detach(), results if get_rank() == dst else None, dst, group)
         return tuple(results)
 
     @staticmethod
@@ -165,7 +165,7 @@ class _Scatter(Function):
         ctx.src, ctx.group = src, group
         result = torch.zeros_like(tensors[0])
         sources = [tensor.detach() for tensor in tensors]
-        collectives.scatter(result, sources if get_rank() == src else None, src, group)
+        functions.scatter(result, sources if get_rank() == src else None, src, group)
         return result
 
     @staticmethod
@@ -180,7 +180,7 @@ class _Reduce(Function):
     ) -> torch.Tensor:
         ctx.dst, ctx.group = dst, group
         result = _own(tensor)
-        collectives.reduce(result, dst, op, group)
+        functions.reduce(result, dst, op, group)
         return result
 
     @staticmethod
@@ -193,7 +193,7 @@ class _AllReduce(Function):
     def forward(ctx: Any, op: ReduceOp, group: AnyGroup | None, tensor: torch.Tensor) -> torch.Tensor:
         ctx.op, ctx.group = op, group
         result = _own(tensor)
-        collectives.all_reduce(result, op, group)
+        functions.all_reduce(result, op, group)
         return result
 
     @staticmethod
@@ -207,7 +207,7 @@ class _ReduceScatter(Function):
         ctx: Any, op: ReduceOp, group: AnyGroup | None, output: torch.Tensor, *inputs: torch.Tensor
     ) -> torch.Tensor:
         ctx.group = group
-        collectives.reduce_scatter(output.detach(), [tensor.detach() for tensor in inputs], op, group)
+        functions.reduce_scatter(output.detach(), [tensor.detach() for tensor in inputs], op, group)
         return output
 
     @staticmethod
@@ -220,7 +220,7 @@ class _AllGather(Function):
     def forward(ctx: Any, group: AnyGroup | None, tensor: torch.Tensor) -> Tensors:
         ctx.group = group
         results = [torch.empty_like(tensor) for _ in range(get_world_size(group))]
-        collectives.all_gather(results, tensor.detach(), group)
+        functions.all_gather(results, tensor.detach(), group)
         return tuple(results)
 
     @staticmethod
@@ -233,7 +233,7 @@ class _AllGatherFlat(Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, group: AnyGroup | None, tensor: torch.Tensor) -> torch.Tensor:
         ctx.group, ctx.shape = group, tensor.shape
-        collectives.all_gather_into_tensor(output.detach(), tensor.detach(), group)
+        functions.all_gather_into_tensor(output.detach(), tensor.detach(), group)
         return output
 
     @staticmethod
@@ -250,7 +250,7 @@ class _AllToAll(Function):
     ) -> Tensors:
         ctx.group, ctx.shapes = group, [tensor.shape for tensor in inputs]
         targets = [output.detach() for output in outputs]
-        collectives.all_to_all(targets, [tensor.detach() for tensor in inputs], group)
+        functions.all_to_all(targets, [tensor.detach() for tensor in inputs], group)
         return tuple(targets)
 
     @staticmethod
@@ -270,7 +270,7 @@ class _AllToAllSingle(Function):
         tensor: torch.Tensor,
     ) -> torch.Tensor:
         ctx.group, ctx.shape, ctx.splits = group, tensor.shape, (input_splits, output_splits)
-        collectives.all_to_all_single(output.detach(), tensor.detach(), output_splits, input_splits, group)
+        functions.all_to_all_single(output.detach(), tensor.detach(), output_splits, input_splits, group)
         return output
 
     @staticmethod

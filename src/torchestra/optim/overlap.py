@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torchestra.collectives import broadcast
+from torchestra.collectives.functions import broadcast
+from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError
 from torchestra.nn.parallel.comm_hooks import GradBucket
 from torchestra.optim.shards import flattened
 from torchestra.optim.subset import step_some
-from torchestra.work import Work
 
 if TYPE_CHECKING:
     from torchestra.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchestra.collectives import all_gather, broadcast
+from torchestra.collectives.functions import all_gather, broadcast
 from torchestra.process_group import ProcessGroup
 
 __all__ = ["Shards", "flattened", "partition"]

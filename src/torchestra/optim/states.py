@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from torchestra import checks
+from torchestra.collectives.objects import gather_object
 from torchestra.errors import InvalidArgumentError
-from torchestra.objects import gather_object
 from torchestra.process_group import ProcessGroup
+from torchestra.tensors import checks
 
 __all__ = ["collect_states", "global_state", "local_state"]
 

@@ -21,7 +21,7 @@ from torchestra.optim.shards import Partition, Shards, partition
 from torchestra.optim.states import collect_states, global_state, local_state
 from torchestra.optim.subset import check_steps_without_closure
 from torchestra.process_group import ProcessGroup
-from torchestra.world import AnyGroup, default_group
+from torchestra.world.init import AnyGroup, default_group
 
 __all__ = ["ZeroRedundancyOptimizer"]
 

@@ -1,6 +1,6 @@
 """A group of ranks: who is in it, under which name, and every operation on tensors as a method."""
 
-from torchestra.options import GroupOptions
+from torchestra.arguments.options import GroupOptions
 from torchestra.process_group.group import ProcessGroup
 from torchestra.process_group.non_member import NonMember
 from torchestra.process_group.round_robin import RoundRobinGroup

@@ -2,8 +2,8 @@
 
 Every method is to be called by all ranks of the group, in the same order, and returns a :class:`Work`. It
 takes a tensor, or a list of tensors where its description says what that means, and then an options object
-(torchestra.options) or, instead, what torch's shorter forms take: a reduce operation or a root, and a
-time-out. Roots are numbers within the group. An argument that cannot be right is refused at once with
+(torchestra.arguments.options) or, instead, what torch's shorter forms take: a reduce operation or a root, and
+a time-out. Roots are numbers within the group. An argument that cannot be right is refused at once with
 InvalidArgumentError, in torch's phrases, and the group stays usable; whatever else goes wrong is raised by
 the Work.
 
@@ -20,10 +20,10 @@ from typing import Any, TypeVar, Union
 
 import torch
 
-from torchestra import checks
-from torchestra.arguments import is_integer
+from torchestra.arguments.annotations import is_integer
+from torchestra.arguments.options import OperationOptions
 from torchestra.errors import InvalidArgumentTypeError, shown
-from torchestra.options import OperationOptions
+from torchestra.tensors import checks
 from torchestra.types import ReduceOp, Timeout, timeout_seconds
 
 Tensors = Union[torch.Tensor, Sequence[torch.Tensor]]

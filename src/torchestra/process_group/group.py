@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from torchestra.arguments import check_integer, checked
-from torchestra.communicator import Communicator
-from torchestra.deferred import DeferredCommunicator
-from torchestra.delegation.agreement import Wish
-from torchestra.engine.handover import leave_store
+from torchestra.arguments.annotations import check_integer, checked
+from torchestra.arguments.options import GroupOptions
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.lazy import DeferredCommunicator
+from torchestra.engine.device.agreement import Wish
+from torchestra.engine.membership.arena_transfer import leave_store
 from torchestra.errors import InvalidArgumentError, shown
-from torchestra.options import GroupOptions
 from torchestra.process_group.message_methods import MessageMethods
 from torchestra.process_group.shrinking import shrunk
 from torchestra.process_group.starting import choose_backend, requires_nccl, start

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from torchestra import checks
-from torchestra.arguments import checked
-from torchestra.communicator import Communicator
+from torchestra.arguments.annotations import checked
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError
-from torchestra.monitored import monitored_barrier
 from torchestra.process_group import tensor_lists as lists
 from torchestra.process_group.forms import Tensors
+from torchestra.process_group.monitored_barrier import monitored_barrier
+from torchestra.tensors import checks
 from torchestra.types import Timeout, timeout_seconds
-from torchestra.work import Work
 
 
 class MessageMethods:

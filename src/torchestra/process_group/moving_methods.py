@@ -6,19 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
-from torchestra import checks, several
-from torchestra.communicator import Communicator
-from torchestra.options import (
+from torchestra.arguments.options import (
     AllgatherOptions,
     AllToAllOptions,
     BroadcastOptions,
     GatherOptions,
     ScatterOptions,
 )
+from torchestra.communicator import multi_tensor
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.work import Work
 from torchestra.process_group import tensor_lists as lists
 from torchestra.process_group.forms import TensorLists, Tensors, options_from
+from torchestra.tensors import checks
 from torchestra.types import Timeout
-from torchestra.work import Work
 
 
 class MovingMethods:
@@ -48,7 +49,7 @@ class MovingMethods:
         number = lists.check_root_tensor(options.rootTensor, chosen, name)
         lists.check_dense(chosen, name)
         lists.check_alike(chosen, chosen[number], name)
-        work = several.broadcast_together(
+        work = multi_tensor.broadcast_together(
             communicator, chosen, rank, number, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, chosen)
@@ -77,7 +78,7 @@ class MovingMethods:
         outputs = lists.as_lists(output_tensors, "output_tensors", name)
         communicator = self.communicator
         lists.check_gather_lists(outputs, tensors, communicator.size, name)
-        work = several.all_gather_together(
+        work = multi_tensor.all_gather_together(
             communicator, outputs, tensors, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, outputs[0] if len(outputs) == 1 else outputs)
@@ -95,7 +96,7 @@ class MovingMethods:
         outputs = lists.as_lists(output_lists, "output_lists", name)
         communicator = self.communicator
         lists.check_coalesced_lists(outputs, tensors, communicator.size, name)
-        work = several.all_gather_coalesced(
+        work = multi_tensor.all_gather_coalesced(
             communicator, outputs, tensors, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, outputs)
@@ -133,7 +134,7 @@ class MovingMethods:
         communicator = self.communicator
         for output, tensor in zip(outputs, tensors, strict=True):
             lists.check_pieces(output, tensor, communicator.size, name)
-        work = several.all_gather_into_tensor_coalesced(
+        work = multi_tensor.all_gather_into_tensor_coalesced(
             communicator, outputs, tensors, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, outputs)

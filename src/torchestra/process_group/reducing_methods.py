@@ -6,19 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
-from torchestra import checks, several
-from torchestra.communicator import Communicator
-from torchestra.options import (
+from torchestra.arguments.options import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
     BarrierOptions,
     ReduceOptions,
     ReduceScatterOptions,
 )
+from torchestra.communicator import multi_tensor
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.work import Work
 from torchestra.process_group import tensor_lists as lists
 from torchestra.process_group.forms import TensorLists, Tensors, options_from
+from torchestra.tensors import checks
 from torchestra.types import ReduceOp, Timeout
-from torchestra.work import Work
 
 
 class ReducingMethods:
@@ -46,7 +47,7 @@ class ReducingMethods:
         lists.check_some(chosen, name)
         lists.check_alike(chosen, chosen[0], name)
         communicator = self.communicator
-        work = several.all_reduce_together(
+        work = multi_tensor.all_reduce_together(
             communicator, chosen, options.reduceOp, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, chosen)
@@ -62,7 +63,7 @@ class ReducingMethods:
         chosen = lists.as_list(lists.not_a_tensor(tensors, "tensors", name), "tensors", name)
         lists.check_some(chosen, name)
         lists.check_same_dtypes(chosen, name)
-        work = several.all_reduce_coalesced(
+        work = multi_tensor.all_reduce_coalesced(
             self.communicator, chosen, options.reduceOp, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, chosen)
@@ -151,7 +152,7 @@ class ReducingMethods:
         communicator = self.communicator
         for output, tensor in zip(outputs, tensors, strict=True):
             lists.check_pieces(tensor, output, communicator.size, name)
-        work = several.reduce_scatter_tensor_coalesced(
+        work = multi_tensor.reduce_scatter_tensor_coalesced(
             communicator, outputs, tensors, options.reduceOp, options.asyncOp, options.seconds(name)
         )
         return work or Work.finished(name, outputs)

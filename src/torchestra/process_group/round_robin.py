@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from torchestra.arguments import checked
+from torchestra.arguments.annotations import checked
+from torchestra.arguments.options import BarrierOptions
+from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError, shown
-from torchestra.options import BarrierOptions
 from torchestra.process_group.group import ProcessGroup
 from torchestra.process_group.moving_methods import MovingMethods
 from torchestra.process_group.reducing_methods import ReducingMethods
 from torchestra.process_group.torch_names import TorchNames
 from torchestra.types import Timeout
-from torchestra.work import Work
 
 
 def _in_turn(method: Callable[..., Work]) -> Callable[..., Work]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchestra.communicator import Communicator
-from torchestra.device_communicator import agreement_of, delegate
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.device import agreement_of, delegate
+from torchestra.communicator.fast_path import QuickCommunicator
+from torchestra.communicator.multihost import Hosts, HostsCommunicator
 from torchestra.engine.local import LocalEngine
+from torchestra.engine.membership.shrinking import shrink
 from torchestra.engine.multihost.shrinking import shrink_hosts
-from torchestra.engine.shrinking import shrink
 from torchestra.errors import GroupDestroyedError, InvalidArgumentError, InvalidArgumentTypeError, shown
-from torchestra.hosts import Hosts, HostsCommunicator
 from torchestra.process_group.starting import start
-from torchestra.quick import QuickCommunicator
 from torchestra.store import Store
 from torchestra.types import Timeout, timeout_seconds
 

@@ -7,25 +7,25 @@ from typing import Any, Union
 
 import torch
 
-from torchestra.communicator import Communicator
-from torchestra.delegation.agreement import Agreement, Wish, agree, announce
-from torchestra.delegation.nccl import is_nccl_built, why_no_nccl
-from torchestra.device_communicator import delegate
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.device import delegate
+from torchestra.communicator.fake import FakeCommunicator
+from torchestra.communicator.fast_path import QuickCommunicator
+from torchestra.communicator.multihost import HostsCommunicator
 from torchestra.engine import warm_up
-from torchestra.engine.joining import join
-from torchestra.engine.joining import refuse as refuse_entry
+from torchestra.engine.device.agreement import Agreement, Wish, agree, announce
+from torchestra.engine.device.nccl import is_nccl_built, why_no_nccl
 from torchestra.engine.local import LocalEngine
+from torchestra.engine.membership.joining import join
+from torchestra.engine.membership.joining import refuse as refuse_entry
 from torchestra.engine.multihost.finding import find_hosts, may_span_hosts
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.joining import join_hosts, refuse_hosts
 from torchestra.engine.multihost.opening import choose_bridge
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import DistBackendError, InvalidArgumentError, InvalidArgumentTypeError
-from torchestra.fake import FakeCommunicator
-from torchestra.hosts import HostsCommunicator
-from torchestra.quick import QuickCommunicator
 from torchestra.rendezvous import launch_environment
 from torchestra.store import PrefixStore, Store
-from torchestra.thread_ranks import current_thread_rank
 
 # Importing torch.distributed for the name of its stores would take a quarter of a second.
 _TORCHS: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "Store", Store)

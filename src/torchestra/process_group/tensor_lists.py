@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 
-from torchestra.arguments import check_integer
+from torchestra.arguments.annotations import check_integer
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
 
 _DENSE = torch.strided

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NamedTuple
 
-from torchestra.options import GroupOptions
+from torchestra.arguments.options import GroupOptions
 from torchestra.process_group.moving_methods import MovingMethods
 from torchestra.process_group.reducing_methods import ReducingMethods
 

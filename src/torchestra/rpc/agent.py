@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.futures import Future
 
-from torchestra.arguments import refuse_type
+from torchestra.arguments.annotations import refuse_type
 from torchestra.autograd.here import here
-from torchestra.engine.channels import Message
+from torchestra.engine.p2p import Message
 from torchestra.errors import RpcError, shown
-from torchestra.forking import forget_in_children, refusal
 from torchestra.rpc import failures
 from torchestra.rpc.calls import Call, Named, Pauses, name_of
 from torchestra.rpc.crew import Crew, Job
@@ -47,6 +46,7 @@ from torchestra.rpc.functions import is_async, is_given_agent
 from torchestra.rpc.references import References
 from torchestra.rpc.roads import Roads
 from torchestra.rpc.worker_info import WorkerInfo
+from torchestra.system.forking import forget_in_children, refusal
 
 if TYPE_CHECKING:
     from torchestra.autograd.contexts import Context

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from torchestra.arguments import checked, refuse_type
+from torchestra.arguments.annotations import checked, refuse_type
 from torchestra.autograd.here import calling_context
 from torchestra.errors import InvalidArgumentTypeError, shown
 from torchestra.rpc.agent import Agent

@@ -4,12 +4,12 @@
 runs anybody's function. A thread that waits for an answer takes the lead if it is free, and mostly receives
 its answer itself; so a call wakes no thread at the caller, and one at the worker called.
 
-*The crew* are threads of our own. One that has received a call answers it itself. While it does,
-nobody leads: so there must be a *watchman* (posting.py), who takes the lead over when a message stays
+*The crew* are threads of our own. One that has received a call answers it itself. While it does, nobody
+leads: so there must be a *watchman* (endpoint_kernels.py), who takes the lead over when a message stays
 unreceived. The invariant: **a thread of the crew begins to run a function, or to deal with an answer, whose
 callbacks may wait for others, only while another one is free** (leading, watching, parked with the watch
-taken, or on its way to one of these). Threads are added as this asks for, up to a limit; at the limit, calls
-wait in ``todo``, and everything else goes on.
+taken, or on its way to one of these). Threads are added as this asks for, up to a limit; at the limit,
+calls wait in ``todo``, and everything else goes on.
 
 So somebody always receives, whatever functions and callbacks wait for, sends to a peer that is slow included;
 but the locks in here must not be held by anybody who waits. Finalisers run anywhere, so none may send.
@@ -25,11 +25,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from torchestra.autograd.here import aside
-from torchestra.engine.channels import LostPeerError, Message
+from torchestra.engine.p2p import LostPeerError, Message
 from torchestra.engine.try_lock import TryLock
 from torchestra.errors import DistBackendError
-from torchestra.limits import start_thread
 from torchestra.rpc.offices import Office
+from torchestra.system.limits import start_thread
 
 _LOOK_SECONDS = 0.05
 _JOIN_SECONDS = 2.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+from torchestra.engine.thread_ranks import ThreadRank, current_thread_rank
 from torchestra.errors import RpcError
-from torchestra.thread_ranks import ThreadRank, current_thread_rank
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent

@@ -1,7 +1,7 @@
 """What is said to another worker: pickles, with the memory of tensors beside them.
 
 A tensor is pickled as its shape and the number of its storage; storages travel as parts of the message
-(post_office.py), each once, however many views of it there are, and only the range of it that these reach.
+(endpoint.py), each once, however many views of it there are, and only the range of it that these reach.
 A large view that uses less than half of the range it spans is copied first, and shares nothing.
 
 Received tensors are leaves: what autograd knew of them stays behind, but for ``requires_grad``. Within a
@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from torchestra.layouts import check_memory, check_storage
 from torchestra.rpc.lending import LEND_FROM, Lender
+from torchestra.tensors.contiguity import check_memory, check_storage
 
 # Of each storage: where in the sender's the received bytes begin, how many there are, and where in the heap
 # of the sender they lie, or that they are a part of the message, or lie behind its table.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from torchestra.engine.channels import Message
+from torchestra.engine.p2p import Message
 
 Parts = Sequence[tuple[int, int]]
 """A message: the address and length of each part, the text first."""
 
 
 class Office(Protocol):
-    """See :class:`~torchestra.engine.channels.PostOffice`, which is one."""
+    """See :class:`~torchestra.engine.p2p.PostOffice`, which is one."""
 
     def send(self, peer: int, kind: int, tag: int, parts: Parts, keep: object = None) -> None:
         """Send a message to another worker. Every thread may call."""

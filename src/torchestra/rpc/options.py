@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torchestra.arguments import checked_methods
+from torchestra.arguments.annotations import checked_methods
 from torchestra.errors import InvalidArgumentError
 from torchestra.rpc.constants import (
     DEFAULT_HEARTBEAT_SEC,

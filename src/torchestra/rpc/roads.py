@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchestra.engine.channels import Message, PostOffice
-from torchestra.engine.member import Member
 from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.p2p import Message, PostOffice
+from torchestra.engine.rank_context import Member
 from torchestra.rpc.lending import Lender
 from torchestra.rpc.offices import Office, Parts
 

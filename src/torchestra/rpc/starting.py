@@ -10,10 +10,11 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-from torchestra.arguments import checked
+from torchestra.arguments.annotations import checked
 from torchestra.engine import warm_up
-from torchestra.engine.joining import join
+from torchestra.engine.membership.joining import join
 from torchestra.engine.multihost.finding import find_hosts
+from torchestra.engine.thread_ranks import ThreadRank, current_thread_rank, leave_thread_rank
 from torchestra.errors import InvalidArgumentTypeError, RemoteReferenceError, RpcError, StoreTimeoutError
 from torchestra.process_group.starting import choose_backend
 from torchestra.rendezvous import rendezvous
@@ -27,7 +28,6 @@ from torchestra.rpc.roads import Roads
 from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.store import PrefixStore
 from torchestra.store.absence import absent
-from torchestra.thread_ranks import ThreadRank, current_thread_rank, leave_thread_rank
 from torchestra.types import timeout_seconds
 
 _MEETING_SECONDS = 1800.0

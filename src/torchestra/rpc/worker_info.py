@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from torchestra.arguments import check_integer
+from torchestra.arguments.annotations import check_integer
 from torchestra.errors import InvalidArgumentError, shown
 
 _CHARACTERS = re.compile(r"[\w:-]*", re.ASCII)

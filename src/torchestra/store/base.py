@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Union
 
-from torchestra.arguments import checked_methods, is_integer
+from torchestra.arguments.annotations import checked_methods, is_integer
 from torchestra.errors import InvalidArgumentError, StoreTimeoutError, shown
 from torchestra.store.secret import Secret, job_secret
 from torchestra.types import Timeout, timeout_seconds

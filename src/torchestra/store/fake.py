@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchestra.arguments import checked_methods
+from torchestra.arguments.annotations import checked_methods
 from torchestra.store.base import check_keys
 from torchestra.store.hash import HashStore
 from torchestra.types import Timeout

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from torchestra.arguments import checked_methods
+from torchestra.arguments.annotations import checked_methods
 from torchestra.errors import InvalidArgumentError, QueueEmptyError, shown
 from torchestra.store.base import (
     Store,

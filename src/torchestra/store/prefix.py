@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torchestra.arguments import checked_methods
+from torchestra.arguments.annotations import checked_methods
 from torchestra.errors import InvalidArgumentError
 from torchestra.store.base import Store, Value, check_key, check_keys
 from torchestra.store.secret import Secret, job_secret

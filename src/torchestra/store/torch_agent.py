@@ -53,7 +53,7 @@ class TorchStore(Store):
 
     Whoever reaches torch's store can use it; it knows no secrets. What ranks read in it they only take for
     text, and the memory that they share is handed over to processes that prove the job's secret, if there
-    is one, and are of the same user (see :mod:`torchestra.engine.admission`).
+    is one, and are of the same user (see :mod:`torchestra.engine.memory.fd_passing`).
     """
 
     def __init__(self, store: Any, name: str | None = None, proves: bytes | None = None) -> None:

@@ -21,7 +21,7 @@ from torchestra.store import FileStore
 from torchestra.testing.outcomes import RankFailure
 from torchestra.testing.plugin import mark_as_rank
 from torchestra.testing.request import Request
-from torchestra.world import destroy_process_group, init_process_group, is_initialized
+from torchestra.world.init import destroy_process_group, init_process_group, is_initialized
 
 __all__ = ["Told", "run_item"]
 

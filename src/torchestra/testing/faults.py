@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import CollectiveTimeoutError, DistError, InvalidArgumentError
 from torchestra.process_group import ProcessGroup
-from torchestra.thread_ranks import current_thread_rank
-from torchestra.world import default_group
+from torchestra.world.init import default_group
 
 __all__ = ["OPERATIONS", "DroppedOut", "Fault", "RankKilled", "delay", "draw", "drop_out", "kill", "slow"]
 

@@ -11,11 +11,11 @@ from typing import Any, TextIO
 
 import pytest
 
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.testing.plugin import RanksSpec
 from torchestra.testing.rank_fixtures import RankFixtures
 from torchestra.testing.rank_outcomes import conclude
 from torchestra.testing.threads import ThreadRanks
-from torchestra.thread_ranks import current_thread_rank
 
 __all__ = ["run_on_threads"]
 

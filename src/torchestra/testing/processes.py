@@ -16,7 +16,7 @@ from torchestra.launcher.api import launched
 from torchestra.testing.comparing import TestCase, WithoutTests
 from torchestra.testing.outcomes import RankFailure
 from torchestra.testing.skips import TEST_SKIPS, skip_reason
-from torchestra.world import destroy_process_group, is_initialized
+from torchestra.world.init import destroy_process_group, is_initialized
 
 __all__ = ["MultiProcessTestCase", "MultiProcessTests"]
 

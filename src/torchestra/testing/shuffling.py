@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torchestra.engine import layout as at
+from torchestra.engine.memory import layout as at
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import CollectiveTimeoutError, InvalidArgumentError
 from torchestra.process_group import ProcessGroup
 from torchestra.store import Store
 from torchestra.testing.faults import OPERATIONS
-from torchestra.thread_ranks import current_thread_rank
-from torchestra.world import default_group
+from torchestra.world.init import default_group
 
 __all__ = ["Schedule", "shuffle"]
 

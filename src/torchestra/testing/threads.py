@@ -11,12 +11,12 @@ import types
 from collections.abc import Callable, Container
 from typing import Any, TypeVar, cast, overload
 
-from torchestra.registry import thread_rank
 from torchestra.store import HashStore
 from torchestra.testing.comparing import TestCase, WithoutTests
 from torchestra.testing.faults import RankKilled
 from torchestra.testing.outcomes import Outcome, raise_for
-from torchestra.world import destroy_process_group, init_process_group, is_initialized
+from torchestra.world.init import destroy_process_group, init_process_group, is_initialized
+from torchestra.world.registry import thread_rank
 
 __all__ = ["MultiThreadedTestCase", "MultiThreadedTests", "ThreadRanks", "spawn_threads_and_init_comms"]
 

@@ -20,7 +20,7 @@ from . import quantization_hooks as quantization
 
 if TYPE_CHECKING:
     from torchestra.nn.parallel import DistributedDataParallel
-    from torchestra.world import AnyGroup
+    from torchestra.world.init import AnyGroup
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 

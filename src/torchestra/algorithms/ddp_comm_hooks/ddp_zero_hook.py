@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError
 from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket, wait_for_hook
-from torchestra.work import Work
 
 if TYPE_CHECKING:
     from torchestra.nn.parallel import DistributedDataParallel

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from torchestra.collectives import all_reduce
+from torchestra.collectives.functions import all_reduce
 from torchestra.errors import InvalidArgumentError
 from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp
-from torchestra.world import AnyGroup, default_group
+from torchestra.world.init import AnyGroup, default_group
 
 __all__ = [
     "allreduce_hook",

@@ -14,7 +14,7 @@ import torch
 from torchestra.algorithms.hosts import same_host
 from torchestra.nn.parallel.comm_hooks import GradBucket
 from torchestra.process_group import ProcessGroup
-from torchestra.world import AnyGroup
+from torchestra.world.init import AnyGroup
 
 from .debugging_hooks import noop_hook
 from .default_hooks import average, member

@@ -31,12 +31,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchestra.collectives import all_reduce
-from torchestra.engine.reductions import default_float_mode
+from torchestra.collectives.functions import all_reduce
+from torchestra.engine.kernels.reductions import default_float_mode
 from torchestra.errors import InvalidArgumentError
 from torchestra.nn.parallel.comm_hooks import GradBucket
 from torchestra.types import ReduceOp
-from torchestra.world import AnyGroup, default_group
+from torchestra.world.init import AnyGroup, default_group
 
 from .default_hooks import average, member
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import torch
 
-from torchestra.collectives import all_gather_into_tensor
-from torchestra.engine.reductions import default_float_mode
+from torchestra.collectives.functions import all_gather_into_tensor
+from torchestra.engine.kernels.reductions import default_float_mode
 from torchestra.nn.parallel.comm_hooks import GradBucket
-from torchestra.world import AnyGroup
+from torchestra.world.init import AnyGroup
 
 from .default_hooks import member
 

@@ -10,7 +10,7 @@ from torchestra.algorithms.model_averaging.parameters import (
     average_parameters_or_parameter_groups,
 )
 from torchestra.errors import InvalidArgumentError
-from torchestra.world import AnyGroup, default_group
+from torchestra.world.init import AnyGroup, default_group
 
 __all__ = ["ModelAverager", "PeriodicModelAverager"]
 

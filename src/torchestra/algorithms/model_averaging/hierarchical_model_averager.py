@@ -16,8 +16,8 @@ from torchestra.algorithms.model_averaging.parameters import (
 )
 from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import ProcessGroup
-from torchestra.subgroups import new_subgroups
-from torchestra.world import AnyGroup
+from torchestra.world.init import AnyGroup
+from torchestra.world.subgroups import new_subgroups
 
 __all__ = ["HierarchicalModelAverager"]
 

@@ -7,11 +7,11 @@ from typing import Any, Union
 
 import torch
 
-from torchestra.collectives import all_reduce
+from torchestra.collectives.functions import all_reduce
 from torchestra.errors import InvalidArgumentTypeError
 from torchestra.process_group import NonMember
 from torchestra.types import ReduceOp
-from torchestra.world import AnyGroup
+from torchestra.world.init import AnyGroup
 
 __all__ = ["average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average"]
 

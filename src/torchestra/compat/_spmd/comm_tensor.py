@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.comm_tensor import (
+from torchestra.functional.comm_tensor import (
     CommTensor,
     wait_comm,
 )

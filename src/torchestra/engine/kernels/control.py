@@ -6,8 +6,17 @@ from __future__ import annotations
 
 from numba import njit
 
-from torchestra.engine import layout as at
-from torchestra.engine.atomics import (
+from torchestra.engine.kernels.waiting import (
+    EVERYBODY,
+    FUTEX,
+    FUTEX_WAIT,
+    FUTEX_WAKE,
+    control_of,
+    publish,
+    wait_for_step,
+)
+from torchestra.engine.memory import layout as at
+from torchestra.engine.native.atomics import (
     KERNEL_OPTIONS,
     compare_exchange,
     fetch_add,
@@ -16,15 +25,6 @@ from torchestra.engine.atomics import (
     load_ordered,
     store_ordered,
     syscall,
-)
-from torchestra.engine.waiting import (
-    EVERYBODY,
-    FUTEX,
-    FUTEX_WAIT,
-    FUTEX_WAKE,
-    control_of,
-    publish,
-    wait_for_step,
 )
 
 SIZE, PATIENCE, ASKED = at.SIZE, at.PATIENCE, at.ASKED

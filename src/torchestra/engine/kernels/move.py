@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from numba import njit
 
-from torchestra.engine import layout as at
-from torchestra.engine.atomics import KERNEL_OPTIONS, load, memcpy, store, stream_fence
 from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, copy_out, place, streams
-from torchestra.engine.waiting import (
+from torchestra.engine.kernels.waiting import (
     all_count,
     arrive,
     begin,
@@ -27,6 +25,8 @@ from torchestra.engine.waiting import (
     shared_tensor,
     wait_for_step,
 )
+from torchestra.engine.memory import layout as at
+from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, memcpy, store, stream_fence
 
 RANK, SIZE, RESUME, SEQUENCE, SPLITS = at.RANK, at.SIZE, at.RESUME, at.SEQUENCE, at.SPLITS
 SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES = at.SOURCES, at.SOURCE_BYTES, at.TARGETS, at.TARGET_BYTES

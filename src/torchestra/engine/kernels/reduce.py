@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from numba import njit
 
-from torchestra.engine import layout as at
-from torchestra.engine.atomics import KERNEL_OPTIONS, call_reduction, load, memcpy, store
 from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, place
-from torchestra.engine.kernels.parts import copy_in, copy_out, reduce_in
-from torchestra.engine.waiting import (
+from torchestra.engine.kernels.iovec import copy_in, copy_out, reduce_in
+from torchestra.engine.kernels.waiting import (
     arrive,
     begin,
     end,
@@ -28,6 +26,8 @@ from torchestra.engine.waiting import (
     shared_tensor,
     wait_for_step,
 )
+from torchestra.engine.memory import layout as at
+from torchestra.engine.native.atomics import KERNEL_OPTIONS, call_reduction, load, memcpy, store
 
 RANK, SIZE, RESUME, POINTERS, SOURCES = at.RANK, at.SIZE, at.RESUME, at.POINTERS, at.SOURCES
 SOURCE_BYTES, NOT_SHARED = at.SOURCE_BYTES, at.NOT_SHARED
@@ -58,7 +58,7 @@ def all_reduce(plan, count, address):
 
 @njit(**KERNEL_OPTIONS)
 def all_reduce_parts(plan, count, parts, number):
-    """:func:`all_reduce` of several tensors taken as one (parts.py), of ``count`` elements together."""
+    """:func:`all_reduce` of several tensors taken as one (iovec.py), of ``count`` elements together."""
     context = load(plan + PLAN_CONTEXT)
     meta = load(plan + PLAN_META)
     unit = load(plan + PLAN_UNIT)

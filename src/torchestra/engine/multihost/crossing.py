@@ -23,14 +23,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchestra.engine import operations, recording
-from torchestra.engine.callsites import call_site
+from torchestra.engine import operations
+from torchestra.engine.failure.deadline import Patience
 from torchestra.engine.local import LocalEngine, Plan
 from torchestra.engine.multihost.bridge import Bridge, BridgeError, Pending
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.warden import Outlook, Warden
 from torchestra.engine.operations import Kind
-from torchestra.engine.patience import Patience
+from torchestra.engine.recorder import recorder
+from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
 
 __all__ = ["EARLY", "EXPLANATION_BOUNDS", "Call", "Crossing", "bytes_of", "split_evenly"]
@@ -367,11 +368,11 @@ class Crossing:
         self.sent_off += 1
         if envelope is None:
             return _NOTHING, False
-        since = recording.begin_wait(self.member.context, -1)
+        since = recorder.begin_wait(self.member.context, -1)
         try:
             self.wait(envelope.pending, call)
         finally:
-            recording.end_wait_elsewhere(self.member.context, since)
+            recorder.end_wait_elsewhere(self.member.context, since)
         heads = envelope.received[:, :_HEAD_BYTES].contiguous().view(torch.int64)
         same = bool((heads == heads[0]).all()) and not bool(heads[:, 3].any())
         return envelope.received[:, _HEAD_BYTES:], not same

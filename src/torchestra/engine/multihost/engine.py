@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from torchestra.engine.channels import Transfer
-from torchestra.engine.flight import FlightRecord
 from torchestra.engine.local import LocalEngine, _uneven
 from torchestra.engine.multihost import moving
 from torchestra.engine.multihost.crossing import Call, Crossing
@@ -19,7 +17,9 @@ from torchestra.engine.multihost.parcel import Parcel
 from torchestra.engine.multihost.records import put_together
 from torchestra.engine.multihost.reducing import Reducer
 from torchestra.engine.operations import Kind, pack
-from torchestra.engine.recording import close_crossing, open_crossing
+from torchestra.engine.p2p import Transfer
+from torchestra.engine.recorder.flight_record import FlightRecord
+from torchestra.engine.recorder.recorder import close_crossing, open_crossing
 from torchestra.errors import CollectiveMismatchError
 from torchestra.types import ReduceOp
 

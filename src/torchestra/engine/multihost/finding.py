@@ -1,7 +1,7 @@
 """Which ranks share a host, found by attaching.
 
 The first rank to come under a host id opens the host's *lobby* and says so in the store; whoever comes later
-under the same id tries to get into it. A lobby is memory that is handed over as an arena is (admission.py),
+under the same id tries to get into it. A lobby is memory that is handed over as an arena is (fd_passing.py),
 so who has it shares memory with the rank that opened it, and who cannot get it, although its host has the
 same id, is on another host and tries the next lobby of that id. When all ranks are in some lobby, the ranks
 that opened them say who is in theirs; the first of them puts that together and tells the others, and each of
@@ -32,9 +32,10 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torchestra.engine.admission import Admission, await_end, visit
+from torchestra.engine.memory.fd_passing import Admission, await_end, visit
 from torchestra.engine.multihost.host_id import HOST_VARIABLE, host_id, host_name
 from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import (
     CollectiveTimeoutError,
     DistBackendError,
@@ -43,11 +44,10 @@ from torchestra.errors import (
     RankFailedError,
     StoreTimeoutError,
 )
-from torchestra.limits import check_free_descriptors, naming_limits, start_thread
-from torchestra.memory_files import make_memory_file
 from torchestra.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchestra.store.absence import absent
-from torchestra.thread_ranks import current_thread_rank
+from torchestra.system.limits import check_free_descriptors, naming_limits, start_thread
+from torchestra.system.memory_files import make_memory_file
 
 __all__ = ["find_hosts", "may_span_hosts"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 
-from torchestra.thread_ranks import current_thread_rank
+from torchestra.engine.thread_ranks import current_thread_rank
 
 __all__ = ["HOST_VARIABLE", "host_id", "host_name"]
 

@@ -8,10 +8,9 @@ import time
 
 import torch
 
-from torchestra.engine import layout as at
-from torchestra.engine.joining import join, refuse
 from torchestra.engine.local import LocalEngine
-from torchestra.engine.member import Member
+from torchestra.engine.membership.joining import join, refuse
+from torchestra.engine.memory import layout as at
 from torchestra.engine.multihost import moving
 from torchestra.engine.multihost.bridge import Bridge
 from torchestra.engine.multihost.crossing import Call, Crossing
@@ -23,6 +22,7 @@ from torchestra.engine.multihost.mpi import close_at_exit, start_mpi
 from torchestra.engine.multihost.opening import BRIDGE_VARIABLE, TRUST_VARIABLE, open_bridge
 from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE, Outlook, Warden, heartbeat_bound
 from torchestra.engine.operations import Kind, pack
+from torchestra.engine.rank_context import Member
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import PrefixStore, Store
 
@@ -103,7 +103,7 @@ def join_hosts(
 
 
 def refuse_hosts(store: Store, hosts: Hosts, why: str) -> None:
-    """:func:`torchestra.engine.joining.refuse` for a group whose ranks are on several hosts.
+    """:func:`torchestra.engine.membership.joining.refuse` for a group whose ranks are on several hosts.
 
     Those hear of it that wait for ranks of their own host.
     """

@@ -12,10 +12,10 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from torchestra.engine import layout as at
-from torchestra.engine import parcels
-from torchestra.engine.compilation import entry_point
-from torchestra.engine.member import Member
+from torchestra.engine.memory import layout as at
+from torchestra.engine.native.compilation import entry_point
+from torchestra.engine.rank_context import Member
+from torchestra.engine.recorder import message_records
 
 __all__ = ["Entry", "Journal"]
 
@@ -76,9 +76,9 @@ class Journal:
             self._words[word // 8] = member.word(word)
         self.context: int = self._words.ctypes.data
         self.lock = threading.RLock()
-        self.open = entry_point(parcels.open_parcel)
-        self.come = entry_point(parcels.parcel_came)
-        self.close = entry_point(parcels.close_parcel)
+        self.open = entry_point(message_records.open_parcel)
+        self.come = entry_point(message_records.parcel_came)
+        self.close = entry_point(message_records.close_parcel)
 
     def begin(self, way: int, kind: int, tag: int, nbytes: int, peer: int | None, background: bool) -> Entry:
         """A message begins.

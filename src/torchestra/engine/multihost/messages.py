@@ -26,9 +26,8 @@ from collections.abc import Callable
 
 import torch
 
-from torchestra.engine.channels import Mailbox, Transfer
 from torchestra.engine.dtypes import DTYPE_CODE
-from torchestra.engine.layout import RECEIVED, SENT
+from torchestra.engine.memory.layout import RECEIVED, SENT
 from torchestra.engine.multihost.bridge import Bridge, BridgeError
 from torchestra.engine.multihost.correspondence import Correspondence
 from torchestra.engine.multihost.crossing import Crossing, bytes_of
@@ -38,6 +37,7 @@ from torchestra.engine.multihost.lookout import Lookout
 from torchestra.engine.multihost.opening import open_bridge
 from torchestra.engine.multihost.parcel import Ahead, Offer, Parcel, Patient
 from torchestra.engine.operations import DTYPE_NAMES
+from torchestra.engine.p2p import Mailbox, Transfer
 from torchestra.errors import (
     DistBackendError,
     DistError,

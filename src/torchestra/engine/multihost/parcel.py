@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from torchestra.engine.channels import Transfer
-from torchestra.engine.member import Member
 from torchestra.engine.multihost.journal import Entry
 from torchestra.engine.operations import DTYPE_NAMES
+from torchestra.engine.p2p import Transfer
+from torchestra.engine.rank_context import Member
 
 __all__ = ["Ahead", "Offer", "Parcel", "Patient"]
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torchestra.engine.flight import FlightEntry, FlightRecord, HostRecord, RankRecord
 from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.recorder.flight_record import FlightEntry, FlightRecord, HostRecord, RankRecord
 
 __all__ = ["Answer", "answer", "put_together", "understand"]
 

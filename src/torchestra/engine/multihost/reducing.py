@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import torch
 
+from torchestra.engine.kernels.reductions import combine, divide, reduction, scale
 from torchestra.engine.multihost.bridge import Pending
 from torchestra.engine.multihost.crossing import EARLY, Call, Crossing, bytes_of, split_evenly
 from torchestra.engine.multihost.joined import Cuts, Joined, chunk_ends
-from torchestra.engine.reductions import combine, divide, reduction, scale
 from torchestra.types import ReduceOp
 
 __all__ = ["Reducer"]

@@ -1,8 +1,8 @@
 """How the survivors of a group on several hosts make a new one: ``group.shrink()`` beyond one host.
 
-Within one host the arena is where survivors decide (engine/shrinking.py); hosts have only the store in
-common, so here the store is. Where its server is gone there is no agreement, hence no shrinking: two halves
-of a network that cannot reach each other must not both go on. Rounds are numbered from 1; each has two
+Within one host the arena is where survivors decide (engine/membership/shrinking.py); hosts have only the
+store in common, so here the store is. Where its server is gone there is no agreement, hence no shrinking: two
+halves of a network that cannot reach each other must not both go on. Rounds are numbered from 1; each has two
 registers that are written once, by compare_set, whoever comes first::
 
     came        who has come, and with a minus who has stopped coming; this and the next two only grow

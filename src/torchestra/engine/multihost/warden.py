@@ -37,14 +37,14 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torchestra.engine import layout as at
-from torchestra.engine.callsites import call_site
-from torchestra.engine.flight import read_flight_record
-from torchestra.engine.member import Member
+from torchestra.engine.memory import layout as at
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.records import Answer, answer, understand
 from torchestra.engine.multihost.silence import BEATS_PER_BOUND, Watch
 from torchestra.engine.multihost.store_values import UNREADABLE, ranks_in, read_beat
+from torchestra.engine.rank_context import Member
+from torchestra.engine.recorder.callsites import call_site
+from torchestra.engine.recorder.flight_record import read_flight_record
 from torchestra.errors import DistError, InvalidArgumentError, RankFailedError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
 from torchestra.store.proven import UnprovenValueError

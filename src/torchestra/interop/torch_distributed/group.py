@@ -14,14 +14,14 @@ import torch
 from torch import distributed
 from torch._C import _distributed_c10d as c10d
 
-from torchestra.communicator import Communicator
+from torchestra.arguments.options import GroupOptions
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.host_staging import POSSIBLE
 from torchestra.interop.autoload import BACKEND
 from torchestra.interop.torch_distributed.meeting import meet
 from torchestra.interop.torch_distributed.operations import Block, Operations
 from torchestra.interop.torch_distributed.other_devices import Membership, backends_by_device, group_on
-from torchestra.options import GroupOptions
 from torchestra.process_group import ProcessGroup
-from torchestra.staging import POSSIBLE
 from torchestra.types import Timeout
 
 __all__ = ["TorchestraGroup"]

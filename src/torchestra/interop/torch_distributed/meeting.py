@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
+from torchestra.arguments.options import GroupOptions
 from torchestra.errors import DistError
 from torchestra.interop.torch_distributed.errors import as_torch_error
-from torchestra.options import GroupOptions
 from torchestra.process_group import ProcessGroup
 from torchestra.store.secret import job_secret
 from torchestra.store.torch_agent import TorchStore

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from torchestra.communicator import Communicator
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.queue import Step, describe_steps
+from torchestra.communicator.work import Work
 from torchestra.errors import DistError
 from torchestra.interop.torch_distributed.errors import as_torch_error
 from torchestra.interop.torch_distributed.options import in_our_terms, reduction
 from torchestra.interop.torch_distributed.works import FinishedWork, TorchestraWork, joined
-from torchestra.order import Step, describe_steps
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp, Timeout
-from torchestra.work import Work
 
 __all__ = ["Operations"]
 

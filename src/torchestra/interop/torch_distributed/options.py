@@ -7,9 +7,9 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-from torchestra import options as our
+from torchestra.arguments import options as our
+from torchestra.arguments.options import OperationOptions
 from torchestra.errors import InvalidArgumentError
-from torchestra.options import OperationOptions
 from torchestra.types import ReduceOp
 
 # BXOR's value and so on; the names are the same.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
+from torchestra.communicator.work import Work
 from torchestra.errors import DistError
 from torchestra.interop.torch_distributed.errors import as_torch_error
-from torchestra.work import Work
 
 _NO_LIMIT = (None, timedelta(0))  # what torch's C++ passes for no time-out of the wait's own
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from torchestra.collectives import all_gather, all_gather_into_tensor
+from torchestra.collectives.functions import all_gather, all_gather_into_tensor
 from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import ProcessGroup
 

@@ -9,9 +9,9 @@ import torch
 
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import ProcessGroup
-from torchestra.sharded import ShardedTensor
+from torchestra.sharded.tensor import ShardedTensor
 from torchestra.types import ReduceOp
-from torchestra.world import AnyGroup, default_group
+from torchestra.world.init import AnyGroup, default_group
 
 NAME = "DistributedDataParallel"
 _DEVICES = ("cpu", "cuda")

@@ -32,8 +32,9 @@ from typing import Any
 
 import torch
 
+from torchestra.communicator.multihost import HostsCommunicator
+from torchestra.communicator.work import Work
 from torchestra.errors import GradientReductionError, InvalidArgumentError
-from torchestra.hosts import HostsCommunicator
 from torchestra.nn.parallel.buckets import Bucket
 from torchestra.nn.parallel.comm_hooks import (
     CommHook,
@@ -48,7 +49,6 @@ from torchestra.nn.parallel.sparse import empty_like_sparse, reduce_sparse
 from torchestra.nn.parallel.statistics import Counters
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp
-from torchestra.work import Work
 
 _INLINE_BYTES = 1 << 20
 # The operations of a group that has failed end at once; a future of the program's own may never.

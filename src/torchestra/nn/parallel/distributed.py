@@ -57,7 +57,7 @@ from torchestra.nn.parallel.torch_names import (  # noqa: F401
 )
 from torchestra.nn.parallel.tracing import untraced
 from torchestra.process_group import ProcessGroup
-from torchestra.world import AnyGroup, default_group, is_initialized
+from torchestra.world.init import AnyGroup, default_group, is_initialized
 
 if TYPE_CHECKING:
     from torchestra.optim import ZeroRedundancyOptimizer

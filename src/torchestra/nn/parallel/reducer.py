@@ -30,9 +30,10 @@ from typing import Any
 
 import torch
 
-from torchestra.engine.algorithms import spare_cores
+from torchestra.communicator.multihost import HostsCommunicator
+from torchestra.communicator.queue import RAISED_BY_ALL
+from torchestra.engine.kernels.selection import spare_cores
 from torchestra.errors import GradientReductionError
-from torchestra.hosts import HostsCommunicator
 from torchestra.nn.parallel import messages
 from torchestra.nn.parallel.autograd_hooks import one_at_a_time, queue_callback, remove_all, weakly
 from torchestra.nn.parallel.averaging import Averager
@@ -50,7 +51,6 @@ from torchestra.nn.parallel.outputs import tensors_in, unused_parameters
 from torchestra.nn.parallel.sink import GradientSink, WhereTheyLand
 from torchestra.nn.parallel.sparse import empty_like_sparse
 from torchestra.nn.parallel.statistics import Counters
-from torchestra.order import RAISED_BY_ALL
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from torchestra.communicator import Communicator
-from torchestra.engine.reductions import default_float_mode
+from torchestra.communicator.communicator import Communicator
+from torchestra.engine.kernels.reductions import default_float_mode
 from torchestra.types import ReduceOp
 
 

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from torchestra.arguments import checked_methods
+from torchestra.arguments.annotations import checked_methods
 from torchestra.errors import InvalidArgumentError, QueueEmptyError, StoreTimeoutError, shown
 from torchestra.store.base import (
     DEFAULT_STORE_TIMEOUT,

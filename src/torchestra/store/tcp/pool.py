@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torchestra.errors import DistNetworkError, DistStoreError
-from torchestra.forking import forget_in_children
 from torchestra.store.base import nap
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.connection import Connection
 from torchestra.store.tcp.protocol import ProtocolError
+from torchestra.system.forking import forget_in_children
 
 __all__ = ["GRACE_SECONDS", "ConnectionPool", "patiently", "senseless"]
 

@@ -30,7 +30,6 @@ from functools import partial
 from types import TracebackType
 
 from torchestra.errors import DistNetworkError, InvalidArgumentError
-from torchestra.forking import forget_in_children
 from torchestra.store.base import pauses
 from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.store.secret import SECRET_ADVICE, Secret, job_secret
@@ -40,6 +39,7 @@ from torchestra.store.tcp.locality import is_loopback, peer_user
 from torchestra.store.tcp.peer import Peer
 from torchestra.store.tcp.protocol import ProtocolError, RefusedError, Reply, encode
 from torchestra.store.tcp.requests import Outcome, Waiting, answer
+from torchestra.system.forking import forget_in_children
 
 __all__ = ["TCPStoreServer"]
 

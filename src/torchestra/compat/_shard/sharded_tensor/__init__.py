@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.sharded import (
+from torchestra.sharded.tensor import (
     Shard,
     ShardedTensor,
     ShardedTensorMetadata,

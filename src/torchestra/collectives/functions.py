@@ -1,0 +1,446 @@
+"""The collectives as functions, with torch.distributed's names, arguments and defaults.
+
+Each is to be called by every rank of the group, in the same order. ``group`` is the default group unless
+given; a rank that is not in it gets a warning and None. ``async_op=True`` returns a :class:`Work` at once,
+else None is returned when the operation is done. Roots and peers are *global* ranks, or numbers within the
+group where the argument's name begins with ``group_``. Tensors are dense CPU tensors, contiguous or not.
+
+Raised by all of them: InvalidArgumentError (nothing was sent, the group stays usable),
+CollectiveMismatchError (the ranks called different things; nothing was sent), RankFailedError,
+GroupAbortedError and CollectiveTimeoutError (the group can no longer be used), GroupDestroyedError,
+NotInitializedError.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from torchestra.arguments.annotations import checked, refuse_type
+from torchestra.communicator.work import Work
+from torchestra.engine.local import LocalEngine
+from torchestra.errors import InvalidArgumentError, shown
+from torchestra.process_group import NonMember, ProcessGroup
+from torchestra.tensors import checks
+from torchestra.types import ReduceOp, Timeout, timeout_seconds
+from torchestra.world.init import AnyGroup, default_group, get_rank, is_initialized
+
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "empty",
+    "full",
+    "gather",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "ones",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+    "zeros",
+]
+
+
+_NO_TAG = 0
+
+
+def warn_not_in_group(group: NonMember, name: str) -> None:
+    """Warn, in torch's words, that a function does nothing on this rank; named is the line that called it."""
+    rank = get_rank() if is_initialized() else -1
+    warnings.warn(
+        f"Running {name} on global rank {rank} which does not belong to the given group: this rank is"
+        f" {group!r}. Nothing is done.",
+        stacklevel=4,
+    )
+
+
+def _member(group: AnyGroup, name: str) -> ProcessGroup | None:
+    """The group, or None with a warning if this rank is not in it."""
+    if isinstance(group, ProcessGroup):
+        return group
+    if isinstance(group, NonMember):
+        warn_not_in_group(group, name)
+        return None
+    return refuse_type(name, "group", "a ProcessGroup", group)
+
+
+def _root(
+    group: ProcessGroup,
+    rank: int | None,
+    group_rank: int | None,
+    parameter: str,
+    name: str,
+    default: int | None = None,
+) -> int:
+    """The root in the group's numbering, from a global or a group rank."""
+    if group_rank is None and rank is not None:
+        return group.to_group_rank(rank, parameter, name)
+    if rank is not None:
+        raise InvalidArgumentError(
+            f"{name}: give `{parameter}` or `group_{parameter}`, not both; got {shown(rank)} and"
+            f" {shown(group_rank)}"
+        )
+    if group_rank is not None:
+        return checks.check_rank(group_rank, group.size(), f"group_{parameter}", name)
+    if default is None:
+        raise InvalidArgumentError(f"{name}: give `{parameter}` or `group_{parameter}`")
+    return default
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Replace the tensor on every rank by the reduction of all ranks' tensors, bit for bit the same."""
+    member = default_group() if group is None else _member(group, "all_reduce")
+    if member is None:
+        return None
+    return member.communicator.all_reduce(tensor, op, async_op)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Replace the tensor of rank ``dst`` by the reduction of all ranks' tensors; the others' stay."""
+    member = default_group() if group is None else _member(group, "reduce")
+    if member is None:
+        return None
+    root = _root(member, dst, group_dst, "dst", "reduce")
+    return member.communicator.reduce(tensor, op, root, async_op)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Replace the tensor on every rank by that of rank ``src``."""
+    member = default_group() if group is None else _member(group, "broadcast")
+    if member is None:
+        return None
+    root = _root(member, src, group_src, "src", "broadcast")
+    return member.communicator.broadcast(tensor, root, async_op)
+
+
+def all_gather(
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Put the tensor of rank p into ``tensor_list[p]`` on every rank. Sizes may differ between ranks."""
+    member = default_group() if group is None else _member(group, "all_gather")
+    if member is None:
+        return None
+    return member.communicator.all_gather(tensor_list, tensor, async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Put the tensors of all ranks, one after the other, into ``output_tensor`` on every rank.
+
+    The output has as many elements as all inputs together: concatenated in dimension 0, or stacked.
+    """
+    member = default_group() if group is None else _member(group, "all_gather_into_tensor")
+    if member is None:
+        return None
+    return member.communicator.all_gather_into_tensor(output_tensor, input_tensor, async_op)
+
+
+all_gather_single = all_gather_into_tensor  # torch's newer name
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: list[torch.Tensor] | None = None,
+    dst: int | None = None,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Put the tensor of rank p into ``gather_list[p]`` on rank ``dst`` (default: rank 0 of the group)."""
+    member = default_group() if group is None else _member(group, "gather")
+    if member is None:
+        return None
+    root = _root(member, dst, group_dst, "dst", "gather", default=0)
+    return member.communicator.gather(gather_list, tensor, root, async_op)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None = None,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Put ``scatter_list[p]`` of rank ``src`` (default: rank 0 of the group) into the tensor of rank p."""
+    member = default_group() if group is None else _member(group, "scatter")
+    if member is None:
+        return None
+    root = _root(member, src, group_src, "src", "scatter", default=0)
+    return member.communicator.scatter(tensor, scatter_list, root, async_op)
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Put the reduction of all ranks' ``input_list[p]`` into the output of rank p."""
+    member = default_group() if group is None else _member(group, "reduce_scatter")
+    if member is None:
+        return None
+    return member.communicator.reduce_scatter(output, input_list, op, async_op)
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch.distributed's name
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduce the inputs of all ranks and put piece p of the result into the output of rank p."""
+    member = default_group() if group is None else _member(group, "reduce_scatter_tensor")
+    if member is None:
+        return None
+    return member.communicator.reduce_scatter_tensor(output, input, op, async_op)
+
+
+reduce_scatter_single = reduce_scatter_tensor  # torch's newer name
+
+
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Send ``input_tensor_list[p]`` to rank p, and put what it sends here into ``output_tensor_list[p]``."""
+    member = default_group() if group is None else _member(group, "all_to_all")
+    if member is None:
+        return None
+    return member.communicator.all_to_all(output_tensor_list, input_tensor_list, async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch.distributed's name
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Send consecutive ranges of the input's rows to the ranks, and receive theirs into the output's rows.
+
+    Split sizes count rows (dimension 0) per rank; None stands for equal ranges.
+    """
+    member = default_group() if group is None else _member(group, "all_to_all_single")
+    if member is None:
+        return None
+    return member.communicator.all_to_all_single(
+        output, input, output_split_sizes, input_split_sizes, async_op
+    )
+
+
+def barrier(
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """Return when all ranks of the group have called. ``device_ids`` has no meaning on the CPU."""
+    member = default_group() if group is None else _member(group, "barrier")
+    if member is None:
+        return None
+    if device_ids is not None:
+        checks.check_integers(device_ids, "device_ids", "barrier")
+    seconds = None if timeout is None else timeout_seconds(timeout, "barrier")
+    return member.communicator.barrier(async_op, seconds)
+
+
+@checked
+def monitored_barrier(
+    group: AnyGroup | None = None, timeout: Timeout | None = None, wait_all_ranks: bool = False
+) -> None:
+    """A barrier that says on rank 0 of the group which ranks did not come in time.
+
+    Rank 0 waits for the others, and they wait for its word. It counts the time: ``timeout``, by default the
+    group's. Whatever else the group has under way does not hold it up.
+
+    Args:
+        wait_all_ranks: name all ranks that did not come, and not just the first.
+
+    Raises:
+        CollectiveTimeoutError: on rank 0: ranks did not come in time; ``missing`` says which.
+        RankFailedError: a rank has died.
+        GroupAbortedError: on another rank: rank 0 has given up. The group can no longer be used then.
+    """
+    member = default_group() if group is None else _member(group, "monitored_barrier")
+    if member is not None:
+        member.monitored_barrier(timeout, wait_all_ranks)
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    """Send the tensor to rank ``dst``, which must receive one of the same dtype and number of elements.
+
+    To be called by the sender only. Returns when the tensor may be changed; the message may not have been
+    received yet. Messages with the same tag between two ranks arrive in the order in which they were sent.
+    A time-out before anything was sent leaves the group usable.
+    """
+    member = default_group() if group is None else _member(group, "send")
+    if member is not None:
+        root = _root(member, dst, group_dst, "dst", "send")
+        member.communicator.send(tensor, root, tag if tag is _NO_TAG else checks.check_tag(tag, "send"))
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    """Receive a tensor from rank ``src`` (default: from any) and return the global rank that sent it.
+
+    To be called by the receiver only; a rank that is not in the group gets -1. A message of another dtype or
+    size is thrown away with a DistBackendError that says what came. A time-out before anything was received
+    leaves the group usable.
+    """
+    member = default_group() if group is None else _member(group, "recv")
+    if member is None:
+        return -1
+    source = _sender(member, src, group_src, "recv")
+    if tag is not _NO_TAG:
+        tag = checks.check_tag(tag, "recv")
+    return member.to_global_rank(member.communicator.recv(tensor, source, tag))
+
+
+def isend(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Begin to :func:`send`; the tensor must stay as it is until the work is done."""
+    member = default_group() if group is None else _member(group, "isend")
+    if member is None:
+        return None
+    root = _root(member, dst, group_dst, "dst", "isend")
+    return member.communicator.isend(tensor, root, checks.check_tag(tag, "isend"))
+
+
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work | None:
+    """Begin to :func:`recv`; the tensor must not be touched until the work is done."""
+    member = default_group() if group is None else _member(group, "irecv")
+    if member is None:
+        return None
+    source = _sender(member, src, group_src, "irecv")
+    return member.communicator.irecv(tensor, source, checks.check_tag(tag, "irecv"))
+
+
+def _sender(group: ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int | None:
+    """The rank to receive from in the group's numbering, or None for any."""
+    if rank is None and group_rank is None:
+        return None
+    return _root(group, rank, group_rank, "src", name)
+
+
+@checked
+def empty(
+    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
+) -> torch.Tensor:
+    """An uninitialised CPU tensor in memory that the group's ranks share; need not be called by all ranks.
+
+    Collectives of this group on such tensors copy nothing on the way when every rank's tensor is of this
+    kind: the ranks read each other's. Otherwise they are ordinary tensors, and stay valid after the group is
+    destroyed. ``dtype`` is torch's default dtype unless given.
+
+    Raises:
+        InvalidArgumentError: this rank is not in the group, or the group's memory is full.
+    """
+    chosen = default_group() if group is None else group
+    if isinstance(chosen, NonMember):
+        raise InvalidArgumentError(f"empty: this rank is {chosen!r}")
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    lengths = tuple(torch.Size(shape))  # type: ignore[arg-type]
+    if any(length < 0 for length in lengths):
+        raise InvalidArgumentError(f"empty: lengths must not be negative, got {lengths}")
+    kind = dtype or torch.get_default_dtype()
+    if not LocalEngine.moves(kind):
+        raise InvalidArgumentError(f"empty: `dtype` is {kind}, of which tensors cannot be sent")
+    return chosen.communicator.engine.empty(lengths, kind)
+
+
+@checked
+def full(
+    size: Sequence[int],
+    fill_value: float,
+    *,
+    dtype: torch.dtype | None = None,
+    group: AnyGroup | None = None,
+) -> torch.Tensor:
+    """:func:`empty`, filled with ``fill_value``."""
+    tensor = empty(size, dtype=dtype, group=group)
+    try:
+        return tensor.fill_(fill_value)
+    except (OverflowError, RuntimeError) as error:  # a number that the dtype has no room for
+        raise InvalidArgumentError(f"full: `fill_value`: {error}, got {shown(fill_value)}") from error
+
+
+@checked
+def zeros(
+    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
+) -> torch.Tensor:
+    """:func:`empty`, filled with 0."""
+    return empty(*size, dtype=dtype, group=group).zero_()
+
+
+@checked
+def ones(
+    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
+) -> torch.Tensor:
+    """:func:`empty`, filled with 1."""
+    return empty(*size, dtype=dtype, group=group).fill_(1)

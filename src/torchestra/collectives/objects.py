@@ -1,0 +1,414 @@
+"""Collectives and messages of Python objects, with torch.distributed's names, arguments and defaults.
+
+Objects are pickled (see parcels.py): use these only among ranks that trust each other. Each is to be called
+by every rank of the group, in the same order, but for send_object_list and recv_object_list, which are for
+the two ranks that they are between. They block until they are done. A small object takes one operation on
+tensors; larger ones take one more, and one for each large tensor or array (some 32 KiB) within.
+
+Raised by all of them: InvalidArgumentError (wrong arguments; nothing was sent) and what the operations on
+tensors raise. Of the collectives, the rank whose object cannot be pickled raises an UnpicklableObjectError,
+and all others an ObjectTransferError that names it. An object that cannot be unpickled where it arrives
+raises an ObjectTransferError there, and only there. The group stays usable in both cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Union
+
+import torch
+
+from torchestra.arguments.annotations import checked
+from torchestra.collectives.functions import _member, _root, _sender
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, ObjectTransferError
+from torchestra.process_group import ProcessGroup
+from torchestra.tensors.object_bytes import BLOCK_BYTES, Parcel, Unreadable
+from torchestra.world.init import AnyGroup, default_group
+
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+]
+
+Device = Union[torch.device, str, int]
+
+
+@checked
+def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup | None = None) -> None:
+    """Put the object of rank p of the group into ``object_list[p]`` on every rank, a copy on its own too."""
+    name = "all_gather_object"
+    member = default_group() if group is None else _member(group, name)
+    if member is None:
+        return
+    _check_places(object_list, "object_list", member.size(), name)
+    parcels = _collect(member, obj, None, name)
+    _unpack_each(parcels, object_list, member, name)
+
+
+@checked
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: AnyGroup | None = None,
+    group_dst: int | None = None,
+) -> None:
+    """Put the object of rank p into ``object_gather_list[p]`` on rank ``dst`` (default: the group's rank 0).
+
+    On the other ranks ``object_gather_list`` must be None.
+    """
+    name = "gather_object"
+    member = default_group() if group is None else _member(group, name)
+    if member is None:
+        return
+    root = _root(member, dst, group_dst, "dst", name, default=0)
+    if member.rank() != root:
+        if object_gather_list:
+            raise InvalidArgumentError(
+                f"{name}: Argument ``object_gather_list`` must NOT be specified on non-destination ranks."
+            )
+    elif object_gather_list is None:
+        raise InvalidArgumentError(
+            f"{name}: Argument ``object_gather_list`` must be specified on destination rank."
+        )
+    else:
+        _check_places(object_gather_list, "object_gather_list", member.size(), name)
+    parcels = _collect(member, obj, root, name)
+    if object_gather_list is not None and member.rank() == root:
+        _unpack_each(parcels, object_gather_list, member, name)
+
+
+@checked
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    device: Device | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Replace the objects in ``object_list`` by those of rank ``src`` (default: the group's rank 0).
+
+    All lists must have the same length; that of ``src`` stays as it is. ``device`` has no effect: objects
+    travel through memory of the host, and tensors in them keep their device.
+    """
+    name = "broadcast_object_list"
+    member = default_group() if group is None else _member(group, name)
+    if member is None:
+        return
+    _check_list(object_list, "object_list", name)
+    _check_device(device, name)
+    root = _root(member, src, group_src, "src", name, default=0)
+    communicator, is_source = member.communicator, member.rank() == root
+    own, error = _packed(object_list, name) if is_source else (None, None)
+    with communicator.abort_on_error(name):
+        block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8) if own is None else own.block()
+        communicator.broadcast(block, root)
+        parcel = Parcel.arriving(block)[0] if own is None else own
+        error = _failure({root: parcel}, error, member, name)
+        if error is None:
+            if parcel.rest.numel():
+                communicator.broadcast(parcel.rest, root)
+            for buffer in parcel.buffers if is_source else parcel.expect_buffers():
+                communicator.broadcast(buffer, root)
+    if error is not None:
+        raise error
+    if not is_source:
+        _unpack_list(parcel, object_list, root, member, name)
+
+
+@checked
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Put ``scatter_object_input_list[p]`` of rank ``src`` into ``scatter_object_output_list[0]`` of rank p.
+
+    ``src`` is by default the group's rank 0; the other ranks' input lists are not looked at.
+    """
+    name = "scatter_object_list"
+    member = default_group() if group is None else _member(group, name)
+    if member is None:
+        return
+    if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+        raise InvalidArgumentError(
+            f"{name}: Expected argument scatter_object_output_list to be a list of size at least 1."
+        )
+    root = _root(member, src, group_src, "src", name, default=0)
+    communicator, size = member.communicator, member.size()
+    outgoing: list[Parcel] | None = None
+    error: Exception | None = None
+    if member.rank() == root:
+        if scatter_object_input_list is None:
+            raise InvalidArgumentError(f"{name}: source rank must provide non-None scatter_object_input_list")
+        if len(scatter_object_input_list) != size:
+            raise InvalidArgumentError(
+                f"{name}: scatter_object_input_list must have one object for each of the group's {size}"
+                f" ranks, got {len(scatter_object_input_list)}"
+            )
+        outgoing, error = _packed_for_each(scatter_object_input_list, name)
+
+    def move(piece: Callable[[Parcel], torch.Tensor]) -> None:
+        sources = [_NOTHING] * size if outgoing is None else [piece(each) for each in outgoing]
+        communicator.all_to_all(
+            [piece(parcel) if peer == root else _NOTHING for peer in range(size)], sources
+        )
+
+    with communicator.abort_on_error(name):
+        block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
+        communicator.scatter(block, None if outgoing is None else _blocks(outgoing), root)
+        parcel, head = Parcel.arriving(block)
+        error = _failure({root: parcel}, error, member, name)
+        if error is None:
+            if head.more & 1:
+                move(_rest)
+            parcel.expect_buffers()
+            for number in range(head.more >> 1):
+                move(partial(_buffer, number))
+    if error is not None:
+        raise error
+    if parcel:
+        (scatter_object_output_list[0],) = _unpacked(parcel, root, member, name)
+
+
+@checked
+def send_object_list(
+    object_list: Sequence[Any],
+    dst: int | None = None,
+    group: AnyGroup | None = None,
+    device: Device | None = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+) -> None:
+    """Send objects to rank ``dst``, which must call :func:`recv_object_list`.
+
+    To be called by the sender only. ``device`` and ``use_batch`` have no effect. What cannot be pickled is
+    refused before anything is sent.
+    They are messages with tag 0, and keep their order among those.
+    """
+    name = "send_object_list"
+    member = default_group() if group is None else _member(group, name)
+    if member is None:
+        return
+    if not isinstance(object_list, (list, tuple)):
+        raise InvalidArgumentTypeError(f"{name}: `object_list` must be a list, got {object_list!r}")
+    _check_device(device, name)
+    rank = _root(member, dst, group_dst, "dst", name)
+    _check_not_self(member, rank, "destination", name)
+    parcel = Parcel.of(object_list, name)
+    send = member.communicator.send
+    send(parcel.block(), rank)
+    with member.communicator.abort_on_error(name):
+        if parcel.rest.numel():
+            send(parcel.rest, rank)
+        for buffer in parcel.buffers:
+            send(buffer, rank)
+
+
+@checked
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    device: Device | None = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+) -> int:
+    """Receive objects from rank ``src`` (default: from any) into ``object_list``, which must be as long.
+
+    To be called by the receiver only. ``device`` and ``use_batch`` have no effect.
+
+    Returns:
+        The global rank that sent; -1 on a rank that is not in the group.
+    """
+    name = "recv_object_list"
+    member = default_group() if group is None else _member(group, name)
+    if member is None:
+        return -1
+    _check_list(object_list, "object_list", name)
+    _check_device(device, name)
+    source = _sender(member, src, group_src, name)
+    if source is not None:
+        _check_not_self(member, source, "source", name)
+    block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
+    receive = member.communicator.recv
+    source = receive(block, source)
+    with member.communicator.abort_on_error(name):
+        parcel, _ = Parcel.arriving(block)
+        if parcel.rest.numel():
+            receive(parcel.rest, source)
+        for buffer in parcel.expect_buffers():
+            receive(buffer, source)
+    _unpack_list(parcel, object_list, source, member, name)
+    return member.to_global_rank(source)
+
+
+# -- how parcels travel
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _collect(member: ProcessGroup, obj: object, root: int | None, name: str) -> list[Parcel]:
+    """The parcels of all ranks, on the root or (None) on every rank; else an empty list."""
+    communicator, size, rank = member.communicator, member.size(), member.rank()
+    own, error = _packed([obj], name)
+    receives = root is None or root == rank
+
+    def move(piece: Callable[[Parcel], torch.Tensor]) -> None:
+        targets = [piece(parcel) if receives else _NOTHING for parcel in parcels]
+        if root is None:
+            communicator.all_gather(targets, piece(own))
+        else:
+            communicator.all_to_all(
+                targets, [piece(own) if peer == root else _NOTHING for peer in range(size)]
+            )
+
+    with communicator.abort_on_error(name):
+        blocks = torch.empty((size, BLOCK_BYTES), dtype=torch.uint8)
+        communicator.all_gather_into_tensor(blocks, own.block())
+        arrived = [Parcel.arriving(block) for block in blocks]
+        parcels = [parcel for parcel, _ in arrived]
+        error = _failure(dict(enumerate(parcels)), error, member, name)
+        if error is None:
+            if any(parcel.rest.numel() for parcel in parcels):
+                move(_rest)
+            if receives:
+                for parcel in parcels:
+                    parcel.expect_buffers()
+            for number in range(max(head.buffers for _, head in arrived)):
+                move(partial(_buffer, number))
+    if error is not None:
+        raise error
+    return parcels if receives else []
+
+
+def _rest(parcel: Parcel) -> torch.Tensor:
+    return parcel.rest
+
+
+def _buffer(number: int, parcel: Parcel) -> torch.Tensor:
+    return parcel.buffers[number] if number < len(parcel.buffers) else _NOTHING
+
+
+def _blocks(parcels: list[Parcel]) -> list[torch.Tensor]:
+    more = int(any(parcel.rest.numel() for parcel in parcels))
+    more += 2 * max(len(parcel.buffers) for parcel in parcels)
+    return [parcel.block(more) for parcel in parcels]
+
+
+def _packed(objects: Sequence[object], name: str) -> tuple[Parcel, Exception | None]:
+    """A parcel, and why it is one of a failure: the others wait for a parcel in any case."""
+    try:
+        return Parcel.of(objects, name), None
+    except Exception as error:
+        return Parcel.failure(error.__cause__ or error), error
+
+
+def _packed_for_each(objects: Sequence[object], name: str) -> tuple[list[Parcel], Exception | None]:
+    parcels = []
+    for item in objects:
+        parcel, error = _packed([item], name)
+        if error is not None:
+            return [parcel] * len(objects), error
+        parcels.append(parcel)
+    return parcels, None
+
+
+def _failure(
+    parcels: dict[int, Parcel], own: Exception | None, member: ProcessGroup, name: str
+) -> Exception | None:
+    """What all ranks are to raise if any had no objects to send; this one's own reason first."""
+    failures = {rank: parcel.reason for rank, parcel in parcels.items() if parcel.failed}
+    if own is not None or not failures:
+        return own
+    told = "; ".join(f"that of rank {rank}: {reason}" for rank, reason in failures.items())
+    return ObjectTransferError(
+        f"{name} of group {member.group_name!r}: an object could not be pickled where it is,"
+        f" {told}. No object was moved; the group stays usable.",
+        tuple(failures),
+    )
+
+
+def _unpacked(parcel: Parcel, sender: int, member: ProcessGroup, name: str) -> list[object]:
+    found = parcel.objects()
+    for index, item in enumerate(found):
+        if isinstance(item, Unreadable):
+            which = f" {index} of {len(found)}" if len(found) > 1 else ""
+            raise ObjectTransferError(
+                f"{name} of group {member.group_name!r}: object{which} from rank {sender} cannot be unpickled"
+                f" on rank {member.rank()}: {type(item.error).__name__}: {item.error}",
+                (sender,),
+            ) from item.error
+    return found
+
+
+def _unpack_each(parcels: list[Parcel], places: list[Any], member: ProcessGroup, name: str) -> None:
+    """Put each parcel's object into its place; all that can be, before an error is raised."""
+    error: ObjectTransferError | None = None
+    for rank, parcel in enumerate(parcels):
+        try:
+            (places[rank],) = _unpacked(parcel, rank, member, name)
+        except ObjectTransferError as unreadable:
+            error = error or unreadable
+    if error is not None:
+        raise error
+
+
+def _unpack_list(parcel: Parcel, places: list[Any], sender: int, member: ProcessGroup, name: str) -> None:
+    if not parcel:
+        return
+    found = _unpacked(parcel, sender, member, name)
+    if len(found) != len(places):
+        raise InvalidArgumentError(
+            f"{name}: object_list has {len(places)} places on rank {member.rank()}, but rank {sender} sent"
+            f" {len(found)} objects; they are lost"
+        )
+    places[:] = found
+
+
+# -- checks
+
+
+def _check_list(places: object, parameter: str, name: str) -> None:
+    if not isinstance(places, list):
+        raise InvalidArgumentTypeError(f"{name}: `{parameter}` must be a list, got {places!r}")
+
+
+def _check_places(places: object, parameter: str, size: int, name: str) -> None:
+    _check_list(places, parameter, name)
+    assert isinstance(places, list)
+    if len(places) < size:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` must have a place for each of the group's {size} ranks, got {len(places)}"
+        )
+
+
+def _check_not_self(member: ProcessGroup, rank: int, role: str, name: str) -> None:
+    if rank == member.rank():
+        raise InvalidArgumentError(
+            f"{name}: Invalid {role} rank: {role} rank should not be the same as the rank of the current"
+            " process."
+        )
+
+
+def _check_device(device: object, name: str) -> None:
+    """Refuse what is no device that there is here."""
+    if device is None:
+        return
+    try:
+        chosen = device if isinstance(device, torch.device) else torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgumentTypeError(f"{name}: `device` must be a torch.device, got {device!r}") from error
+    if chosen.type == "cpu":
+        return
+    module: Any = getattr(torch, chosen.type, None)
+    count = module.device_count() if hasattr(module, "device_count") else 0
+    if (chosen.index or 0) >= count:
+        raise InvalidArgumentError(f"{name}: `device` is {chosen}, but there is no such device here")

@@ -1,0 +1,307 @@
+"""The operations of a group on tensors of a device, by what torch has for it (engine/device/).
+
+It is a communicator like any other, with an engine of its own; its checks, layouts and coalesced operations
+are those of every communicator. What differs is when operations run: at once, when they are called, as far as
+the host is concerned. What they mean on the device is in engine/device/stream_scheduler.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.queue import RAISED_BY_ALL, Operation
+from torchestra.communicator.work import Work, fresh
+from torchestra.engine.device.agreement import Agreement
+from torchestra.engine.device.engine import DeviceEngine
+from torchestra.engine.device.nccl import open_nccl
+from torchestra.engine.device.stream_scheduler import CudaLane, Lane, Mark
+from torchestra.engine.local import LocalEngine
+from torchestra.errors import InvalidArgumentError
+from torchestra.store import PrefixStore, Store
+from torchestra.tensors import checks
+from torchestra.tensors.contiguity import made_plain, write_back
+from torchestra.types import ReduceOp, Timeout
+
+__all__ = ["DeviceCommunicator", "Devices", "agreement_of", "delegate"]
+
+_CLOSE_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+
+
+class DeviceWork(Work):
+    """A Work whose :meth:`wait` makes the device wait, and not the host.
+
+    Without a time-out, ``wait()`` returns as soon as what the caller launches from then on comes after the
+    operation. ``synchronize()``, ``is_completed()``, a wait with a time-out and the future are about its end.
+    """
+
+    def __init__(self, description: str, communicator: DeviceCommunicator, *, held: bool = False) -> None:
+        super().__init__(description, held=held)
+        self.mark: Mark | None = None
+        self._communicator = communicator
+        self._filled: list[Any] = []
+
+    def begin(self, mark: Mark, filled: list[Any]) -> None:
+        """For the communicator: it has been launched, and comes to its end at the mark."""
+        self.mark, self._filled = mark, filled
+
+    def result(self) -> list[Any]:
+        if self.mark is None or self._ended:
+            return super().result()
+        self.wait()
+        return self._filled if self._keeps_result else []
+
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        if timeout is not None or self.mark is None:
+            super().wait(timeout)
+        if self.mark is None:
+            return True
+        if self._exception is not None:
+            raise fresh(self._exception)
+        if self.mark.error is None and not self._ended:
+            self._communicator.engine_of_device.refuse()
+        self.mark.join()
+        if self.mark.error is not None:
+            raise fresh(self.mark.error)
+        return True
+
+    def synchronize(self) -> None:
+        """Block until the operation has ended: then its tensors can be used on every stream."""
+        super().wait()
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return super().is_completed() or (self.mark is not None and self.mark.is_done())
+
+    def finish(self, result: list[Any], source: int = -1, let_go: Callable[[], None] | None = None) -> None:
+        if self.mark is None:  # one of several that run as one: it ends here
+            self.mark = self._communicator.lane.mark()
+        super().finish(result, source, let_go)
+
+
+class DeviceCommunicator(Communicator):
+    """One rank's end of a group, for tensors of one device.
+
+    Args:
+        base: that for tensors of the CPU.
+        lane: how operations are launched on the device.
+        open_backend: makes torch's object, and what else must live as long as that.
+    """
+
+    def __init__(self, base: Communicator, lane: Lane, open_backend: Callable[[], tuple[Any, Any]]) -> None:
+        self.engine_of_device = DeviceEngine(base.engine, lane, base.name, open_backend)
+        super().__init__(cast(LocalEngine, self.engine_of_device), base.name, base.seconds)
+        self.lane = lane
+        self.delegation = self
+        self._base = base
+
+    def serve(self, tensors: Sequence[torch.Tensor], op: ReduceOp | None = None) -> DeviceCommunicator:
+        """This: see Delegation."""
+        return self
+
+    def limit(self, seconds: float | None) -> float:
+        return self._base.limit(seconds)
+
+    def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
+        return self._base.barrier(async_op, seconds)
+
+    def settle(self, seconds: float) -> None:
+        self.engine_of_device.watch.drain(seconds)
+
+    def close(self) -> None:
+        self.closed = True
+        if not self.engine_of_device.member.is_aborted:
+            self.settle(_CLOSE_SECONDS)
+        self.engine_of_device.close()
+
+    # -- messages
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
+        self.isend(tensor, rank, tag, seconds).wait()
+
+    def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
+        assert rank is not None
+        self.irecv(tensor, rank, tag, seconds).wait()
+        return rank
+
+    def isend(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> Work:
+        return self.batch([(True, tensor, rank)], seconds)[0]
+
+    def irecv(
+        self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None
+    ) -> Work:
+        assert rank is not None
+        return self.batch([(False, tensor, rank)], seconds)[0]
+
+    def batch(
+        self, messages: Sequence[tuple[bool, torch.Tensor, int]], seconds: float | None = None
+    ) -> list[Work]:
+        """Begin to send (True) and receive tensors to and from ranks, in no order; a Work for each."""
+        batch = []
+        for is_send, tensor, rank in messages:
+            name = "isend" if is_send else "irecv"
+            self._refuse_if_closed(name)
+            checked = checks.check_tensor(tensor, "tensor", name, written=not is_send)
+            batch.append((is_send, made_plain(checked), rank))
+        with self._lock:
+            begun = self.engine_of_device.messages(batch, self.limit(seconds), together=len(batch) > 1)
+            return [
+                self._message(begun, is_send, tensor, buffer, rank)
+                for (is_send, buffer, rank), (_, tensor, _) in zip(batch, messages, strict=True)
+            ]
+
+    def _message(
+        self, begun: Any, is_send: bool, tensor: torch.Tensor, buffer: torch.Tensor, rank: int
+    ) -> Work:
+        """The Work of a message that has been begun."""
+        work = DeviceWork(
+            f"{'isend to' if is_send else 'irecv from'} rank {rank} of group {self.name!r}", self
+        )
+        is_elsewhere = not is_send and buffer.data_ptr() != tensor.data_ptr()
+        put = partial(write_back, [tensor], [buffer]) if is_elsewhere else None
+        work.begin(self.lane.after(begun, put), [tensor])
+        self._tell(work, [tensor], -1 if is_send else rank, buffer)
+        return work
+
+    # -- how operations run
+
+    def _work(self, description: str, *, held: bool = False) -> Work:
+        return DeviceWork(f"{description} of group {self.name!r}", self, held=held)
+
+    def _run_or_queue(
+        self, operation: Operation, description: str, async_op: bool, operations: int
+    ) -> Work | None:
+        result: list[Any] = []
+        try:
+            self.engine_of_device.refuse()
+            with self._lock:
+                mark = self.lane.run(lambda: result.extend(operation(None)), beside=async_op)
+            if mark.error is not None and not isinstance(mark.error, RAISED_BY_ALL):
+                self.leave(description, mark.error)
+        except BaseException as error:
+            # What of it has been launched is not known: some take more than one of torch's operations.
+            if not isinstance(error, RAISED_BY_ALL):
+                self.leave(description, error)
+            raise
+        if not async_op:
+            return None
+        work = cast(DeviceWork, self._work(description))
+        work.begin(mark, result)
+        self._tell(work, result, -1, operation)
+        return work
+
+    def _tell(self, work: DeviceWork, result: list[Any], source: int, held: object) -> None:
+        """Have the Work end when the device is there. ``held`` lives until then."""
+        mark = work.mark
+        assert mark is not None
+
+        def end(failure: BaseException | None, held: object = held) -> None:
+            if (error := failure or mark.error) is not None:
+                work.fail(error)
+            else:
+                work.finish(result, source)
+
+        self.engine_of_device.watch.tell(mark.is_done, end)
+
+
+class Devices:
+    """A communicator's delegation: makes the communicator for its device when that is first wanted.
+
+    Attributes:
+        agreement: what the ranks have agreed on.
+    """
+
+    def __init__(
+        self,
+        base: Communicator,
+        agreement: Agreement,
+        lane: Lane,
+        open_backend: Callable[[], tuple[Any, Any]],
+    ) -> None:
+        self.agreement = agreement
+        self._base = base
+        self._lane = lane
+        self._open_backend = open_backend
+        self._made: DeviceCommunicator | None = None
+        self._making = threading.Lock()
+
+    def serve(self, tensors: Sequence[torch.Tensor], op: ReduceOp | None = None) -> DeviceCommunicator | None:
+        """See Delegation."""
+        device = self.agreement.device
+        for tensor in tensors:
+            if tensor.device != device:
+                raise InvalidArgumentError(
+                    f"a tensor is on {tensor.device}, but rank {self._base.rank} of group {self._base.name!r}"
+                    f" has {device}, as was agreed when the group was made: call"
+                    " torch.cuda.set_device(local_rank) before, or give device_id="
+                )
+        if op is not None and not DeviceEngine.reduces(tensors[0].dtype, op):
+            return None
+        if any(tensor.is_quantized for tensor in tensors):
+            return None
+        return self.communicator()
+
+    def communicator(self) -> DeviceCommunicator:
+        """The communicator for the device."""
+        with self._making:
+            if self._made is None:
+                self._made = DeviceCommunicator(self._base, self._lane, self._open_backend)
+                # Only now, and on the object itself: groups that never see a tensor of a device have nothing
+                # in the way of their barrier.
+                self._base.__dict__["barrier"] = self._barrier
+                self._made.closed = self._base.closed
+            return self._made
+
+    def settle(self, seconds: float) -> None:
+        """Wait until what is under way on the device has ended, at most so long."""
+        if self._made is not None:
+            self._made.settle(seconds)
+
+    def close(self) -> None:
+        """Leave the group, as far as the device goes."""
+        with self._making:
+            self._base.__dict__.pop("barrier", None)
+            if self._made is not None and not self._made.closed:
+                self._made.close()
+
+    def _barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
+        """A barrier that comes after what has been called on the device."""
+        assert self._made is not None
+        base, engine = self._base, self._made.engine_of_device
+
+        def operation(site: str | None) -> list[torch.Tensor]:
+            while not engine.watch.drain(_LOOK_SECONDS):
+                engine.refuse()
+            engine.refuse()
+            base.engine.barrier(base.limit(seconds), site)
+            return []
+
+        return base.run(operation, "barrier", async_op)
+
+
+def delegate(base: Communicator, store: Store, agreement: Agreement | None) -> None:
+    """Have a communicator delegate operations on CUDA tensors, if that is agreed.
+
+    Args:
+        store: one that only the ranks of the group use.
+    """
+    if agreement is None:
+        return
+
+    def open_backend() -> tuple[Any, Any]:
+        own = PrefixStore("nccl", store)
+        return open_nccl(own, base.rank, base.size, base.name, base.seconds)
+
+    base.delegation = Devices(base, agreement, CudaLane(agreement.device), open_backend)
+
+
+def agreement_of(communicator: Communicator) -> Agreement | None:
+    """What the ranks of a group have agreed on for their devices, if they delegate."""
+    delegation = communicator.delegation
+    return delegation.agreement if isinstance(delegation, Devices) else None

@@ -1,0 +1,67 @@
+"""A group's communicator that is made when it is first used."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torchestra.communicator.communicator import Communicator
+from torchestra.errors import GroupDestroyedError
+from torchestra.system.forking import forget_in_children, refusal
+
+Meet = Callable[[float], Communicator]
+"""Meets the other members of a group, which all must come within so many seconds."""
+
+
+class DeferredCommunicator:
+    """Stands for a communicator until one of its operations is called.
+
+    The members then meet, which they would do in that operation anyhow. So nothing waits for anybody before,
+    whoever asks for the group, and a group that is never used costs nothing.
+
+    Attributes:
+        rank, size, name, seconds, closed: as of a communicator.
+        replace: called with the communicator as soon as there is one.
+    """
+
+    def __init__(self, rank: int, size: int, name: str, seconds: float, meet: Meet) -> None:
+        self.rank = rank
+        self.size = size
+        self.name = name
+        self.seconds = seconds
+        self.closed = False
+        self.replace: Callable[[Communicator], None] = lambda _: None
+        self._meet = meet
+        self._made: Communicator | None = None
+        self._lock = threading.Lock()
+        self._inherited = False
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child, which is not part of the group: meet nobody in the parent's place."""
+        self._lock = threading.Lock()
+        self.closed = self._inherited = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._communicator(), name)
+
+    def _communicator(self) -> Communicator:
+        with self._lock:
+            if self._made is None:
+                if self._inherited:
+                    raise refusal(f"group {self.name!r} of rank {self.rank} cannot be used")
+                if self.closed:
+                    raise GroupDestroyedError(f"rank {self.rank} has destroyed group {self.name!r}")
+                self._made = self._meet(self.seconds)
+                self.replace(self._made)
+            return self._made
+
+    def close(self) -> None:
+        """Leave the group, if its members have met."""
+        with self._lock:
+            self.closed = True
+            if self._made is not None:
+                self._made.close()

@@ -1,0 +1,209 @@
+"""Operations on several tensors of each rank, which run as one in the group's order.
+
+They are made of the communicator's: it checks and collects them, and what they consist of runs together. To
+be called by all ranks, with lists of the same length, dtypes and shapes. The lists are not empty; that the
+tensors of one list go together has been checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.device_routing import any_device, delegated
+from torchestra.communicator.work import Work
+from torchestra.tensors.checks import check_apart
+from torchestra.tensors.contiguity import made_plain
+from torchestra.types import ReduceOp
+
+Tensors = Sequence[torch.Tensor]
+
+
+@any_device
+def all_reduce_together(
+    communicator: Communicator,
+    tensors: Tensors,
+    op: ReduceOp,
+    async_op: bool = False,
+    seconds: float | None = None,
+) -> Work | None:
+    """Replace all tensors of all ranks by the reduction of all of them.
+
+    The tensors have one shape. This rank's are reduced first; AVG divides by the number of ranks. Sparse
+    tensors are summed.
+    """
+    if tensors[0].layout is torch.sparse_coo:
+        return communicator.all_reduce_sparse(tensors, op, async_op, seconds)
+    if len(tensors) == 1:
+        return communicator.all_reduce(tensors[0], op, async_op, seconds)
+    for index, tensor in enumerate(tensors):
+        communicator.check_tensor(tensor, f"tensors[{index}]", "all_reduce", written=True)
+    with communicator.abort_on_error("all_reduce"):
+        total = torch.empty_like(tensors[0], memory_format=torch.contiguous_format, requires_grad=False)
+    with communicator.collecting() as steps:
+        communicator.all_reduce(total, op, seconds=seconds)
+    within = ReduceOp.SUM if op.name in ("AVG", "PREMUL_SUM") else op
+
+    def operation(site: str | None) -> list[torch.Tensor]:
+        communicator.engine.combine(total, [made_plain(tensor) for tensor in tensors], within)
+        steps[0].operation(site)
+        for tensor in tensors:
+            tensor.detach().copy_(total)
+        return list(tensors)
+
+    return communicator.run(operation, steps[0].description, async_op, reads=tensors)
+
+
+@any_device
+def broadcast_together(
+    communicator: Communicator,
+    tensors: Tensors,
+    root: int,
+    root_tensor: int,
+    async_op: bool = False,
+    seconds: float | None = None,
+) -> Work | None:
+    """Replace all tensors of all ranks by tensor number ``root_tensor`` of the root; they have one shape."""
+    chosen = tensors[root_tensor]
+    if len(tensors) == 1:
+        return communicator.broadcast(chosen, root, async_op, seconds)
+    for index, tensor in enumerate(tensors):
+        communicator.check_tensor(tensor, f"tensors[{index}]", "broadcast", written=True)
+    with communicator.collecting() as steps:
+        communicator.broadcast(chosen, root, seconds=seconds)
+
+    def operation(site: str | None) -> list[torch.Tensor]:
+        steps[0].operation(site)
+        for tensor in tensors:
+            if tensor is not chosen:
+                tensor.detach().copy_(chosen.detach())
+        return list(tensors)
+
+    return communicator.run(operation, steps[0].description, async_op, reads=[chosen])
+
+
+@any_device
+def all_gather_together(
+    communicator: Communicator,
+    outputs: Sequence[Tensors],
+    tensors: Tensors,
+    async_op: bool = False,
+    seconds: float | None = None,
+) -> Work | None:
+    """Put all tensors of all ranks into each list of outputs: rank 0's first, in the order of its list.
+
+    With n tensors on each rank there are n lists, of n tensors for each rank. All have one shape.
+    """
+    if len(tensors) == 1:
+        return communicator.all_gather(outputs[0], tensors[0], async_op, seconds)
+    name = "all_gather"
+    for number, row in enumerate(outputs):
+        for index, output in enumerate(row):
+            communicator.check_tensor(output, f"outputs[{number}][{index}]", name, written=True)
+        check_apart(row, f"outputs[{number}]", name)
+    for index, tensor in enumerate(tensors):
+        communicator.check_tensor(tensor, f"tensors[{index}]", name)
+    first, shape = tensors[0].detach(), tensors[0].shape
+    with communicator.abort_on_error(name):
+        mine = first.new_empty((len(tensors), *shape))
+        gathered = first.new_empty((communicator.size * len(tensors), *shape))
+    with communicator.collecting() as steps:
+        communicator.all_gather_into_tensor(gathered, mine, seconds=seconds)
+
+    def operation(site: str | None) -> list[list[torch.Tensor]]:
+        torch.stack([made_plain(tensor) for tensor in tensors], out=mine)
+        steps[0].operation(site)
+        for row in outputs:
+            for output, piece in zip(row, gathered.unbind(), strict=True):
+                output.detach().copy_(piece)
+        return [list(row) for row in outputs]
+
+    return communicator.run(operation, name, async_op, reads=tensors)
+
+
+@delegated
+def all_reduce_coalesced(
+    communicator: Communicator,
+    tensors: Tensors,
+    op: ReduceOp,
+    async_op: bool = False,
+    seconds: float | None = None,
+) -> Work | None:
+    """Replace each tensor by the reduction of all ranks' tensors with its place in the list.
+
+    A tensor that is in the list twice is reduced once. How dense ones of a dtype differ in shape between the
+    ranks is not compared, only how many elements they have together.
+    """
+    batches = _batches(tensors)
+    if len(batches[0]) == len(tensors) > 1:
+        return communicator.all_reduce_list(tensors, op, async_op, seconds)
+    with communicator.collecting() as steps:
+        for batch in batches:
+            if len(batch) == 1:
+                communicator.all_reduce(batch[0], op, seconds=seconds)
+            else:
+                communicator.all_reduce_list(batch, op, seconds=seconds)
+    return communicator.run_steps(steps, f"all_reduce_coalesced({op.name})", async_op, list(tensors))
+
+
+def _batches(tensors: Tensors) -> list[list[torch.Tensor]]:
+    """Each tensor once: dense ones of one dtype and device together, sparse ones by themselves."""
+    batches: list[list[torch.Tensor]] = []
+    dense: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        if tensor.layout is not torch.strided:
+            batches.append([tensor])
+        elif (kind := (tensor.dtype, tensor.device)) in dense:
+            dense[kind].append(tensor)
+        else:
+            batches.append(dense.setdefault(kind, [tensor]))
+    return batches
+
+
+@delegated
+def all_gather_coalesced(
+    communicator: Communicator,
+    outputs: Sequence[Tensors],
+    tensors: Tensors,
+    async_op: bool = False,
+    seconds: float | None = None,
+) -> Work | None:
+    """Put tensor i of rank p into ``outputs[p][i]`` on every rank."""
+    with communicator.collecting() as steps:
+        for index, tensor in enumerate(tensors):
+            communicator.all_gather([row[index] for row in outputs], tensor, seconds=seconds)
+    result = [list(row) for row in outputs]
+    return communicator.run_steps(steps, "all_gather_coalesced", async_op, result)
+
+
+@delegated
+def all_gather_into_tensor_coalesced(
+    communicator: Communicator,
+    outputs: Tensors,
+    tensors: Tensors,
+    async_op: bool = False,
+    seconds: float | None = None,
+) -> Work | None:
+    """Put tensor i of all ranks, one rank after the other, into ``outputs[i]`` on every rank."""
+    with communicator.collecting() as steps:
+        for output, tensor in zip(outputs, tensors, strict=True):
+            communicator.all_gather_into_tensor(output, tensor, seconds=seconds)
+    return communicator.run_steps(steps, "all_gather_into_tensor_coalesced", async_op)
+
+
+@delegated
+def reduce_scatter_tensor_coalesced(
+    communicator: Communicator,
+    outputs: Tensors,
+    tensors: Tensors,
+    op: ReduceOp,
+    async_op: bool = False,
+    seconds: float | None = None,
+) -> Work | None:
+    """Reduce tensor i of all ranks, and put each rank's piece of the result into its ``outputs[i]``."""
+    with communicator.collecting() as steps:
+        for output, tensor in zip(outputs, tensors, strict=True):
+            communicator.reduce_scatter_tensor(output, tensor, op, seconds=seconds)
+    return communicator.run_steps(steps, f"reduce_scatter_tensor_coalesced({op.name})", async_op)

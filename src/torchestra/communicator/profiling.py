@@ -1,0 +1,70 @@
+"""Operations as torch's profilers see them: ranges like those of torch.distributed's groups.
+
+With a profiler on (``torch.profiler.profile``, ``torch.autograd.profiler.profile``) a call of an operation is
+two ranges, one in the other:
+
+* ``torchestra::all_reduce``, for as long as the call took, waiting for other ranks included;
+* ``gloo:all_reduce`` with the shapes of what was read (of complex tensors, as pairs of reals). By this name,
+  and by being marked as asynchronous, torch's tools and people's programs know communication.
+
+Of asynchronous operations both tell the call that began them. On the threads that run these nothing is
+recorded, for no profiler looks at them.
+
+Whether a profiler is on is a flag of torch's, read where an operation begins; while it is off nothing else is
+done. :mod:`torchestra.communicator.fast_path` leaves calls to the general way while it is on.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import re
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch._C._autograd import _profiler_type
+from torch._C._profiler import ActiveProfilerType, _RecordFunctionFast
+
+__all__ = ["recorded", "wanted"]
+
+# torch names operations after what Gloo does.
+_FORM = re.compile(r"(_coalesced|_into_tensor|_tensor|_single)+$")
+
+
+class _Within(threading.local):
+    """Whether the thread is inside a recorded call; what is called in there belongs to it."""
+
+    a_call = False
+
+
+_within = _Within()
+
+
+def wanted() -> bool:
+    """Whether the calling thread is being profiled, and is not inside of a recorded call already."""
+    return not _within.a_call and _profiler_type() == ActiveProfilerType.KINETO
+
+
+@contextlib.contextmanager
+def recorded(description: str, reads: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Record the block as a call of an operation, given as ``name(details)``, that reads some tensors."""
+    name = description.partition("(")[0]
+    tensors = [
+        tensor for tensor in reads if isinstance(tensor, torch.Tensor)
+    ]  # else it is about to be refused
+    shown = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    call = _RecordFunctionFast(f"torchestra::{name}")
+    communication = [_RecordFunctionFast(f"gloo:{_FORM.sub('', name)}", shown)]
+    _within.a_call = True
+    call.__enter__()
+    communication[0].__enter__()
+    try:
+        yield
+    finally:
+        call.__exit__()
+        # A range is asynchronous for torch if it is left on another thread than it was entered on. There it
+        # is left by being dropped, for __exit__ does nothing on a thread that is not profiled. The profiler
+        # hears nothing of that, and takes the end of the range around it; so it does not matter when it is.
+        _thread.start_new_thread(communication.clear, ())
+        _within.a_call = False

@@ -1,0 +1,289 @@
+"""The handle of an operation that runs while the program goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchestra.errors import CollectiveTimeoutError, DistError
+from torchestra.system.forking import forks_so_far, refusal
+from torchestra.types import Timeout, timeout_seconds
+
+__all__ = ["Work"]
+
+_LOOK_SECONDS = 1.0  # how long one who waits may miss the end that an interrupt has kept from being told
+
+
+class _Trace(Exception):
+    """As the cause of an exception: where it was raised, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The exception without tracebacks, which keep all variables of the operation alive.
+
+    Among those is whoever keeps the exception, and the group's memory. Our own errors say where they come
+    from; others are given their traceback as text.
+    """
+    if error.__traceback__ is not None and not isinstance(error, DistError):
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        error.__cause__ = _Trace(text)
+        error.__context__ = None
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def fresh(error: BaseException) -> BaseException:
+    """A copy of an exception to be raised, so that the kept one does not come to hold whoever catches it."""
+    try:
+        copied = copy.copy(error)
+    except Exception:
+        return error  # its class cannot be copied
+    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
+    copied.__suppress_context__ = error.__suppress_context__
+    return copied
+
+
+def _raise_fresh(error: BaseException) -> None:
+    raise fresh(error)
+
+
+def _fail(future: torch.futures.Future[Any], error: BaseException) -> None:
+    # What set_exception() does, but for raising a copy: the one that the future holds, which is not
+    # seen by Python's garbage collector, would come to hold whoever catches it.
+    future._set_unwrap_func(_raise_fresh)
+    future.set_result(error)
+
+
+class _Future(torch.futures.Future[Any]):
+    """A future that hands errors on as they are to those that are chained to it.
+
+    With torch's own, an error in a chain becomes a RuntimeError that has its traceback for a message, which
+    nobody who catches a GroupAbortedError sees.
+    """
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> torch.futures.Future[Any]:
+        """A future of what the callback returns, to which this one is given when it is done."""
+        chained = _Future()
+
+        def run(done: torch.futures.Future[Any]) -> None:
+            try:
+                result = callback(done)
+            except Exception as error:
+                _fail(chained, without_frames(error))
+            except BaseException as error:
+                _fail(chained, DistError(f"the callback of a future was interrupted: {error!r}"))
+                raise
+            else:
+                chained.set_result(result)
+
+        self.add_done_callback(run)
+        return chained
+
+
+class Work:
+    """An asynchronous operation of a group, as every collective returns it with ``async_op=True``.
+
+    It may be dropped: the operation runs all the same, and its tensors are kept alive until then.
+    """
+
+    def __init__(self, description: str = "an operation", *, held: bool = False) -> None:
+        self._description = description
+        self.held = held
+        """Whether the operation waits for the end of the ``with`` block that collects it."""
+        self.hasten: Callable[[], object] | None = None
+        """What a thread that waits may call, to work for the operation until that has ended."""
+        self.hurry: Callable[[], object] | None = None
+        """What a thread may call that waits without working for the operation: it is to be begun now."""
+        self._ended = False
+        self._sleepers: list[threading.Lock] = []
+        self._lock = threading.Lock()
+        self._made_in = forks_so_far()
+        self._exception: BaseException | None = None
+        self._result: list[Any] = []
+        self._keeps_result = True
+        self._source = -1
+        self._future: torch.futures.Future[Any] | None = None
+
+    @classmethod
+    def finished(cls, description: str, result: list[Any]) -> Work:
+        """The work of an operation that has ended well already."""
+        work = cls(description)
+        work.finish(result)
+        return work
+
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        """Block until the operation is done.
+
+        Args:
+            timeout: how long to wait here; default: as long as the operation itself may take. Without one
+                the calling thread runs the operation itself, if it has not been begun.
+
+        Returns:
+            True.
+
+        Raises:
+            CollectiveTimeoutError: ``timeout`` has passed; the operation goes on, and can be waited for
+                again.
+            DistError: what the operation failed with.
+        """
+        if timeout is not None:
+            timeout_seconds(timeout, "wait")
+        if not self._ended:
+            if self._made_in != forks_so_far():
+                raise refusal(f"{self._description} goes on elsewhere, and cannot be waited for")
+            if self.held:
+                raise DistError(
+                    f"{self._description} is run at the end of the `with` block that collects it; wait for it"
+                    " after that"
+                )
+            seconds = None if timeout is None else timeout_seconds(timeout, "wait")
+            if seconds is None and (hasten := self.hasten) is not None:
+                with contextlib.suppress(DistError):  # which is raised below
+                    hasten()
+            elif (hurry := self.hurry) is not None:
+                hurry()
+            if not self.await_end(seconds):
+                raise CollectiveTimeoutError(
+                    f"{self._description} is not done after waiting {seconds} s for it"
+                )
+        if self._exception is not None:
+            raise fresh(self._exception)
+        return True
+
+    def await_end(self, seconds: float | None = None) -> bool:
+        """Wait until the operation has ended, well or not, at most so long; whether it has."""
+        # An interrupt may leave a threading.Event, whose code is Python, locked for ever.
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        with self._lock:
+            self._sleepers.append(sleeper)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not self._ended:
+            left = _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, deadline - time.monotonic())
+            if left <= 0:
+                break
+            sleeper.acquire(timeout=left)
+        return self._ended
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not."""
+        return self._ended
+
+    def is_success(self) -> bool:
+        """Whether the operation has ended well."""
+        return self._ended and self._exception is None
+
+    def exception(self) -> BaseException | None:
+        """What the operation failed with, or None."""
+        return self._exception
+
+    def result(self) -> list[Any]:
+        """The tensors that the operation has filled, once it has ended well; of some, lists of tensors.
+
+        Raises:
+            DistError: it has not ended yet, or what it failed with.
+        """
+        if not self._ended:
+            raise DistError(f"{self._description} has no result yet; call wait() first")
+        self.wait()
+        return self._result
+
+    def source_rank(self) -> int:
+        """Of a receive that has ended: the rank that sent, in the group's numbering, or -1."""
+        return self._source
+
+    def synchronize(self) -> None:
+        """:meth:`wait`: when it returns, the tensors can be used on every stream of their device."""
+        self.wait()
+
+    def _source_rank(self) -> int:
+        """:meth:`source_rank`, as torch spells it."""
+        return self._source
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that holds :meth:`result`, or the exception, when the operation has ended.
+
+        Callbacks added by ``then`` run on the thread that ends the operation.
+        """
+        with self._lock:
+            if self._future is None:
+                self._future = _Future()
+                if self._ended:
+                    self._settle(self._future)
+            future = self._future
+        if (hurry := self.hurry) is not None:
+            hurry()
+        return future
+
+    def has_future(self) -> bool:
+        """Whether :meth:`get_future` has been called: its callbacks may do anything."""
+        return self._future is not None
+
+    def finish(self, result: list[Any], source: int = -1, let_go: Callable[[], None] | None = None) -> None:
+        """For the group: the operation has ended well.
+
+        ``let_go`` is called before whoever waits for the operation learns of it, but after the callbacks of
+        its future, which may call operations that are to come first.
+        """
+        with self._lock:
+            self._result = result if self._keeps_result else []
+        self._source = source
+        self._end(let_go)
+
+    def forget_result(self) -> None:
+        """Hold the tensors no longer than the operation runs; then :meth:`result` is empty."""
+        with self._lock:
+            self._keeps_result = False
+            self._result = []
+
+    def fail(self, exception: BaseException, let_go: Callable[[], None] | None = None) -> None:
+        """For the group: the operation has failed."""
+        self._exception = without_frames(exception)
+        self._end(let_go)
+
+    def _end(self, let_go: Callable[[], None] | None) -> None:
+        with self._lock:
+            future = self._future
+            if future is None and let_go is not None:
+                let_go()
+            self._ended = True
+            for sleeper in self._sleepers:
+                with contextlib.suppress(RuntimeError):  # it has been woken before an interrupt
+                    sleeper.release()
+        self.hasten = self.hurry = None  # they refer to this
+        if future is not None:
+            if not future.done():
+                self._settle(future)
+            if let_go is not None:
+                let_go()
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        if self._exception is None:
+            future.set_result(self._result)
+            return
+        error = self._exception
+        if not isinstance(error, Exception):
+            error = DistError(f"{self._description} was interrupted: {error!r}")
+        _fail(future, error)
+
+    def __repr__(self) -> str:
+        if not self._ended:
+            state = "running"
+        else:
+            state = "done" if self._exception is None else f"failed: {self._exception!r}"
+        return f"<Work {self._description}, {state}>"

@@ -1,7 +1,0 @@
-"""torch's public name of :mod:`torchestra.mesh`."""
-
-from __future__ import annotations
-
-from torchestra.mesh import DeviceMesh, init_device_mesh
-
-__all__ = ["DeviceMesh", "init_device_mesh"]

@@ -1,0 +1,137 @@
+"""Which device each rank of a group has, and whether operations on them are delegated.
+
+They are where every rank names a device of its own. Each that has one to name puts it into the group's store
+before it meets the others, and reads what all have put there afterwards: two requests for each rank, none for
+a rank without CUDA, and the same answer on all.
+
+A rank names its device if the program has chosen one: by ``device_id``, or by having used CUDA before the
+group was made (``torch.cuda.set_device``), or if NCCL is asked for. To look for one otherwise would start
+CUDA in programs that never use it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchestra.engine.device.nccl import why_no_nccl
+from torchestra.errors import DistBackendError, InvalidArgumentError
+from torchestra.store import Store
+
+__all__ = ["ENGINE_VARIABLE", "Agreement", "Wish", "agree", "announce"]
+
+ENGINE_VARIABLE = "TORCHESTRA_DEVICE_ENGINE"
+"""``staging``: have operations on CUDA tensors go through the host, though NCCL could do them."""
+
+_KEY = "devices"
+
+
+class Wish(NamedTuple):
+    """What the program says of a group's devices.
+
+    Attributes:
+        device: this rank's; None for the one that is current.
+        required: NCCL is asked for, by name.
+    """
+
+    device: torch.device | None = None
+    required: bool = False
+
+
+class Agreement(NamedTuple):
+    """Operations on tensors of a device are delegated.
+
+    Attributes:
+        device: this rank's.
+        identities: of the ranks' devices, by rank; all differ.
+        required: NCCL was asked for.
+    """
+
+    device: torch.device
+    identities: Sequence[str]
+    required: bool = False
+
+    def among(self, ranks: Sequence[int]) -> Agreement:
+        """That of a group of some of the ranks."""
+        return self._replace(identities=[self.identities[rank] for rank in ranks])
+
+
+class Card(NamedTuple):
+    """What a rank says of itself: its device and the identity of that, or why it has none."""
+
+    device: torch.device | None
+    identity: str
+    reason: str
+
+
+def announce(store: Store, rank: int, wish: Wish, local_rank: int | None) -> Card | None:
+    """Say which device this rank has, if it has one to name. To be called before the ranks meet.
+
+    Args:
+        store: one that only the ranks of the group use.
+        local_rank: which device to name where the program has not chosen one; None for the first.
+
+    Raises:
+        InvalidArgumentError: TORCHESTRA_DEVICE_ENGINE has no meaning.
+    """
+    chosen = os.environ.get(ENGINE_VARIABLE, "")
+    if chosen not in ("", "staging"):
+        raise InvalidArgumentError(f"{ENGINE_VARIABLE} must be staging, or not set; got {chosen!r}")
+    reason = f"{ENGINE_VARIABLE}=staging is set" if chosen else why_no_nccl()
+    if not reason and not (wish.required or wish.device is not None or torch.cuda.is_initialized()):
+        return None
+    if reason and not wish.required:
+        return None
+    card = Card(None, "", reason) if reason else _card_of(wish.device, local_rank)
+    store.append(_KEY, json.dumps([rank, card.identity, card.reason]) + "\n")
+    return card
+
+
+def _card_of(device: torch.device | None, local_rank: int | None) -> Card:
+    index = None if device is None else device.index
+    if index is None and not torch.cuda.is_initialized() and local_rank is not None:
+        index = local_rank % torch.cuda.device_count()
+    if index is None:
+        index = torch.cuda.current_device()
+    identity = str(torch.cuda.get_device_properties(index).uuid)
+    return Card(torch.device("cuda", index), identity, "")
+
+
+def agree(store: Store, size: int, name: str, card: Card | None, wish: Wish) -> Agreement | None:
+    """Whether the group delegates; None if not. To be called after the ranks have met.
+
+    Raises:
+        DistBackendError: NCCL is asked for and cannot be had; on all ranks that have asked.
+    """
+    if card is None:
+        return None
+    told = [json.loads(line) for line in store.get(_KEY).decode().splitlines()]
+    identities = {rank: identity for rank, identity, _ in told if identity}
+    if card.device is not None and len(set(identities.values())) == size:
+        return Agreement(card.device, [identities[rank] for rank in range(size)], wish.required)
+    if not wish.required:
+        return None
+    raise DistBackendError(
+        f'group {name!r}: backend "nccl" is asked for, and cannot be had: {_reasons(told, identities, size)}'
+    )
+
+
+def _reasons(told: list[tuple[int, str, str]], identities: dict[int, str], size: int) -> str:
+    reasons = [f"rank {rank}: {reason}" for rank, _, reason in sorted(told) if reason]
+    silent = sorted(set(range(size)) - {rank for rank, _, _ in told})
+    if silent:
+        reasons.append(f"ranks {silent} have not asked for it, and named no device")
+    by_device: dict[str, list[int]] = {}
+    for rank, identity in sorted(identities.items()):
+        by_device.setdefault(identity, []).append(rank)
+    for identity, ranks in by_device.items():
+        if len(ranks) > 1:
+            reasons.append(
+                f"ranks {ranks} share device {identity}: give each its own, by"
+                " torch.cuda.set_device(local_rank) before the group is made, or device_id="
+            )
+    return "; ".join(reasons)

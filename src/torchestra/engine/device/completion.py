@@ -1,0 +1,179 @@
+"""Looks after the operations that are under way on a device: one thread for each group that has any.
+
+The host does not wait for them, so nobody is there to see that a rank has died or that time is up. This
+thread is: while anything is under way it looks whether that has ended, whether the group was aborted, whether
+a rank has died, and whether the time of the oldest is over. If so it aborts the group, for all ranks, and
+torch's communicator, so that what waits on the device is let go; what the tensors of the operations hold then
+is undefined, and every later operation raises the error. It also tells the Works of asynchronous operations
+that these have ended.
+
+It sleeps when nothing is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from torchestra.engine.failure.deadline import Patience
+from torchestra.engine.rank_context import Member
+from torchestra.errors import CollectiveTimeoutError, DistBackendError
+
+__all__ = ["Flight", "Watch"]
+
+_LOOK_SECONDS = 1e-3
+_LIVENESS_SECONDS = 0.05
+_CLOSE_SECONDS = 5.0
+
+
+class Flight(NamedTuple):
+    """An operation of torch's that is under way.
+
+    Attributes:
+        doing: what it is, for messages.
+        is_done: asks whether it has ended.
+        seconds: how long it may take.
+        patience: the time that it has used up.
+        site: the line of the program that called.
+    """
+
+    doing: str
+    is_done: Callable[[], bool]
+    seconds: float
+    patience: Patience
+    site: str
+
+
+class Watch:
+    """See above.
+
+    Args:
+        member: this rank in the group.
+        name: of the group.
+        give_up: ends what waits on the device, with an error; may take its time.
+    """
+
+    def __init__(self, member: Member, name: str, give_up: Callable[[], None]) -> None:
+        self.failure: BaseException | None = None
+        """Why no operation can be begun any more."""
+        self.looking = threading.RLock()
+        """Held while the thread looks, so that who sees the group aborted may wait for what it has found."""
+        self._member = member
+        self._name = name
+        self._give_up = give_up
+        self._flights: deque[Flight] = deque()
+        # Called once their first says yes; with None, or what the group has failed with.
+        self._waiting: deque[tuple[Callable[[], bool], Callable[[BaseException | None], None]]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._suspect: int | None = None
+        self._next_look = 0.0
+
+    def add(self, flight: Flight) -> None:
+        """Look after an operation."""
+        with self._changed:
+            self._flights.append(flight)
+            self._wake()
+
+    def tell(self, is_done: Callable[[], bool], end: Callable[[BaseException | None], None]) -> None:
+        """Call ``end`` when something is done, or when the group has failed, with the reason."""
+        with self._changed:
+            self._waiting.append((is_done, end))
+            self._wake()
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until nothing is under way, at most so long; whether that is so."""
+        deadline = time.monotonic() + seconds
+        while self._flights or self._waiting:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+    def close(self) -> None:
+        """End the thread; what is still under way is given up."""
+        with self._changed:
+            self._is_closed = True
+            under_way = bool(self._flights or self._waiting)
+            self._changed.notify()
+        if under_way and self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            name = f"torchestra-devices-{self._name}-{self._member.own_number}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+        self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._flights or self._waiting or self._is_closed):
+                    self._changed.wait()
+                if self._is_closed and not (self._flights or self._waiting):
+                    return
+            with self.looking:
+                try:
+                    if self._is_closed:
+                        raise DistBackendError(f"group {self._name!r} was destroyed while it was under way")
+                    self._look()
+                except Exception as error:
+                    self.fail(error)
+            time.sleep(_LOOK_SECONDS)
+
+    def _look(self) -> None:
+        # What is looked at stays in its place: drain() takes what is in neither for ended.
+        for _ in range(len(self._waiting)):
+            is_done, end = self._waiting[0]
+            if is_done():
+                self._waiting.popleft()
+                end(None)
+            else:
+                self._waiting.rotate(-1)
+        for _ in range(len(self._flights)):
+            if self._flights[0].is_done():
+                self._flights.popleft()
+            else:
+                self._flights.rotate(-1)
+        now = time.monotonic()
+        if not self._flights:
+            self._suspect = None
+        elif now >= self._next_look:
+            self._next_look = now + _LIVENESS_SECONDS
+            for flight in tuple(self._flights):
+                self._check(flight, now)
+
+    def _check(self, flight: Flight, now: float) -> None:
+        """Raise if this need not be waited for any longer."""
+        member, doing = self._member, flight.doing
+        self._suspect = member.check(
+            doing, None, now, float("inf"), self._suspect, alone=True, site=flight.site
+        )
+        waited = now - flight.patience.started()
+        if waited <= flight.seconds:
+            return
+        message = (
+            f"{doing} of group {self._name!r} timed out after {waited:.1f} s on rank"
+            f" {member.own_number} (the timeout is {flight.seconds:g} s); it was called at {flight.site}."
+        )
+        member.abort(message, explain=partial(member.report, range(member.size), flight.site))
+        raise CollectiveTimeoutError(str(member.aborted()))
+
+    def fail(self, error: Exception) -> None:
+        """Give up all that is under way, and let nothing else begin."""
+        if self.failure is None:
+            self.failure = error
+        if not self._member.is_aborted and not self._is_closed:
+            self._member.abort(f"rank {self._member.own_number}: {error}")
+        threading.Thread(target=self._give_up, name="torchestra-devices-abort", daemon=True).start()
+        with self.looking:
+            self._flights.clear()
+            while self._waiting:
+                _, end = self._waiting.popleft()
+                end(self.failure)

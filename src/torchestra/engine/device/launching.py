@@ -1,0 +1,169 @@
+"""A backend of torch's that is made when the first operation comes, and how operations are launched on it.
+
+The first operation with anybody connects, and may have to wait for the other ranks inside of torch; it is
+launched by a thread of its own, so that whoever calls can be interrupted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, NoReturn
+
+from torchestra.engine.device.completion import Flight, Watch
+from torchestra.engine.device.stream_scheduler import Lane
+from torchestra.engine.failure.deadline import Patience
+from torchestra.engine.rank_context import Member
+from torchestra.engine.recorder.callsites import call_site
+from torchestra.errors import DistError
+
+__all__ = ["EVERYBODY", "LateBackend"]
+
+EVERYBODY = "everybody"
+"""With whom an operation of the whole group connects."""
+
+_CAUSE_SECONDS = 1.0
+_CAUSE_LOOK_SECONDS = 0.05
+_CONNECT_LOOK_SECONDS = 2e-3
+_CLOSE_SECONDS = 5.0
+
+
+class LateBackend:
+    """One rank's.
+
+    Args:
+        member: this rank in the group.
+        lane: how operations are launched on the device.
+        name: of the group.
+        open_backend: makes the backend, and what else must live as long as that.
+
+    Attributes:
+        lane: that.
+        watch: looks after what is under way.
+        launched: how many operations this rank has begun.
+    """
+
+    def __init__(
+        self, member: Member, lane: Lane, name: str, open_backend: Callable[[], tuple[Any, Any]]
+    ) -> None:
+        self.lane = lane
+        self.watch = Watch(member, name, self._abort)
+        self.launched = 0
+        self._member = member
+        self._open_backend = open_backend
+        self._backend: Any = None
+        self._held: Any = None
+        self._connected: set[Hashable] = set()
+        _backends.add(self)
+
+    def refuse(self) -> None:
+        """Raise why no operation can be begun, or waited for, any more; if so."""
+        if self._member.is_aborted or self.watch.failure is not None:
+            with self.watch.looking:
+                failure = self.watch.failure
+            raise self._member.aborted() if failure is None else failure.with_traceback(None)
+
+    def launch(
+        self, doing: str, seconds: float, site: str | None, begin: Callable[[Any], Any], ends: set[Hashable]
+    ) -> Any:
+        """Begin an operation; a Work of torch's.
+
+        Args:
+            doing: what it is, for messages.
+            seconds: how long it may take.
+            site: the line of the program that called; default: that of the caller.
+            begin: given the backend, begins it.
+            ends: whom it connects with, if that has not happened.
+        """
+        self.refuse()
+        self.launched += 1
+        site = site or call_site()
+        try:
+            if ends <= self._connected:
+                work = begin(self._backend)
+            else:
+                work = self._connect(doing, seconds, site, begin)
+                self._connected |= ends
+        except RuntimeError as error:
+            self._raise_cause(doing, error)
+        self.watch.add(Flight(doing, work.is_completed, seconds, Patience(seconds), site))
+        return work
+
+    def settle(self, work: Any, doing: str) -> None:
+        """Have what is launched next come after this."""
+        try:
+            self.lane.settle(work, self.refuse)
+        except RuntimeError as error:
+            self._raise_cause(doing, error)
+
+    def close(self) -> None:
+        """Leave: the backend is let go when all has ended, else it is aborted."""
+        self.watch.close()
+        backend, self._backend = self._backend, None
+        if backend is None or self.watch.failure is not None:
+            return  # or the watch has aborted it
+        end = backend.abort if self._member.is_aborted else backend.shutdown
+        thread = threading.Thread(target=end, name="torchestra-devices-close", daemon=True)
+        thread.start()
+        thread.join(_CLOSE_SECONDS)
+
+    def _connect(self, doing: str, seconds: float, site: str, begin: Callable[[Any], Any]) -> Any:
+        """Launch an operation from another thread, because torch may wait for the other ranks in it."""
+        here, ended = self.lane.here(), threading.Event()
+        outcome: list[Any] = []
+
+        def launch() -> None:
+            try:
+                with here():
+                    if self._backend is None:
+                        self._backend, self._held = self._open_backend()
+                    outcome.append(begin(self._backend))
+            except Exception as error:
+                outcome.append(error)
+            finally:
+                ended.set()
+
+        threading.Thread(target=launch, name="torchestra-devices-connect", daemon=True).start()
+        self.watch.add(Flight(doing, ended.is_set, seconds, Patience(seconds), site))
+        while not ended.wait(_CONNECT_LOOK_SECONDS):
+            self.refuse()
+        (result,) = outcome
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _raise_cause(self, doing: str, error: RuntimeError) -> NoReturn:
+        """An operation has failed inside of torch: raise why, as far as this group knows or soon learns."""
+        if isinstance(error, DistError):
+            raise error
+        member, suspect = self._member, None
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        try:
+            while (now := time.monotonic()) < deadline:
+                self.refuse()
+                suspect = member.check(doing, None, now, float("inf"), suspect, alone=True)
+                time.sleep(_CAUSE_LOOK_SECONDS)
+            member.abort(f"rank {member.own_number}: {doing} failed: {str(error).splitlines()[0]}")
+            raise member.aborted()
+        except DistError as cause:
+            self.watch.fail(cause)
+            raise cause from error
+
+    def _abort(self) -> None:
+        if (backend := self._backend) is not None:
+            backend.abort()
+
+
+_backends: weakref.WeakSet[LateBackend] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """At exit: no thread of torch's may find the interpreter gone."""
+    for backend in tuple(_backends):
+        backend.close()
+
+
+atexit.register(_close_all)

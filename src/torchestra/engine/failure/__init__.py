@@ -1,0 +1,1 @@
+"""Failures: deadlines, the liveness of peers, and what an abort says."""

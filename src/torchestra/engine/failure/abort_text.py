@@ -1,0 +1,47 @@
+"""What a rank that aborts a group writes into the arena for the others."""
+
+from __future__ import annotations
+
+import json
+
+from torchestra.engine.kernels import control
+from torchestra.engine.memory import layout as at
+from torchestra.engine.memory.arena import Arena
+
+__all__ = ["abort_text", "write_abort_text"]
+
+_LEAST_TEXT = 100
+_CUT = " ..."
+
+
+def abort_text(why: str, failed: tuple[int, ...], standing: str) -> str:
+    """What to write into the arena, cut to what it has room for: the lines first, then the reason."""
+    whole = why, standing
+    while True:
+        told = json.dumps({"failed": failed, "why": why, "standing": standing}, ensure_ascii=False)
+        if len(told.encode(errors="replace")) <= at.HEADER_ABORT_TEXT_BYTES:
+            return told
+        if len(standing) > _LEAST_TEXT:
+            standing = _cut(standing, whole[1])
+        else:
+            why = _cut(why, whole[0])
+
+
+def write_abort_text(arena: Arena, why: str, failed: tuple[int, ...], standing: str) -> bool:
+    """Write it, once a rank has claimed to; False if another rank writes, or has written.
+
+    That may be any rank, not only the one that has claimed to: finding out where all stand may take it long,
+    or it may die.
+    """
+    claim = arena.address + at.HEADER_ABORT_CLAIM
+    if control.replace(claim, at.ABORT_EXPLAINED, at.ABORT_WRITTEN) != at.ABORT_EXPLAINED:
+        return False
+    told = abort_text(why, failed, standing)
+    length = arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, told)
+    control.tell(arena.address + at.HEADER_ABORT_LENGTH, length)
+    return True
+
+
+def _cut(text: str, whole: str) -> str:
+    """A tenth less of a text that may have been cut before."""
+    return f"{whole[: (len(text) - (len(_CUT) if text != whole else 0)) * 9 // 10]}{_CUT}"

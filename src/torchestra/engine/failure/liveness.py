@@ -1,0 +1,252 @@
+"""Whether the other ranks are alive: processes through a lock that each holds, threads through Thread."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+from torchestra.engine.memory import layout as at
+from torchestra.engine.memory.arena import Arena
+from torchestra.engine.recorder.callsites import call_site
+from torchestra.system.forking import forget_in_children
+
+# struct pidfd_info of <linux/pidfd.h>, in its first version: what is asked for, cgroup, ids, the exit status.
+_PIDFD_INFO = struct.Struct("=QQ11Ii")
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
+
+
+class Peers(Protocol):
+    """What a member asks about the ranks of its group."""
+
+    def dead(self) -> tuple[int, ...]:
+        """The ranks that have died."""
+
+    def site(self, rank: int) -> str | None:
+        """Where the program of a rank is, if that can be seen from here: ``is at file:line in function``."""
+
+    def how(self, rank: int) -> str:
+        """How a rank that is dead ended, as far as it can be known."""
+
+    def close(self) -> None:
+        """Release what was opened to find out."""
+
+
+def process_start(pid: int) -> int:
+    """When a process started, in clock ticks since boot, or -1 if there is none (or no /proc)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return -1
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+def describe_status(status: int) -> str:
+    """A status as from ``os.wait()`` in words: ``exit code 3``, ``killed by SIGSEGV``."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def status_of_dead(pid: int, started: int, descriptor: int | None) -> int | None:
+    """The wait status of a process that has ended and is not our child, if the system tells.
+
+    While nobody has reaped it, /proc does; afterwards, since Linux 6.15, a pidfd opened before.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        fields = stat[stat.rindex(b")") + 2 :].split()
+        if fields[0] == b"Z" and int(fields[19]) == started:
+            return int(fields[-1])
+    except (OSError, ValueError, IndexError):
+        pass
+    if descriptor is None:
+        return None
+    request = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, 0, *[0] * 12))
+    try:
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, request)
+    except OSError:
+        return None
+    mask, *_, status = _PIDFD_INFO.unpack(request)
+    return int(status) if mask & _PIDFD_INFO_EXIT else None
+
+
+def process_space() -> int:
+    """The PID namespace of this process, as a number; 0 where the system does not tell."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+class _Handles:
+    """Pidfds, by which the system tells how a process has ended: one for each, however many groups it is in.
+
+    They are had where they can be: nothing but the words of an error depends on them.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], tuple[int, int]] = {}  # by process: the descriptor, and by how many
+        self._lock = threading.Lock()
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child: leave those of the parent, which may be at work on them."""
+        self._open = {}
+        self._lock = threading.Lock()
+
+    def take(self, process: tuple[int, int]) -> int | None:
+        """The pidfd of a process (its number, when it started), to be given back; None if there is none."""
+        with self._lock:
+            descriptor, users = self._open.get(process, (-1, 0))
+            if users == 0:
+                pid, started = process
+                try:
+                    descriptor = os.pidfd_open(pid)
+                except (
+                    AttributeError,
+                    OSError,
+                ):  # it is gone, or there are no pidfds, or no descriptors left
+                    return None
+                if started < 0 or process_start(pid) != started:
+                    os.close(descriptor)
+                    return None
+            self._open[process] = descriptor, users + 1
+            return descriptor
+
+    def give_back(self, process: tuple[int, int]) -> None:
+        """Somebody who has taken it needs it no more."""
+        with self._lock:
+            if process not in self._open:
+                return  # a forked child's parent has taken it
+            descriptor, users = self._open[process]
+            if users > 1:
+                self._open[process] = descriptor, users - 1
+            else:
+                del self._open[process]
+                os.close(descriptor)
+
+
+_handles = _Handles()
+
+
+class PeerProcesses:
+    """Ranks that are processes of this host.
+
+    Each holds a lock in the arena (arena.py) from before it is PRESENT there until it ends; the system then
+    lets go of the lock, also while nobody has reaped the process. The locks are seen in every PID namespace,
+    take no descriptors, and never mean another process that got the same number.
+
+    A rank that has left may have closed the arena's file, and lives on: then its number tells.
+    """
+
+    def __init__(self, arena: Arena, own: int) -> None:
+        self._arena = arena
+        self._waiting = {rank for rank in range(arena.layout.size) if rank != own}  # not known to be dead
+        self._taken: dict[int, tuple[tuple[int, int], int | None]] = {}  # by rank: the process, its pidfd
+        self._dead: set[int] = set()
+        self._space = process_space()
+        self._next_look = 0.0
+        self._closed = False
+        # Several threads may wait in one group (messages, collectives).
+        self._lock = threading.Lock()
+
+    def dead(self) -> tuple[int, ...]:
+        with self._lock:
+            began = time.monotonic()
+            if began >= self._next_look and not self._closed:
+                self._look()
+                # Less than a twentieth of the time, however many there are.
+                self._next_look = began + 20 * (time.monotonic() - began)
+            return tuple(sorted(self._dead))
+
+    def _look(self) -> None:
+        for rank in tuple(self._waiting):
+            # A rank takes its lock before it is PRESENT, and says that it has LEFT before it may close the
+            # file. So one that is PRESENT before and after it is seen without its lock has ended; seen only
+            # before, it may have left in between, and only after, it may have come.
+            before = self._word(rank, at.STATE)
+            if before == at.ABSENT:
+                continue
+            held = self._arena.is_held(rank)
+            state = self._word(rank, at.STATE)
+            if rank not in self._taken and self._is_near(rank):
+                process = self._word(rank, at.PROCESS), self._word(rank, at.STARTED)
+                self._taken[rank] = process, _handles.take(process)
+            if not held and (state == at.PRESENT or self._has_ended(rank)):
+                self._waiting.discard(rank)
+                self._dead.add(rank)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether the process of a rank that has left is gone, as far as its number tells."""
+        (pid, started), descriptor = self._taken.get(rank, ((0, 0), None))
+        if descriptor is not None:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            return bool(poll.poll(0))
+        return rank in self._taken and process_start(pid) != started
+
+    def _is_near(self, rank: int) -> bool:
+        """Whether the numbers of its process mean the same here."""
+        return self._word(rank, at.SPACE) == self._space
+
+    def _word(self, rank: int, offset: int) -> int:
+        return self._arena.word(self._arena.control(rank) + offset)
+
+    def site(self, rank: int) -> str | None:
+        return None
+
+    def how(self, rank: int) -> str:
+        with self._lock:
+            process, descriptor = self._taken.get(rank, (None, None))
+            status = None if process is None else status_of_dead(*process, descriptor)
+        if status is not None:
+            return describe_status(status)
+        pid = self._word(rank, at.PROCESS)
+        return f"process {pid}{'' if self._is_near(rank) else ' of another PID namespace'} is gone"
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for process, descriptor in self._taken.values():
+                if descriptor is not None:
+                    _handles.give_back(process)
+            self._taken.clear()
+
+
+class PeerThreads:
+    """Ranks that are threads of this process: the table is filled by the ranks as they join."""
+
+    def __init__(self, threads: dict[int, threading.Thread], own: int) -> None:
+        self._threads = threads
+        self._own = own
+
+    def dead(self) -> tuple[int, ...]:
+        return tuple(
+            rank
+            for rank, thread in sorted(self._threads.items())
+            if rank != self._own and not thread.is_alive()
+        )
+
+    def site(self, rank: int) -> str | None:
+        thread = self._threads.get(rank)
+        if thread is None:
+            return "has not come"
+        return "has ended" if not thread.is_alive() else f"is at {call_site(thread.ident)}"
+
+    def how(self, rank: int) -> str:
+        return "its thread has ended"
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,96 @@
+"""Several tensors of a rank, taken as one: its elements are theirs, one tensor after the other.
+
+A table of ``number`` parts says where they are: first, for each part and for the end, the place of its first
+element in the whole; then, for each part, its address. So a kernel can reduce them where they are, and
+nobody has to lay them side by side first. All functions take a range of the whole: the place of its first
+element, and how many there are.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from numba import njit
+
+from torchestra.engine.memory import layout as at
+from torchestra.engine.native.atomics import KERNEL_OPTIONS, call_reduction, load, memcpy, store
+
+POINTERS, RANK, SIZE = at.POINTERS, at.RANK, at.SIZE
+
+_CACHED_BYTES = 1 << 14
+
+
+@njit(**KERNEL_OPTIONS)
+def _part_at(parts, number, place):
+    """The part that has the element at a place: the last that begins there or before."""
+    low = 0
+    high = number
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if load(parts + 8 * middle) <= place:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@njit(**KERNEL_OPTIONS)
+def _address_of(parts, number, part, place, unit):
+    """The address of an element that is in this part."""
+    return load(parts + 8 * (number + 1 + part)) + (place - load(parts + 8 * part)) * unit
+
+
+@njit(**KERNEL_OPTIONS)
+def copy_in(parts, number, place, length, unit, target):
+    """Copy a range into a buffer."""
+    part = _part_at(parts, number, place)
+    while length > 0:
+        step = min(length, load(parts + 8 * (part + 1)) - place)
+        memcpy(target, _address_of(parts, number, part, place, unit), step * unit)
+        target += step * unit
+        place += step
+        length -= step
+        part += 1
+
+
+@njit(**KERNEL_OPTIONS)
+def copy_out(parts, number, place, length, unit, source):
+    """Copy a buffer into a range."""
+    part = _part_at(parts, number, place)
+    while length > 0:
+        step = min(length, load(parts + 8 * (part + 1)) - place)
+        memcpy(_address_of(parts, number, part, place, unit), source, step * unit)
+        source += step * unit
+        place += step
+        length -= step
+        part += 1
+
+
+@njit(**KERNEL_OPTIONS)
+def reduce_in(context, parts, number, place, length, unit, function, wanted, copy):
+    """Reduce a range of all ranks' tensors. POINTERS has where the peers have it.
+
+    The results go into the tensors if ``wanted``, and to the address ``copy`` if it is not 0: block by block,
+    while a block is in the first-level cache.
+    """
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    pointers = load(context + POINTERS)
+    part = _part_at(parts, number, place)
+    while length > 0:
+        step = min(length, load(parts + 8 * (part + 1)) - place)
+        if copy != 0:
+            step = min(step, _CACHED_BYTES // unit)
+        own = _address_of(parts, number, part, place, unit)
+        store(pointers + rank * 8, own)
+        call_reduction(function, own if wanted else copy, pointers, size, step)
+        if copy != 0:
+            if wanted:
+                memcpy(copy, own, step * unit)
+            copy += step * unit
+        for peer in range(size):
+            store(pointers + peer * 8, load(pointers + peer * 8) + step * unit)
+        place += step
+        length -= step
+        if place == load(parts + 8 * (part + 1)):
+            part += 1

@@ -1,0 +1,344 @@
+"""How the ranks of a group come to share an arena: through a store, a socket, and a proof by attaching.
+
+Rank 0 makes the arena and says in the store where it is to be had; the others fetch it. Between
+processes it is handed over as a descriptor to those that prove themselves (fd_passing.py); between threads of
+one process it is simply looked up. That both ends are on one host is not concluded
+from names: a rank that cannot fetch the arena is not there. Each rank makes one request to the
+store, so joining costs O(ranks) in all.
+
+Nobody waits for a rank that will not come. A process that was given the descriptor is in its place in the
+arena, with a lock by which everybody sees that it lives (liveness.py), before it ends its connection to
+rank 0: a connection that ends before that means that the process has died. And a rank that fails says why,
+at whichever step: rank 0 under the key that the others read first, the others under one that rank 0 looks at
+while it waits. Rank 0 then aborts the group in the arena, where all those wait who have come. The keys::
+
+    arena      "processes INVITATION", "threads TOKEN", or "failed WHY"
+    failed     "RANK WHY" of the first rank that has failed, "- WHY" of one that is not in the group
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+
+import numpy as np
+
+from torchestra.engine.kernels import move
+from torchestra.engine.kernels.selection import waiting_policy
+from torchestra.engine.memory import layout as at
+from torchestra.engine.memory.arena import Arena, layout_for
+from torchestra.engine.memory.fd_passing import Admission, visit
+from torchestra.engine.operations import Kind, pack
+from torchestra.engine.rank_context import Member
+from torchestra.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    DistError,
+    DistStoreError,
+    GroupAbortedError,
+    RankFailedError,
+)
+from torchestra.store import Store
+from torchestra.system.limits import check_free_descriptors, naming_limits
+
+_LIVENESS_SECONDS = 0.05
+_LOOK_SECONDS = 0.5  # how often rank 0 looks whether another rank has said that it has failed
+_DESCRIPTORS = 8  # what a rank needs for a moment to enter a group, with some to spare
+_LATE = " did not come within "  # in what rank 0 says of ranks that are late
+
+
+class _ThreadArena:
+    """An arena whose ranks are threads of this process, and the threads that have joined."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.threads: dict[int, threading.Thread] = {}
+
+
+_thread_arenas: dict[str, _ThreadArena] = {}
+
+
+def join(
+    store: Store,
+    rank: int,
+    size: int,
+    name: str,
+    seconds: float,
+    *,
+    threads: bool,
+    thread: threading.Thread | None = None,
+    numbers: Sequence[int] | None = None,
+) -> Member:
+    """Enter a group; returns when all ranks have. Must be called by every rank of the group.
+
+    Args:
+        store: a store that only the ranks of this group, and only for this purpose, use.
+        rank, size: of the group.
+        name: of the group, for messages.
+        seconds: how long to wait for the others.
+        threads: whether the ranks are threads of this process.
+        thread: the one that the rank's program runs in; default: the one that calls.
+        numbers: what messages call the ranks, where these are only some of a group's; default: their own.
+
+    Raises:
+        CollectiveTimeoutError: not all ranks came in time; names those that did not.
+        RankFailedError: a rank has died before all had come.
+        GroupAbortedError: another rank cannot enter the group; says why.
+        DistBackendError: this rank cannot enter it.
+    """
+    deadline = time.monotonic() + seconds
+    program = threading.current_thread() if thread is None else thread
+    enter = _Entering(rank, size, name, range(size) if numbers is None else numbers, program)
+    if size == 1:
+        with naming_limits(f"group {name!r} cannot be made"):
+            return enter.place(_new_arena(1, name))
+    trouble = _Trouble(store, rank, name)
+    member: Member | None = None
+    shared: _ThreadArena | None = None
+    try:
+        with naming_limits(f"rank {rank} cannot enter group {name!r}"):
+            if threads:
+                shared = _meet_threads(store, rank, size, name, deadline)
+                member = enter.place(shared.arena, shared.threads)
+                _first_barrier(member, deadline, partial(trouble.look, member))
+            elif rank == 0:
+                check_free_descriptors(_DESCRIPTORS)
+                member = enter.place(_new_arena(size, name))
+                _lead(store, member, deadline, trouble)
+            else:
+                check_free_descriptors(_DESCRIPTORS)
+                member = _follow(store, enter, deadline, trouble)
+                _first_barrier(member, deadline)
+        if member.peers is not None:
+            member.peers.dead()  # once now, while all live, to know later how one of them ended
+    except BaseException as error:
+        trouble.tell(error)
+        if member is not None:
+            if not member.is_aborted:
+                member.abort(_why(rank, error))
+            member.leave()
+        raise
+    finally:
+        if rank == 0 and shared is not None:
+            _forget(shared)
+    return member
+
+
+def refuse(store: Store, why: str) -> None:
+    """Have all those hear who enter the group that uses this store, or will, that it cannot be made.
+
+    For whoever is not in it itself. Those who have all come already go on undisturbed.
+    """
+    # Rank 0 looks at the one while it waits, and puts its invitation in place of the other if it comes later.
+    store.compare_set("failed", "", f"- {why}")
+    store.compare_set("arena", "", f"failed {why}")
+
+
+class _Entering:
+    """What a rank's place in an arena is made of, besides the arena."""
+
+    def __init__(
+        self, rank: int, size: int, name: str, numbers: Sequence[int], program: threading.Thread
+    ) -> None:
+        self.rank, self.size, self.name = rank, size, name
+        self._numbers, self._program = numbers, program
+
+    def place(self, arena: Arena, threads: dict[int, threading.Thread] | None = None) -> Member:
+        """Take it, and let the others see so."""
+        spins, yields = waiting_policy(self.size)
+        member = Member(arena, self.rank, self.name, spins=spins, yields=yields)
+        member.numbers = self._numbers
+        if threads is not None:
+            threads[self.rank] = self._program
+        member.announce()
+        try:
+            member.meet_peers(threads, self._program)
+        except BaseException:
+            member.leave()
+            raise
+        return member
+
+
+class _Trouble:
+    """What ranks that cannot enter the group say about it in the store."""
+
+    def __init__(self, store: Store, rank: int, name: str) -> None:
+        self._store, self._rank, self._name = store, rank, name
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+
+    def tell(self, error: BaseException) -> None:
+        """Say that this rank has failed; never raises."""
+        # Whoever was told by others, or has waited in vain for them, cannot tell them anything new.
+        told = isinstance(error, (GroupAbortedError, CollectiveTimeoutError))
+        why = str(error) if told else _why(self._rank, error)
+        with contextlib.suppress(DistError, OSError):
+            if self._rank == 0:
+                self._store.set("arena", f"failed {why}")
+            elif not told:
+                self._store.compare_set("failed", "", f"{self._rank} {why}")
+
+    def look(self, member: Member, *, now: bool = False) -> None:
+        """On rank 0, now and then: abort the group if another rank has said that it has failed.
+
+        Raises:
+            GroupAbortedError: one has.
+        """
+        if self._rank != 0 or not (now or time.monotonic() >= self._next_look):
+            return
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        if self._store.check(["failed"]):
+            _, _, why = self._store.get("failed").decode(errors="replace").partition(" ")
+            member.abort(why)
+            raise member.aborted()
+
+
+def _absent(member: Member) -> tuple[int, ...]:
+    """The ranks that have never been in the arena."""
+    arena = member.arena
+    return tuple(
+        rank for rank in range(member.size) if arena.word(arena.control(rank) + at.STATE) == at.ABSENT
+    )
+
+
+def _why(rank: int, error: BaseException) -> str:
+    return f"rank {rank} could not enter it: {type(error).__name__}: {error}"
+
+
+def _new_arena(size: int, name: str) -> Arena:
+    arena, descriptor = Arena.create(layout_for(size), name)
+    os.close(descriptor)
+    return arena
+
+
+def _first_barrier(member: Member, deadline: float, look: Callable[[], None] | None = None) -> None:
+    """Return when all ranks are in the arena; ``look`` is called now and then, and may raise."""
+    plan = np.array([member.context, pack(Kind.barrier), 0, 0, -1], dtype=np.int64)
+
+    def barrier(*arguments: int) -> int:
+        if look is not None:
+            look()
+        return int(move.barrier(*arguments))
+
+    arguments = (plan.ctypes.data, 0)
+    try:
+        code = move.barrier(*arguments)
+        if code != at.DONE:
+            seconds = max(0.0, deadline - time.monotonic())
+            member.finish(code, barrier, arguments, seconds, None)
+    except GroupAbortedError as error:
+        if _LATE in str(error) and not isinstance(error, RankFailedError):
+            raise CollectiveTimeoutError(str(error), member.called(_absent(member))) from error
+        raise
+    except BaseException as error:
+        member.leave_halfway(error)
+        raise
+
+
+def _meet_threads(store: Store, rank: int, size: int, name: str, deadline: float) -> _ThreadArena:
+    if rank == 0:
+        token = secrets.token_hex(16)
+        _thread_arenas[token] = shared = _ThreadArena(_new_arena(size, name))
+        store.set("arena", f"threads {token}")
+        return shared
+    kind, token = _ask_for_arena(store, rank, size, name, deadline)
+    found = _thread_arenas.get(token) if kind == "threads" else None
+    if found is None:
+        raise DistBackendError(
+            f"rank {rank} of group {name!r} is a thread, but rank 0 is not a thread of the same process:"
+            " give all ranks the same backend"
+        )
+    return found
+
+
+def _forget(shared: _ThreadArena) -> None:
+    for token in [token for token, arena in _thread_arenas.items() if arena is shared]:
+        del _thread_arenas[token]
+
+
+def _follow(store: Store, enter: _Entering, deadline: float, trouble: _Trouble) -> Member:
+    """A process that is not rank 0: fetch the arena, and take the place in it."""
+    rank, name = enter.rank, enter.name
+    kind, invitation = _ask_for_arena(store, rank, enter.size, name, deadline)
+    if kind != "processes":
+        raise DistBackendError(
+            f"rank {rank} of group {name!r} is a process, but rank 0 is a thread: give all ranks the same"
+            f" backend"
+        )
+    try:
+        descriptor, connection = visit(invitation, store.secret, rank, name, deadline)
+    except DistBackendError as error:
+        if isinstance(error.__cause__, OSError):
+            _ask_for_arena(store, rank, enter.size, name, deadline)  # where rank 0 says why, if it could
+        raise
+    with connection:
+        try:
+            try:
+                arena = Arena.attach(descriptor, layout_for(enter.size))
+            finally:
+                os.close(descriptor)
+            return enter.place(arena)
+        except BaseException as error:
+            trouble.tell(error)  # before rank 0 sees the connection end
+            raise
+
+
+def _ask_for_arena(store: Store, rank: int, size: int, name: str, deadline: float) -> tuple[str, str]:
+    seconds = max(0.001, deadline - time.monotonic())
+    try:
+        (told,) = store.await_values(["arena"], timedelta(seconds=seconds))
+    except DistStoreError as error:
+        if not isinstance(error, TimeoutError):
+            raise
+        raise CollectiveTimeoutError(
+            f"rank 0 of group {name!r} did not come within {seconds:.1f} s (seen from rank {rank} of {size}):"
+            " is it running, and does it use the same rendezvous?",
+            (0,),
+        ) from error
+    kind, _, token = told.decode(errors="replace").partition(" ")
+    if kind == "failed":
+        raise GroupAbortedError(f"rank {rank}: group {name!r} cannot be used: {token}")
+    return kind, token
+
+
+def _lead(store: Store, member: Member, deadline: float, trouble: _Trouble) -> None:
+    """Rank 0: give the descriptor to every other rank, and meet them in the first barrier."""
+    name, size = member.name, member.size
+    started = time.monotonic()
+    with Admission(range(1, size), store.secret, name, keeps=True) as admission:
+        store.set("arena", f"processes {admission.invitation}")
+        look, next_look = partial(_look_around, admission, member, trouble), started + _LIVENESS_SECONDS
+        try:
+            while waiting := admission.waited_for:
+                if time.monotonic() > deadline:
+                    missing = member.called(sorted(waiting))
+                    message = (
+                        f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of group"
+                        f" {name!r} did not come within {time.monotonic() - started:.1f} s (seen from rank 0"
+                        f" of {size}): are they running, on this host, and do they use the same rendezvous?"
+                    )
+                    member.abort(message)
+                    raise CollectiveTimeoutError(message, missing)
+                admission.serve(member.arena.descriptor)
+                if (now := time.monotonic()) >= next_look:
+                    look()
+                    next_look = now + _LIVENESS_SECONDS
+            _first_barrier(member, deadline, look)
+        except BaseException as error:
+            trouble.tell(error)  # before those who come later find nobody here
+            raise
+
+
+def _look_around(admission: Admission, member: Member, trouble: _Trouble) -> None:
+    """Abort the group if a rank has died on its way into it, or cannot enter it."""
+    lost = set(admission.ended()).intersection(_absent(member))
+    trouble.look(member, now=bool(lost))
+    if died := lost.union(member.peers.dead() if member.peers is not None else ()):
+        who = ", ".join(map(member.describe, sorted(died)))
+        member.abort(f"{who} died before all ranks of the group had come", member.called(sorted(died)))
+        raise member.aborted()

@@ -1,0 +1,295 @@
+"""The memory that the ranks of a group share: one anonymous memory file, mapped by each of them.
+
+A memory file (``memfd_create``) is nowhere in the file system, so nothing is left there whatever is killed,
+and it is not bounded by the size of ``/dev/shm``. It is sparse: the channels and heaps of an arena are far
+larger than what is ever touched. It cannot shrink (a seal), so that nobody who has it mapped can be made to
+fault. Where there is no ``memfd_create`` it is a file in ``/dev/shm`` after all (memory_files.py); memory of
+that is reserved before it is used, because writing where the file system has no room ends the process.
+
+The heaps are by far the largest part, and the only one whose size matters to the address space, of which
+a process has 128 TiB. So a rank maps them when it first has to do with them, and most groups never need
+them. Those of one group are at most a part of what is left, so that there is always some for the next: the
+hundredth group of 8 ranks, on a machine with 2 TiB, can still have 20 GiB a rank. How large they are, rank 0
+decides: ranks may see different amounts of memory, or be under different limits.
+
+Core dumps leave out what lies behind the records. A dump reads every page of a mapping, and reading a page
+of a sparse file that was never touched takes memory for it.
+
+Each rank keeps its descriptor open, for ``torchestra top`` to find it by, and a process holds a lock on the
+first byte of the control block of the rank that it is, by which the others see that it lives (liveness.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import resource
+import struct
+import threading
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from torchestra.engine.kernels import control
+from torchestra.engine.memory import layout as at
+from torchestra.engine.memory.mapping import MemoryFile, leave_out_of_core_dumps
+from torchestra.engine.p2p import channel_area_bytes
+from torchestra.engine.recorder.clock import Moment, best_clock
+from torchestra.errors import DistBackendError
+from torchestra.system.limits import no_descriptors
+from torchestra.system.memory_files import SHARED_MEMORY, make_memory_file
+
+_MEBIBYTE = 1 << 20
+_GIBIBYTE = 1 << 30
+_AT_ONCE = 16 << 20  # bytes
+_ADDRESS_SPACE = 128 << 40  # of a process
+_NAME_BYTES = 200  # the system allows 249
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def layout_for(size: int) -> at.Layout:
+    """The arena of a group of ``size`` ranks on one host.
+
+    Buffers shrink with the number of ranks, so that those of all ranks together stay in a last-level
+    cache of the usual size; a heap can hold all the memory that the machine has, unless all heaps together
+    would then take too much of the address space, or more than this process is allowed.
+    """
+    buffer = max(
+        128 << 10, min(_MEBIBYTE, at.align(8 * _MEBIBYTE // size, at.PAGE)), at.align(64 * size, at.PAGE)
+    )
+    without = at.Layout(
+        size=size,
+        slot_bytes=buffer,
+        pipe_bytes=buffer,
+        channel_bytes=channel_area_bytes(size),
+        heap_bytes=0,
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with open("/proc/self/statm") as file:
+        mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    bounds = [(_ADDRESS_SPACE - mapped) // 32]
+    if (address_space := _limit(resource.RLIMIT_AS)) is not None:
+        bounds.append((address_space - mapped) // 4)
+    if (largest_file := _limit(resource.RLIMIT_FSIZE)) is not None:
+        bounds.append(largest_file - without.total)
+    share = max(0, min(bounds)) // size // at.LARGEST_PAGE * at.LARGEST_PAGE
+    return replace(without, heap_bytes=min(at.align(memory, _GIBIBYTE), share))
+
+
+def _limit(which: int) -> int | None:
+    """A limit of this process, or None where it has none."""
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+class Arena:
+    """A mapped arena. A mapping lives as long as anything that points into it.
+
+    Attributes:
+        bytes: all but the heaps.
+        address: of that.
+    """
+
+    def __init__(self, descriptor: int, layout: at.Layout) -> None:
+        self.layout = layout
+        self._file = MemoryFile(descriptor)
+        self.bytes = self._file.map(0, layout.heaps)
+        self.address: int = self.bytes.ctypes.data
+        behind_records = at.align(layout.slots, at.LARGEST_PAGE)
+        leave_out_of_core_dumps(self.address + behind_records, layout.heaps - behind_records)
+        self._words = (ctypes.c_int64 * (layout.slots // 8)).from_address(self.address)
+        self._heaps: npt.NDArray[np.uint8] | None = None
+        self._mapping = threading.Lock()
+
+    @property
+    def heaps(self) -> npt.NDArray[np.uint8]:
+        """The heaps of all ranks, mapped at the first call.
+
+        Raises:
+            DistBackendError: this process has no address space left for them.
+        """
+        if self._heaps is None:
+            with self._mapping:
+                if self._heaps is None:
+                    self._heaps = self._map_heaps()
+        return self._heaps
+
+    def _map_heaps(self) -> npt.NDArray[np.uint8]:
+        layout = self.layout
+        length = layout.total - layout.heaps
+        try:
+            heaps = self._file.map(layout.heaps, length)
+            leave_out_of_core_dumps(heaps.ctypes.data, length)
+        except OSError as error:
+            raise DistBackendError(
+                f"cannot map the memory that the {layout.size} ranks of a group share tensors in"
+                f" ({length / _GIBIBYTE:.1f} GiB of address space: {error}); is the address space limited"
+                " (ulimit -v), or do too many groups use dist.empty()?"
+            ) from error
+        return heaps
+
+    def make_heap_private(self, start: int, length: int, *, keep: bool) -> None:
+        """Replace the pages of a range of the heaps by copies that only this process sees.
+
+        What other threads of this process write meanwhile is not lost.
+
+        Args:
+            keep: leave the memory that the copies are made of to the other ranks. Otherwise that of whole
+                pages goes back to the system, and reads as zeros there.
+
+        Raises:
+            OSError: there is no memory for copies; nothing has changed.
+        """
+        page = os.sysconf("SC_PAGE_SIZE")
+        first, last = start // page * page, at.align(start + length, page)
+        begin = int(self.heaps.ctypes.data)
+        self._file.make_private(begin + first, self.layout.heaps + first, last - first)
+        for place in range(first, last, _AT_ONCE):
+            end = min(place + _AT_ONCE, last)
+            control.write_to_pages(begin + place, (end - place) // page, page)
+            inner, outer = max(place, at.align(start, page)), min(end, (start + length) // page * page)
+            if inner < outer and not keep:
+                self.release_heap(inner, outer - inner)
+
+    @property
+    def descriptor(self) -> int:
+        """That of the arena's file; it is the arena's, and is not to be closed."""
+        return self._file.descriptor
+
+    def hold(self, rank: int) -> None:
+        """Let the others see, from now on and for as long as this process lives, that it is this rank.
+
+        Raises:
+            DistBackendError: another process is.
+        """
+        try:
+            self._file.hold(self.control(rank))
+        except OSError as error:
+            raise DistBackendError(
+                f"rank {rank} cannot lock its place in the group's memory ({error}): do two processes claim"
+                " the same rank?"
+            ) from error
+
+    def is_held(self, rank: int) -> bool:
+        """Whether another process that is this rank lives (False if this process is)."""
+        return self._file.is_held(self.control(rank))
+
+    def reserve_heap(self, start: int, length: int) -> None:
+        """Make sure that there is memory for a range of the heaps, where the system may have none to add.
+
+        Raises:
+            DistBackendError: there is none left.
+        """
+        try:
+            self._file.reserve(self.layout.heaps + start, length)
+        except OSError as error:
+            raise DistBackendError(
+                f"no {length} bytes are left for a tensor in {SHARED_MEMORY} ({error}), which is used because"
+                " this system has no memfd_create; make it larger (docker run --shm-size)"
+            ) from error
+
+    def release_heap(self, start: int, length: int) -> None:
+        """Give the memory of a range of the heaps, in whole pages, back to the system."""
+        with contextlib.suppress(OSError):  # then it stays with the arena, and is used again
+            self._file.release(self.layout.heaps + start, length)
+
+    @classmethod
+    def create(cls, layout: at.Layout, name: str) -> tuple[Arena, int]:
+        """A new arena for the group ``name`` and the descriptor of its file, which the caller closes."""
+        descriptor = make_memory_file(f"{at.MEMORY_FILE}:{ascii(name)[1:-1][:_NAME_BYTES]}")
+        try:
+            os.ftruncate(descriptor, layout.total)
+            with contextlib.suppress(PermissionError):  # a file of /dev/shm, which has no seals
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            arena = cls(descriptor, layout)
+            arena._file.reserve(0, layout.heaps)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise no_descriptors(f"cannot make the memory of a group of {layout.size} ranks") from error
+            if error.errno == errno.ENOSPC:
+                raise DistBackendError(
+                    f"{SHARED_MEMORY}, which is used because this system has no memfd_create, has no room for"
+                    f" the {layout.heaps / _MEBIBYTE:.0f} MiB of a group of {layout.size} ranks; make it"
+                    " larger (docker run --shm-size)"
+                ) from error
+            raise DistBackendError(
+                f"cannot make {layout.total / _GIBIBYTE:.1f} GiB of sparse shared memory, and map"
+                f" {layout.heaps / _GIBIBYTE:.1f} GiB of it, for a group of {layout.size} ranks ({error}):"
+                " is the address space (ulimit -v) or the size of files (ulimit -f) limited?"
+            ) from error
+        for offset, value in cls._header(layout):
+            arena.set_word(offset, value)
+        clock = best_clock()
+        moment = Moment.now(clock)
+        arena.set_word(at.HEADER_CLOCK, clock)
+        arena.set_word(at.HEADER_TICKS, moment.ticks)
+        arena.set_word(at.HEADER_NANOSECONDS, moment.nanoseconds)
+        length = arena.set_text(at.HEADER_NAME, at.HEADER_NAME_BYTES, name)
+        arena.set_word(at.HEADER_NAME_LENGTH, length)
+        return arena, descriptor
+
+    @classmethod
+    def attach(cls, descriptor: int, layout: at.Layout) -> Arena:
+        """Map an arena that another rank made, and check that both mean the same by it.
+
+        Args:
+            layout: the one expected, but for the size of the heaps, which whoever made the arena decides.
+        """
+        found = os.fstat(descriptor).st_size
+        (heap_bytes,) = struct.unpack("=q", os.pread(descriptor, 8, at.HEADER_HEAP_BYTES).ljust(8, b"\0"))
+        if heap_bytes >= 0:
+            layout = replace(layout, heap_bytes=heap_bytes)
+        if found != layout.total:
+            raise DistBackendError(
+                f"the group's arena has {found} bytes, expected {layout.total}: do all ranks run the same"
+                " version of torchestra?"
+            )
+        arena = cls(descriptor, layout)
+        for offset, value in cls._header(layout):
+            if arena.word(offset) != value:
+                raise DistBackendError(
+                    f"the group's arena has {arena.word(offset)} in word {offset} of its header, expected"
+                    f" {value}:"
+                    " do all ranks run the same version of torchestra?"
+                )
+        return arena
+
+    @staticmethod
+    def _header(layout: at.Layout) -> list[tuple[int, int]]:
+        return [
+            (at.HEADER_MAGIC, at.MAGIC),
+            (at.HEADER_VERSION, at.VERSION),
+            (at.HEADER_SIZE, layout.size),
+            (at.HEADER_SLOT_BYTES, layout.slot_bytes),
+            (at.HEADER_PIPE_BYTES, layout.pipe_bytes),
+            (at.HEADER_HEAP_BYTES, layout.heap_bytes),
+        ]
+
+    def word(self, offset: int) -> int:
+        """The word at a byte offset in the header or a control block (not ordered with others)."""
+        return int(self._words[offset // 8])
+
+    def set_word(self, offset: int, value: int) -> None:
+        self._words[offset // 8] = value
+
+    def text(self, offset: int, length: int) -> str:
+        return bytes(self.bytes[offset : offset + length]).decode(errors="replace")
+
+    def set_text(self, offset: int, limit: int, text: str) -> int:
+        """Write as much of the text as fits; the number of bytes written."""
+        raw = text.encode(errors="replace")[:limit]
+        self.bytes[offset : offset + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
+        return len(raw)
+
+    def control(self, rank: int) -> int:
+        """The byte offset of a rank's control block."""
+        return self.layout.control + rank * at.CONTROL_BYTES
+
+    def record(self, rank: int) -> int:
+        """The byte offset of a rank's record."""
+        return self.layout.records + rank * self.layout.record_bytes

@@ -1,0 +1,138 @@
+"""Tensors that lie in the arena: an allocator over the part of it that belongs to this rank.
+
+First fit over a list of free ranges, neighbours merged. A tensor's range comes back when its storage dies,
+and pages of large ranges are handed back to the system. Nobody else allocates here, so no peer has to be
+asked.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import mmap
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from torchestra.engine.memory import layout as at
+from torchestra.engine.memory.arena import Arena
+from torchestra.errors import DistBackendError, InvalidArgumentError
+from torchestra.system.forking import forget_in_children, refusal
+
+_UNIT = 128
+_RETURN_ABOVE = 1 << 20
+
+
+class Heap:
+    """The heap of one rank in an arena.
+
+    Args:
+        when_mapped: called before the first tensor is made, when the heaps of all ranks are mapped here.
+    """
+
+    def __init__(self, arena: Arena, rank: int, when_mapped: Callable[[], None] | None = None) -> None:
+        self._arena = arena
+        self._start = rank * arena.layout.heap_bytes
+        self._when_mapped = when_mapped
+        self._free: list[tuple[int, int]] = [(0, arena.layout.heap_bytes)]
+        # A finaliser may run at any moment, also in the middle of an allocation and on the same thread: it
+        # only leaves a note here, and the next allocation does the rest.
+        self._given: collections.deque[tuple[int, int]] = collections.deque()
+        self._lock = threading.Lock()
+        self._inherited = False
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child: the memory is the parent's, who gives out and takes back what is free in it."""
+        self._inherited = True
+
+    @property
+    def first_address(self) -> int:
+        """Where this heap begins."""
+        return int(self._arena.heaps.ctypes.data) + self._start
+
+    @property
+    def last_address(self) -> int:
+        """Where it ends."""
+        return self.first_address + self._arena.layout.heap_bytes
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in this heap."""
+        elements = 1
+        for length in shape:
+            elements *= length
+        needed = at.align(max(1, elements * dtype.itemsize), _UNIT)
+        offset = self.take(needed)
+        start = self._start + offset
+        block = self._arena.heaps[start : start + needed]
+        weakref.finalize(block, self.give, offset, needed).atexit = False
+        if elements == 0:
+            return torch.frombuffer(block, dtype=dtype, count=1)[:0].view(shape)
+        return torch.frombuffer(block, dtype=dtype, count=elements).view(shape)
+
+    def offset_of(self, address: int) -> int:
+        """Where an address lies in this heap, or NOT_SHARED."""
+        offset = address - self.first_address
+        return offset if 0 <= offset < self._arena.layout.heap_bytes else at.NOT_SHARED
+
+    def take(self, length: int) -> int:
+        """A range of this heap that is nobody else's until it is given back: where it begins.
+
+        Raises:
+            InvalidArgumentError: no range of the length is left.
+            ForkedProcessError: this process was forked from the rank.
+            DistBackendError: the system has no memory for it (memory_files.py).
+        """
+        if self._inherited:
+            raise refusal("no tensor can be made in the memory that the group shares")
+        _ = self._arena.heaps  # mapped from now on
+        if (when_mapped := self._when_mapped) is not None:
+            when_mapped()
+            self._when_mapped = None
+        length = at.align(length, _UNIT)
+        offset = self._find(length)
+        try:
+            self._arena.reserve_heap(self._start + offset, length)
+        except DistBackendError:
+            self._given.append((offset, length))
+            raise
+        return offset
+
+    def _find(self, length: int) -> int:
+        with self._lock:
+            while self._given:
+                self._insert(*self._given.popleft())
+            for index, (offset, free) in enumerate(self._free):
+                if free >= length:
+                    if free == length:
+                        del self._free[index]
+                    else:
+                        self._free[index] = (offset + length, free - length)
+                    return offset
+        raise InvalidArgumentError(
+            f"no {length} bytes are left in this rank's heap of {self._arena.layout.heap_bytes} bytes"
+        )
+
+    def give(self, offset: int, length: int) -> None:
+        """Give back what :meth:`take` has found; may be called anywhere, by finalisers too."""
+        length = at.align(length, _UNIT)
+        if self._inherited:
+            return  # only the child's view of the tensor is gone
+        if length >= _RETURN_ABOVE:
+            first = at.align(self._start + offset, mmap.PAGESIZE)
+            last = (self._start + offset + length) // mmap.PAGESIZE * mmap.PAGESIZE
+            self._arena.release_heap(first, last - first)
+        self._given.append((offset, length))
+
+    def _insert(self, offset: int, length: int) -> None:
+        """Put a range back into the list of free ones."""
+        index = bisect.bisect(self._free, (offset, 0))
+        if index < len(self._free) and offset + length == self._free[index][0]:
+            length += self._free.pop(index)[1]
+        if index > 0 and sum(self._free[index - 1]) == offset:
+            offset, before = self._free.pop(index - 1)
+            length += before
+            index -= 1
+        self._free.insert(index, (offset, length))

@@ -1,0 +1,280 @@
+"""Where everything lies in an arena, and in the private context that a kernel gets of it.
+
+An arena is one range of memory that every rank of a group can address (at different addresses, where
+ranks are processes)::
+
+    header | control blocks | splits | succession | records | slots | pipes | channels | heaps
+
+each but the header and the channels rank by rank.
+
+Who may write what: a control block, its rank's splits, record, slots and pipes are written by that rank
+alone, but for the word of the control block that waiters count up and down (``WAITERS``); the abort
+word in the header is set once, by any rank; the succession (agreement.py) and the channels (channels.py)
+have rules of their own. A heap is written by its rank, with two exceptions: in an all_reduce or reduce of
+tensors that all lie in heaps, a peer writes into the tensor between step 1 and its own step 2, and no later
+than the rank is told that the operation has ended or failed (reclaiming.py); and what one worker has lent to
+another (rpc/lending.py) is the borrower's until it gives it back.
+
+Who may read what: a peer's slots and pipes in the operation for which they were written, and its heap between
+step 1 and step 2 of an operation on it. A rank that was stopped reads later, when the tensor may be something
+else already; but only after the group was aborted, so it sees that at its step 2, and fails (waiting.py).
+
+*Splits* hold how much a rank sends to and expects from each peer in an uneven all_to_all. *Slots* (two a
+rank) carry what fits into one piece: the one with the parity of the operation's sequence number. A *record*
+holds what its rank did last (recorder.py). *Pipes* (three a rank) carry larger operations chunk by chunk.
+The *heap* is a large, sparsely filled range for tensors that the ranks share (``dist.empty``); all heaps are
+mapped together, by each rank when it first needs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
+VERSION = 6
+MEMORY_FILE = "torchestra"  # what the names of all arenas' memory files begin with
+RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for what is left of arenas (flight_dump.py)
+PAGE = 4096
+LARGEST_PAGE = 1 << 16  # of all systems; a mapping begins at a multiple of a page
+LINE = 64
+
+# The header's words, as byte offsets.
+HEADER_MAGIC = 0
+HEADER_VERSION = 8
+HEADER_SIZE = 16
+HEADER_SLOT_BYTES = 24
+HEADER_PIPE_BYTES = 32
+HEADER_HEAP_BYTES = 40
+HEADER_CLOCK = 48  # what all ranks take the time from (clock.py)
+HEADER_TICKS = 56  # a moment by that clock
+HEADER_NANOSECONDS = 64  # and by CLOCK_MONOTONIC
+HEADER_NAME_LENGTH = 72
+HEADER_GROUP_SIZE = 80  # how many ranks the group has on all its hosts, or 0 if they are all here
+HEADER_HOST_LENGTH = 88
+HEADER_ABORT_CLAIM = 120  # ABORT_EXPLAINED or ABORT_WRITTEN once a rank aborts the group
+HEADER_ABORT = 128  # 1 when that is written
+HEADER_ABORT_LENGTH = 136
+HEADER_HOST = 144  # what the group calls this host, if it has several
+HEADER_HOST_BYTES = 112
+HEADER_NAME = 256  # the group's name
+HEADER_NAME_BYTES = 256
+HEADER_ABORT_TEXT = 512
+HEADER_BYTES = 16 * PAGE
+HEADER_ABORT_TEXT_BYTES = HEADER_BYTES - HEADER_ABORT_TEXT
+ABORT_EXPLAINED = 1  # a rank is finding out what to write; another may write instead
+ABORT_WRITTEN = 2  # a rank writes, or has written
+
+# A control block's words, as byte offsets. The first cache line is what every operation reads.
+CONTROL_BYTES = 4096
+PROGRESS = 0  # (sequence number << STEP_BITS) + step, only ever grows
+META = 8  # two words, by parity: what operation (operations.py), and a digest of the thresholds
+COUNT = 24  # two words, by parity: its size
+SHARED = 40  # two words, by parity: where in the rank's heap the tensor lies, or NOT_SHARED
+WAITERS = 128  # how many ranks sleep on PROGRESS
+STATE = 256  # ABSENT, PRESENT or LEFT
+PROCESS = 264  # process id of the rank
+STARTED = 272  # when that process started, in clock ticks since boot
+SPACE = 288  # the PID namespace that PROCESS is a number of, or 0 if unknown
+NUMBER = 280  # what the group calls the rank, where it has more ranks on other hosts; all ranks write it
+CORE = 320  # 1 + the core that the rank was last seen on (placement.py)
+ABANDONED = 328  # the operation that the rank has left halfway; it begins no other
+ASKED = 384  # counts up when a peer wants to know what this rank is doing
+ANSWERED = 392  # the value of ASKED that ANSWER answers
+CALLED_LENGTH = 400
+ANSWER_LENGTH = 408
+# Each of the two is written by one thread at a time, so that none is read while another writes it: CALLED by
+# whoever runs an operation, ANSWER by the watcher.
+CALLED = 512  # what the rank called in a mismatch
+CALLED_BYTES = 2560
+ANSWER = 3072  # where its program is
+ANSWER_BYTES = 1024
+
+ABSENT = 0
+PRESENT = 1
+LEFT = 2
+
+# A record: totals, the last operations, the last messages, and a word for every peer. See recorder.py.
+TOTAL_BYTES = 0  # of all operations that have ended
+TOTAL_WAITED = 8  # ticks, in all operations
+WAITING_SINCE = 16  # when the present wait began, or 0
+WAITING_FOR = 24
+PHASE = 32  # what was waited for last: a value of PROGRESS,
+PHASE_PEER = 40  # of this rank,
+PHASE_WAITED = 48  # so many ticks, those for other ranks to get there included
+LONGEST = 56  # the most of these in the current operation
+MESSAGES_OPENED = 64
+MESSAGES_BYTES = 72  # sent and received, of all that have ended
+MESSAGES_WAITED = 80  # ticks that blocking receives waited for their message
+CROSSING = 88  # of an operation over several hosts: its number in the group,
+CROSSING_WAITED = 96  # what TOTAL_WAITED was when it began,
+CROSSING_BYTES = 104  # and the bytes of all that have ended
+PARCELS_BYTES = 112  # as MESSAGES_BYTES and MESSAGES_WAITED, of messages to and from other hosts
+PARCELS_WAITED = 120
+OPERATIONS_AT = 256
+ENTRIES = 256  # a power of two
+ENTRY_BYTES = 64
+MESSAGES_AT = OPERATIONS_AT + ENTRIES * ENTRY_BYTES
+CROSSINGS_AT = MESSAGES_AT + ENTRIES * ENTRY_BYTES
+PARCELS_AT = CROSSINGS_AT + ENTRIES * ENTRY_BYTES
+BLAMED_AT = PARCELS_AT + ENTRIES * ENTRY_BYTES  # by peer, ticks waited: in collectives, for messages
+
+# An entry of a record.
+STAMP = 0  # number of the operation or message, or 0 while the entry changes hands
+BEGAN = 8
+ENDED = 16  # 0 while it runs, negative when it failed
+WHAT = 24  # the fingerprint (operations.py)
+AMOUNT = 32  # the count that belongs to it
+MOVED_BYTES = 40
+WAITED = 48  # ticks
+AWAITED = 56  # 1 + the rank that was waited for longest, or 0
+
+# In the entry of a message, WHAT is SENT or RECEIVED, BACKGROUND or 0, and the dtype's code << 16.
+SENT = 9
+RECEIVED = 10
+BACKGROUND = 1 << 8
+TAG = AMOUNT
+OTHER = AWAITED  # 1 + the rank (in PARCELS: by the group's number) that it goes to or comes from, 0 if any
+# A rank's part of the succession: words, as byte offsets.
+COMES = 0  # 1 while the rank is in shrink()
+READY = 8  # the round whose new arena the rank has entered
+EXCLUDED = 16  # 1 + the rank that has excluded this one; written by any rank
+PROPOSALS = 24  # two proposals, by parity of the round: a key, then who goes on
+PROPOSAL_KEY_BYTES = 32
+PROPOSAL_RANKS = PROPOSAL_KEY_BYTES
+
+STEP_BITS = 24
+DIGEST_BIT = 40  # where the digest of the thresholds begins in META
+SLOTS_PER_RANK = 2
+PIPES_PER_RANK = 3
+
+# The kernel's private context: words of 8 bytes, as byte offsets.
+RANK = 0
+SIZE = 8
+CONTROL = 16  # address of the control block of rank 0
+SPLITS = 24  # address of the splits of rank 0
+SLOTS = 32  # address of the slots of rank 0
+SLOT_BYTES = 40
+PIPES = 48  # address of the pipes of rank 0
+PIPE_BYTES = 56
+HEAPS = 64  # address of the heap of rank 0, once the heaps are mapped
+HEAP_BYTES = 72  # 0 before
+ABORT = 80  # address of the header's abort word
+SEQUENCE = 88  # of the last operation begun
+RESUME = 96  # where to go on in an operation that returned PENDING; 0 at its start
+BLOCKED = 104  # the rank waited for when PENDING or ABORTED was returned
+SPINS = 112  # how often a wait looks before it yields
+YIELDS = 120  # how often it yields before it sleeps
+PATIENCE = 128  # address of a struct timespec: how long it sleeps before it returns PENDING
+STREAM_ABOVE = 136  # results of more bytes than this are written past the caches
+DIRECT = 184  # an all_reduce of up to so many bytes has every rank read every tensor
+CHUNK = 192  # bytes per chunk of a tensor that goes through the pipes
+SHARE = 208  # bytes per chunk where one piece in a buffer is read by everybody
+PART = 200  # bytes per chunk and peer, where a buffer holds one part for each peer
+# Tables of SIZE words each, in the same private memory.
+POINTERS = 144  # scratch: the sources of a reduction
+SOURCES = 152  # by peer: where the piece for it lies
+SOURCE_BYTES = 160
+TARGETS = 168  # by peer: where its piece goes, or 0 when it is not wanted
+TARGET_BYTES = 176
+RECORD = 216  # address of this rank's record
+CLOCK = 224  # HEADER_CLOCK
+TIMESPEC = 232  # scratch, two words
+CORES = 248  # how many cores the ranks here may use
+MASKS = 256  # address of two affinity masks
+UNTIL_LOOK = 264  # how many waits that yield until this rank looks where the others are
+NEXT_LOOK = 272  # how many it will be after the next move
+WHOLE = 280  # a table of parts (kernels/parts.py) for one tensor: 0, its elements, its address
+THRESHOLDS = 304  # a digest of DIRECT, CHUNK and SHARE, shifted to where META has it
+CONTEXT_BYTES = 320
+MASK_BYTES = 128  # of one affinity mask
+TABLES = (POINTERS, SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES)
+
+# A plan: what a kernel knows of a kind of operation on a dtype, words of 8 bytes, as byte offsets.
+PLAN_CONTEXT = 0  # address of the kernel's context
+PLAN_META = 8  # the fingerprint (operations.py)
+PLAN_UNIT = 16  # bytes per element
+PLAN_FUNCTION = 24  # address of the reduction (reductions.py)
+PLAN_ROOT = 32  # the root, or -1 for everybody
+PLAN_BYTES = 40
+
+NOT_SHARED = -(1 << 62)  # SHARED of a tensor that does not lie in the heap
+
+UNKNOWN = -1  # a count that the ranks need not agree on
+
+# What a kernel returns.
+DONE = 0
+PENDING = 1
+ABORTED = 2
+MISMATCH = 3
+
+
+def align(number: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not below ``number``."""
+    return -(-number // unit) * unit
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The offsets of an arena for ``size`` ranks."""
+
+    size: int
+    slot_bytes: int
+    pipe_bytes: int
+    channel_bytes: int  # of all ranks together
+    heap_bytes: int
+
+    @property
+    def control(self) -> int:
+        return HEADER_BYTES
+
+    @property
+    def splits(self) -> int:
+        return self.control + self.size * CONTROL_BYTES
+
+    @property
+    def splits_bytes(self) -> int:
+        """Of one rank: by parity, then sent and expected, then by peer."""
+        return 2 * 2 * 8 * self.size
+
+    @property
+    def succession(self) -> int:
+        return align(self.splits + self.size * self.splits_bytes, LINE)
+
+    @property
+    def succession_bytes(self) -> int:
+        """Of one rank; the word that decides comes before, in a line of its own."""
+        return align(PROPOSALS + 2 * self.proposal_bytes, LINE)
+
+    @property
+    def proposal_bytes(self) -> int:
+        """A key, and a bit for each rank."""
+        return PROPOSAL_RANKS + 8 * align(self.size, 64) // 64
+
+    @property
+    def records(self) -> int:
+        return align(self.succession + LINE + self.size * self.succession_bytes, PAGE)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of one rank."""
+        return align(BLAMED_AT + 16 * self.size, PAGE)
+
+    @property
+    def slots(self) -> int:
+        return self.records + self.size * self.record_bytes
+
+    @property
+    def pipes(self) -> int:
+        return self.slots + self.size * SLOTS_PER_RANK * self.slot_bytes
+
+    @property
+    def channels(self) -> int:
+        return self.pipes + self.size * PIPES_PER_RANK * self.pipe_bytes
+
+    @property
+    def heaps(self) -> int:
+        return align(self.channels + self.channel_bytes, LARGEST_PAGE)
+
+    @property
+    def total(self) -> int:
+        return self.heaps + self.size * self.heap_bytes

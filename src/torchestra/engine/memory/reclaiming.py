@@ -1,0 +1,96 @@
+"""How a rank that has left an operation halfway gets its tensor back from peers that may still write into it.
+
+In an all_reduce or reduce of tensors that all lie in heaps, everybody writes its part of the result into all
+of them, which takes a quarter less time than if everybody fetched it. At the end of the operation all have
+written. But who leaves it before that, because its time is over, say, may leave a peer behind that is
+stopped, or has no core, between its steps 1 and 2, and that writes when it goes on, whatever the memory is
+by then.
+
+So before the error is raised, the peers that may be there are looked for. One that has not published step 1
+will find the group aborted when it has (waiting.py); one that has published step 2 has written; one that has
+left halfway too says so in ABANDONED; one that is dead does nothing. After a moment that is all of them, if
+nobody is stopped. For others, who are processes, the pages of the tensor are replaced by copies that they do
+not see: what they write goes into memory that nobody uses. Ranks that are threads see the same memory, but
+are never stopped alone: they are waited for.
+
+The memory of the pages that were replaced goes back to the system, and reads as zeros to a peer: which is no
+worse than what the rank may do with its tensor from now on. Either is only for a group that is aborted.
+"""
+
+from __future__ import annotations
+
+import time
+
+from torchestra.engine import operations
+from torchestra.engine.failure.liveness import PeerThreads
+from torchestra.engine.kernels import control
+from torchestra.engine.memory import layout as at
+from torchestra.engine.operations import Kind
+from torchestra.engine.rank_context import Member
+from torchestra.errors import DistBackendError
+
+__all__ = ["reclaim"]
+
+_WRITTEN_BY_PEERS = (Kind.all_reduce, Kind.reduce)
+_SECONDS_FOR_PROCESSES = 0.05
+_SECONDS_FOR_THREADS = 60.0
+_FIRST_NAP, _LONGEST_NAP = 0.0002, 0.01
+
+
+def reclaim(member: Member) -> None:
+    """See to it that no peer writes into the tensor of the operation that this rank has left halfway.
+
+    Must be called after the group was aborted, when this rank has left the kernel and will enter no other.
+
+    Raises:
+        DistBackendError: a peer may still do so: a thread that gets no core, or a process where there is no
+            memory for a copy.
+    """
+    control.tell(_own_block(member) + at.ABANDONED, member.word(at.SEQUENCE))
+    threads = isinstance(member.peers, PeerThreads)
+    start, length = _tensor(member)
+    deadline = time.monotonic() + (_SECONDS_FOR_THREADS if threads else _SECONDS_FOR_PROCESSES)
+    nap = _FIRST_NAP
+    while (inside := _inside(member)) and length > 0 and time.monotonic() < deadline:
+        time.sleep(nap)
+        nap = min(nap * 1.3, _LONGEST_NAP)
+    if length == 0 or (member.is_aborted and not inside):
+        return
+    problem = f"has been there for {_SECONDS_FOR_THREADS:g} s"
+    if not threads:
+        try:
+            member.arena.make_heap_private(start, length, keep=not member.is_aborted)
+            return
+        except OSError as error:
+            problem = f"there is no memory for a copy of its {length} bytes ({error})"
+    called = ", ".join(map(str, member.called(inside)))
+    raise DistBackendError(
+        f"rank {member.own_number}: do not use the tensor of the operation of group {member.name!r} that"
+        f" failed any more: rank {called} may still write into it, and {problem}"
+    )
+
+
+def _own_block(member: Member) -> int:
+    return member.arena.address + member.arena.control(member.rank)
+
+
+def _tensor(member: Member) -> tuple[int, int]:
+    """Where in the heaps the tensor lies that peers write into, and how many bytes it has: 0 if none does."""
+    block = _own_block(member) + (member.word(at.SEQUENCE) & 1) * 8
+    meta, count, offset = (control.read(block + word) for word in (at.META, at.COUNT, at.SHARED))
+    if offset == at.NOT_SHARED or meta & 0xFF not in _WRITTEN_BY_PEERS:
+        return 0, 0
+    return member.rank * member.arena.layout.heap_bytes + offset, count * operations.unit_of(meta)
+
+
+def _inside(member: Member) -> list[int]:
+    """The ranks that may write into this rank's tensor."""
+    found = []
+    rank = control.next_inside(member.context, 0)
+    while rank < member.size:
+        found.append(rank)
+        rank = control.next_inside(member.context, rank + 1)
+    if found and member.peers is not None and not isinstance(member.peers, PeerThreads):
+        dead = member.peers.dead()
+        found = [rank for rank in found if rank not in dead]
+    return found

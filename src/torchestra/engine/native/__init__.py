@@ -1,0 +1,1 @@
+"""Machine code: atomic accesses, compilation, and the cache of compiled kernels."""

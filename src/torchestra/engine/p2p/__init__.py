@@ -1,0 +1,31 @@
+"""Messages between two ranks of a group, over memory that all its ranks share: send, recv, isend, irecv.
+
+words.py tells where everything lies, ring.py how bytes get across and how ranks wait, matching.py which
+message goes to which receive, kernels.py the kernels; mailbox.py (calls) and progress.py (the thread) are the
+Python over them.
+
+An arena's channels can be used by an endpoint instead (endpoint_kernels.py, endpoint.py): for whole messages
+of any length that nobody has announced a receive for, sent and received by many threads.
+"""
+
+from __future__ import annotations
+
+from torchestra.engine.p2p.endpoint import LostPeerError, PostOffice
+from torchestra.engine.p2p.endpoint_kernels import warm_up_posting
+from torchestra.engine.p2p.kernels import warm_up_channels
+from torchestra.engine.p2p.layout import channel_area_bytes
+from torchestra.engine.p2p.mailbox import Mailbox
+from torchestra.engine.p2p.transfer import Transfer, Waiter
+from torchestra.transport.message import Message
+
+__all__ = [
+    "LostPeerError",
+    "Mailbox",
+    "Message",
+    "PostOffice",
+    "Transfer",
+    "Waiter",
+    "channel_area_bytes",
+    "warm_up_channels",
+    "warm_up_posting",
+]

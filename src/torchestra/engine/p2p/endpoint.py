@@ -1,0 +1,229 @@
+"""A rank's endpoint: whole messages, sent by every thread, received by one at a time (endpoint_kernels.py).
+
+A message is one or more parts: its text, and large memory beside it that is copied into the channel from
+where it lies and out of it to where it shall lie. Messages from one rank to another arrive in the order of
+the calls.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchestra.engine.memory.layout import DONE
+from torchestra.engine.native.compilation import entry_point
+from torchestra.engine.p2p import endpoint_kernels
+from torchestra.engine.p2p import layout as w
+from torchestra.engine.try_lock import TryLock
+from torchestra.transport.message import Message, new_storage, no_room
+
+_PARTS_SHIFT = 16
+_SCRATCH_BYTES = 1 << 16
+_GRACE_NANOSECONDS = 100_000
+_NOWHERE = 0  # the address to which a message is taken that there is no memory for
+
+
+class LostPeerError(Exception):
+    """The rank at the other end died halfway through a message."""
+
+
+class _Parcel:
+    """A message on its way, and how much of it has gone."""
+
+    __slots__ = ("begun", "keep", "kind", "next", "parts", "tag")
+
+    def __init__(self, kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object) -> None:
+        self.kind = kind
+        self.tag = tag
+        self.parts = parts
+        self.keep = keep
+        self.next = 0
+        self.begun = False
+
+
+class _Outbox:
+    """What is to go to one rank: whoever has the lock sends it all."""
+
+    def __init__(self) -> None:
+        self.lock = TryLock()
+        self.queue: deque[_Parcel] = deque()
+        self.words: npt.NDArray[np.int64] = np.zeros(w.RECORD_BYTES // 8, dtype=np.int64)
+        self.record: int = self.words.ctypes.data
+
+
+class PostOffice:
+    """What rank ``rank`` of ``size`` sends and receives with. Nothing else may use the channels of the arena.
+
+    Args:
+        context: address of the rank's kernel context (layout.py).
+        area: address, here, of the arena's channels.
+        lost: whether a rank is gone: what is under way to it is thrown away, what is from it never ends.
+    """
+
+    def __init__(self, context: int, area: int, rank: int, size: int, lost: Callable[[int], bool]) -> None:
+        self._words: npt.NDArray[np.int64] = np.zeros((w.PEERS_AT + size * w.PEER_BYTES) // 8, dtype=np.int64)
+        self._grace: npt.NDArray[np.int64] = np.array([0, _GRACE_NANOSECONDS], dtype=np.int64)
+        self._state: int = self._words.ctypes.data
+        for offset, value in (
+            (w.CONTEXT, context),
+            (w.BELLS, area),
+            (w.CHANNELS, area + w.bells_bytes(size)),
+            (w.CHANNEL_BYTES, w.channel_bytes(size)),
+            (w.RING_BYTES, w.ring_bytes(size)),
+            (w.PIECE_BYTES, w.piece_bytes(size)),
+            (w.RANK, rank),
+            (w.SIZE, size),
+            (endpoint_kernels.GRACE, self._grace.ctypes.data),
+        ):
+            self._words[offset // 8] = value
+        first = endpoint_kernels.OUT_PEER // 8
+        self._out = self._words[first : first + 4]
+        self._scratch: npt.NDArray[np.uint8] = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
+        self._scratch_address: int = self._scratch.ctypes.data
+        self._scratch_view = memoryview(self._scratch)  # type: ignore[arg-type]
+        self._lost = lost
+        self._outboxes = [_Outbox() for _ in range(size)]
+        self._begin_post: Any = entry_point(endpoint_kernels.begin_post)
+        self._go_on_post: Any = entry_point(endpoint_kernels.go_on_post)
+        self._look: Any = entry_point(endpoint_kernels.look)
+        self._begin_take: Any = entry_point(endpoint_kernels.begin_take)
+        self._go_on_take: Any = entry_point(endpoint_kernels.go_on_take)
+        self._await_mail: Any = entry_point(endpoint_kernels.await_mail)
+        self._watch: Any = entry_point(endpoint_kernels.watch)
+        self._abandon: Any = entry_point(endpoint_kernels.abandon)
+        self._rouse: Any = entry_point(endpoint_kernels.rouse)
+        self._closed = False
+
+    def send(
+        self, peer: int, kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object = None
+    ) -> None:
+        """Send a message to another rank. Every thread may call.
+
+        Another thread that is sending to that rank may do it, after this call has returned; so the memory
+        must stay as it is until the message has been answered, and ``keep`` is kept until it has gone.
+
+        Args:
+            kind: below 65,536.
+            tag: any 63-bit number.
+            parts: the address and length of each part; the first is the text.
+        """
+        box = self._outboxes[peer]
+        parcel = _Parcel(kind, tag, parts, keep)
+        box.queue.append(parcel)
+        self._send_queued(peer, box, parcel)
+
+    def send_leftovers(self) -> None:
+        """Send what a thread has left that was interrupted while it sent."""
+        for peer, box in enumerate(self._outboxes):
+            if box.queue:
+                self._send_queued(peer, box, object())
+
+    def _send_queued(self, peer: int, box: _Outbox, claim: object) -> None:
+        """Send what is queued for a rank, unless another thread does; that one then sends it all."""
+        try:
+            while box.queue and box.lock.take(claim):
+                while box.queue:
+                    self._push(peer, box, box.queue[0])
+                    box.queue.popleft()
+                del box.lock.holder
+        finally:
+            if box.lock.holder is claim:
+                del box.lock.holder
+
+    def _push(self, peer: int, box: _Outbox, parcel: _Parcel) -> None:
+        """Send a message; may be called again for one that an exception has interrupted."""
+        state, record = self._state, box.record
+        parts = parcel.parts
+        while parcel.next < len(parts):
+            if not parcel.begun:
+                address, length = parts[parcel.next]
+                kind = parcel.kind | len(parts) << _PARTS_SHIFT
+                parcel.begun = True
+                code = self._begin_post(state, record, peer, address, length, parcel.tag, kind)
+            else:
+                code = self._go_on_post(state, record, peer)
+            while code != DONE:
+                if self._closed or self._lost(peer):
+                    parcel.next = len(parts)
+                    return
+                code = self._go_on_post(state, record, peer)
+            parcel.begun = False
+            parcel.next += 1
+
+    def receive(self, *, eager: bool) -> Message | None:
+        """The next message, with the lead; None if none came for a while, or attention was called.
+
+        One that there is no memory for is taken out of the channel all the same, and says so.
+
+        Args:
+            eager: somebody waits for it, so that yielding the core for a while may spare a sleep.
+        """
+        state = self._state
+        if not self._look(state, -1):
+            code = self._await_mail(state, int(eager), -1)
+            if code == endpoint_kernels.INTERRUPTED and not self._closed:
+                self._words[w.ATTENTION // 8] = 0
+            if code != DONE or not self._look(state, -1):
+                return None
+        source, tag, length, word = self._out.tolist()
+        more = (word >> _PARTS_SHIFT) - 1
+        text: bytes | npt.NDArray[np.uint8] = b""
+        lost: MemoryError | None = None
+        if length <= _SCRATCH_BYTES:
+            self._take(source, self._scratch_address, more)
+            text = bytes(self._scratch_view[:length])
+        else:
+            try:
+                room = np.empty(length, dtype=np.uint8)
+            except MemoryError:
+                lost = no_room(source, "the text", length)
+                self._take(source, _NOWHERE, more)
+            else:
+                self._take(source, room.ctypes.data, more)
+                text = room
+        storages: list[torch.UntypedStorage] = []
+        while more:
+            more -= 1
+            while not self._look(state, source):
+                code = self._await_mail(state, 1, source)
+                if code != DONE and (self._closed or self._lost(source)):
+                    self._abandon(state, source)
+                    raise LostPeerError
+            length = int(self._out[2])
+            if lost is None and (storage := new_storage(length)) is not None:
+                self._take(source, storage.data_ptr(), more)
+                storages.append(storage)
+            else:  # those behind it are to be found in the channel all the same
+                lost = lost or no_room(source, "a tensor", length)
+                storages.clear()
+                self._take(source, _NOWHERE, more)
+        return Message(source, word & ((1 << _PARTS_SHIFT) - 1), tag, text, storages, lost)
+
+    def _take(self, source: int, address: int, more: int) -> None:
+        code = self._begin_take(self._state, source, address, int(not more))
+        while code != DONE:
+            code = self._go_on_take(self._state, source)
+            if code != DONE and (self._closed or self._lost(source)):
+                self._abandon(self._state, source)
+                raise LostPeerError
+
+    def watch(self) -> bool:
+        """Sleep until a message has come that nobody takes, or for a while: whether one has.
+
+        For one thread at a time.
+        """
+        return self._watch(self._state) == DONE  # type: ignore[no-any-return]
+
+    def rouse_leader(self) -> None:
+        """Have :meth:`receive` return."""
+        self._rouse(self._state, 0)
+
+    def close(self) -> None:
+        """Wake everybody; from now on nothing sleeps here."""
+        self._closed = True
+        self._rouse(self._state, 1)

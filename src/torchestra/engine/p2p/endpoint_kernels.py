@@ -1,0 +1,379 @@
+"""Kernels of a post office: many threads of a rank send, one at a time receives, and none waits for another.
+
+The channels are those of ring.py, the bells are not: a rank has three, in the words of its bell that the
+mailbox leaves unused, each a pair of a futex word (RUNG) and a word that tells who sleeps on it.
+
+*Lead.* At most one thread of a rank receives, the leader. LEADING is 0 without one, 1 while it looks, 2 while
+it sleeps: only then it must be woken.
+
+*Watch.* Nobody leads while the thread that received a message works at it. One thread, the watchman, sleeps
+until a message comes meanwhile, waits a grace for a leader to take it (LED counts how often one has
+looked), and then comes back to take the lead itself. So a message that finds everybody idle wakes one thread,
+which answers it without waking another, and a function that runs for long keeps no message waiting.
+
+*Room.* What a thread sleeps on that found a channel full.
+
+A rank may post to itself, from one thread: so what comes in by other ways is found among the messages.
+
+No wake-up is lost: a sleeper writes that it sleeps and then looks, a peer publishes and then reads who
+sleeps, all sequentially consistent; and a futex compares RUNG again. A leader that leaves looks once more
+and wakes the watchman if there is mail, because peers that saw it lead have woken nobody; one that leaves
+with a message looks when it has taken that, so that the watchman sleeps on while messages come one by one.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit, types
+
+from torchestra.engine.kernels.placement import settle
+from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE
+from torchestra.engine.memory.layout import DONE, PATIENCE, PENDING, SPINS, YIELDS
+from torchestra.engine.native.atomics import (
+    KERNEL_OPTIONS,
+    compare_exchange,
+    fetch_add,
+    load,
+    load_acquire,
+    load_ordered,
+    sched_yield,
+    spin_hint,
+    store,
+    store_ordered,
+    syscall,
+)
+from torchestra.engine.p2p import layout as w
+from torchestra.engine.p2p import ring
+
+# Byte offsets in a rank's bell.
+LEAD = 32
+WATCH = 48
+ROOM = 64
+WHO = 8  # of the pair: LEADING, or how many sleep
+NOBODY = 0
+LOOKING = 1
+ASLEEP = 2
+
+# Words of the private state that a mailbox uses for its lists.
+OUT_PEER = 64  # of the message that was found
+OUT_TAG = 72
+OUT_BYTES = 80
+OUT_KIND = 88
+LED = 128
+GRACE = 136  # address of a struct timespec
+CLOSING = 144  # 1 when nothing shall sleep any more
+
+INTERRUPTED = w.INTERRUPTED
+_WATCHES = 8
+
+put, take, take_header, next_header = ring.put, ring.take, ring.take_header, ring.next_header
+peer_of, full_fence = ring.peer_of, ring.full_fence
+_HELD = {**KERNEL_OPTIONS, "nogil": False}  # so short that to give the interpreter away would cost more
+
+
+@njit(**KERNEL_OPTIONS)
+def _bell(state, rank):
+    return load(state + w.BELLS) + rank * w.BELL_BYTES
+
+
+@njit(**KERNEL_OPTIONS)
+def _sleep(state, pair, rung):
+    """Sleep until a pair has been woken since RUNG was read, PATIENCE at most."""
+    syscall(FUTEX, pair, FUTEX_WAIT, rung & 0xFFFF_FFFF, load(load(state + w.CONTEXT) + PATIENCE), 0, 0)
+
+
+@njit(**KERNEL_OPTIONS)
+def _wake(pair):
+    fetch_add(pair, 1)
+    syscall(FUTEX, pair, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+
+
+@njit(**KERNEL_OPTIONS)
+def _ring_mail(state, peer):
+    """Have a message noticed that was published in the channel to ``peer``."""
+    lead = _bell(state, peer) + LEAD
+    who = load_ordered(lead + WHO)
+    if who == ASLEEP:
+        if compare_exchange(lead + WHO, ASLEEP, LOOKING) == ASLEEP:
+            _wake(lead)
+    elif who == NOBODY:
+        watch = _bell(state, peer) + WATCH
+        if load_ordered(watch + WHO) > 0:
+            _wake(watch)
+
+
+@njit(**KERNEL_OPTIONS)
+def _ring_room(state, peer):
+    room = _bell(state, peer) + ROOM
+    if load_ordered(room + WHO) > 0:
+        _wake(room)
+
+
+@njit(**KERNEL_OPTIONS)
+def _put(state, record, peer):
+    """Send some of a message: whether there was room for any."""
+    moved = put(state, peer, record)
+    if moved:
+        full_fence()
+        _ring_mail(state, peer)
+    return moved
+
+
+@njit(**KERNEL_OPTIONS)
+def _push(state, record, peer):
+    """Send what there is room for: whether that was all."""
+    while _put(state, record, peer):
+        if load(record + w.MOVED) == load(record + w.LENGTH):
+            return True
+    return False
+
+
+@njit(**_HELD)
+def begin_post(state, record, peer, address, length, tag, kind):
+    """Begin to send a message, with the channel's lock held: DONE, or PENDING if the channel is full."""
+    store(record + w.STAGE, w.QUEUED)
+    store(record + w.MOVED, 0)
+    store(record + w.ADDRESS, address)
+    store(record + w.LENGTH, length)
+    store(record + w.TAG, tag)
+    store(record + w.KIND, kind)
+    if _put(state, record, peer) and load(record + w.MOVED) == length:
+        return DONE
+    return PENDING
+
+
+@njit(**KERNEL_OPTIONS)
+def go_on_post(state, record, peer):
+    """Send the rest: DONE, or PENDING if there was no room for PATIENCE."""
+    room = _bell(state, load(state + w.RANK)) + ROOM
+    while not _push(state, record, peer):
+        rung = load_ordered(room)
+        moved = load(record + w.MOVED)
+        fetch_add(room + WHO, 1)
+        full_fence()
+        done = _push(state, record, peer)
+        if not done and load(record + w.MOVED) == moved:
+            _sleep(state, room, rung)
+        fetch_add(room + WHO, -1)
+        if done:
+            break
+        if load_ordered(room) == rung and load(record + w.MOVED) == moved:
+            return PENDING
+    return DONE
+
+
+@njit(**KERNEL_OPTIONS)
+def _has(state, peer):
+    return load(peer_of(state, peer) + w.CURRENT) != w.BROKEN and next_header(state, peer) != 0
+
+
+@njit(**KERNEL_OPTIONS)
+def _find(state, only):
+    """The first source (or this one only, unless -1) that has a message here, plus one, or 0."""
+    if only >= 0:
+        return only + 1 if _has(state, only) else 0
+    size = load(state + w.SIZE)
+    start = load(state + w.NEXT_SOURCE)
+    for step in range(size):
+        peer = (start + step) % size
+        if _has(state, peer):
+            return peer + 1
+    return 0
+
+
+@njit(**_HELD)
+def look(state, only):
+    """Find a message (from one source only, unless -1), with the lead: 1 and it in the OUT words, or 0."""
+    store(state + LED, load(state + LED) + 1)
+    found = _find(state, only)
+    if found == 0:
+        return 0
+    peer = found - 1
+    store(state + w.NEXT_SOURCE, peer + 1)
+    header = next_header(state, peer)
+    store(state + OUT_PEER, peer)
+    store(state + OUT_TAG, load(header + w.MESSAGE_TAG))
+    store(state + OUT_BYTES, load(header + w.MESSAGE_BYTES))
+    store(state + OUT_KIND, load(header + w.MESSAGE_KIND))
+    return 1
+
+
+@njit(**KERNEL_OPTIONS)
+def _take(state, peer):
+    taken = take(state, peer, False)
+    if taken:
+        full_fence()
+        _ring_room(state, peer)
+    return taken
+
+
+@njit(**KERNEL_OPTIONS)
+def _pull(state, peer):
+    """Take what has come of a message: whether that was all."""
+    known = peer_of(state, peer)
+    while load(known + w.LEFT) > 0 and _take(state, peer):
+        pass
+    return load(known + w.LEFT) == 0
+
+
+@njit(**KERNEL_OPTIONS)
+def _wake_watchman_to_mail(state):
+    """If there is mail and nobody leads, wake the watchman."""
+    if _find(state, -1) != 0:
+        watch = _bell(state, load(state + w.RANK)) + WATCH
+        if load_ordered(watch + WHO) > 0:
+            _wake(watch)
+
+
+@njit(**_HELD)
+def begin_take(state, peer, address, is_last):
+    """Take the message that :func:`look` has found: DONE, or PENDING if some is still to come.
+
+    ``is_last``: the leader takes no other directly after it.
+    """
+    take_header(state, peer, next_header(state, peer), address)
+    full_fence()
+    _ring_room(state, peer)
+    _take(state, peer)
+    if load(peer_of(state, peer) + w.LEFT) != 0:
+        return PENDING
+    if is_last != 0:
+        _wake_watchman_to_mail(state)
+    return DONE
+
+
+@njit(**KERNEL_OPTIONS)
+def go_on_take(state, peer):
+    """Take the rest: DONE, or PENDING if nothing came for PATIENCE."""
+    lead = _bell(state, load(state + w.RANK)) + LEAD
+    store_ordered(lead + WHO, LOOKING)
+    while not _pull(state, peer):
+        rung = load_ordered(lead)
+        store_ordered(lead + WHO, ASLEEP)
+        full_fence()
+        left = load(peer_of(state, peer) + w.LEFT)
+        if not _pull(state, peer) and load(peer_of(state, peer) + w.LEFT) == left:
+            _sleep(state, lead, rung)
+            if not _pull(state, peer) and load(peer_of(state, peer) + w.LEFT) == left:
+                leave(state)
+                return PENDING
+        store_ordered(lead + WHO, LOOKING)
+    leave(state)
+    return DONE
+
+
+@njit(**KERNEL_OPTIONS)
+def leave(state):
+    """Give the lead up: peers that publish from now on wake the watchman, who hears now of what is there."""
+    store_ordered(_bell(state, load(state + w.RANK)) + LEAD + WHO, NOBODY)
+    full_fence()
+    _wake_watchman_to_mail(state)
+    return 0
+
+
+@njit(**KERNEL_OPTIONS)
+def await_mail(state, eager, only):
+    """Sleep, as the leader, until there is a message (from ``only``, unless -1).
+
+    DONE, INTERRUPTED, or PENDING if none came for PATIENCE.
+    """
+    context = load(state + w.CONTEXT)
+    lead = _bell(state, load(state + w.RANK)) + LEAD
+    store_ordered(lead + WHO, LOOKING)
+    full_fence()
+    spins = load(context + SPINS)
+    looks = spins + (load(context + YIELDS) if eager else 0)
+    code = PENDING
+    for number in range(looks):
+        if _find(state, only) != 0:
+            code = DONE
+            break
+        if number < spins:
+            spin_hint()
+        else:
+            settle(context)
+            sched_yield()
+    if code == PENDING:
+        rung = load_ordered(lead)
+        store_ordered(lead + WHO, ASLEEP)
+        full_fence()
+        if _find(state, only) == 0 and load_ordered(state + w.ATTENTION) == 0:
+            _sleep(state, lead, rung)
+        if _find(state, only) != 0:
+            code = DONE
+    if load_acquire(state + w.ATTENTION) != 0:
+        code = INTERRUPTED
+    if code == DONE:
+        store_ordered(lead + WHO, NOBODY)
+        full_fence()
+    else:
+        leave(state)
+    return code
+
+
+@njit(**KERNEL_OPTIONS)
+def watch(state):
+    """Sleep, as the watchman, until a message is there that nobody takes: DONE, INTERRUPTED or PENDING."""
+    pair = _bell(state, load(state + w.RANK)) + WATCH
+    for _ in range(_WATCHES):
+        rung = load_ordered(pair)
+        fetch_add(pair + WHO, 1)
+        full_fence()
+        if _find(state, -1) == 0 and load_ordered(state + CLOSING) == 0:
+            _sleep(state, pair, rung)
+        fetch_add(pair + WHO, -1)
+        if load_acquire(state + CLOSING) != 0:
+            return INTERRUPTED
+        if _find(state, -1) == 0:
+            if load_ordered(pair) == rung:
+                return PENDING
+            continue
+        led = load_acquire(state + LED)
+        syscall(FUTEX, state + CLOSING, FUTEX_WAIT, 0, load(state + GRACE), 0, 0)
+        if load_acquire(state + LED) == led and _find(state, -1) != 0:
+            return DONE
+    return PENDING
+
+
+@njit(**KERNEL_OPTIONS)
+def abandon(state, peer):
+    """Take nothing more from a peer."""
+    store(peer_of(state, peer) + w.CURRENT, w.BROKEN)
+    return 0
+
+
+@njit(**KERNEL_OPTIONS)
+def rouse(state, everybody):
+    """Bring the leader of this rank, or everybody that sleeps, back to Python."""
+    store_ordered(state + w.ATTENTION, 1)
+    bell = _bell(state, load(state + w.RANK))
+    _wake(bell + LEAD)
+    if everybody != 0:
+        store_ordered(state + CLOSING, 1)
+        _wake(bell + WATCH)
+        _wake(bell + ROOM)
+    return 0
+
+
+_WORD = types.int64
+_ENTRIES: tuple[tuple[Any, int], ...] = (
+    (begin_post, 7),
+    (go_on_post, 3),
+    (look, 2),
+    (begin_take, 4),
+    (go_on_take, 2),
+    (leave, 1),
+    (await_mail, 3),
+    (watch, 1),
+    (abandon, 2),
+    (rouse, 2),
+)
+
+
+def warm_up_posting() -> None:
+    """Compile the kernels, or load them from Numba's cache."""
+    for kernel, arguments in _ENTRIES:
+        kernel.compile((_WORD,) * arguments)

@@ -1,0 +1,441 @@
+"""What of a mailbox is under way, moved by whoever waits for some of it, or else by the mailbox's thread.
+
+Calls leave transfers in ``_inbox``, in their order. Whoever then occupies the state (BUSY, see kernels.py)
+works for all: posts what is in the inbox, runs the kernel that moves all transfers together, and tells what
+is finished. A thread that waits for a transfer works so on its own account, which spares two changes
+of thread; the mailbox's thread (started when first needed) works when for GRACE nobody has, and looks after
+transfers that nobody waits for. Who leaves something for one that works calls its attention, and it comes
+back from the kernel; when somebody else wants to work, the mailbox's thread leaves it to them.
+
+BUSY guards the private state, the records and ``_pending``. ``_gate`` guards QUEUEING, ``_closed``,
+``_broken`` and what is put into the inbox; it is held for moments only, also by who works, and nobody
+who holds it waits for BUSY. QUEUEING is set while there is any transfer, or the mailbox is closed or a
+channel broken: a blocking call that finds it unset may do without all this.
+
+A signal handler may raise anywhere in the main thread. So BUSY is taken with a token that is known before,
+and given back in a ``finally`` whether or not it was taken; steps are made such that they can be repeated,
+and who works next after an exception repeats them (:meth:`Traffic._repair`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchestra.engine.memory.layout import ABORTED, DONE
+from torchestra.engine.native.compilation import entry_point
+from torchestra.engine.p2p import kernels
+from torchestra.engine.p2p import layout as w
+from torchestra.engine.p2p.error_texts import Wording
+from torchestra.engine.p2p.transfer import Record, Retracted, Transfer, Waiter
+from torchestra.system.limits import start_thread
+
+_post: Any = kernels.post
+_run: Any = kernels.run
+_cancel: Any = kernels.cancel
+_forget: Any = kernels.forget
+_occupy: Any = kernels.occupy
+_vacate: Any = kernels.vacate
+_call_attention: Any = kernels.call_attention
+
+LOOK_SECONDS = 0.05
+CLOSE_SECONDS = 10.0
+_GRACE_SECONDS = 0.001
+_LINGER_SECONDS = 0.05
+_RECORDS_AT_ONCE = 64
+
+
+class Traffic:
+    """The transfers of one rank. Args: as :class:`~torchestra.engine.p2p.mailbox.Mailbox`."""
+
+    def __init__(
+        self,
+        context: int,
+        area: int,
+        rank: int,
+        size: int,
+        name: str = "",
+        kind_name: Callable[[int], str] = "kind {}".format,
+    ) -> None:
+        assert area % w.PAGE == 0, "the channels must begin at a page"
+        self._wording = Wording(rank, name, kind_name)
+        self._words: npt.NDArray[np.int64] = np.zeros((w.PEERS_AT + size * w.PEER_BYTES) // 8, dtype=np.int64)
+        self._state: int = self._words.ctypes.data
+        for offset, value in (
+            (w.CONTEXT, context),
+            (w.BELLS, area),
+            (w.CHANNELS, area + w.bells_bytes(size)),
+            (w.CHANNEL_BYTES, w.channel_bytes(size)),
+            (w.RING_BYTES, w.ring_bytes(size)),
+            (w.PIECE_BYTES, w.piece_bytes(size)),
+            (w.RANK, rank),
+            (w.SIZE, size),
+        ):
+            self._words[offset // 8] = value
+        self._transfer = entry_point(kernels.transfer)
+        self._tokens = itertools.count(-1, -1)
+        self._free: list[Record] = []
+        self._pending: dict[int, Transfer] = {}  # by the address of the record
+        self._finished: deque[Transfer] = deque()  # whose done() is still to be called
+        self._interrupted = False
+        self._gate = threading.RLock()
+        self._closed = False
+        self._inherited = False
+        self._claimed = False
+        self._inbox: deque[Transfer] = deque()
+        self._broken: dict[tuple[bool, int], str] = {}
+        # In the context of the rank that makes it, so that callbacks know which rank they are of.
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(self._serve,),
+            name=f"torchestra-messages-{name}-{rank}",
+            daemon=True,
+        )
+        self._started = False
+        self._resting = True
+        self._bell = threading.Lock()
+        self._bell.acquire()
+
+    def forget(self) -> None:
+        """In a forked child, whose parent's these messages are: move nothing, refuse what is called.
+
+        Nothing is told of what was under way: it goes on in the parent.
+        """
+        self._closed = self._inherited = True
+        self._gate = threading.RLock()  # a thread that does not exist here may have had it
+        self._inbox.clear()
+        self._pending.clear()
+        self._transfer = self._refuse
+
+    def _refuse(self, *_: object) -> int:
+        raise self._wording.inherited()
+
+    # -- whoever works
+
+    def _submit(self, transfer: Transfer) -> None:
+        """Put a transfer into the inbox, and post it if nobody is at work."""
+        try:
+            with self._gate:
+                if self._inherited:
+                    self._refuse()
+                if self._closed:
+                    raise self._wording.destroyed(transfer)
+                reason = self._broken.get((transfer.sending, transfer.peer))
+                if reason is not None:
+                    raise self._wording.unusable(transfer, reason)
+                self._words[w.QUEUEING // 8] = 1
+                self._inbox.append(transfer)
+            self._have_posted()
+        except BaseException as error:
+            transfer.done = None
+            self._withdraw(transfer, error)
+            raise
+
+    def _withdraw(self, transfer: Transfer, error: BaseException) -> None:
+        """Give up a transfer, if it is under way, that its caller leaves with an error; return when it is."""
+        if transfer.finished or (transfer.record is None and transfer not in self._inbox):
+            return
+        with self._gate:
+            transfer.withdrawn = error
+            self._inbox.append(transfer)
+        self._have_posted()
+        transfer.sleep(CLOSE_SECONDS)
+
+    def retract(self, transfer: Transfer) -> bool:
+        """Take back a receive, unless a message for it has begun to come; whether it was taken back.
+
+        Its ``done`` is not called then.
+        """
+        done, transfer.done = transfer.done, None
+        with self._gate:
+            transfer.retracting = True
+            self._inbox.append(transfer)
+        self._have_posted()
+        while transfer.retracting and not transfer.finished:
+            transfer.sleep(_GRACE_SECONDS)
+        if transfer.finished and isinstance(transfer.error, Retracted):
+            return True
+        transfer.done = done
+        if transfer.finished:
+            transfer.tell()
+        return False
+
+    def _have_posted(self) -> None:
+        """Have the inbox looked into: by this thread, or by the one that is at work."""
+        token = next(self._tokens)
+        try:
+            posted = _occupy(self._state, token)
+            if posted:
+                self._post_all()
+        finally:
+            _vacate(self._state, token)
+        if posted:
+            self._tell()
+            self._rouse()
+        else:
+            self._call_attention()
+
+    def _try_to_work(self, eager: bool) -> int:
+        """:meth:`_work`, or OCCUPIED."""
+        token = next(self._tokens)
+        try:
+            code = self._work(eager) if _occupy(self._state, token) else w.OCCUPIED
+        finally:
+            _vacate(self._state, token)
+        self._tell()
+        return code
+
+    def _call_attention(self) -> None:
+        with self._gate:
+            if not self._closed:
+                _call_attention(self._state)
+
+    def _tell(self) -> None:
+        """Call what wants to be called about finished transfers."""
+        while self._finished:
+            try:
+                transfer = self._finished.popleft()
+            except IndexError:  # another thread was quicker
+                break
+            transfer.tell()
+
+    def _spare_record(self) -> Record:
+        try:
+            return self._free.pop()
+        except IndexError:
+            slab = np.zeros((_RECORDS_AT_ONCE, w.RECORD_BYTES // 8), dtype=np.int64)
+            first, *others = (Record(words) for words in slab)
+            self._free.extend(others)
+            return first
+
+    def _rouse(self) -> None:
+        """Leave what is still under way to the thread."""
+        if self._resting and (self._pending or self._inbox):
+            with self._gate:
+                if not (self._started or self._closed):
+                    start_thread(self._thread)
+                    self._started = True
+            self._ring()
+
+    def _ring(self) -> None:
+        try:
+            self._bell.release()
+        except RuntimeError:  # it has been rung already
+            pass
+
+    # -- who occupies the state
+
+    def _work(self, eager: bool) -> int:
+        """Move all transfers until one is finished, or the kernel wants Python to look; what it returned."""
+        self._post_all()
+        if not self._pending:
+            return DONE
+        try:
+            code: int = _run(self._state, 0, int(eager))
+            self._collect()
+            if code == w.NO_MEMORY:
+                self._drop_receives()
+        except BaseException:
+            self._interrupted = True
+            raise
+        self._lower_flag()
+        return code
+
+    def _post_all(self) -> None:
+        """Post what is in the inbox, in its order."""
+        try:
+            if self._interrupted:
+                self._repair()
+            self._words[w.ATTENTION // 8] = 0
+            while self._inbox:
+                self._take_up(self._inbox[0])
+                self._inbox.popleft()
+            if self._closed:
+                self._drop_all()
+            self._collect()
+        except BaseException:
+            self._interrupted = True
+            raise
+        self._lower_flag()
+
+    def _take_up(self, transfer: Transfer) -> None:
+        """Post one transfer, or take it back."""
+        if transfer.finished:
+            return
+        if transfer.withdrawn is not None:
+            self._drop(transfer, transfer.withdrawn)
+            return
+        if transfer.retracting and transfer.record is not None:
+            if transfer.record.word(w.STAGE) == w.QUEUED:
+                self._drop(transfer, Retracted())
+            transfer.retracting = False
+            return
+        reason = self._broken.get((transfer.sending, transfer.peer))
+        if reason is not None:
+            self._finish(transfer, self._wording.unusable(transfer, reason))
+            return
+        record = transfer.record
+        if record is None:
+            record = self._spare_record()
+            record.set_word(w.STAGE, w.UNUSED)
+            transfer.record = record
+        if record.word(w.STAGE) == w.UNUSED:
+            self._pending[record.address] = transfer
+            code = _post(
+                self._state,
+                record.address,
+                int(transfer.sending),
+                transfer.address,
+                transfer.length,
+                transfer.kind,
+                transfer.peer,
+                transfer.tag,
+                1 if transfer.recorded else w.UNRECORDED,
+            )
+            if code == w.NO_MEMORY:
+                self._drop(transfer, self._wording.no_memory(transfer))
+
+    def _adopt(self, transfer: Transfer, record: Record) -> None:
+        """Make a transfer of a blocking call that was begun without one."""
+        with self._gate:
+            self._words[w.QUEUEING // 8] = 1
+        transfer.record = record
+        self._pending[record.address] = transfer
+        record.set_word(w.NOTIFY, 1)
+
+    def _collect(self) -> None:
+        """Finish the transfers whose records are in COMPLETED."""
+        while address := int(self._words[w.COMPLETED // 8]):
+            transfer = self._pending.get(address)
+            if transfer is not None and transfer.record is not None:
+                self._finish(transfer, self._result(transfer, transfer.record))
+                self._retire(transfer)
+            _forget(self._state, address)
+
+    def _result(self, transfer: Transfer, record: Record) -> BaseException | None:
+        """What a finished record has come to."""
+        if record.word(w.STAGE) == w.MISMATCHED:
+            return self._wording.mismatch(transfer, record)
+        if not transfer.sending:
+            transfer.source = record.word(w.FROM)
+        return None
+
+    def _finish(self, transfer: Transfer, error: BaseException | None) -> None:
+        transfer.finish(error)
+        if transfer.done is not None:
+            self._finished.append(transfer)
+
+    def _retire(self, transfer: Transfer) -> None:
+        record, transfer.record = transfer.record, None
+        if record is not None and self._pending.pop(record.address, None) is not None:
+            self._free.append(record)
+
+    def _drop(self, transfer: Transfer, error: BaseException) -> None:
+        """Fail a transfer that is not finished."""
+        record = transfer.record
+        transfer.withdrawn = error
+        if record is not None and _cancel(self._state, record.address) == w.RUNNING:
+            self._break(record, error, transfer.waiter)
+        self._finish(transfer, error)
+        self._retire(transfer)
+
+    def _break(self, record: Record, error: BaseException, waiter: Waiter) -> None:
+        """Give up a channel in which a message was left halfway, and what waits for it."""
+        sending = record.word(w.SENDING) == 1
+        peer = record.word(w.PEER if sending else w.FROM)
+        reason = self._wording.left(sending, peer, error)
+        with self._gate:
+            self._broken[sending, peer] = reason
+            self._words[w.QUEUEING // 8] = 1
+        waiter.abort(reason)
+        for transfer in tuple(self._pending.values()):
+            if (transfer.sending, transfer.peer) == (sending, peer) and transfer.record is not record:
+                self._drop(transfer, self._wording.unusable(transfer, reason))
+
+    def _drop_receives(self) -> None:
+        for transfer in tuple(self._pending.values()):
+            record = transfer.record
+            if record is not None and not transfer.sending and record.word(w.STAGE) == w.QUEUED:
+                self._drop(transfer, self._wording.no_memory(transfer))
+
+    def _drop_all(self) -> None:
+        """Fail everything, because the mailbox is closed."""
+        for transfer in tuple(self._pending.values()):
+            transfer.withdrawn = self._wording.destroyed(transfer)
+            if transfer.record is not None:
+                _cancel(self._state, transfer.record.address)
+            self._finish(transfer, transfer.withdrawn)
+            self._retire(transfer)
+
+    def _repair(self) -> None:
+        """Bring to an end what an exception has interrupted."""
+        self._collect()
+        for transfer in tuple(self._pending.values()):
+            record = transfer.record
+            if transfer.finished:
+                self._retire(transfer)
+            elif record is not None and record.word(w.STAGE) == w.FINISHED:
+                self._finish(transfer, transfer.withdrawn)
+                self._retire(transfer)
+        self._interrupted = False
+
+    def _lower_flag(self) -> None:
+        if self._pending or self._inbox:
+            return
+        with self._gate:
+            if not self._inbox:
+                self._words[w.QUEUEING // 8] = self._closed or bool(self._broken)
+
+    # -- the thread
+
+    def _serve(self) -> None:
+        used = next_look = time.monotonic()
+        while not self._closed:
+            now = time.monotonic()
+            if not (self._pending or self._inbox):
+                if now - used > _LINGER_SECONDS:
+                    self._rest(None)
+                else:
+                    time.sleep(_GRACE_SECONDS)
+                continue
+            used = now
+            # Somebody may be about to wait for it, and then does the work.
+            time.sleep(_GRACE_SECONDS)
+            code = DONE
+            while (self._pending or self._inbox) and time.monotonic() < next_look and code != ABORTED:
+                code = self._try_to_work(eager=False)
+                if code == w.OCCUPIED:
+                    self._rest(LOOK_SECONDS)
+                    break
+                if self._claimed:
+                    self._claimed = False
+                    break
+            if code == ABORTED or time.monotonic() >= next_look:
+                next_look = self._look()
+
+    def _rest(self, seconds: float | None) -> None:
+        """Sleep until roused, or for so long (None: without end, if there is nothing to do)."""
+        self._resting = True
+        if not self._closed and (seconds is not None or not (self._pending or self._inbox)):
+            self._bell.acquire(timeout=-1 if seconds is None else seconds)
+        self._resting = False
+
+    def _look(self) -> float:
+        """Let the waiters of transfers that nobody waits for check; when to do so next."""
+        began = time.monotonic()
+        for transfer in tuple(self._pending.values()):
+            if not (transfer.watched or transfer.finished):
+                try:
+                    transfer.check()
+                except Exception as error:
+                    self._withdraw(transfer, error)
+        # Less than a twentieth of the time, however many there are.
+        return began + max(LOOK_SECONDS, 20 * (time.monotonic() - began))

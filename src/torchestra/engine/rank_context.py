@@ -1,0 +1,492 @@
+"""One rank's place in an arena: its private kernel context, and how its waits end.
+
+A kernel that has waited for a while returns PENDING, with the rank it waits for in BLOCKED.
+:meth:`Member.run` then looks, in Python: signals have been handled by the time it runs, so Ctrl-C gets
+through; a peer that has died or left, an abort by another rank or the deadline end the operation with an
+error that names the rank. An operation that is left halfway cannot be taken back, so whoever leaves one
+aborts the group: it writes why into the arena's header, and every other rank raises that instead of waiting
+for ever.
+
+A mismatch is different: it is found when everybody has arrived and before anything was moved, so all ranks
+raise it together and the group stays usable.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchestra.engine import operations
+from torchestra.engine.failure.abort_text import write_abort_text
+from torchestra.engine.failure.deadline import Patience
+from torchestra.engine.failure.liveness import PeerProcesses, Peers, PeerThreads, process_space, process_start
+from torchestra.engine.failure.mismatches import differing_thresholds
+from torchestra.engine.failure.stack_reporter import Watcher
+from torchestra.engine.kernels import control
+from torchestra.engine.kernels.placement import LOOK_EVERY
+from torchestra.engine.kernels.selection import cores_in_affinity
+from torchestra.engine.membership.agreement import Succession
+from torchestra.engine.memory import layout as at
+from torchestra.engine.memory.arena import Arena
+from torchestra.engine.memory.heap import Heap
+from torchestra.engine.recorder import recorder
+from torchestra.engine.recorder.callsites import call_site
+from torchestra.engine.recorder.flight_dump import keep_record
+from torchestra.engine.recorder.hang_report import describe_standing
+from torchestra.engine.try_lock import TryLock
+from torchestra.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    GroupDestroyedError,
+    RankFailedError,
+)
+from torchestra.system.forking import forget_in_children
+from torchestra.system.limits import start_thread
+
+_LIVENESS_SECONDS, _RESTLESS_SECONDS, _CLAIM_SECONDS = 0.05, 1.0, 2.0
+
+
+class Member:
+    """Rank ``rank`` of the group that meets in ``arena``. One operation runs at a time.
+
+    Attributes:
+        numbers: by rank of the arena, what messages and errors call it. Differs where the arena holds only
+            some ranks of a group.
+        when_aborted: called with what :meth:`abort` wrote, on the rank that did so.
+        host: where the ranks of the arena are, for messages; empty where the whole group is.
+        ask_elsewhere: where the ranks of other hosts stand, in lines.
+    """
+
+    def __init__(self, arena: Arena, rank: int, name: str, *, spins: int, yields: int) -> None:
+        self.arena = arena
+        self.rank = rank
+        self.size = arena.layout.size
+        self.numbers: Sequence[int] = range(self.size)
+        self.name = name
+        self.succession = Succession(arena, rank)
+        self.shrinking = TryLock()
+        self.when_aborted: Callable[[str, tuple[int, ...], str], None] | None = None
+        self.host = ""
+        self.ask_elsewhere: Callable[[], str] = str
+        self.program = threading.current_thread()
+        self.peers: Peers | None = None
+        self.closed = False
+        self._inherited = False
+        self._aborted: GroupAbortedError | None = None
+        self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
+        self._tables: npt.NDArray[np.int64] = np.zeros((len(at.TABLES), self.size), dtype=np.int64)
+        self._masks: npt.NDArray[np.int64] = np.zeros(2 * at.MASK_BYTES // 8, dtype=np.int64)
+        self._patience = np.array([0, int(_LIVENESS_SECONDS * 1e9)], dtype=np.int64)
+        self.context: int = self._words.ctypes.data
+        self.heap = Heap(arena, rank, partial(_find_heaps, arena, self._words))
+        layout, base = arena.layout, arena.address
+        for offset, value in (
+            (at.RANK, rank),
+            (at.SIZE, self.size),
+            (at.CONTROL, base + layout.control),
+            (at.SPLITS, base + layout.splits),
+            (at.SLOTS, base + layout.slots),
+            (at.SLOT_BYTES, layout.slot_bytes),
+            (at.PIPES, base + layout.pipes),
+            (at.PIPE_BYTES, layout.pipe_bytes),
+            (at.ABORT, base + at.HEADER_ABORT),
+            (at.SPINS, spins),
+            (at.YIELDS, yields),
+            (at.PATIENCE, self._patience.ctypes.data),
+            (at.RECORD, base + arena.record(rank)),
+            (at.CLOCK, arena.word(at.HEADER_CLOCK)),
+            (at.CORES, cores_in_affinity()),
+            (at.MASKS, self._masks.ctypes.data),
+            (at.NEXT_LOOK, LOOK_EVERY),
+            *((table, self._tables[index].ctypes.data) for index, table in enumerate(at.TABLES)),
+        ):
+            self._words[offset // 8] = value
+        self._control = arena.control(rank)
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child, which is not the rank: write nothing into the arena any more."""
+        self.closed = self._inherited = True
+
+    @property
+    def patience(self) -> float:
+        """How long, in seconds, a wait sleeps before it lets Python look around."""
+        return float(self._patience[0]) + float(self._patience[1]) * 1e-9
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        self._patience[:] = divmod(round(seconds * 1e9), 1_000_000_000)
+
+    # -- what the engine above uses
+
+    def word(self, offset: int) -> int:
+        """A word of the private context."""
+        return int(self._words[offset // 8])
+
+    def set_word(self, offset: int, value: int) -> None:
+        self._words[offset // 8] = value
+
+    def set_table(self, table: int, values: Sequence[int]) -> None:
+        """Fill one of the tables by peer (at.SOURCES, …)."""
+        self._tables[at.TABLES.index(table), :] = values
+
+    def finish(
+        self,
+        code: int,
+        kernel: Callable[..., int],
+        arguments: tuple[int, ...],
+        seconds: float,
+        site: str | None,
+    ) -> None:
+        """Bring an operation to its end whose kernel has not returned DONE.
+
+        Args:
+            code: what the kernel returned.
+            kernel, arguments: to call it again with; a plan and a count come first.
+            seconds: how long the operation may wait for other ranks, counted from now (see deadline.py).
+            site: the line of the program that called, where it is not on this thread's stack.
+        """
+        patience = Patience(seconds)
+        spins, yields = self.word(at.SPINS), self.word(at.YIELDS)
+        suspect: int | None = None
+        try:
+            while code == at.PENDING:
+                started = patience.started()
+                if time.monotonic() - started > _RESTLESS_SECONDS:
+                    # Whoever waits so long will not mind a slower wake-up, and may as well cost nothing.
+                    self.set_word(at.SPINS, 0)
+                    self.set_word(at.YIELDS, 0)
+                meta, count = control.read(arguments[0] + at.PLAN_META), arguments[1]
+                doing, blocked = operations.describe(meta, count), self.word(at.BLOCKED)
+                suspect = self.check(doing, blocked, started, seconds, suspect, site=site)
+                code = kernel(*arguments)
+        finally:
+            self.set_word(at.SPINS, spins)
+            self.set_word(at.YIELDS, yields)
+        if code == at.ABORTED:
+            raise self.aborted()
+        if code == at.MISMATCH:
+            self.set_word(at.RESUME, 0)
+            meta, count = control.read(arguments[0] + at.PLAN_META), arguments[1]
+            self._raise_mismatch(meta, count, site, seconds)
+
+    def note_failure(self) -> None:
+        """Mark the current operation as failed in the record, if it was not brought to its end."""
+        if not self._inherited:
+            recorder.fail_entry(self.context)
+
+    def leave_halfway(self, error: BaseException) -> None:
+        """Abort the group because this rank has left its current operation with an exception."""
+        self.abort(f"rank {self.own_number} left {self._now()} with {type(error).__name__}: {error}")
+
+    def check(
+        self,
+        doing: str,
+        blocked: int | None,
+        started: float,
+        seconds: float,
+        suspect: int | None = None,
+        *,
+        alone: bool = False,
+        site: str | None = None,
+    ) -> int | None:
+        """Raise if waiting any longer in ``doing`` (begun at time.monotonic() ``started``) is in vain.
+
+        A rank that is gone may have done its part before it went. So the first call that finds the rank
+        waited for gone, or any that has not arrived, only returns it, for the caller to look once more and
+        hand it in as ``suspect``. (Ranks that wait for a rank which waits for the dead one hear of it by
+        the abort.)
+
+        Args:
+            alone: the operation concerns only ``blocked`` (a message), and nothing of it has happened yet:
+                when its time is over the group stays usable.
+            site: as for :meth:`finish`.
+
+        Raises:
+            GroupAbortedError: another rank has aborted the group, or the rank waited for has left it.
+            RankFailedError: the rank waited for has died (any rank, where ``blocked`` is None).
+            CollectiveTimeoutError: more than ``seconds`` have passed.
+            GroupDestroyedError: this rank has closed the group meanwhile.
+        """
+        if self.arena.word(at.HEADER_ABORT):
+            raise self.aborted()
+        if self.closed:
+            raise GroupDestroyedError(
+                f"rank {self.own_number} destroyed group {self.name!r} while it was in {doing}"
+            )
+        dead = self._dead()
+        gone = self._gone(blocked, dead, alone)
+        explain = partial(self.report, range(self.size), site)
+        if gone is not None:
+            if suspect != gone:
+                return gone
+            if gone in dead:
+                died = ", ".join(f"{self.describe(rank)} died ({self.how(rank)})" for rank in dead)
+                self.abort(f"{died}; rank {self.own_number} saw it in {doing}", self.called(dead), explain)
+            else:
+                self.abort(
+                    f"{self.describe(gone)} has destroyed the group, and rank {self.own_number} waits for"
+                    f" it in {doing}:"
+                    " do all ranks call the same operations?",
+                    explain=explain,
+                )
+            raise self.aborted()
+        waited = time.monotonic() - started
+        if waited > seconds:
+            if alone:
+                asked = tuple(range(self.size)) if blocked is None else (blocked,)
+                raise CollectiveTimeoutError(
+                    f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank"
+                    f" {self.own_number} (the timeout is {seconds:g} s); the group stays"
+                    f" usable.{self.report(asked)}",
+                    self.called(asked),
+                )
+            missing = self.called(self.missing())
+            message = (
+                f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.own_number}:"
+                f" {_ranks(missing) + self._here() if missing else 'no rank'} had not arrived"
+                f" (the timeout is {seconds:g} s)."
+            )
+            elsewhere = self.ask_elsewhere()
+            self.abort(message, explain=lambda: elsewhere + explain())
+            # The same lines on every rank, though several may have come to the end of their time at once.
+            raise CollectiveTimeoutError(message + self._told()["standing"], missing)
+        return None
+
+    @property
+    def own_number(self) -> int:
+        """What messages call this rank."""
+        return self.numbers[self.rank]
+
+    def be_on_host(self, host: str, group_size: int) -> None:
+        """Let messages and records tell that the group has more ranks, on other hosts."""
+        self.host = host
+        length = self.arena.set_text(at.HEADER_HOST, at.HEADER_HOST_BYTES, host)
+        self.arena.set_word(at.HEADER_HOST_LENGTH, length)
+        control.tell(self.arena.address + at.HEADER_GROUP_SIZE, group_size)
+
+    def describe(self, rank: int) -> str:
+        """What messages call a rank, and its host where there are several."""
+        return f"rank {self.numbers[rank]}{self._here()}"
+
+    def _here(self) -> str:
+        return f" on host {self.host}" if self.host else ""
+
+    def called(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """What messages and errors call some ranks."""
+        return tuple(self.numbers[rank] for rank in ranks)
+
+    def _dead(self) -> tuple[int, ...]:
+        """The ranks that have ended without destroying the group."""
+        dead = self.peers.dead() if self.peers is not None else ()
+        return tuple(rank for rank in dead if not self.has_left(rank))
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has destroyed the group."""
+        return self._state_of(rank) == at.LEFT
+
+    def _gone(self, blocked: int | None, dead: tuple[int, ...], alone: bool) -> int | None:
+        """A rank that is gone and that the wait cannot end without, or None."""
+        if blocked is None:
+            left = [rank for rank in range(self.size) if self._state_of(rank) == at.LEFT]
+            return dead[0] if dead else left[0] if len(left) == self.size - 1 else None
+        for rank in (blocked,) if alone else (blocked, *self.missing()):
+            if rank in dead or self._state_of(rank) == at.LEFT:
+                return rank
+        return None
+
+    def _state_of(self, rank: int) -> int:
+        return self.arena.word(self.arena.control(rank) + at.STATE)
+
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not arrived in this rank's current operation."""
+        now = self.word(at.SEQUENCE) << at.STEP_BITS
+        return tuple(
+            rank
+            for rank in range(self.size)
+            if rank != self.rank and self.arena.word(self.arena.control(rank) + at.PROGRESS) <= now
+        )
+
+    def abort_to_shrink(self) -> None:
+        """Make the group unusable because this rank is shrinking it; ranks that have died are named."""
+        if dead := self._dead():
+            died = self.called(dead)
+            self.abort(f"{_ranks(died)} died; rank {self.own_number} saw it in shrink()", failed=died)
+        else:
+            self.abort(f"rank {self.own_number} has called shrink()")
+
+    def abort(self, why: str, failed: tuple[int, ...] = (), explain: Callable[[], str] | None = None) -> None:
+        """Make the group unusable for all ranks, unless one of them has done so already.
+
+        Args:
+            why: in a line.
+            failed: the ranks that died, if that is why.
+            explain: tells where every rank stands. Called only if nobody else has aborted the group.
+        """
+        if self._inherited:
+            return
+        header = self.arena.address
+        standing = ""
+        if control.claim(header + at.HEADER_ABORT_CLAIM) == 0:
+            standing = explain() if explain is not None else ""
+        elif self._await_abort():
+            return
+        # Who comes here second waits no longer for the first, which has died, or takes long to explain.
+        written = write_abort_text(self.arena, why, failed, standing)
+        if not written:
+            if self._await_abort():
+                return
+            self._aborted = self._error_for(why, failed)  # another rank has died while it wrote
+        control.tell(header + at.HEADER_ABORT, 1)
+        control.wake_everybody(self.context)
+        keep_record(self.arena)
+        if written and self.when_aborted is not None:
+            self.when_aborted(why, failed, standing)
+
+    def _await_abort(self) -> bool:
+        """Wait some seconds for a rank that is about to say why it aborts the group; whether it has."""
+        deadline = time.monotonic() + _CLAIM_SECONDS
+        while not self.is_aborted and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.is_aborted
+
+    def _error_for(self, why: str, failed: tuple[int, ...]) -> GroupAbortedError:
+        message = f"rank {self.own_number}: group {self.name!r} can no longer be used: {why}"
+        return RankFailedError(message, failed) if failed else GroupAbortedError(message)
+
+    def aborted(self) -> GroupAbortedError:
+        """The error that says why the group was aborted (which it must have been)."""
+        if (exclusion := self.succession.exclusion(self.name)) is not None:
+            return exclusion
+        if self._aborted is None:
+            told = self._told()
+            self._aborted = self._error_for(told["why"] + told["standing"], tuple(told["failed"]))
+        # A new object each time: a traceback must not grow over repeated raises.
+        return copy.copy(self._aborted)
+
+    def _told(self) -> dict[str, Any]:
+        """What the rank that aborted the group has written about it."""
+        length = control.read(self.arena.address + at.HEADER_ABORT_LENGTH)
+        if length == 0:
+            return {"why": "a rank died while it said why", "failed": (), "standing": ""}
+        told: dict[str, Any] = json.loads(self.arena.text(at.HEADER_ABORT_TEXT, length))
+        return told
+
+    def how(self, rank: int) -> str:
+        """How a rank that is dead ended, as far as it can be known."""
+        return "its process is gone" if self.peers is None else self.peers.how(rank)
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.arena.word(at.HEADER_ABORT) != 0
+
+    def announce(self) -> None:
+        """Enter this rank into the arena: who it is, and that it is there."""
+        self.arena.hold(self.rank)
+        pid = os.getpid()
+        self.arena.set_word(self._control + at.PROCESS, pid)
+        self.arena.set_word(self._control + at.STARTED, process_start(pid))
+        self.arena.set_word(self._control + at.SPACE, process_space())
+        for rank, number in enumerate(self.numbers):
+            self.arena.set_word(self.arena.control(rank) + at.NUMBER, number)
+        control.tell(self.arena.address + self._control + at.STATE, at.PRESENT)
+
+    def meet_peers(self, threads: dict[int, threading.Thread] | None, program: threading.Thread) -> None:
+        """Begin to know who lives.
+
+        Args:
+            threads: by rank, the threads that are ranks, filled as they join; None where ranks are processes.
+            program: the thread that this rank's program runs in.
+        """
+        self.program = program
+        if threads is not None:
+            self.peers = PeerThreads(threads, self.rank)
+        elif self.size > 1:
+            self.peers = PeerProcesses(self.arena, self.rank)
+            start_thread(Watcher(self, program))
+
+    def leave(self) -> None:
+        """Say that this rank takes part in nothing any more."""
+        self.closed = True
+        if self._inherited:
+            return
+        control.tell(self.arena.address + self._control + at.STATE, at.LEFT)
+        dead = self._dead()
+        if not self.is_aborted and all(rank in dead or self.has_left(rank) for rank in range(self.size)):
+            keep_record(self.arena)  # the last to leave
+        control.ask(self.arena.address + self._control + at.ASKED)  # ends the watcher
+        control.wake_everybody(self.context)
+        if self.peers is not None:
+            self.peers.close()
+
+    # -- telling each other what one is doing
+
+    def _raise_mismatch(self, meta: int, count: int, site: str | None, seconds: float) -> None:
+        """Tell the others what this rank called, hear what they called, and raise it all."""
+        sent, expected = (
+            self._tables[at.TABLES.index(table)].tolist() for table in (at.SOURCE_BYTES, at.TARGET_BYTES)
+        )
+        mine = f"{operations.describe(meta, count)}{operations.describe_lengths(meta, count, sent, expected)}"
+        mine += f"{differing_thresholds(self)} at {site or call_site()}"
+        self._tell_call(mine)
+        deadline = time.monotonic() + min(seconds, 10)
+        for step in (2, 3):
+            control.publish_step(self.context, step)
+            suspect: int | None = None
+            while control.await_step(self.context, step) != at.DONE:
+                blocked = self.word(at.BLOCKED)
+                if self.is_aborted:
+                    raise self.aborted()
+                if time.monotonic() > deadline or blocked == suspect:
+                    break
+                suspect = self._gone(blocked, self._dead(), alone=True)
+            if step == 2:
+                calls = [mine if rank == self.rank else self._call_of(rank) for rank in range(self.size)]
+        lines = "".join(
+            f"\n  rank {number} called {call}" for number, call in zip(self.numbers, calls, strict=True)
+        )
+        raise CollectiveMismatchError(
+            f"the ranks of group {self.name!r} called different operations (number"
+            f" {self.word(at.SEQUENCE)} of the group):{lines}\nNothing was sent; the group stays usable."
+        )
+
+    def _tell_call(self, call: str) -> None:
+        length = self.arena.set_text(self._control + at.CALLED, at.CALLED_BYTES, call)
+        control.tell(self.arena.address + self._control + at.CALLED_LENGTH, length)
+
+    def _call_of(self, rank: int) -> str:
+        offset = self.arena.control(rank)
+        length = control.read(self.arena.address + offset + at.CALLED_LENGTH)
+        return self.arena.text(offset + at.CALLED, length)
+
+    def _now(self) -> str:
+        parity = (self.word(at.SEQUENCE) & 1) * 8
+        meta = self.arena.word(self._control + at.META + parity)
+        count = self.arena.word(self._control + at.COUNT + parity)
+        return f"operation {self.word(at.SEQUENCE)}, {operations.describe(meta, count)}"
+
+    def report(self, ranks: Iterable[int], site: str | None = None) -> str:
+        """A line for each of the ranks (hang_report.py); ``site`` as for :meth:`finish`."""
+        own = (self.rank, site or call_site(otherwise=self.program.ident))
+        lines = describe_standing(self.arena, self.peers, ranks, self._dead(), own)
+        return f"\nhost {self.host}:{lines}" if self.host else lines
+
+
+def _find_heaps(arena: Arena, context: npt.NDArray[np.int64]) -> None:
+    """Let the kernels, one of which may be running, know where the heaps are, and after that how long."""
+    control.tell(context.ctypes.data + at.HEAPS, arena.heaps.ctypes.data)
+    control.tell(context.ctypes.data + at.HEAP_BYTES, arena.layout.heap_bytes)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

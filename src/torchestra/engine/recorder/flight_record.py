@@ -1,0 +1,384 @@
+"""The flight record as people read it: what the rings in an arena say (recorder.py), decoded.
+
+Reads only, never trusts what it reads, and needs no torch: an arena is read by its ranks and, mapped
+read-only, by ``torchestra top`` and ``torchestra report``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from torchestra.arguments.annotations import checked
+from torchestra.engine import operations
+from torchestra.engine.memory import layout as at
+from torchestra.engine.recorder import recorder
+from torchestra.engine.recorder.clock import COUNTER, NANOSECONDS, Moment, TickScale
+from torchestra.engine.recorder.trace import trace_of, write_trace
+from torchestra.errors import InvalidArgumentError, shown
+
+__all__ = [
+    "FlightEntry",
+    "FlightRecord",
+    "HostRecord",
+    "RankRecord",
+    "Readable",
+    "read_flight_record",
+    "read_rank",
+    "tick_scale",
+]
+
+State = Literal["running", "done", "failed"]
+Presence = Literal["absent", "present", "left", "unknown"]
+
+_MOST_RANKS = 1 << 20  # of a group; if it says more, what says so is damaged
+_PRESENCE: dict[int, Presence] = {at.PRESENT: "present", at.LEFT: "left"}
+# Called with plain addresses; Numba's annotations are of another language.
+_read_ring: Any = recorder.read_ring
+
+
+class Readable(Protocol):
+    """An arena, mapped here."""
+
+    layout: at.Layout
+    address: int
+
+    def word(self, offset: int) -> int:
+        """The word at a byte offset before the slots."""
+
+    def text(self, offset: int, length: int) -> str:
+        """So many bytes, as text."""
+
+
+@dataclass(frozen=True)
+class FlightEntry:
+    """One collective, or one message, of one rank. Ranks are in the group's numbering.
+
+    Attributes:
+        number: of a collective, its sequence number in the group, the same on all ranks (1 is the barrier in
+            which the group met, if it is on one host); of a message, how manieth of this rank it is.
+        kind: ``"all_reduce"``, …, ``"send"`` or ``"recv"``.
+        op: how a reduction reduces, else None.
+        dtype: as ``"float32"``; None where there is none.
+        root: of a collective that has one.
+        count: elements, where all ranks come with the same number; else None.
+        nbytes: what the rank gave or got, whichever is more.
+        peer: of a message, the other rank; None of a receive from any rank that has not come.
+        tag: of a message.
+        blocking: the call that began it waits for it (always true of collectives: whether the program
+            does is not recorded).
+        started, ended: by ``time.monotonic()``; ``ended`` is None while it runs.
+        state: ``"running"``, ``"done"`` or ``"failed"``.
+        waited: seconds. Of a collective, what was spent waiting for other ranks (waits that end within some
+            microseconds are not counted); of a receive, until its message came.
+        waited_for: the rank that a collective waited for longest, or None.
+    """
+
+    number: int
+    kind: str
+    op: str | None
+    dtype: str | None
+    root: int | None
+    count: int | None
+    nbytes: int
+    peer: int | None
+    tag: int | None
+    blocking: bool
+    started: float
+    ended: float | None
+    state: State
+    waited: float
+    waited_for: int | None
+
+    def __str__(self) -> str:
+        """As error messages tell it: ``all_reduce(SUM, float32, 1024 elements)``."""
+        words = [self.op, self.dtype]
+        if self.kind in ("send", "recv") and self.tag is not None:
+            way = "to" if self.kind == "send" else "from"
+            words += [f"{way} {'any rank' if self.peer is None else f'rank {self.peer}'}"]
+            words += [f"{self.nbytes} bytes", f"tag {self.tag}" if self.tag else None]
+        elif self.count is not None and self.dtype is not None:
+            words.append(f"{self.count} element{'' if self.count == 1 else 's'}")
+        elif self.dtype is not None:
+            words.append("uneven sizes")
+        if self.root is not None:
+            words.append(f"root {self.root}")
+        return f"{self.kind}({', '.join(word for word in words if word)})"
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank did last, oldest first, and what it did in all.
+
+    Attributes:
+        rank: in the group's numbering.
+        pid: its process, 0 if it has not come.
+        presence: ``"present"`` (which it stays when it dies), ``"left"`` the group, or ``"absent"``;
+            ``"unknown"``, and nothing else is known, where its host did not answer.
+        operations: its last collectives, at most 256.
+        messages: its last sends and receives, at most 256.
+        operations_begun, messages_begun: how many there were in all.
+        operation_bytes, message_bytes: of all that have ended.
+        operations_waited, messages_waited: seconds, in collectives and in blocking receives.
+        waited_for: by rank, seconds of both. Of ranks waited for to get to the same point, the one that came
+            last has it all. Of ranks on other hosts it is not told, and 0.
+        waiting_for: the rank that it waits for in a collective at this moment, or None; None also
+            while it waits for other hosts.
+        waiting_since: when that wait began, by ``time.monotonic()``, or None.
+    """
+
+    rank: int
+    pid: int
+    presence: Presence
+    operations: tuple[FlightEntry, ...]
+    messages: tuple[FlightEntry, ...]
+    operations_begun: int
+    messages_begun: int
+    operation_bytes: int
+    message_bytes: int
+    operations_waited: float
+    messages_waited: float
+    waited_for: tuple[float, ...]
+    waiting_for: int | None
+    waiting_since: float | None
+
+    @property
+    def last_operation(self) -> FlightEntry | None:
+        """The collective that it is in, or was in last."""
+        return self.operations[-1] if self.operations else None
+
+    @property
+    def running_message(self) -> FlightEntry | None:
+        """The last send or receive that it blocks in, or None."""
+        running = [entry for entry in self.messages if entry.state == "running" and entry.blocking]
+        return running[-1] if running else None
+
+
+@dataclass(frozen=True)
+class HostRecord:
+    """One host of a group that has several.
+
+    Attributes:
+        name: as error messages call it.
+        ranks: the group's ranks on it.
+        answered: whether it told what its ranks did.
+        clock_offset: seconds that were added to its times, to have them by the clock of the host that asked.
+        clock_error: by how much that may be wrong, at most.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    answered: bool = True
+    clock_offset: float = 0.0
+    clock_error: float = 0.0
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """The last collectives and messages of all ranks of a group.
+
+    Where the group has several hosts: of all of them, see ``hosts``.
+
+    Attributes:
+        group: its name.
+        size: how many ranks it has.
+        taken: when this was read, by ``time.monotonic()``, as all times in it.
+        taken_at: the same moment by ``time.time()``.
+        aborted: why the group cannot be used any more, or None.
+        ranks: by rank.
+        hosts: those that the group has, if it has several.
+    """
+
+    group: str
+    size: int
+    taken: float
+    taken_at: float
+    aborted: str | None
+    ranks: tuple[RankRecord, ...]
+    hosts: tuple[HostRecord, ...] = ()
+
+    @checked
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write this into a file in Chrome's trace event format, for https://ui.perfetto.dev.
+
+        Raises:
+            OSError: the file cannot be written, as open() raises it for this path.
+            InvalidArgumentError: no file can have that name.
+        """
+        try:
+            write_trace(path, trace_of([self]))
+        except OSError as error:
+            why = f"FlightRecord.save: the record cannot be written: {error.strerror}"
+            raise OSError(error.errno, why, os.fspath(path)) from error
+        except ValueError as error:  # a NUL, or what UTF-8 cannot hold
+            raise InvalidArgumentError(
+                f"FlightRecord.save: `path` must be the name of a file, got {shown(path)}"
+            ) from error
+
+
+def read_flight_record(arena: Readable, last: int = at.ENTRIES) -> FlightRecord:
+    """The record of all ranks, as it is now; of each at most the ``last`` entries of either kind."""
+    scale = tick_scale(arena)
+    numbers, size = _numbering(arena)
+    host = _host_name(arena)
+    return FlightRecord(
+        group=_group_name(arena),
+        size=size,
+        taken=scale.now,
+        taken_at=time.time(),
+        aborted=_why_aborted(arena),
+        ranks=tuple(read_rank(arena, place, scale, last) for place in range(arena.layout.size)),
+        hosts=(HostRecord(host, tuple(numbers)),) if host is not None else (),
+    )
+
+
+def _numbering(arena: Readable) -> tuple[Sequence[int], int]:
+    """By place in the arena, what the group calls a rank; and how many it has in all."""
+    size = arena.layout.size
+    whole = arena.word(at.HEADER_GROUP_SIZE)
+    if not size <= whole <= _MOST_RANKS:
+        return range(size), size
+    blocks = [arena.layout.control + place * at.CONTROL_BYTES for place in range(size)]
+    return [min(max(0, arena.word(block + at.NUMBER)), whole - 1) for block in blocks], whole
+
+
+def _host_name(arena: Readable) -> str | None:
+    """What the group calls this host, if it has several."""
+    if not arena.layout.size <= arena.word(at.HEADER_GROUP_SIZE) <= _MOST_RANKS:
+        return None
+    length = arena.word(at.HEADER_HOST_LENGTH)
+    return arena.text(at.HEADER_HOST, min(max(0, length), at.HEADER_HOST_BYTES))
+
+
+def _group_name(arena: Readable) -> str:
+    """The name of the group that meets in the arena."""
+    length = arena.word(at.HEADER_NAME_LENGTH)
+    return arena.text(at.HEADER_NAME, min(max(0, length), at.HEADER_NAME_BYTES))
+
+
+def _why_aborted(arena: Readable) -> str | None:
+    """What the rank that made the group unusable has said, or None."""
+    if arena.word(at.HEADER_ABORT) == 0:
+        return None
+    length = min(max(0, arena.word(at.HEADER_ABORT_LENGTH)), at.HEADER_ABORT_TEXT_BYTES)
+    try:
+        told = json.loads(arena.text(at.HEADER_ABORT_TEXT, length))
+        return f"{told['why']}{told['standing']}"
+    except (ValueError, TypeError, KeyError):
+        return "it was not said why"
+
+
+def tick_scale(arena: Readable) -> TickScale:
+    """What turns the ticks in an arena into seconds, up to now."""
+    clock = arena.word(at.HEADER_CLOCK)
+    early = Moment(arena.word(at.HEADER_TICKS), arena.word(at.HEADER_NANOSECONDS))
+    return TickScale(early, Moment.now(COUNTER if clock == COUNTER else NANOSECONDS))
+
+
+def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRIES) -> RankRecord:
+    """The record of one rank, by its place; at most the ``last`` entries of either kind."""
+    control = arena.layout.control + rank * at.CONTROL_BYTES
+    record = arena.layout.records + rank * arena.layout.record_bytes
+    here = arena.layout.size
+    numbers, size = _numbering(arena)
+    crosses = _host_name(arena) is not None
+    operations_ = _ring(arena, record + (at.CROSSINGS_AT if crosses else at.OPERATIONS_AT))
+    messages = [(row, numbers) for row in _ring(arena, record + at.MESSAGES_AT)]
+    if crosses:
+        parcels = _ring(arena, record + at.PARCELS_AT)
+        messages = sorted([*messages, *((row, range(size)) for row in parcels)], key=_stamp)
+    since = arena.word(record + at.WAITING_SINCE)
+    blamed = [0] * size
+    for place, number in enumerate(numbers):
+        words = (arena.word(record + at.BLAMED_AT + index * 8) for index in (place, here + place))
+        blamed[number] = sum(words)
+    if crosses and operations_ and operations_[-1][at.ENDED // 8] == 0:
+        waited = arena.word(record + at.TOTAL_WAITED) - arena.word(record + at.CROSSING_WAITED)
+        operations_[-1][at.WAITED // 8] = max(0, waited)
+    return RankRecord(
+        rank=numbers[rank],
+        pid=arena.word(control + at.PROCESS),
+        presence=_PRESENCE.get(arena.word(control + at.STATE), "absent"),
+        operations=tuple(_operation(row, scale, numbers) for row in operations_[-last:]),
+        messages=tuple(_message(row, scale, ranks) for row, ranks in messages[-last:]),
+        operations_begun=operations_[-1][at.STAMP // 8] if operations_ else 0,
+        messages_begun=arena.word(record + at.MESSAGES_OPENED),
+        operation_bytes=arena.word(record + (at.CROSSING_BYTES if crosses else at.TOTAL_BYTES)),
+        message_bytes=arena.word(record + at.MESSAGES_BYTES) + arena.word(record + at.PARCELS_BYTES),
+        operations_waited=scale.duration(arena.word(record + at.TOTAL_WAITED)),
+        messages_waited=scale.duration(
+            arena.word(record + at.MESSAGES_WAITED) + arena.word(record + at.PARCELS_WAITED)
+        ),
+        waited_for=tuple(map(scale.duration, blamed)),
+        waiting_for=_rank(arena.word(record + at.WAITING_FOR), numbers) if since else None,
+        waiting_since=scale.time(since) if since else None,
+    )
+
+
+def _ring(arena: Readable, offset: int) -> list[list[int]]:
+    """The entries of a ring that are in use, oldest first, each as its words."""
+    words: npt.NDArray[np.int64] = np.zeros((at.ENTRIES, at.ENTRY_BYTES // 8), dtype=np.int64)
+    _read_ring(arena.address + offset, words.ctypes.data)
+    used: list[list[int]] = words[words[:, at.STAMP // 8] > 0].tolist()
+    return sorted(used)
+
+
+def _stamp(message: tuple[list[int], Sequence[int]]) -> int:
+    return message[0][at.STAMP // 8]
+
+
+def _rank(place: int, numbers: Sequence[int]) -> int | None:
+    return numbers[place] if 0 <= place < len(numbers) else None
+
+
+def _operation(row: list[int], scale: TickScale, numbers: Sequence[int]) -> FlightEntry:
+    what, amount = row[at.WHAT // 8], row[at.AMOUNT // 8]
+    return FlightEntry(
+        number=row[at.STAMP // 8],
+        kind=operations.kind_name(what),
+        op=operations.op_name(what),
+        dtype=operations.dtype_name(what),
+        root=operations.root_of(what),
+        count=amount if 0 <= amount < operations.UNEVEN else None,
+        peer=None,
+        tag=None,
+        blocking=True,
+        waited_for=_rank(row[at.AWAITED // 8] - 1, numbers),
+        **_times(row, scale),
+    )
+
+
+def _message(row: list[int], scale: TickScale, numbers: Sequence[int]) -> FlightEntry:
+    what = row[at.WHAT // 8]
+    return FlightEntry(
+        number=row[at.STAMP // 8],
+        kind=operations.kind_name(what),
+        op=None,
+        dtype=operations.dtype_name(what),
+        root=None,
+        count=None,
+        peer=_rank(row[at.OTHER // 8] - 1, numbers),
+        tag=row[at.TAG // 8],
+        blocking=not what & at.BACKGROUND,
+        waited_for=None,
+        **_times(row, scale),
+    )
+
+
+def _times(row: list[int], scale: TickScale) -> dict[str, Any]:
+    ended = row[at.ENDED // 8]
+    state: State = "running" if ended == 0 else "done" if ended > 0 else "failed"
+    return {
+        "nbytes": row[at.MOVED_BYTES // 8],
+        "started": scale.time(row[at.BEGAN // 8]),
+        "ended": None if ended == 0 else scale.time(abs(ended)),
+        "state": state,
+        "waited": scale.duration(row[at.WAITED // 8]),
+    }

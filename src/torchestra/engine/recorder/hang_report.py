@@ -1,0 +1,98 @@
+"""Where every rank stands, in words: the lines that the errors of a stuck or broken group end with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+
+from torchestra.engine.failure.liveness import Peers
+from torchestra.engine.kernels import control
+from torchestra.engine.memory import layout as at
+from torchestra.engine.memory.arena import Arena
+from torchestra.engine.recorder.flight_record import RankRecord, read_rank, tick_scale
+
+__all__ = ["describe_standing"]
+
+_ANSWER_SECONDS = 0.5
+_LOOK_SECONDS = 0.002
+_ENTRIES = 16  # of a rank, its last: enough to find the message that it hangs in
+
+
+def describe_standing(
+    arena: Arena,
+    peers: Peers | None,
+    ranks: Iterable[int],
+    dead: Collection[int],
+    own: tuple[int, str],
+) -> str:
+    """A line for each of the ranks: what it does or did last, for whom it waits, where its program is.
+
+    Takes up to half a second if a rank does not answer.
+
+    Args:
+        arena: of the group.
+        peers: whom to ask for where a rank is and how it died, once they are known.
+        ranks: which to tell of.
+        dead: those that are known to have died.
+        own: the rank that asks, and the line of its program.
+    """
+    ranks = list(ranks)
+    where = _places(arena, peers, [rank for rank in ranks if rank not in dead and rank != own[0]])
+    if own[0] in ranks:
+        where[own[0]] = f"is at {own[1]}"
+    scale = tick_scale(arena)
+    crosses = arena.word(at.HEADER_GROUP_SIZE) > 0
+    lines = []
+    for rank in ranks:
+        record = read_rank(arena, rank, scale, _ENTRIES)
+        if rank in dead:
+            how = "its process is gone" if peers is None else peers.how(rank)
+            place = f"has died ({how})"
+        elif record.presence == "left":
+            place = "has destroyed the group"
+        else:
+            place = where[rank]
+        lines.append(f"\n  rank {record.rank} {_doing(record, scale.now, crosses)}; {place}")
+    return "".join(lines)
+
+
+def _doing(record: RankRecord, now: float, crosses: bool) -> str:
+    """The last operation of a rank, and the message that it blocks in."""
+    last = record.last_operation
+    if last is None or (last.number == 1 and last.state == "done" and not crosses):
+        words = "has called nothing yet"  # the first operation of a group on one host is its own
+    elif last.state == "running":
+        words = f"is in operation {last.number}, {last}, for {now - last.started:.1f} s"
+        awaited = record.waiting_for if record.waiting_for is not None else last.waited_for
+        if awaited is not None:
+            words += f", and waits for rank {awaited}"
+        elif crosses and record.waiting_since is not None:
+            words += ", and waits for other hosts"
+    else:
+        ended = now - (last.ended or now)
+        how = "" if last.state == "done" else ", which failed"
+        words = f"last called operation {last.number}, {last}{how}, {ended:.1f} s ago"
+    if (message := record.running_message) is not None:
+        words += f", and is in {message} for {now - message.started:.1f} s"
+    return words
+
+
+def _places(arena: Arena, peers: Peers | None, ranks: list[int]) -> dict[int, str]:
+    """Where the programs of other ranks are, as far as they say in time."""
+    places = {rank: peers.site(rank) if peers is not None else None for rank in ranks}
+    silent = [rank for rank in ranks if places[rank] is None and not _has_left(arena, rank)]
+    asked = {rank: control.ask(arena.address + arena.control(rank) + at.ASKED) for rank in silent}
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while silent and time.monotonic() < deadline:
+        for rank in tuple(silent):
+            block = arena.control(rank)
+            if control.read(arena.address + block + at.ANSWERED) >= asked[rank]:
+                length = control.read(arena.address + block + at.ANSWER_LENGTH)
+                places[rank] = arena.text(block + at.ANSWER, length)
+                silent.remove(rank)
+        time.sleep(_LOOK_SECONDS)
+    return {rank: place or "did not say where it is" for rank, place in places.items()}
+
+
+def _has_left(arena: Arena, rank: int) -> bool:
+    return arena.word(arena.control(rank) + at.STATE) == at.LEFT

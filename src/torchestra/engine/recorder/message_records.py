@@ -1,0 +1,70 @@
+"""The entries of messages to and from other hosts (*parcels*): a ring of its own, as recorder.py has them.
+
+Who writes: one thread at a time, which holds the lock of the rank's journal (multihost/journal.py).
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from numba import njit
+
+from torchestra.engine.memory import layout as at
+from torchestra.engine.native.atomics import KERNEL_OPTIONS, fetch_add, load, store, store_release
+from torchestra.engine.recorder.clock import now
+from torchestra.engine.recorder.recorder import write_entry
+
+RECORD, STAMP, BEGAN, ENDED = at.RECORD, at.STAMP, at.BEGAN, at.ENDED
+WHAT, WAITED, OTHER, BACKGROUND = at.WHAT, at.WAITED, at.OTHER, at.BACKGROUND
+ENTRIES, ENTRY_BYTES, MESSAGES_OPENED = at.ENTRIES, at.ENTRY_BYTES, at.MESSAGES_OPENED
+PARCELS_AT, PARCELS_BYTES, PARCELS_WAITED = at.PARCELS_AT, at.PARCELS_BYTES, at.PARCELS_WAITED
+
+_HELD = {**KERNEL_OPTIONS, "nogil": False}  # so short that to give the interpreter away would cost more
+
+
+@njit(**_HELD)
+def open_parcel(context, what, tag, nbytes, other):
+    """A message to or from another host begins; its number."""
+    record = load(context + RECORD)
+    number = fetch_add(record + MESSAGES_OPENED, 1) + 1
+    write_entry(_parcel(record, number), number, now(context), what, tag, nbytes, other)
+    return number
+
+
+@njit(**_HELD)
+def parcel_came(context, number, source):
+    """What a receive wants has begun to come."""
+    record = load(context + RECORD)
+    entry = _parcel(record, number)
+    if load(entry + STAMP) == number:
+        _note_source(record, entry, source, now(context))
+    return 0
+
+
+@njit(**_HELD)
+def close_parcel(context, number, source, nbytes, well):
+    """A message to or from another host has come to its end; ``source`` is -1 unless one was received."""
+    record = load(context + RECORD)
+    entry = _parcel(record, number)
+    if well != 0:
+        store(record + PARCELS_BYTES, load(record + PARCELS_BYTES) + nbytes)
+    if load(entry + STAMP) == number:
+        ended = now(context)
+        if source >= 0 and load(entry + WAITED) == 0:
+            _note_source(record, entry, source, ended)
+        store_release(entry + ENDED, ended if well != 0 else -ended)
+    return 0
+
+
+@njit(**_HELD)
+def _note_source(record, entry, source, time):
+    waited = time - load(entry + BEGAN)
+    store(entry + WAITED, waited)
+    store(entry + OTHER, source + 1)
+    if load(entry + WHAT) & BACKGROUND == 0:
+        store(record + PARCELS_WAITED, load(record + PARCELS_WAITED) + waited)
+
+
+@njit(**_HELD)
+def _parcel(record, number):
+    return record + PARCELS_AT + (number & (ENTRIES - 1)) * ENTRY_BYTES

@@ -1,0 +1,188 @@
+"""Flight records in Chrome's trace event format, which Perfetto and chrome://tracing show.
+
+One process of the trace is a group, one track a rank: its collectives and blocking messages; background
+messages lie beside it. Times are microseconds of the host's monotonic clock, so records of several groups of
+one host fit together; traces of several hosts are put together by what these took for the time of day. An
+arrow leads from the rank that came last to an operation to each that waited for it.
+
+The format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from torchestra.engine.recorder.flight_record import FlightEntry, FlightRecord, RankRecord
+
+__all__ = ["merged", "replacing", "trace_of", "write_trace"]
+
+Event = dict[str, Any]
+
+
+def trace_of(records: Sequence[FlightRecord]) -> dict[str, Any]:
+    """The trace of some groups, ready for ``json.dump``."""
+    events: list[Event] = []
+    for number, record in enumerate(records, start=1):
+        events += _group(number, record)
+    trace: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ns"}
+    if records:
+        epoch = (records[0].taken_at - records[0].taken) * 1e6
+        trace["otherData"] = {"clock": _clock(), "epoch_us": epoch}
+    return trace
+
+
+def merged(traces: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """One trace of the events of several, whose groups are numbered anew."""
+    events: list[Event] = []
+    groups = 0
+    first: dict[str, Any] = {}
+    for trace in traces:
+        numbers: dict[int, int] = {}
+        clock = trace.get("otherData", {})
+        first = first or clock
+        later = clock["epoch_us"] - first["epoch_us"] if clock.get("clock") != first.get("clock") else 0.0
+        for event in trace["traceEvents"]:
+            if event["pid"] not in numbers:
+                groups += 1
+                numbers[event["pid"]] = groups
+            moved = {"ts": event["ts"] + later} if later and "ts" in event else {}
+            events.append({**event, **moved, "pid": numbers[event["pid"]]})
+    return {"traceEvents": events, "displayTimeUnit": "ns"}
+
+
+def _clock() -> str:
+    """What all processes have in common that have the same monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def write_trace(path: str | os.PathLike[str], trace: dict[str, Any]) -> None:
+    """Write a trace, all of it or nothing."""
+    with replacing(Path(path)) as file:
+        json.dump(trace, file)
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[TextIO]:
+    """A new file to write to, which takes the place of ``path`` in the end, or is deleted after an error.
+
+    In a directory that others may write to as well, such as /tmp, nobody can have it written elsewhere: its
+    name until then is random, and a link that lies at ``path`` is replaced, not followed.
+    """
+    new = f"{path}.{secrets.token_hex(8)}.new"
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            yield file
+        os.replace(new, path)
+    except BaseException:
+        Path(new).unlink(missing_ok=True)
+        raise
+
+
+def _group(number: int, record: FlightRecord) -> list[Event]:
+    whole = len(record.ranks) == record.size
+    named = (
+        f"group {record.group!r}, "
+        + ("" if whole else f"{len(record.ranks)} of its ")
+        + f"{record.size} ranks"
+    )
+    if len(record.hosts) == 1:
+        named += f", on host {record.hosts[0].name}"
+    events = [_named("process_name", number, 0, {"name": named})]
+    host_of = {rank: host.name for host in record.hosts for rank in host.ranks}
+    for rank in record.ranks:
+        on = f" on host {host_of[rank.rank]}" if len(record.hosts) > 1 else ""
+        what = f"did not answer{on}" if rank.presence == "unknown" else f"pid {rank.pid}{on}"
+        names = {"name": f"rank {rank.rank} ({what})"}
+        events.append(_named("thread_name", number, rank.rank, names))
+        events.append(_named("thread_sort_index", number, rank.rank, {"sort_index": rank.rank}))
+        events += [_slice(number, rank, entry, record.taken) for entry in rank.operations]
+        for entry in rank.messages:
+            if entry.blocking:
+                events.append(_slice(number, rank, entry, record.taken))
+            else:
+                events += _background(number, rank, entry, record.taken)
+    events += _arrows(number, record)
+    if record.aborted is not None:
+        instant = {"ph": "i", "s": "p", "pid": number, "tid": 0, "ts": record.taken * 1e6}
+        events.append({**instant, "name": "the group was aborted", "args": {"why": record.aborted}})
+    return events
+
+
+def _named(what: str, pid: int, tid: int, arguments: dict[str, Any]) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": arguments}
+
+
+def _arguments(entry: FlightEntry) -> dict[str, Any]:
+    every = {
+        "number": entry.number,
+        "bytes": entry.nbytes,
+        "count": entry.count,
+        "dtype": entry.dtype,
+        "op": entry.op,
+        "root": entry.root,
+        "peer": entry.peer,
+        "tag": entry.tag,
+        "waited_us": round(entry.waited * 1e6, 3),
+        "waited_for": entry.waited_for,
+        "state": entry.state,
+    }
+    return {name: value for name, value in every.items() if value is not None}
+
+
+def _slice(pid: int, rank: RankRecord, entry: FlightEntry, taken: float) -> Event:
+    ended = taken if entry.ended is None else entry.ended
+    return {
+        "ph": "X",
+        "name": entry.kind if entry.state == "done" else f"{entry.kind} ({entry.state})",
+        "cat": "message" if entry.tag is not None else "collective",
+        "pid": pid,
+        "tid": rank.rank,
+        "ts": entry.started * 1e6,
+        "dur": max(0.0, ended - entry.started) * 1e6,
+        "args": _arguments(entry),
+    }
+
+
+def _background(pid: int, rank: RankRecord, entry: FlightEntry, taken: float) -> list[Event]:
+    """Messages that go on beside each other, and beside collectives, are "async" events."""
+    ended = taken if entry.ended is None else entry.ended
+    both = {
+        "name": f"{entry.kind} in the background",
+        "cat": "message",
+        "pid": pid,
+        "tid": rank.rank,
+        "id": f"{pid}.{rank.rank}.{entry.number}",
+    }
+    return [
+        {**both, "ph": "b", "ts": entry.started * 1e6, "args": _arguments(entry)},
+        {**both, "ph": "e", "ts": max(entry.started, ended) * 1e6},
+    ]
+
+
+def _arrows(pid: int, record: FlightRecord) -> list[Event]:
+    calls: dict[int, list[tuple[int, FlightEntry]]] = {}
+    for each in record.ranks:
+        for entry in each.operations:
+            calls.setdefault(entry.number, []).append((each.rank, entry))
+    events: list[Event] = []
+    for number, entries in calls.items():
+        last, came = max(entries, key=lambda call: call[1].started)
+        for rank, entry in entries:
+            if entry.waited > 0 and rank != last and (entry.ended is None or entry.ended > came.started):
+                both = {"name": "came last", "cat": "arrival", "pid": pid, "ts": came.started * 1e6}
+                both["id"] = f"{pid}.{number}.{rank}"
+                events.append({**both, "ph": "s", "tid": last})
+                events.append({**both, "ph": "f", "bp": "e", "tid": rank})
+    return events

@@ -1,0 +1,198 @@
+"""``torchestra doctor``: what torchestra finds on this machine, and what that means for it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torchestra.errors import DistBackendError
+from torchestra.launcher.cores import usable_cores
+from torchestra.store.secret import SECRET_VARIABLE, job_secret
+from torchestra.store.tcp.locality import peer_user
+from torchestra.system.cache_directories import ENGINE, can_be_trusted, choose
+from torchestra.system.memory_files import SHARED_MEMORY, is_sealable, make_memory_file
+
+__all__ = ["Finding", "add_arguments", "examine", "main"]
+
+_PACKAGES = ("torchestra", "torch", "numba", "numpy")
+_FEW_FILES = 1024
+_SHORT_SECRET = 16
+_GIB = 1 << 30
+
+
+class Finding(NamedTuple):
+    """One thing looked at: what was found, and a remark where it is not as it should be."""
+
+    subject: str
+    found: str
+    remark: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command has no arguments."""
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print what was found; 1 if something is in the way of torchestra, else 0."""
+    from rich.console import Console
+    from rich.table import Table
+
+    findings = list(examine())
+    table = Table("", "found", "remark", box=None, header_style="bold", pad_edge=False)
+    for finding in findings:
+        table.add_row(
+            finding.subject, finding.found, f"[yellow]{finding.remark}[/]" if finding.remark else ""
+        )
+    Console().print(table)
+    return 1 if any(finding.found == "missing" for finding in findings) else 0
+
+
+def examine() -> Iterator[Finding]:
+    """Look at the machine; imports neither torch nor numba."""
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    for package in _PACKAGES:
+        yield Finding(package, _version(package))
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    yield Finding("system", system, "" if sys.byteorder == "little" else "big-endian: torchestra cannot run")
+    yield _cores()
+    yield _memory()
+    yield _memory_files()
+    yield _supported("futex", _has_futex, "waiting ranks would not sleep")
+    yield _supported("file locks", _has_file_locks, "ranks that are processes would take each other for dead")
+    yield _supported(
+        "pidfd", _has_pidfd, "the launcher polls for ends of ranks; peers cannot always say how one ended"
+    )
+    yield _open_files()
+    yield _secret()
+    yield _supported(
+        "users of connections", _knows_users, "without a secret, other users of this host may join"
+    )
+    yield _kernel_cache()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed" if package == "torchestra" else "missing"
+
+
+def _cores() -> Finding:
+    present, usable = os.cpu_count() or 1, usable_cores()
+    remark = "the affinity mask or the container's quota holds some back" if usable < present else ""
+    return Finding("cores", f"{usable} usable of {present}", remark)
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    remark = f"limited to {limit / _GIB:.1f} GiB per process" if limit != resource.RLIM_INFINITY else ""
+    return Finding("memory", f"{total / _GIB:.1f} GiB", remark)
+
+
+def _memory_files() -> Finding:
+    try:
+        descriptor = make_memory_file("torchestra-doctor")
+    except DistBackendError as error:
+        return Finding("memory files", "missing", f"ranks cannot share memory: {error}")
+    try:
+        if is_sealable(descriptor):
+            return Finding("memory files", "memfd_create")
+    finally:
+        os.close(descriptor)
+    found = os.statvfs(SHARED_MEMORY)
+    free = found.f_bavail * found.f_frsize / _GIB
+    return Finding(
+        "memory files",
+        f"no memfd_create; {SHARED_MEMORY} with {free:.1f} GiB in its place",
+        "a group of 8 ranks takes 60 MiB of it, and its dist.empty() tensors; `torchestra top` sees no jobs",
+    )
+
+
+def _has_file_locks() -> bool:
+    """Whether a process sees the lock of another on a memory file."""
+    try:
+        descriptor = make_memory_file("torchestra-doctor")
+    except DistBackendError:
+        return False
+    with open(descriptor, "wb") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        pid = os.fork()
+        if pid == 0:
+            refused = False
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+            except OSError:
+                refused = True
+            os._exit(refused)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+def _supported(subject: str, probe: Callable[[], bool], without: str) -> Finding:
+    return Finding(subject, "yes") if probe() else Finding(subject, "no", without)
+
+
+def _has_pidfd() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _has_futex() -> bool:
+    """Whether a FUTEX_WAKE of nobody succeeds."""
+    number = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+    word = ctypes.c_uint32(0)
+    futex_wake = 1
+    return number is not None and ctypes.CDLL(None).syscall(number, ctypes.byref(word), futex_wake, 1, 0) == 0
+
+
+def _open_files() -> Finding:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remark = "a rank needs one for each group; ulimit -n raises it" if limit <= _FEW_FILES else ""
+    return Finding("open files", f"{limit} per process", remark)
+
+
+def _secret() -> Finding:
+    secret = job_secret(None)
+    if secret is None:
+        return Finding(
+            "secret", f"{SECRET_VARIABLE} is not set: one host, one user; torchestra run makes one"
+        )
+    remark = "can be guessed; take `openssl rand -hex 32`" if len(secret) < _SHORT_SECRET else ""
+    return Finding("secret", f"{SECRET_VARIABLE} is set, {len(secret)} bytes", remark)
+
+
+def _knows_users() -> bool:
+    """Whether the kernel tells whose the other end of a connection within this host is."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as end,
+        listener.accept()[0],
+    ):
+        return peer_user(end) == os.geteuid()
+
+
+def _kernel_cache() -> Finding:
+    place, refused = choose()
+    if place is None:
+        return Finding("kernel cache", "none: every process compiles in memory", "; ".join(refused))
+    directory = ENGINE if place.root is None else place.root
+    files = [os.lstat(each) for each in directory.rglob("*.nb[ci]")]
+    foreign = sum(1 for each in files if not can_be_trusted(each))
+    remarks = [f"not used: {each}" for each in refused]
+    if foreign:
+        remarks.append(f"{foreign} files belong to other users, or others can write them: not used")
+    if not files:
+        remarks.append("the first run will compile them")
+    return Finding("kernel cache", f"{len(files) // 2} compiled in {directory}", "; ".join(remarks))

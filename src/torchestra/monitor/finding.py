@@ -1,0 +1,55 @@
+"""Which arenas the processes of this user have open.
+
+Imports nothing that takes time: a launcher asks when its ranks are about to be ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torchestra.engine.memory.layout import MEMORY_FILE
+
+__all__ = ["PROC", "OpenArena", "open_arenas"]
+
+PROC = Path("/proc")
+_LINK = f"/memfd:{MEMORY_FILE}:"
+
+
+class OpenArena(NamedTuple):
+    """An arena that a process has open.
+
+    Attributes:
+        pid: the process.
+        path: what to open to have it open too, while the process lives.
+        key: the same for every process that has this arena open.
+    """
+
+    pid: int
+    path: Path
+    key: tuple[int, int]
+
+
+def open_arenas(pids: Iterable[int] | None = None, proc: Path = PROC) -> Iterator[OpenArena]:
+    """The arenas that these processes, by default all of this user, have open to write to.
+
+    Ranks have; whoever has it open only to read looks on, as this process, and is none.
+    """
+    user = os.geteuid()
+    folders = proc.iterdir() if pids is None else (proc / str(pid) for pid in pids)
+    for folder in folders:
+        if not folder.name.isdecimal():
+            continue
+        try:
+            descriptors = list((folder / "fd").iterdir()) if folder.stat().st_uid == user else []
+        except OSError:
+            continue  # it has ended, or may not be looked into
+        for path in descriptors:
+            with contextlib.suppress(OSError):
+                if os.readlink(path).startswith(_LINK) and path.lstat().st_mode & stat.S_IWUSR:
+                    status = path.stat()
+                    yield OpenArena(int(folder.name), path, (status.st_dev, status.st_ino))

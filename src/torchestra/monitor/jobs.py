@@ -1,0 +1,163 @@
+"""Which jobs run on this host: found by the arenas that their processes have open, and by nothing else.
+
+A job leaves no note anywhere, so nothing is left when it is killed. Every rank keeps its groups' arenas open
+(arena.py), under a name that /proc tells; which processes may be looked into is the system's business: those
+of the same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchestra.engine.failure.liveness import process_start
+from torchestra.engine.memory.foreign import ForeignArena
+from torchestra.engine.memory.mapping import close
+from torchestra.errors import DistBackendError, InvalidArgumentError
+from torchestra.monitor.finding import PROC, open_arenas
+
+__all__ = ["Group", "Job", "choose_job", "find_jobs"]
+
+_PROC = PROC
+
+
+@dataclass
+class Group:
+    """A group of a job.
+
+    Attributes:
+        arena: what its ranks share.
+        pids: the processes that have it open.
+    """
+
+    arena: ForeignArena
+    pids: set[int] = field(default_factory=set)
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether the process of a rank runs (a thread's is that of all)."""
+        pid, started = self.arena.process(rank)
+        if pid in self.pids and process_start(pid) == started:
+            return True
+        return self.arena.is_held(rank)  # it may have another number in a PID namespace of its own
+
+
+@dataclass
+class Job:
+    """Groups that have processes in common.
+
+    Attributes:
+        groups: the largest first, and then in the order in which they were made.
+    """
+
+    groups: list[Group]
+
+    @property
+    def pids(self) -> set[int]:
+        """Its ranks' processes."""
+        return {pid for group in self.groups for pid in group.pids}
+
+    @property
+    def pid(self) -> int:
+        """What the job is called by: the process of rank 0 of its first group, or the first that lives."""
+        pid, _ = self.groups[0].arena.process(0)
+        return pid if pid in self.pids else min(self.pids)
+
+    @property
+    def command(self) -> str:
+        """The command line of that process."""
+        with contextlib.suppress(OSError):
+            words = (_PROC / str(self.pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+            return " ".join(word.decode(errors="replace") for word in words)
+        return "?"
+
+    def was_started_by(self, pid: int) -> bool:
+        """Whether a process started a rank, directly or not: the launcher did, and the shell it runs in."""
+        return any(pid in _ancestry(rank) for rank in self.pids)
+
+
+def find_jobs(pids: Iterable[int] | None = None) -> tuple[list[Job], list[str]]:
+    """The jobs of this user that run on this host now, those that began first come first.
+
+    Of all processes, or only of those given. And what looks like an arena but cannot be read, because it is
+    damaged or of another version of torchestra: a line for each that says why.
+    """
+    groups: dict[tuple[int, int], Group] = {}
+    refused: dict[tuple[int, int], str] = {}
+    for pid, path, key in open_arenas(pids, _PROC):
+        if key not in groups and key not in refused:
+            try:
+                groups[key] = Group(_opened(path))
+            except DistBackendError as error:
+                refused[key] = f"process {pid}: {error}"
+            except OSError:
+                continue  # the process has just ended
+        if key in groups:
+            groups[key].pids.add(pid)
+    jobs: list[Job] = []
+    for group in groups.values():
+        met = [job for job in jobs if job.pids & group.pids]
+        jobs = [job for job in jobs if job not in met]
+        jobs.append(Job([*(other for job in met for other in job.groups), group]))
+    for job in jobs:
+        job.groups.sort(key=lambda group: (-group.arena.layout.size, group.arena.made))
+    jobs.sort(key=lambda job: job.groups[0].arena.made)
+    return jobs, list(refused.values())
+
+
+def choose_job(pid: int | None) -> Job:
+    """The job of a process (a rank, or the launcher), or the only one that runs.
+
+    Raises:
+        InvalidArgumentError: there is none, or there are several to choose from; says which.
+    """
+    jobs, unreadable = find_jobs()
+    refused = "".join(f"\n  {text}" for text in unreadable)
+    if pid is not None:
+        meant = [job for job in jobs if pid in job.pids] or [job for job in jobs if job.was_started_by(pid)]
+        if len(meant) == 1:
+            return meant[0]
+        if meant:
+            raise InvalidArgumentError(
+                f"process {pid} has started {len(meant)} jobs: choose one with --job{_listed(meant)}"
+            )
+        raise InvalidArgumentError(
+            f"process {pid} is of no job of this user that runs on this host{_listed(jobs)}{refused}"
+        )
+    if not jobs:
+        raise InvalidArgumentError(f"no job of this user runs on this host{refused}")
+    if len(jobs) > 1:
+        raise InvalidArgumentError(f"{len(jobs)} jobs run on this host: choose one with --job{_listed(jobs)}")
+    return jobs[0]
+
+
+def _listed(jobs: list[Job]) -> str:
+    return "".join(f"\n  --job {job.pid}: {job.command}, {_ranks_of(job)}" for job in jobs)
+
+
+def _ranks_of(job: Job) -> str:
+    size = job.groups[0].arena.layout.size
+    return f"{size} rank{'' if size == 1 else 's'}"
+
+
+def _opened(path: Path) -> ForeignArena:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return ForeignArena(descriptor)
+    finally:
+        close(descriptor)  # it may be this process's own
+
+
+def _ancestry(pid: int) -> set[int]:
+    """A process, its parent, and so on."""
+    found: set[int] = set()
+    while pid > 1 and pid not in found:
+        found.add(pid)
+        try:
+            told = (_PROC / str(pid) / "stat").read_bytes()
+            pid = int(told[told.rindex(b")") + 2 :].split()[1])
+        except (OSError, ValueError):
+            break
+    return found

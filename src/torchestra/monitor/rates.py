@@ -1,0 +1,85 @@
+"""What ranks did between two looks at them: operations and bytes per second, waiting, and for whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchestra.engine.recorder.flight_record import FlightRecord, RankRecord
+
+__all__ = ["RankRates", "rates", "straggler"]
+
+_WORTH_TELLING = 0.01
+
+
+@dataclass(frozen=True)
+class RankRates:
+    """One rank between two looks.
+
+    Attributes:
+        operations: collectives and messages begun, per second.
+        bytes: moved by those that ended, per second.
+        waiting: the share of the time spent waiting for other ranks, 0 to 1.
+        waited_for: by rank, that share.
+    """
+
+    operations: float
+    bytes: float
+    waiting: float
+    waited_for: tuple[float, ...]
+
+    @property
+    def awaited(self) -> int | None:
+        """The rank that it waited for most, if it waited."""
+        most = max(range(len(self.waited_for)), key=self.waited_for.__getitem__)
+        return most if self.waited_for[most] >= _WORTH_TELLING else None
+
+
+def rates(before: FlightRecord, after: FlightRecord) -> list[RankRates]:
+    """Of every rank of a group, from two looks at it."""
+    seconds = max(1e-6, after.taken - before.taken)
+    return [
+        _rates(early, _waits(early, before.taken), late, _waits(late, after.taken), seconds)
+        for early, late in zip(before.ranks, after.ranks, strict=True)
+    ]
+
+
+def straggler(of_ranks: list[RankRates]) -> tuple[int, float] | None:
+    """The rank that the others waited for most, and the share of their time; None if nobody waits."""
+    if len(of_ranks) < 2:
+        return None
+    shares = [
+        sum(each.waited_for[rank] for each in of_ranks) / (len(of_ranks) - 1)
+        for rank in range(len(of_ranks[0].waited_for))
+    ]
+    most = max(range(len(shares)), key=shares.__getitem__)
+    return (most, min(1.0, shares[most])) if shares[most] >= _WORTH_TELLING else None
+
+
+def _rates(
+    early: RankRecord, waits_then: list[float], late: RankRecord, waits_now: list[float], seconds: float
+) -> RankRates:
+    def per_second(then: float, now: float) -> float:
+        return max(0.0, now - then) / seconds
+
+    shares = [min(1.0, per_second(then, now)) for then, now in zip(waits_then, waits_now, strict=True)]
+    return RankRates(
+        operations=per_second(
+            early.operations_begun + early.messages_begun, late.operations_begun + late.messages_begun
+        ),
+        bytes=per_second(
+            early.operation_bytes + early.message_bytes, late.operation_bytes + late.message_bytes
+        ),
+        waiting=min(1.0, sum(shares)),
+        waited_for=tuple(shares),
+    )
+
+
+def _waits(rank: RankRecord, now: float) -> list[float]:
+    """Seconds waited so far for each rank, what goes on at this moment included."""
+    waited = list(rank.waited_for)
+    if rank.waiting_for is not None and rank.waiting_since is not None:
+        waited[rank.waiting_for] += max(0.0, now - rank.waiting_since)
+    message = rank.running_message
+    if message is not None and message.kind == "recv" and message.peer is not None and not message.waited:
+        waited[message.peer] += max(0.0, now - message.started)
+    return waited

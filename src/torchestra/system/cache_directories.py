@@ -1,0 +1,163 @@
+"""Where compiled kernels are kept: directories that only this user, or root, can put anything into.
+
+A compiled kernel is code, and a file of Numba's cache is unpickled. So a directory is used only if each part
+of its path belongs to this user or to root, no part can be written by others (but for directories with the
+sticky bit on the way, such as /tmp, in which only the owner of an entry can replace it), and it can be
+written. Otherwise the next one is asked for, and where there is none left kernels are compiled in memory: a
+cache is never a condition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["ENGINE", "Directory", "can_be_trusted", "candidates", "choose", "distrust", "prepare"]
+
+ENGINE = Path(__file__).parents[1] / "engine"
+_MOST_LINKS = 40
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Directory(NamedTuple):
+    """A place for caches.
+
+    Attributes:
+        root: the directory; None: the ``__pycache__`` beside each source file.
+        why: what speaks for it, for people.
+    """
+
+    root: Path | None
+    why: str
+
+    def folder(self, source: Path) -> Path:
+        """Where what is compiled of the functions of a source file is kept."""
+        if self.root is None:
+            return source.parent / "__pycache__"
+        digest = hashlib.sha256(str(source.parent).encode()).hexdigest()[:16]
+        return self.root / f"{source.parent.name}_{digest}"
+
+
+def candidates() -> Iterator[Directory]:
+    """The places to be asked for, best first: Numba's, and where all of these cannot be used, others."""
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Directory(Path(chosen).absolute(), "NUMBA_CACHE_DIR")
+    yield Directory(None, "the installation")
+    home = os.path.expanduser("~")  # as it is, where a user has none
+    for cache, why in (
+        (os.environ.get("XDG_CACHE_HOME", ""), "XDG_CACHE_HOME"),
+        (os.path.join(home, ".cache"), "the home directory"),
+    ):
+        if os.path.isabs(cache):
+            yield Directory(Path(cache, "numba"), why)
+    with contextlib.suppress(OSError):  # none can be written
+        yield Directory(Path(tempfile.gettempdir(), _own_name()).absolute(), "temporary files")
+    yield Directory(Path("/dev/shm", _own_name()), "shared memory")
+
+
+def _own_name() -> str:
+    return f"torchestra-cache-{os.geteuid()}"
+
+
+def choose() -> tuple[Directory | None, list[str]]:
+    """The first place that can be used, made if missing, if there is any; why those before it are not."""
+    refused: list[str] = []
+    for place in candidates():
+        folder = place.folder(ENGINE / "compilation.py")
+        if not (reason := prepare(folder)):
+            return place, refused
+        refused.append(f"{folder} ({place.why}): {reason}")
+    return None, refused
+
+
+def prepare(folder: Path) -> str:
+    """Make a directory for this user alone where there is none; why it cannot be used, or nothing."""
+    try:
+        missing_ones = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+        if missing_ones and (reason := distrust(missing_ones[-1].parent, on_the_way=True)):
+            return reason
+        for missing in reversed(missing_ones):
+            with contextlib.suppress(FileExistsError):  # another rank is quicker
+                missing.mkdir(mode=0o700)
+        if reason := distrust(folder):
+            return reason
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def distrust(folder: Path, *, on_the_way: bool = False) -> str:
+    """Why others could put files into a directory, or replace it; nothing, if they cannot.
+
+    Args:
+        on_the_way: what matters is only what is in a directory in there.
+
+    Raises:
+        OSError: it does not exist, or may not be looked at.
+    """
+    here, rest = Path("/"), list(folder.absolute().parts[1:])
+    links = 0
+    while True:
+        found = os.lstat(here)
+        if stat.S_ISLNK(found.st_mode):
+            if not _is_ours(found.st_uid):
+                return f"{here} is a link that belongs to user {found.st_uid}"
+            links += 1
+            if links > _MOST_LINKS:
+                return f"{here} is a link to itself"
+            target = Path(os.readlink(here))
+            here, rest = (Path("/") if target.is_absolute() else here.parent), [*_parts(target), *rest]
+        elif not stat.S_ISDIR(found.st_mode):
+            return f"{here} is no directory"
+        elif reason := _distrusted(here, found, is_last=not rest and not on_the_way):
+            return reason
+        if not rest:
+            return ""
+        part = rest.pop(0)
+        here = here.parent if part == ".." else here / part
+
+
+def _parts(path: Path) -> list[str]:
+    return list(path.parts[1:] if path.is_absolute() else path.parts)
+
+
+def _distrusted(path: Path, found: os.stat_result, *, is_last: bool) -> str:
+    owner = found.st_uid
+    if not _is_ours(owner) and (is_last or owner != _unmapped_root()):
+        return f"{path} belongs to user {owner}"
+    is_sticky = bool(found.st_mode & stat.S_ISVTX) and not is_last
+    if found.st_mode & _OTHERS_WRITE and not is_sticky:
+        return f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return ""
+
+
+def can_be_trusted(found: os.stat_result) -> bool:
+    """Whether nobody but this user and root can have written a file."""
+    mode = found.st_mode
+    return stat.S_ISREG(mode) and _is_ours(found.st_uid) and not mode & _OTHERS_WRITE
+
+
+def _is_ours(owner: int) -> bool:
+    return owner in (0, os.geteuid())
+
+
+def _unmapped_root() -> int:
+    """As whose the directories of the host's root appear in a user namespace that does not know root; or -1.
+
+    Other users that the namespace does not know appear as the same, so this serves for directories on the
+    way only: "/" and "/home" have to be somebody's.
+    """
+    try:
+        known = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if any(outside == 0 for _, outside, _ in known):
+            return -1
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return -1

@@ -1,0 +1,276 @@
+"""The argument checks of the collectives: bad input is refused here, before anything is sent."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchestra.arguments.annotations import check_integer, is_integer, refuse_type
+from torchestra.engine.local import LocalEngine
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
+from torchestra.tensors.contiguity import overlapping, overlaps_itself, what_is_missing
+from torchestra.tensors.override import look_for_override
+from torchestra.types import ReduceOp
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+LARGEST_TAG = (1 << 62) - 1
+"""Tags are 64-bit integers, of which the negative ones are torchestra's own."""
+
+DEVICES = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
+"""The types of devices that tensors can be moved from and to."""
+
+
+def check_op(op: object, name: str) -> ReduceOp:
+    """Refuse what is not a reduce operation, and a PREMUL_SUM without its factor."""
+    if not isinstance(op, ReduceOp):
+        refuse_type(name, "op", "a torchestra.ReduceOp", op)
+    if op.name == "PREMUL_SUM" and op.factor is None:
+        raise InvalidArgumentError(
+            f"{name}: `op`: PREMUL_SUM needs a factor; use ReduceOp.premul_sum(factor)"
+        )
+    return op
+
+
+def check_is_tensor(value: object, parameter: str, name: str) -> torch.Tensor:
+    """Refuse what is not a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgumentTypeError(
+            f"{name}: Invalid function argument. Expected parameter `{parameter}` of type torch.Tensor but"
+            f" got {type(value).__name__} instead."
+        )
+    if value.__class__ is not torch.Tensor:
+        look_for_override(value, name)
+    return value
+
+
+def check_is_list(value: object, parameter: str, name: str) -> list[object]:
+    """Refuse what is not a list or tuple."""
+    if not isinstance(value, (list, tuple)):
+        raise InvalidArgumentTypeError(
+            f"{name}: Invalid function argument. Expected parameter `{parameter}` of type List[torch.Tensor]"
+            f" but got {type(value).__name__} instead."
+        )
+    return list(value)
+
+
+def check_tensor_list(value: object, parameter: str, name: str) -> list[torch.Tensor]:
+    """Refuse what is not a list of tensors."""
+    found: list[Any] = check_is_list(value, parameter, name)
+    for index, each in enumerate(found):
+        if each.__class__ is not torch.Tensor:
+            check_is_tensor(each, f"{parameter}[{index}]", name)
+    return found
+
+
+def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = False) -> torch.Tensor:
+    """Refuse what is not a dense tensor of the CPU, or of CUDA, of a dtype that can be sent.
+
+    Args:
+        written: whether the operation writes into it; then its elements must not share memory.
+
+    Nor may it lack memory of its own: see contiguity.py.
+    """
+    tensor = check_is_tensor(tensor, parameter, name)
+    if tensor.layout is not torch.strided:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` has unsupported layout {tensor.layout}:"
+            f" {name} only supports dense tensors"
+        )
+    if tensor.device.type not in DEVICES:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` is on unsupported device type {tensor.device.type}; move it to the CPU"
+            f" first"
+        )
+    if not LocalEngine.moves(tensor.dtype):
+        raise InvalidArgumentError(f"{name}: `{parameter}` has dtype {tensor.dtype}, which cannot be sent")
+    if missing := what_is_missing(tensor):
+        raise InvalidArgumentError(f"{name}: `{parameter}` {missing}")
+    if written and tensor.device.type == "cpu" and overlaps_itself(tensor):
+        kind = "an expanded" if 0 in tensor.stride() else "an overlapping"
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` is {kind} tensor (strides {tensor.stride()}), whose elements share"
+            " memory, so it cannot be written; call .clone() first"
+        )
+    return tensor
+
+
+def check_reducible(tensor: torch.Tensor, op: ReduceOp, name: str) -> None:
+    """Refuse a reduce operation that the dtype does not have."""
+    if tensor.dtype.is_complex and not LocalEngine.reduces(tensor.dtype, op):
+        raise InvalidArgumentError(
+            f"{name}: {name} does not support {op} on complex tensors, which have SUM and AVG only"
+        )
+    if not LocalEngine.reduces(tensor.dtype, op):
+        raise InvalidArgumentError(f"{name}: {op.name} is not defined for tensors of dtype {tensor.dtype}")
+
+
+def check_list(
+    tensors: object, parameter: str, length: int, name: str, *, written: bool = False
+) -> list[torch.Tensor]:
+    """Refuse what is not a list of ``length`` tensors, one for each rank."""
+    found = check_is_list(tensors, parameter, name)
+    if len(found) != length:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` must have one tensor for each of the group's {length} ranks, got"
+            f" {len(found)}"
+        )
+    checked = [
+        check_tensor(tensor, f"{parameter}[{index}]", name, written=written)
+        for index, tensor in enumerate(found)
+    ]
+    if written:
+        check_apart(checked, parameter, name)
+    return checked
+
+
+def check_apart(tensors: Sequence[torch.Tensor], parameter: str, name: str) -> None:
+    """Refuse tensors that are all to be written, but share memory with each other."""
+    if (index := overlapping([tensor for tensor in tensors if tensor.is_cpu])) is not None:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}[{index}]` shares memory with a tensor before it in the list, and both"
+            " cannot be written; give each result memory of its own"
+        )
+
+
+def check_dtype(tensor: torch.Tensor, dtype: torch.dtype, parameter: str, name: str) -> None:
+    """Refuse a tensor whose dtype is not ``dtype``."""
+    if tensor.dtype != dtype:
+        raise InvalidArgumentError(
+            f"{name}: Invalid usage of tensors with different dtypes: `{parameter}` has dtype {tensor.dtype},"
+            f" expected {dtype} like the others"
+        )
+
+
+def check_same_dtype(tensors: Sequence[torch.Tensor], dtype: torch.dtype, parameter: str, name: str) -> None:
+    """Refuse tensors whose dtype is not ``dtype``."""
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype is not dtype:
+            check_dtype(tensor, dtype, f"{parameter}[{index}]", name)
+
+
+def in_reals(tensors: object, tensor: object) -> tuple[Any, Any]:
+    """What elements are moved between, some tensors and another one: complex ones as pairs of reals.
+
+    So complex tensors may be mixed with those of their parts, on one rank and between ranks, as by
+    torch.distributed. (Conjugated ones have no such view, and stay as they are.) What is not tensors does
+    too, for the checks that follow.
+    """
+    others = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    found = [each for each in (*others, tensor) if isinstance(each, torch.Tensor) and each.dtype.is_complex]
+    if not found or any(each.is_conj() for each in found):
+        return tensors, tensor
+    if others is tensors:
+        return [_in_reals(each) for each in others], _in_reals(tensor)
+    return _in_reals(tensors), _in_reals(tensor)
+
+
+def _in_reals(tensor: object) -> object:
+    if isinstance(tensor, torch.Tensor) and tensor.dtype.is_complex:
+        return torch.view_as_real(tensor.detach())
+    return tensor
+
+
+def check_rank(rank: object, size: int, parameter: str, name: str) -> int:
+    """Refuse a rank that the group does not have."""
+    rank = check_integer(rank, parameter, name)
+    if not 0 <= rank < size:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` is {shown(rank)}, but the group has ranks 0 to {size - 1}"
+        )
+    return rank
+
+
+def check_tag(tag: object, name: str, parameter: str = "tag") -> int:
+    """Refuse a tag that messages of users cannot have."""
+    number = check_integer(tag, parameter, name)
+    if not 0 <= number <= LARGEST_TAG:
+        raise InvalidArgumentError(
+            f"{name}: invalid tag: {shown(number)}; `{parameter}` must be an int of 0 to 62 bits"
+        )
+    return number
+
+
+def check_integers(values: object, parameter: str, name: str) -> list[int]:
+    """Refuse what is not a list of ints."""
+    if not isinstance(values, (list, tuple)):
+        refuse_type(name, parameter, "a list of ints", values)
+    if not all(map(is_integer, values)):
+        refuse_type(name, parameter, "a list of ints", values)
+    return [operator.index(each) for each in values]
+
+
+def check_own_numel(
+    tensors: Sequence[torch.Tensor], rank: int, numel: int, parameter: str, name: str
+) -> None:
+    """Refuse a list whose entry for this rank does not have as many elements as this rank's tensor."""
+    if tensors[rank].numel() != numel:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}[{rank}]`, this rank's own, has {tensors[rank].numel()} elements,"
+            f" expected {numel}"
+        )
+
+
+def check_rooted_list(
+    tensors: object,
+    parameter: str,
+    is_root: bool,
+    role: str,
+    like: torch.Tensor,
+    size: int,
+    name: str,
+    *,
+    written: bool = False,
+) -> list[torch.Tensor] | None:
+    """Refuse a list that is missing on the root, present elsewhere, or does not fit the tensor ``like``."""
+    if not is_root:
+        if tensors is not None and not (isinstance(tensors, (list, tuple)) and not tensors):
+            given = check_tensor_list(tensors, parameter, name)
+            check_same_dtype(given, like.dtype, parameter, name)
+            raise InvalidArgumentError(
+                f"{name}: `{parameter}` must not be specified on ranks other than the {role}"
+            )
+        return None
+    if tensors is None:
+        raise InvalidArgumentError(f"{name}: `{parameter}` must be specified on the {role} rank")
+    checked = check_list(tensors, parameter, size, name, written=written)
+    check_same_dtype(checked, like.dtype, parameter, name)
+    for index, tensor in enumerate(checked):
+        if tensor.numel() != like.numel():
+            raise InvalidArgumentError(
+                f"{name}: `{parameter}[{index}]` has {tensor.numel()} elements, expected {like.numel()}"
+            )
+    return checked
+
+
+def check_splits(splits: object, parameter: str, tensor: torch.Tensor, size: int, name: str) -> list[int]:
+    """Refuse split sizes that are not one non-negative int per rank, or do not add up to the rows.
+
+    None, or an empty list, stands for equal splits; then the number of rows must be a multiple of ``size``. A
+    tensor of ints may stand for a list of them.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if isinstance(splits, torch.Tensor) and splits.dim() == 1 and splits.dtype in _INTEGERS:
+        splits = splits.tolist()
+    if splits is None or (isinstance(splits, (list, tuple)) and not splits):
+        if rows % size:
+            raise InvalidArgumentError(
+                f"{name}: dimension 0 has length {rows}, which the group's {size} ranks do not divide;"
+                f" give `{parameter}`"
+            )
+        return [rows // size] * size
+    if not isinstance(splits, (list, tuple)) or len(splits) != size:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` must list one length for each of {size} ranks, got {shown(splits)}"
+        )
+    if any(not is_integer(part) or part < 0 for part in splits):
+        raise InvalidArgumentError(f"{name}: `{parameter}` must be non-negative ints, got {shown(splits)}")
+    splits = [operator.index(part) for part in splits]
+    if sum(splits) != rows:
+        raise InvalidArgumentError(
+            f"{name}: `{parameter}` adds up to {shown(sum(splits))}, but dimension 0 has length {rows}"
+        )
+    return list(splits)

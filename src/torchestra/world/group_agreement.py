@@ -1,0 +1,170 @@
+"""Which groups ranks make together, and whether all of them make the same.
+
+A rank that makes groups says first which in the store, in one request, under the name of the first of them:
+the first rank to come leaves its lists there, and every other compares its own with them. One whose lists
+differ puts in their place what differs, where all find it that come later, and has those hear of it that have
+gone on and wait for the others in the groups. Only ranks whose lists are the first one's go on, so nobody
+waits elsewhere. A rank that waits in a backend of somebody else, or for another host, does not hear of it;
+but whoever fails, if only because its time is up, looks here for the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+from torchestra.arguments.annotations import check_integer
+from torchestra.communicator.multihost import hosts_of
+from torchestra.errors import CollectiveMismatchError, DistError, InvalidArgumentError, shown
+from torchestra.process_group import ProcessGroup
+from torchestra.process_group.starting import refuse
+from torchestra.world.registry import compact
+
+__all__ = ["GroupCall", "checked_ranks", "same_call"]
+
+_FEW = 16
+_MISMATCH, _CALL = b"x", b"c"  # how what is in the store begins
+
+
+class GroupCall(NamedTuple):
+    """A rank's call of a function that makes groups.
+
+    Attributes:
+        function: its name.
+        rank: the global rank that calls.
+        groups: the global ranks of each group that it makes, by the group's name.
+    """
+
+    function: str
+    rank: int
+    groups: Mapping[str, Sequence[int]]
+
+    def encode(self) -> bytes:
+        """The call as bytes, short for ranks that are evenly spaced."""
+        lists = [compact(ranks) for ranks in self.groups.values()]
+        told = [
+            {"range": [ranks.start, ranks.stop, ranks.step]} if isinstance(ranks, range) else ranks
+            for ranks in lists
+        ]
+        return _CALL + json.dumps([self.function, self.rank, list(self.groups), told]).encode()
+
+    @staticmethod
+    def decode(text: bytes) -> GroupCall:
+        """The call of :meth:`encode`."""
+        function, rank, names, told = json.loads(text[len(_CALL) :])
+        lists = [range(*ranks["range"]) if isinstance(ranks, dict) else tuple(ranks) for ranks in told]
+        return GroupCall(function, rank, dict(zip(names, lists, strict=True)))
+
+    @property
+    def lists(self) -> list[Sequence[int]]:
+        """The ranks of each group, so that equal ones compare equal."""
+        return [compact(ranks) for ranks in self.groups.values()]
+
+    def difference(self, first: GroupCall) -> str:
+        """What to say of two calls that should be one; empty if they are."""
+        if (self.function, self.lists) == (first.function, first.lists):
+            return ""
+        other = "it" if first.function == self.function else first.function
+        return (
+            f"rank {self.rank} called {self.function} with {_text(self.lists)}, but rank {first.rank} called"
+            f" {other} with {_text(first.lists)}{_detail(self.lists, first.lists)}; all ranks must make the"
+            " same groups in the same order. The groups made before stay usable"
+        )
+
+
+@contextlib.contextmanager
+def same_call(parent: ProcessGroup, key: str, call: GroupCall) -> Iterator[None]:
+    """Make groups in the block, if all ranks make the same.
+
+    Args:
+        parent: the default group.
+        key: of the call, the same on all ranks that should call and never used before.
+        call: this rank's.
+
+    Raises:
+        CollectiveMismatchError: another rank makes other groups; on every rank that has not made its own yet.
+    """
+    key = f"new_group/{key}"
+    mine = call.encode()
+    said = parent.store.compare_set(key, "", mine)
+    if said != mine:
+        if said[:1] == _MISMATCH:
+            _mismatch(said)
+        first = GroupCall.decode(said)
+        if difference := call.difference(first):
+            # Several may find one at once: all raise what the first of them says.
+            verdict = parent.store.compare_set(key, said, _MISMATCH + difference.encode())
+            for name, ranks in first.groups.items():
+                hosts = None if parent.maker is not None else hosts_of(parent.communicator, ranks)
+                refuse(parent.store, name, hosts, difference)
+            _mismatch(verdict)
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(DistError, OSError):
+            said = parent.store.get(key)
+        if said[:1] == _MISMATCH:
+            _mismatch(said, error)
+        raise
+
+
+def _mismatch(said: bytes, cause: BaseException | None = None) -> NoReturn:
+    raise CollectiveMismatchError(said[len(_MISMATCH) :].decode()) from cause
+
+
+def _text(lists: Sequence[Sequence[int]]) -> str:
+    if len(lists) == 1:
+        return f"the ranks {shown(list(lists[0]))}"
+    return f"the lists {shown([list(ranks) for ranks in lists])}"
+
+
+def _detail(mine: Sequence[Sequence[int]], first: Sequence[Sequence[int]]) -> str:
+    """Where two calls differ, if that cannot be seen in their lists as they are shown."""
+    if len(mine) != len(first):
+        return f" ({len(mine)} and {len(first)} groups)" if len(mine) > 1 or len(first) > 1 else ""
+    if mine == first:
+        return ""
+    number = next(index for index, own in enumerate(mine) if own != first[index])
+    own, other = mine[number], first[number]
+    where = f"in list {number}, " if len(mine) > 1 else ""
+    if set(own) == set(other):
+        return f" ({where}the same ranks in another order: is sort_ranks the same?)"
+    if where or len(own) > _FEW or len(other) > _FEW:
+        without, added = sorted(set(other) - set(own)), sorted(set(own) - set(other))
+        return f" ({where}only the one has {shown(added)}, and only the other {shown(without)})"
+    return ""
+
+
+def checked_ranks(ranks: Sequence[int], size: int) -> Sequence[int]:
+    """Global ranks, as a range where they are many and evenly spaced.
+
+    Raises:
+        InvalidArgumentError: there are none, or some repeat or do not exist in a world of that size.
+    """
+    if (
+        isinstance(ranks, range)
+        and ranks
+        and 0 <= min(ranks[0], ranks[-1]) <= max(ranks[0], ranks[-1]) < size
+    ):
+        return ranks
+    chosen = tuple(check_integer(rank, "ranks", "new_group") for rank in ranks)
+    if not chosen:
+        raise InvalidArgumentError(f"new_group: ranks must not be empty, got {shown(ranks)}")
+    if len(set(chosen)) != len(chosen):
+        raise InvalidArgumentError(
+            f"new_group: ranks list must not contain duplicate entries, got {shown(list(chosen))}"
+        )
+    if len(chosen) > size:
+        raise InvalidArgumentError(
+            "new_group: the new group's world size should be less or equal to the world size set by"
+            f" init_process_group, which is {size}; got {len(chosen)} ranks"
+        )
+    for rank in chosen:
+        if not 0 <= rank < size:
+            raise InvalidArgumentError(
+                f"new_group: Rank {shown(rank)} is out of range. Valid ranks are 0 to {size - 1}"
+                f" (world_size={size}), in `ranks`"
+            )
+    return chosen if len(chosen) <= _FEW else compact(chosen)

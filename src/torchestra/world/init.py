@@ -1,0 +1,361 @@
+"""The world: making the default group, and destroying groups.
+
+What is made, here and in new_groups.py, is entered into the rank's registry (registry.py), which is the only
+state of torchestra that is not reached through an object, and which is changed in these two files only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Union, cast
+
+import torch
+
+from torchestra.arguments.annotations import checked, refuse_type
+from torchestra.communicator import work_registry
+from torchestra.communicator.communicator import Communicator
+from torchestra.communicator.lazy import DeferredCommunicator
+from torchestra.communicator.multihost import Hosts
+from torchestra.engine.device.agreement import Agreement, Wish
+from torchestra.engine.thread_ranks import current_thread_rank
+from torchestra.errors import (
+    InvalidArgumentError,
+    NothingToDestroyError,
+    NotInitializedError,
+)
+from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
+from torchestra.process_group.group import GroupMaker
+from torchestra.process_group.starting import AnyStore, choose_backend, start, wish_of
+from torchestra.rendezvous import rendezvous
+from torchestra.store import FakeStore, PrefixStore, Store
+from torchestra.store.secret import Secret
+from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
+from torchestra.world.registry import World, current_world, own_world
+
+AnyGroup = Union[ProcessGroup, NonMember]
+DEFAULT_NAME = "default"
+_MOST_PRETENDED = 1 << 31
+_NO_WISH = Wish()
+
+
+def default_group() -> ProcessGroup:
+    """The default group of the calling rank.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    group = current_world().default
+    if group is None:
+        raise NotInitializedError(
+            "Default process group has not been initialized, please make sure to call init_process_group."
+        )
+    return group
+
+
+def is_available() -> bool:
+    """Whether torchestra can be used here: always."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether this rank has a default group."""
+    return current_world().default is not None
+
+
+@checked
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: AnyStore | None = None,
+    group_name: str = "",
+    pg_options: GroupOptions | None = None,
+    device_id: int | torch.device | None = None,
+    *,
+    secret: Secret = None,
+) -> None:
+    """Meet the other ranks and make the default group. Must be called by every rank, and first.
+
+    Args:
+        backend: ``"native"`` (ranks are processes), ``"threads"`` (ranks are threads of this process), or
+            None for whichever the rank was launched as. ``"fake"``: this rank alone, in a world of which the
+            other ranks do not exist (see fake.py). ``"nccl"``, or ``"cpu:native,cuda:nccl"``: as None, and
+            operations on CUDA tensors must be NCCL's (docs/guides/devices.md).
+        init_method: where to meet: ``env://`` (default), ``file://path`` or ``tcp://host:port``.
+        timeout: how long to wait for the others here, and in later operations; default 30 minutes.
+        world_size, rank: how many ranks there are and which this one is; default: what the launcher
+            (torchestra run, torchrun, Slurm, mpiexec) has put into the environment.
+        store: a store that all ranks share, instead of ``init_method``; needs ``rank`` and ``world_size``.
+        group_name: a description of the group.
+        pg_options: :class:`GroupOptions`, of which the time-out is used if ``timeout`` is not given.
+        device_id: the CUDA device that this rank uses, a number or a torch.device; default: the one that is
+            current, if the program has used CUDA before. Refused where torch was built without CUDA.
+        secret: what the ranks prove to each other to know, the same text on all of them; default: the
+            environment variable TORCHESTRA_SECRET, which ``torchestra run`` sets. Without one, ranks of the
+            same user on one host meet, and ranks on several hosts cannot.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, something is missing from the environment, or this rank
+            has a default group already.
+        DistBackendError: NCCL is asked for, and cannot be had.
+        CollectiveTimeoutError, StoreTimeoutError: the others did not come in time.
+    """
+    make_world(
+        backend,
+        init_method,
+        timeout,
+        world_size,
+        rank,
+        store,
+        group_name,
+        pg_options,
+        device_id,
+        secret=secret,
+    )
+
+
+def make_world(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: AnyStore | None = None,
+    group_name: str = "",
+    pg_options: GroupOptions | None = None,
+    device_id: int | torch.device | None = None,
+    *,
+    secret: Secret = None,
+    maker: GroupMaker | None = None,
+) -> None:
+    """:func:`init_process_group` with the choice of what makes the default group, instead of a backend."""
+    world = own_world()
+    if world.default is not None:
+        raise InvalidArgumentError(
+            "trying to initialize the default process group twice! Call destroy_process_group() first"
+        )
+    wish = wish_of(backend, device_id)
+    seconds = time_limit(timeout, pg_options if maker is None else None, DEFAULT_TIMEOUT)
+    here = current_thread_rank()
+    chosen = choose_backend(backend)
+    if store is not None and init_method is not None:
+        raise InvalidArgumentError("give `init_method` or `store`, not both")
+    if here is not None and store is None and init_method is None:
+        rank, world_size, store = here.rank, here.size, here.store
+    if chosen == "fake":
+        store, rank, world_size = _alone(store, rank, world_size)
+    else:
+        met = rendezvous(
+            init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=seconds),
+            store=store,
+            secret=secret,
+        )
+        store, rank, world_size = PrefixStore("torchestra", met.store), met.rank, met.world_size
+    if world.thread is None:
+        world.thread = threading.current_thread()
+    group = start_group(
+        store,
+        ranks=range(world_size),
+        rank=rank,
+        name=DEFAULT_NAME,
+        backend=chosen,
+        seconds=seconds,
+        description=group_name or "default_pg",
+        maker=maker,
+        wish=wish,
+    )
+    world.default = group
+    register(world, group)
+
+
+def register(world: World, group: ProcessGroup, tag: str = "") -> None:
+    """Enter a new group into a registry, where the one that it is shrunk to will take its place."""
+    world.add(group, tag)
+    group.when_shrunk = partial(_replace, world, tag)
+
+
+def _replace(world: World, tag: str, old: ProcessGroup, new: ProcessGroup) -> None:
+    """Put a shrunk group in the place of the one that it is made of."""
+    world.remove(old)
+    register(world, new, tag)
+    if old is not world.default:
+        return
+    world.default = new
+    world.made = 0
+    world.made_locally.clear()
+    numbers = {before: now for now, before in enumerate(new.previous_ranks)}
+    for group in list(world.groups.values()):
+        if isinstance(group.communicator, DeferredCommunicator):
+            group.destroy()  # its members have not met, and would look for each other in the old store
+            world.remove(group)
+        elif lost := group.renumber(numbers):
+            group.communicator.abort(
+                f"the world has been shrunk and has no rank {lost[0]} of this group any more; shrink() the"
+                " group, or destroy it",
+                failed=lost,
+            )
+
+
+def _alone(store: Store | None, rank: int, world_size: int) -> tuple[Store, int, int]:
+    """The store, rank and world size of a fake world: whoever is in it meets nobody."""
+    if not 0 <= rank < world_size < _MOST_PRETENDED:
+        raise InvalidArgumentError(
+            'backend "fake" needs rank= and world_size=, with rank from 0 to world_size - 1; got'
+            f" rank {rank} and world_size {world_size}"
+        )
+    return FakeStore() if store is None else store, rank, world_size
+
+
+def time_limit(timeout: Timeout | None, options: Any, otherwise: Timeout) -> float:
+    """The time-out of a group in seconds: as given, or in its options, or else another one."""
+    if options is not None and not isinstance(options, GroupOptions):
+        raise InvalidArgumentError(f"pg_options must be a torchestra.GroupOptions, got {options!r}")
+    if timeout is None:
+        timeout = otherwise if options is None else options.timeout
+    return timeout_seconds(timeout)
+
+
+def start_group(
+    store: Store,
+    ranks: Sequence[int],
+    rank: int,
+    name: str,
+    backend: str,
+    seconds: float,
+    description: str,
+    deferred: bool = False,
+    hosts: Hosts | None = None,
+    maker: GroupMaker | None = None,
+    wish: Wish = _NO_WISH,
+    agreement: Agreement | None = None,
+) -> ProcessGroup:
+    """Make a group whose members call this, each with its own rank; returns when all have come.
+
+    Args:
+        store: what the members share.
+        ranks: the members' global ranks.
+        rank: this one's number in the group.
+        name: of the group, never used before.
+        backend, hosts, wish, agreement: as start() in process_group/starting.py has them.
+        seconds: the group's time-out.
+        description: the group's.
+        deferred: return at once; the members meet in their first operation.
+        maker: what makes the group instead of a backend.
+    """
+    if maker is not None:
+        made = maker(store, ranks, rank, name, seconds)
+        made.group_desc = description
+        return made
+    size = len(ranks)
+    program = current_world().thread
+
+    def meet(seconds: float) -> Communicator:
+        return start(
+            store, rank, size, name, seconds, backend, program, hosts, wish=wish, agreement=agreement
+        )
+
+    def made_of(communicator: Communicator) -> ProcessGroup:
+        options = GroupOptions(seconds, backend=backend)
+        return ProcessGroup(
+            store, rank, size, options, ranks=ranks, description=description, communicator=communicator
+        )
+
+    if not deferred:
+        return made_of(meet(seconds))
+    placeholder = DeferredCommunicator(rank, size, name, seconds, meet)
+    group = made_of(cast(Communicator, placeholder))
+    placeholder.replace = lambda made: setattr(group, "communicator", made)
+    return group
+
+
+@checked
+def destroy_process_group(group: AnyGroup | None = None) -> None:
+    """Leave a group, or with None (or the default group) all of them.
+
+    Operations that are queued are run first. Whoever waits for this rank in the group gets an error. Results
+    of functional collectives that were never waited for are told in a RuntimeWarning.
+
+    Raises:
+        NotInitializedError: there is no such group; it is a NothingToDestroyError where there is no default
+            group.
+    """
+    world = current_world()
+    if isinstance(group, NonMember):
+        return
+    if group is None or group is world.default:
+        if world.default is None:
+            raise NothingToDestroyError(
+                "Default process group has not been initialized, or was destroyed already: there is nothing"
+                " to destroy; call init_process_group() first"
+            )
+        world.close()
+        return
+    if world.groups.get(group.group_name) is not group:
+        raise NotInitializedError(f"{group!r} is not a group of this rank, or was destroyed already")
+    world.remove(group)
+    group.destroy()
+    work_registry.report(group)
+
+
+def _any_group(group: object, name: str) -> AnyGroup:
+    if not isinstance(group, (ProcessGroup, NonMember)):
+        refuse_type(name, "group", "a ProcessGroup or None", group)
+    return group
+
+
+def get_rank(group: AnyGroup | None = None) -> int:
+    """This rank's number in the group (default: the default group), or -1 if it is not in it."""
+    return (default_group() if group is None else _any_group(group, "get_rank")).rank()
+
+
+def get_world_size(group: AnyGroup | None = None) -> int:
+    """How many ranks the group has (default: the default group), or -1 if this rank is not in it."""
+    return (default_group() if group is None else _any_group(group, "get_world_size")).size()
+
+
+def get_process_group_ranks(group: AnyGroup | None = None) -> list[int]:
+    """The global ranks of the group, in the order of their numbers in it."""
+    return list((default_group() if group is None else _any_group(group, "get_process_group_ranks")).ranks)
+
+
+@checked
+def get_group_rank(group: AnyGroup, global_rank: int) -> int:
+    """The number in ``group`` of a global rank; InvalidArgumentError if it is not in it."""
+    return _registered(group, "get_group_rank").to_group_rank(global_rank, "global_rank", "get_group_rank")
+
+
+@checked
+def get_global_rank(group: AnyGroup, group_rank: int) -> int:
+    """The global number of a rank of ``group``; InvalidArgumentError if there is none."""
+    return _registered(group, "get_global_rank").to_global_rank(group_rank, "group_rank", "get_global_rank")
+
+
+def _registered(group: AnyGroup, name: str) -> ProcessGroup:
+    if not isinstance(group, ProcessGroup):
+        raise InvalidArgumentError(
+            f"{name}: Group {group!r} is not registered on this rank, please create group with new_group()"
+        )
+    return group
+
+
+class _GroupMeta(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default group, or None."""
+        return current_world().default
+
+
+class group(metaclass=_GroupMeta):
+    """``group.WORLD`` is the default group, as in torch.distributed."""
+
+
+class GroupMember(metaclass=_GroupMeta):
+    """``GroupMember.WORLD`` is the default group, as in torch.distributed."""

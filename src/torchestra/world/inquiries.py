@@ -1,0 +1,200 @@
+"""What there is here: backends, how this rank was launched, groups; and aborting what hangs."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from torchestra.arguments.annotations import checked
+from torchestra.communicator.device import agreement_of
+from torchestra.engine.device.nccl import is_nccl_built
+from torchestra.engine.local import LocalEngine
+from torchestra.engine.thread_ranks import current_thread_rank
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError, shown
+from torchestra.process_group import NonMember, ProcessGroup
+from torchestra.process_group.starting import BACKENDS, choose_backend
+from torchestra.rendezvous import launch_environment
+from torchestra.types import DEFAULT_TIMEOUT, ReduceOp, Timeout
+from torchestra.world.init import AnyGroup, default_group, destroy_process_group
+from torchestra.world.registry import current_world
+
+__all__ = [
+    "abort_process_group",
+    "default_pg_timeout",
+    "get_backend",
+    "get_backend_config",
+    "get_default_backend_for_device",
+    "get_node_local_rank",
+    "get_pg_count",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
+    "set_pg_timeout",
+    "supports_complex",
+]
+
+
+default_pg_timeout = DEFAULT_TIMEOUT
+"""The time-out of a default group that is given none."""
+
+
+@checked
+def is_backend_available(backend: str) -> bool:
+    """Whether :func:`torchestra.init_process_group` takes a backend of this name, ``"cpu:..."`` included.
+
+    Of torch's backends NCCL is among them where this torch has it. What Gloo does torchestra does itself.
+    """
+    if not isinstance(backend, str):
+        raise InvalidArgumentTypeError(f"is_backend_available: `backend` must be a str, got {backend!r}")
+    lower = backend.lower()
+    if lower.removeprefix("cuda:") == "nccl":
+        return is_nccl_built()
+    return lower.removeprefix("cpu:") in BACKENDS
+
+
+def is_gloo_available() -> bool:
+    """:func:`is_backend_available` of torch's Gloo."""
+    return is_backend_available("gloo")
+
+
+def is_nccl_available() -> bool:
+    """:func:`is_backend_available` of torch's NCCL."""
+    return is_backend_available("nccl")
+
+
+def is_mpi_available() -> bool:
+    """:func:`is_backend_available` of torch's MPI."""
+    return is_backend_available("mpi")
+
+
+def is_ucc_available() -> bool:
+    """:func:`is_backend_available` of torch's UCC."""
+    return is_backend_available("ucc")
+
+
+def is_xccl_available() -> bool:
+    """:func:`is_backend_available` of torch's XCCL."""
+    return is_backend_available("xccl")
+
+
+@checked
+def get_default_backend_for_device(device: str | torch.device) -> str:
+    """The backend that is used for tensors on a device where none is named: the calling rank's, for the CPU.
+
+    Raises:
+        InvalidArgumentError: there is none for this kind of device.
+    """
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            f"get_default_backend_for_device: `device` must be a device, got {shown(device)}"
+        ) from error
+    if kind != "cpu":
+        raise InvalidArgumentError(f"Default backend not registered for device : {device}")
+    return choose_backend(None)
+
+
+@checked
+def get_backend(group: AnyGroup | None = None) -> str:
+    """The backend's name: ``"native"``, ``"threads"`` or ``"fake"``."""
+    chosen = default_group() if group is None else group
+    if isinstance(chosen, NonMember):
+        raise InvalidArgumentError(f"get_backend: Invalid process group specified: this rank is {chosen!r}")
+    return chosen.backend
+
+
+@checked
+def get_backend_config(group: AnyGroup | None = None) -> str:
+    """Which backend the group (default: the default group) has for which device: ``"cpu:native"``, or
+    ``"cpu:native,cuda:nccl"`` where it delegates operations on CUDA tensors to NCCL.
+
+    Raises:
+        InvalidArgumentError: this rank is not in the group.
+    """
+    own = f"cpu:{get_backend(group)}"
+    chosen = default_group() if group is None else group
+    delegates = isinstance(chosen, ProcessGroup) and agreement_of(chosen.communicator) is not None
+    return f"{own},cuda:nccl" if delegates else own
+
+
+@checked
+def supports_complex(reduceOp: ReduceOp) -> bool:
+    """Whether a reduce operation is defined for complex tensors."""
+    return LocalEngine.reduces(torch.complex64, reduceOp)
+
+
+def is_torchelastic_launched() -> bool:
+    """Whether this process was started by torchrun (torch's elastic agent)."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def get_pg_count() -> int:
+    """How many groups this rank has made or seen made, the default group and destroyed ones included.
+
+    Not counted are those that only their members make.
+    """
+    world = current_world()
+    return 0 if world.default is None else 1 + world.made
+
+
+@checked
+def set_pg_timeout(timeout: Timeout, group: AnyGroup | None = None) -> None:
+    """Change how long later operations of a group (default: the default group) may wait.
+
+    Concerns the calling rank only, so it is to be called by all. (torch's ``_set_pg_timeout``.)
+
+    Raises:
+        InvalidArgumentError: this rank is not in the group, or the time-out is none.
+    """
+    _member(group).set_timeout(timeout)
+
+
+@checked
+def abort_process_group(group: AnyGroup | None = None) -> None:
+    """End a group by force, or with None (or the default group) all of them; may be called by any one rank.
+
+    Whatever is under way in the group, here or on another rank, fails with GroupAbortedError, and so does
+    what is called later; this rank leaves the group without waiting. (torch's ``_abort_process_group``.)
+
+    Raises:
+        NotInitializedError: there is no such group.
+        InvalidArgumentError: this rank is not in the group.
+    """
+    chosen = _member(group)
+    world = current_world()
+    for each in world.groups.values() if chosen is world.default else (chosen,):
+        each.abort()
+    destroy_process_group(chosen)
+
+
+def _member(group: AnyGroup | None) -> ProcessGroup:
+    chosen = default_group() if group is None else group
+    if isinstance(chosen, NonMember) or not isinstance(chosen, ProcessGroup):
+        raise InvalidArgumentError(f"Invalid process group specified: {chosen!r}")
+    return chosen
+
+
+@checked
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """This rank's number among those of its host, as the launcher says.
+
+    Raises:
+        NotInitializedError: the launcher does not say, and there is no ``fallback_rank``.
+    """
+    here = current_thread_rank()
+    if here is not None:
+        return here.rank
+    local = launch_environment().local_rank
+    if local is not None:
+        return local
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    raise NotInitializedError(
+        "LOCAL_RANK is not in the environment; launch with torchestra run or torchrun, or give fallback_rank"
+    )

@@ -1,0 +1,257 @@
+"""Making groups beside the default group: by all ranks of the world, or by their members only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchestra.arguments.annotations import checked
+from torchestra.communicator.device import agreement_of
+from torchestra.communicator.multihost import hosts_of
+from torchestra.engine.device.agreement import Wish
+from torchestra.errors import InvalidArgumentError
+from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
+from torchestra.process_group.group import GroupMaker
+from torchestra.process_group.starting import choose_backend, wish_of
+from torchestra.system.forking import refusal
+from torchestra.types import Timeout
+from torchestra.world.group_agreement import GroupCall, checked_ranks, same_call
+from torchestra.world.init import DEFAULT_NAME, AnyGroup, default_group, register, start_group, time_limit
+from torchestra.world.registry import World, compact, current_world, label
+
+__all__ = ["in_order", "make_group", "make_groups", "make_parts", "new_group"]
+
+
+@checked
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: GroupOptions | None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: int | torch.device | None = None,
+    sort_ranks: bool = True,
+) -> AnyGroup:
+    """Make a group of some ranks. Must be called by every rank of the world, in the same order.
+
+    Args:
+        ranks: global ranks; default: all. The same on all ranks.
+        timeout: for operations of the group; default: that of the default group.
+        backend: None or the default group's; ``"nccl"`` as for :func:`init_process_group`.
+        pg_options, device_id: as for :func:`init_process_group`.
+        use_local_synchronization: if true, only the members need to call, and groups that have members in
+            common must be made in the same order by them.
+        group_desc: a description.
+        sort_ranks: number the members in the order of their global ranks; if false, as they are given.
+
+    Returns:
+        The group; on a rank that is not in it, a :class:`NonMember`.
+
+    Raises:
+        InvalidArgumentError: ranks repeat or do not exist, or an argument is wrong.
+        NotInitializedError: there is no default group.
+        CollectiveTimeoutError: not all members came in time.
+        CollectiveMismatchError: another rank has called it with other ranks, or makes groups by another
+            function; on every rank that has not got its group yet. The other groups stay usable.
+    """
+    return make_group(
+        in_order(ranks) if sort_ranks else ranks,
+        timeout,
+        backend,
+        pg_options,
+        use_local_synchronization,
+        group_desc,
+        device_id,
+    )
+
+
+def in_order(ranks: Sequence[int] | None) -> Sequence[int] | None:
+    """Global ranks by their numbers; InvalidArgumentError if they are no ranks of the default group."""
+    return None if ranks is None else sorted(checked_ranks(ranks, default_group().size()))
+
+
+def make_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: GroupOptions | None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: int | torch.device | None = None,
+    *,
+    tag: str = "",
+    deferred: bool = False,
+    name: str = "",
+    maker: GroupMaker | None = None,
+) -> AnyGroup:
+    """:func:`new_group` with more choices, and with the ranks in the order in which they are given.
+
+    Args:
+        tag: tells groups of the same ranks apart: if there is a group of these ranks and this tag already, it
+            is returned. Without a tag a new group is made each time.
+        deferred: return at once; the members meet in their first operation. Whoever is a member must call,
+            as with ``use_local_synchronization``.
+        name: of the group, the same on all members and never used before; default: made from how many groups
+            there have been.
+        maker: what makes the group, instead of a backend; default: what made the default group.
+    """
+    terms = _terms(timeout, backend, pg_options, device_id, maker)
+    world, parent = terms.world, terms.parent
+    chosen = checked_ranks(range(parent.size()) if ranks is None else ranks, parent.size())
+    if not name and not use_local_synchronization and not deferred:
+        return _make_together(terms, "new_group", [chosen], group_desc, tag)[0]
+    if not name:
+        named = label(chosen)
+        number = world.made_locally[named] = world.made_locally.get(named, 0) + 1
+        name = f"of-{named}-{number}"
+    return _make_named(terms, chosen, _name_in(parent, name), group_desc, tag, deferred)
+
+
+def make_groups(
+    function: str,
+    lists: Sequence[Sequence[int]],
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: GroupOptions | None = None,
+    group_desc: str | None = None,
+) -> list[AnyGroup]:
+    """:func:`new_group` of each of several lists; ``function`` is what the caller calls this."""
+    terms = _terms(timeout, backend, pg_options)
+    size = terms.parent.size()
+    chosen = [compact(sorted(checked_ranks(ranks, size))) for ranks in lists]
+    return _make_together(terms, function, chosen, group_desc)
+
+
+def make_parts(
+    call: str,
+    parent: ProcessGroup,
+    parts: Sequence[Sequence[int]],
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: GroupOptions | None = None,
+    group_desc: str | None = None,
+) -> list[AnyGroup]:
+    """Make a group of each of some parts of a group. Must be called by all ranks of that, and by no other.
+
+    Args:
+        call: the function that the program has called.
+        parent: the group.
+        parts: the global ranks of each.
+        group_desc: a description; default: the group's, ``:split:`` and how often it has been cut before.
+    """
+    terms = _terms(timeout, backend, pg_options)
+    counted = f"split {parent.group_name}"
+    number = terms.world.made_locally[counted] = terms.world.made_locally.get(counted, 0) + 1
+    key = _name_in(terms.parent, f"{parent.group_name}.{number}")
+    names = [_name_in(terms.parent, f"{parent.group_name}.{number}.{index}") for index in range(len(parts))]
+    description = group_desc or f"{parent.group_desc}:split:{number - 1}"
+    return _make_all(terms, call, key, dict(zip(names, parts, strict=True)), description)
+
+
+class _Terms(NamedTuple):
+    """What holds for the groups of a call, whichever ranks they are of."""
+
+    world: World
+    parent: ProcessGroup
+    backend: str
+    seconds: float
+    maker: GroupMaker | None
+    wish: Wish
+
+
+def _terms(
+    timeout: Timeout | None,
+    backend: str | None,
+    pg_options: GroupOptions | None,
+    device_id: int | torch.device | None = None,
+    maker: GroupMaker | None = None,
+) -> _Terms:
+    world = current_world()
+    parent = default_group()
+    if world.inherited:
+        raise refusal(f"no group can be made of the world of rank {parent.rank()}")
+    wish = wish_of(backend, device_id)
+    if maker is None and backend is None:
+        maker = parent.maker
+    own = parent.backend if parent.maker is None else choose_backend(backend if maker is None else None)
+    if maker is None and backend is not None and choose_backend(backend) != own:
+        raise InvalidArgumentError(
+            f"new_group: backend {backend!r} differs from the default group's {parent.backend!r}"
+        )
+    seconds = time_limit(timeout, pg_options if maker is None else None, parent.timeout)
+    return _Terms(world, parent, own, seconds, maker, wish)
+
+
+def _name_in(parent: ProcessGroup, name: str) -> str:
+    if parent.group_name == DEFAULT_NAME:
+        return name
+    return f"{name}@{parent.group_name}"  # groups of the world before it was shrunk may have the other
+
+
+def _make_together(
+    terms: _Terms,
+    function: str,
+    lists: Sequence[Sequence[int]],
+    group_desc: str | None,
+    tag: str = "",
+) -> list[AnyGroup]:
+    """Make groups that all ranks of the world make."""
+    terms.world.made += 1  # by calls, so that ranks which differ in a call still agree on the next one
+    key = _name_in(terms.parent, str(terms.world.made))
+    if len(lists) == 1:
+        names = [key]
+    else:
+        names = [_name_in(terms.parent, f"{terms.world.made}.{index}") for index in range(len(lists))]
+    return _make_all(terms, function, key, dict(zip(names, lists, strict=True)), group_desc, tag)
+
+
+def _make_all(
+    terms: _Terms,
+    function: str,
+    key: str,
+    groups: Mapping[str, Sequence[int]],
+    group_desc: str | None,
+    tag: str = "",
+) -> list[AnyGroup]:
+    def make() -> list[AnyGroup]:
+        return [_make_named(terms, ranks, name, group_desc, tag) for name, ranks in groups.items()]
+
+    if terms.parent.size() == 1 or terms.backend == "fake":
+        return make()
+    with same_call(terms.parent, key, GroupCall(function, terms.parent.rank(), groups)):
+        return make()
+
+
+def _make_named(
+    terms: _Terms,
+    ranks: Sequence[int],
+    name: str,
+    group_desc: str | None,
+    tag: str,
+    deferred: bool = False,
+) -> AnyGroup:
+    world, parent = terms.world, terms.parent
+    if parent.rank() not in ranks:
+        return NonMember(ranks, name)
+    if tag and (existing := world.find(ranks, tag)) is not None:
+        return existing
+    agreement = None if parent.maker is not None else agreement_of(parent.communicator)
+    group = start_group(
+        parent.store,
+        ranks=ranks,
+        rank=ranks.index(parent.rank()),
+        name=name,
+        backend=terms.backend,
+        seconds=terms.seconds,
+        description=group_desc or "undefined",
+        deferred=deferred,
+        hosts=None if parent.maker is not None else hosts_of(parent.communicator, ranks),
+        maker=terms.maker,
+        wish=terms.wish,
+        agreement=None if agreement is None else agreement.among(ranks),
+    )
+    register(world, group, tag)
+    return group

@@ -1,0 +1,218 @@
+"""Which groups a rank has, by name and by tag.
+
+A process that is a rank has one :class:`World`. Where ranks are threads each has its own, which a thread
+finds by the rank that it belongs to (thread_ranks.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from torchestra.communicator import work_registry
+from torchestra.engine.thread_ranks import (
+    ThreadRank,
+    being_thread_rank,
+    current_thread_rank,
+    leave_thread_rank,
+)
+from torchestra.errors import InvalidArgumentError, NotInitializedError
+from torchestra.process_group import ProcessGroup
+from torchestra.store import Store
+from torchestra.system.forking import forget_in_children
+
+_BY_NAME = "ptd:"  # as torch has it, where code looks for it
+_SHORT = 16
+
+
+@dataclass(eq=False)
+class World:
+    """What one rank knows: its groups, and how often it has made some.
+
+    A *tag* tells groups of the same ranks apart: there is one group per tag and set of ranks. The tag of a
+    group that was given none is made from its name, so that tag and ranks find every group again.
+
+    Attributes:
+        default: the default group.
+        groups: by name, in the order in which they were made.
+        made: how many calls there have been in which all ranks made groups together.
+        made_locally: the same for groups that only their members made, by :func:`label` of the ranks.
+        thread: the one that the rank's program runs in: while it lives the rank does.
+        known_as: what the program calls a backend, where that is not its name.
+        others: the global ranks of the last group that compat has made without this rank.
+        inherited: whether this process was forked from the rank. It may ask what the rank's groups are, as a
+            data set does that is read by such children; their operations are refused.
+    """
+
+    default: ProcessGroup | None = None
+    groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    made: int = 0
+    made_locally: dict[str, int] = field(default_factory=dict)
+    thread: threading.Thread | None = None
+    known_as: dict[str, str] = field(default_factory=dict)
+    others: tuple[int, ...] = ()
+    inherited: bool = False
+    _tags: dict[str, str] = field(default_factory=dict)
+    _acquaintances: weakref.WeakValueDictionary[str, ProcessGroup] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+
+    def __post_init__(self) -> None:
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child, which is not the rank."""
+        self.inherited = True
+
+    def add(self, group: ProcessGroup, tag: str = "") -> None:
+        """Enter a new group, under a tag if it has one."""
+        self.groups[group.group_name] = group
+        group.known_as = self.known_as.get(group.backend, group.backend)
+        if tag:
+            self._tags[group.group_name] = tag
+
+    def call_backends(self, names: Mapping[str, str]) -> None:
+        """Have groups, and those still to be made, tell these names of their backends."""
+        self.known_as = dict(names)
+        for group in self.groups.values():
+            group.known_as = names.get(group.backend, group.backend)
+
+    def acknowledge(self, group: ProcessGroup) -> None:
+        """Have :meth:`group` find a group that was made directly, as long as there is it.
+
+        Raises:
+            InvalidArgumentError: there is another of the same name.
+        """
+        name = group.group_name
+        known = self.groups.get(name) or self._acquaintances.setdefault(name, group)
+        if known is not group:
+            raise InvalidArgumentError(
+                f"there is another group named {name!r} already: give each group that is made directly a name"
+            )
+
+    def remove(self, group: ProcessGroup) -> None:
+        """Forget a group."""
+        del self.groups[group.group_name]
+        self._tags.pop(group.group_name, None)
+
+    def close(self) -> None:
+        """Destroy all groups, the last first, and forget them.
+
+        Warns of results of functional collectives that were never waited for.
+        """
+        groups = list(reversed(self.groups.values()))
+        for each in groups:
+            each.destroy()
+        self.groups.clear()
+        self._tags.clear()
+        self.default = None
+        self.made = 0
+        self.made_locally.clear()
+        self.known_as.clear()
+        if not self.inherited:
+            for each in groups:
+                work_registry.report(each)
+        self.inherited = False
+
+    def group(self, name: str) -> ProcessGroup:
+        """The group of a name.
+
+        Raises:
+            NotInitializedError: this rank has none of that name.
+        """
+        found = self.groups.get(name) or self._acquaintances.get(name)
+        if found is None:
+            raise NotInitializedError(
+                f"Could not resolve the process group registered under the name {name!r}: this rank has"
+                f" {', '.join(map(repr, self.groups)) or 'no groups'}. (A thread that was not started by"
+                " threading.Thread must be given the context of the rank that it works for.)"
+            )
+        return found
+
+    def tag_of(self, group: ProcessGroup) -> str:
+        """The tag of a group; one made from its name where it was given none."""
+        return self._tags.get(group.group_name, _BY_NAME + group.group_name)
+
+    def find(self, ranks: Sequence[int], tag: str = "") -> ProcessGroup | None:
+        """The group of these global ranks, in any order, that has the tag; without a tag, the first that
+        was given none. None if there is none.
+        """
+        if tag.startswith(_BY_NAME):
+            candidates = [group for group in (self.groups.get(tag[len(_BY_NAME) :]),) if group is not None]
+        else:
+            candidates = [
+                group for group in self.groups.values() if self._tags.get(group.group_name, "") == tag
+            ]
+        return next((group for group in candidates if _same_ranks(group.ranks, ranks)), None)
+
+
+def _same_ranks(first: Sequence[int], second: Sequence[int]) -> bool:
+    return len(first) == len(second) and (first == second or set(first) == set(second))
+
+
+def compact(ranks: Sequence[int]) -> Sequence[int]:
+    """The same ranks as a range if they are evenly spaced, else as a tuple."""
+    if isinstance(ranks, range):
+        return ranks
+    given = tuple(ranks)
+    step = given[1] - given[0] if len(given) > 1 else 1
+    if not step:
+        return given
+    spaced = range(given[0], given[-1] + (1 if step > 0 else -1), step) if given else range(0)
+    return spaced if len(spaced) == len(given) and tuple(spaced) == given else given
+
+
+def label(ranks: Sequence[int]) -> str:
+    """A short text for some ranks, in this order, that no others have."""
+    if len(ranks) <= _SHORT:
+        return "-".join(map(str, ranks))
+    spaced = compact(ranks)
+    if isinstance(spaced, range):
+        return f"{spaced[0]}-to-{spaced[-1]}-by-{spaced.step}"
+    return hashlib.sha256(repr(spaced).encode()).hexdigest()[:32]
+
+
+_process_world = World()
+
+
+def current_world() -> World:
+    """The registry of the rank that the calling thread belongs to."""
+    here = current_thread_rank()
+    return _process_world if here is None else cast(World, here.world)
+
+
+def own_world() -> World:
+    """:func:`current_world`; in a forked child, an empty one in place of what it has inherited."""
+    world = current_world()
+    if world.inherited:
+        leave_thread_rank()
+        world = current_world()
+        world.close()
+        world.thread = None
+        world.others = ()
+    return world
+
+
+@contextlib.contextmanager
+def thread_rank(rank: int, size: int, store: Store, host: str = "") -> Iterator[None]:
+    """Make the calling thread rank ``rank`` of ``size`` while the block runs.
+
+    Inside, ``init_process_group()`` without arguments joins the other threads that use the same
+    ``store`` object; groups that the block leaves open are destroyed at its end. Threads that are started
+    inside belong to the rank as well.
+
+    Args:
+        host: which host the rank pretends to be on, for tests; ranks with different ones share no memory.
+    """
+    thread = threading.current_thread()
+    world = World(thread=thread)
+    with being_thread_rank(ThreadRank(rank, size, store, thread, world, host)):
+        try:
+            yield
+        finally:
+            world.close()
