@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import torchestra as dist
-from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket
+from torchestra.nn.parallel.comm_hooks.interface import CommHook, GradBucket
 
 SHAPES = ((7, 5), (5,), (4, 3, 2), (), (6, 5))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pickle
 from typing import Any
 
 import pytest
@@ -11,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchestra as dist
-from torchestra.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torchestra.algorithms.ddp_comm_hooks.default_hooks import (
+from torchestra.nn.parallel.comm_hooks.debugging_hooks import noop_hook
+from torchestra.nn.parallel.comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from torchestra.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torchestra.algorithms.ddp_comm_hooks.quantization_hooks import (
+from torchestra.nn.parallel.comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torchestra.nn.parallel.comm_hooks.quantization_hooks import (
     dequantize,
     quantization_perchannel_hook,
     quantization_pertensor_hook,
@@ -183,3 +185,19 @@ def test_a_step_counts_once_however_many_buckets_it_has() -> None:
     for is_last in (False, False, True):
         state.maybe_increase_iter(bucket(torch.zeros(1), [(1,)], is_last=is_last))
     assert state.iter == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".default_hooks", ".powerSGD_hook", ".post_localSGD_hook", ".ddp_zero_hook"]
+)
+def test_modules_have_an_alias_in_the_place_that_torch_has_for_them(name: str) -> None:
+    alias = importlib.import_module(f"torchestra.algorithms.ddp_comm_hooks{name}")
+    assert alias is importlib.import_module(f"torchestra.nn.parallel.comm_hooks{name}")
+
+
+def test_a_state_that_was_pickled_by_the_alias_can_be_read() -> None:
+    state = PostLocalSGDState(None, None, 7)
+    pickled = pickle.dumps(state, protocol=2)
+    renamed = pickled.replace(b"torchestra.nn.parallel.comm_hooks", b"torchestra.algorithms.ddp_comm_hooks")
+    assert renamed != pickled
+    assert pickle.loads(renamed).start_localSGD_iter == 7

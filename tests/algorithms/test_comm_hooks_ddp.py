@@ -13,25 +13,25 @@ import torch._dynamo  # what an optimizer imports when it is first made; here, s
 from torch import nn
 
 import torchestra as dist
-from torchestra.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
-from torchestra.algorithms.ddp_comm_hooks.ddp_zero_hook import (
+from torchestra.algorithms.model_averaging import PeriodicModelAverager
+from torchestra.nn.parallel import DistributedDataParallel
+from torchestra.nn.parallel.comm_hooks import DDPCommHookType, register_ddp_comm_hook
+from torchestra.nn.parallel.comm_hooks.ddp_zero_hook import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
-from torchestra.algorithms.ddp_comm_hooks.default_hooks import (
+from torchestra.nn.parallel.comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_wrapper,
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from torchestra.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+from torchestra.nn.parallel.comm_hooks.optimizer_overlap_hooks import (
     OptimizerHookState,
     hook_then_optimizer,
 )
-from torchestra.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torchestra.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torchestra.algorithms.model_averaging import PeriodicModelAverager
-from torchestra.nn.parallel import DistributedDataParallel
+from torchestra.nn.parallel.comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torchestra.nn.parallel.comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torchestra.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from worlds import KINDS, run
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchestra as dist
-from torchestra.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
-from torchestra.algorithms.ddp_comm_hooks.powerSGD_hook import (
+from torchestra.nn.parallel.comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+from torchestra.nn.parallel.comm_hooks.interface import GradBucket
+from torchestra.nn.parallel.comm_hooks.powerSGD_hook import (
     PowerSGDState,
     batched_powerSGD_hook,
     orthogonalize,
     powerSGD_hook,
 )
-from torchestra.nn.parallel.comm_hooks import GradBucket
 from worlds import KINDS, run
 
 HOOKS = {"per matrix": powerSGD_hook, "batched": batched_powerSGD_hook}

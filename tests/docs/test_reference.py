@@ -28,9 +28,13 @@ def modules_offered_by(package: ModuleType) -> Iterator[str]:
 
 def offered_modules() -> list[str]:
     """The public modules, but for ``torchestra`` itself, and ``compat``, whose names are torch's own."""
-    hooks = importlib.import_module("torchestra.algorithms.ddp_comm_hooks")
+    hooks = importlib.import_module("torchestra.nn.parallel.comm_hooks")
     roots = ["torchestra", "torchestra.testing", "torchestra.algorithms.model_averaging", hooks.__name__]
-    roots += [f"{hooks.__name__}.{found.name}" for found in pkgutil.iter_modules(hooks.__path__)]
+    roots += [
+        f"{hooks.__name__}.{found.name}"
+        for found in pkgutil.iter_modules(hooks.__path__)
+        if "_hook" in found.name
+    ]
     return sorted({name for root in roots for name in modules_offered_by(importlib.import_module(root))})[1:]
 
 

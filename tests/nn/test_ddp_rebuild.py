@@ -17,21 +17,21 @@ from ddp_models import Backwards, Branches, batch, convolutions, expected_gradie
 from torch import nn
 
 import torchestra as dist
-from torchestra.algorithms.ddp_comm_hooks import DDPCommHookType, ddp_zero_hook, register_ddp_comm_hook
-from torchestra.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torchestra.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+from torchestra.algorithms.model_averaging import PeriodicModelAverager
+from torchestra.nn import SyncBatchNorm
+from torchestra.nn.parallel import BuiltinCommHookType, DistributedDataParallel
+from torchestra.nn.parallel.comm_hooks import DDPCommHookType, ddp_zero_hook, register_ddp_comm_hook
+from torchestra.nn.parallel.comm_hooks.default_hooks import allreduce_hook
+from torchestra.nn.parallel.comm_hooks.optimizer_overlap_hooks import (
     OptimizerHookState,
     hook_then_optimizer,
 )
-from torchestra.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torchestra.algorithms.ddp_comm_hooks.powerSGD_hook import (
+from torchestra.nn.parallel.comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torchestra.nn.parallel.comm_hooks.powerSGD_hook import (
     PowerSGDState,
     batched_powerSGD_hook,
     powerSGD_hook,
 )
-from torchestra.algorithms.model_averaging import PeriodicModelAverager
-from torchestra.nn import SyncBatchNorm
-from torchestra.nn.parallel import BuiltinCommHookType, DistributedDataParallel
 from torchestra.nn.parallel.mixed_precision import MixedPrecision
 from torchestra.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torchestra.optim.in_backward import apply_optimizer_in_backward

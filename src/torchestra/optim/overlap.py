@@ -16,7 +16,7 @@ import torch
 from torchestra.collectives.functions import broadcast
 from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError
-from torchestra.nn.parallel.comm_hooks import GradBucket
+from torchestra.nn.parallel.comm_hooks.interface import GradBucket
 from torchestra.optim.shards import flattened
 from torchestra.optim.subset import step_some
 

@@ -17,7 +17,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     """Steps as another optimizer does, and then lets an averager average parameters, if it is time.
 
     Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", https://arxiv.org/abs/1808.07217; with
-    :func:`torchestra.algorithms.ddp_comm_hooks.post_localSGD_hook.post_localSGD_hook` for the gradients.
+    :func:`torchestra.nn.parallel.comm_hooks.post_localSGD_hook.post_localSGD_hook` for the gradients.
 
     Args:
         optim: what steps.

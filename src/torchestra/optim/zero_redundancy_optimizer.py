@@ -45,7 +45,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: move the parameters of each rank into one tensor, which is exchanged as it
             is: faster. (``parameter.data`` is another tensor then.)
         overlap_with_ddp: update parameters while backward goes on, as soon as their gradients are averaged:
-            register a hook made by :mod:`torchestra.algorithms.ddp_comm_hooks.ddp_zero_hook`, and do not call
+            register a hook made by :mod:`torchestra.nn.parallel.comm_hooks.ddp_zero_hook`, and do not call
             :meth:`step`. The shares are whole buckets of the model, so nothing is updated until the model's
             buckets are final, that is in the first two or three steps.
         **defaults: options for ``optimizer_class``.

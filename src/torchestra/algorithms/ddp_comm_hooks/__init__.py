@@ -1,83 +1,23 @@
-"""Hooks for ``DistributedDataParallel.register_comm_hook``: other ways to average gradients.
+"""Alias of :mod:`torchestra.nn.parallel.comm_hooks`, by the place that torch has for it.
 
-Each takes a state and a bucket, and returns a future of the bucket's averaged gradients. docs/comm_hooks.md
-tells which is for what.
+Each module is the one there, not a copy of it, so pickles made under either name can be read. (The modules
+are found by name: this package is below ``nn``, and imports nothing of it.)
 """
 
-from __future__ import annotations
+import importlib
+import sys
 
-from collections.abc import Callable
-from enum import Enum
-from functools import partial
-from typing import TYPE_CHECKING, Any
+_HOME = "torchestra.nn.parallel.comm_hooks"
+_MODULES = (
+    "ddp_zero_hook",
+    "debugging_hooks",
+    "default_hooks",
+    "optimizer_overlap_hooks",
+    "post_localSGD_hook",
+    "powerSGD_hook",
+    "quantization_hooks",
+)
 
-from torchestra.nn.parallel.comm_hooks import CommHook
-
-from . import debugging_hooks as debugging
-from . import default_hooks as default
-from . import powerSGD_hook as powerSGD
-from . import quantization_hooks as quantization
-
-if TYPE_CHECKING:
-    from torchestra.nn.parallel import DistributedDataParallel
-    from torchestra.world.init import AnyGroup
-
-__all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
-
-
-def _plain(hook: CommHook, model: DistributedDataParallel, state: Any) -> None:
-    model.register_comm_hook(state, hook)
-
-
-def _low_rank(
-    hook: CommHook,
-    rank: int,
-    model: DistributedDataParallel,
-    state: AnyGroup | None,
-    start_powerSGD_iter: int = 1_000,
-) -> None:
-    settings = powerSGD.PowerSGDState(
-        state, matrix_approximation_rank=rank, start_powerSGD_iter=start_powerSGD_iter
-    )
-    model.register_comm_hook(settings, hook)
-
-
-class _Choice:
-    """How a kind of hook is registered. (An Enum would take a bare function for one of its methods.)"""
-
-    def __init__(self, register: Callable[..., None]) -> None:
-        self._register = register
-
-    def __call__(self, model: DistributedDataParallel, state: Any = None, **options: Any) -> None:
-        self._register(model=model, state=state, **options)
-
-
-class DDPCommHookType(Enum):
-    """The ready-made hooks by name. ``DDPCommHookType.ALLREDUCE.value(model=..., state=...)`` registers one.
-
-    The state is a group, or None for the default group, for each of them.
-    """
-
-    ALLREDUCE = _Choice(partial(_plain, default.allreduce_hook))
-    FP16_COMPRESS = _Choice(partial(_plain, default.fp16_compress_hook))
-    BF16_COMPRESS = _Choice(partial(_plain, default.bf16_compress_hook))
-    QUANTIZE_PER_TENSOR = _Choice(partial(_plain, quantization.quantization_pertensor_hook))
-    QUANTIZE_PER_CHANNEL = _Choice(partial(_plain, quantization.quantization_perchannel_hook))
-    POWER_SGD = _Choice(partial(_low_rank, powerSGD.powerSGD_hook, 1))
-    POWER_SGD_RANK2 = _Choice(partial(_low_rank, powerSGD.powerSGD_hook, 2))
-    BATCHED_POWER_SGD = _Choice(partial(_low_rank, powerSGD.batched_powerSGD_hook, 1))
-    BATCHED_POWER_SGD_RANK2 = _Choice(partial(_low_rank, powerSGD.batched_powerSGD_hook, 2))
-    NOOP = _Choice(partial(_plain, debugging.noop_hook))
-
-
-def register_ddp_comm_hook(
-    comm_hook_type: DDPCommHookType, model: DistributedDataParallel, state: Any = None
-) -> None:
-    """Register a ready-made hook with a model; on every rank the same.
-
-    Args:
-        comm_hook_type: which.
-        model: where.
-        state: a group; None: the default group.
-    """
-    comm_hook_type.value(model=model, state=state)
+for _name in _MODULES:
+    sys.modules[f"{__name__}.{_name}"] = importlib.import_module(f"{_HOME}.{_name}")
+sys.modules[__name__] = importlib.import_module(_HOME)

@@ -39,7 +39,7 @@ class PeriodicModelAverager(ModelAverager):
     """Averages in every ``period``-th step, beginning with step ``warmup_steps``.
 
     Post-local SGD (https://arxiv.org/abs/1808.07217) is this with
-    :func:`torchestra.algorithms.ddp_comm_hooks.post_localSGD_hook.post_localSGD_hook`, whose
+    :func:`torchestra.nn.parallel.comm_hooks.post_localSGD_hook.post_localSGD_hook`, whose
     ``start_localSGD_iter`` is the same number as ``warmup_steps``.
 
     Raises:

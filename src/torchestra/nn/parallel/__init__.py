@@ -2,7 +2,7 @@
 
 from torchestra.nn.parallel.buckets import compute_bucket_assignment_by_size
 from torchestra.nn.parallel.buffer_hooks import BufferCommHookLocation
-from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, GradBucket
+from torchestra.nn.parallel.comm_hooks.interface import BuiltinCommHookType, GradBucket
 from torchestra.nn.parallel.distributed import DistributedDataParallel
 from torchestra.nn.parallel.mixed_precision import MixedPrecision
 from torchestra.nn.parallel.reducer import Reducer

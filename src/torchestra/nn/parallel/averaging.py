@@ -36,15 +36,15 @@ from torchestra.communicator.multihost import HostsCommunicator
 from torchestra.communicator.work import Work
 from torchestra.errors import GradientReductionError, InvalidArgumentError
 from torchestra.nn.parallel.buckets import Bucket
-from torchestra.nn.parallel.comm_hooks import (
+from torchestra.nn.parallel.comm_hooks.interface import (
     CommHook,
     GradBucket,
     await_future,
     run_comm_hook,
     wait_for_hook,
 )
+from torchestra.nn.parallel.gradient_store import GradientSink
 from torchestra.nn.parallel.rebuilding import follow
-from torchestra.nn.parallel.sink import GradientSink
 from torchestra.nn.parallel.sparse import empty_like_sparse, reduce_sparse
 from torchestra.nn.parallel.statistics import Counters
 from torchestra.process_group import ProcessGroup

@@ -17,7 +17,7 @@ from torchestra.errors import (
 )
 from torchestra.nn.parallel.buffer_hooks import BufferCommHook, BufferCommHookLocation
 from torchestra.nn.parallel.coalesced import broadcast_coalesced
-from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, CommHook, check_comm_hook
+from torchestra.nn.parallel.comm_hooks.interface import BuiltinCommHookType, CommHook, check_comm_hook
 from torchestra.nn.parallel.delayed import DelayedReduction
 from torchestra.nn.parallel.logging_data import Logger, LoggingValue
 from torchestra.nn.parallel.reducer import Reducer
@@ -94,8 +94,8 @@ class Controls:
             InvalidArgumentError: the optimizer's steps need a closure.
             GradientReductionError: there is a hook already.
         """
-        from torchestra.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-        from torchestra.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+        from torchestra.nn.parallel.comm_hooks.default_hooks import allreduce_hook
+        from torchestra.nn.parallel.comm_hooks.optimizer_overlap_hooks import (
             OptimizerHookState,
             hook_then_optimizer,
         )
@@ -122,7 +122,7 @@ class Controls:
         self._is_set_up = True
         stepped = [each for each in self.reducer.parameters if in_backward_optimizers(each)]
         if stepped:
-            from torchestra.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+            from torchestra.nn.parallel.comm_hooks.optimizer_overlap_hooks import (
                 apply_optim_in_backward_hook,
             )
 

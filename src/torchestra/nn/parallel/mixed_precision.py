@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket
+from torchestra.nn.parallel.comm_hooks.interface import CommHook, GradBucket
 from torchestra.nn.parallel.outputs import tensors_in
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp

@@ -1,6 +1,6 @@
 """Averages gradients over the ranks of a group while backward computes them.
 
-A hook on every parameter notes that its gradient is there (expectations.py). When all of a bucket's are, the
+A hook on every parameter notes that its gradient is there (ready_tracker.py). When all of a bucket's are, the
 bucket is started (averaging.py); backward goes on meanwhile. Buckets start in their order on every rank,
 because the ranks of a group must call the same operations in the same order, and gradients need not arrive in
 the same order everywhere. At the end of backward autograd calls ``Reducer._backward_ended``, which waits for
@@ -45,10 +45,15 @@ from torchestra.nn.parallel.buckets import (
     compute_bucket_assignment_by_size,
     make_bucket,
 )
-from torchestra.nn.parallel.comm_hooks import BuiltinCommHookType, CommHook, await_future, builtin_hook
-from torchestra.nn.parallel.expectations import Expectations
+from torchestra.nn.parallel.comm_hooks.interface import (
+    BuiltinCommHookType,
+    CommHook,
+    await_future,
+    builtin_hook,
+)
+from torchestra.nn.parallel.gradient_store import GradientSink, WhereTheyLand
 from torchestra.nn.parallel.outputs import tensors_in, unused_parameters
-from torchestra.nn.parallel.sink import GradientSink, WhereTheyLand
+from torchestra.nn.parallel.ready_tracker import Expectations
 from torchestra.nn.parallel.sparse import empty_like_sparse
 from torchestra.nn.parallel.statistics import Counters
 from torchestra.process_group import ProcessGroup

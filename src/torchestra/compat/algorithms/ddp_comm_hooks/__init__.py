@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+from torchestra.nn.parallel.comm_hooks import DDPCommHookType, register_ddp_comm_hook
 
 from . import debugging_hooks as debugging
 from . import default_hooks as default

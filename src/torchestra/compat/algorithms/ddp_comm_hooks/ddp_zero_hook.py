@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.algorithms.ddp_comm_hooks.ddp_zero_hook import (
+from torchestra.nn.parallel.comm_hooks.ddp_zero_hook import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.algorithms.ddp_comm_hooks.default_hooks import (
+from torchestra.nn.parallel.comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,

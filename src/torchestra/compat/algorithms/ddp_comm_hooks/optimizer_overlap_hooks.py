@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+from torchestra.nn.parallel.comm_hooks.optimizer_overlap_hooks import (
     OptimizerHookState,
     hook_then_optimizer,
 )

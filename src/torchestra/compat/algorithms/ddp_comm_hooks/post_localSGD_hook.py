@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+from torchestra.nn.parallel.comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
 )

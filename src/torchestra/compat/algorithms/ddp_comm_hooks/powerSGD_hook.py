@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.algorithms.ddp_comm_hooks.powerSGD_hook import (
+from torchestra.nn.parallel.comm_hooks.powerSGD_hook import (
     PowerSGDState,
     batched_powerSGD_hook,
     powerSGD_hook,

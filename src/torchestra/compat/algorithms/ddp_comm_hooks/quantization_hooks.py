@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.algorithms.ddp_comm_hooks.quantization_hooks import (
+from torchestra.nn.parallel.comm_hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )

@@ -8,7 +8,7 @@ import torch
 
 from torchestra.collectives.functions import all_reduce
 from torchestra.errors import InvalidArgumentError
-from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket
+from torchestra.nn.parallel.comm_hooks.interface import CommHook, GradBucket
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp
 from torchestra.world.init import AnyGroup, default_group

@@ -34,11 +34,10 @@ import torch
 from torchestra.collectives.functions import all_reduce
 from torchestra.engine.kernels.reductions import default_float_mode
 from torchestra.errors import InvalidArgumentError
-from torchestra.nn.parallel.comm_hooks import GradBucket
+from torchestra.nn.parallel.comm_hooks.default_hooks import average, member
+from torchestra.nn.parallel.comm_hooks.interface import GradBucket
 from torchestra.types import ReduceOp
 from torchestra.world.init import AnyGroup, default_group
-
-from .default_hooks import average, member
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

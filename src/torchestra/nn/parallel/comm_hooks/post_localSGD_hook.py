@@ -11,13 +11,12 @@ import logging
 
 import torch
 
-from torchestra.algorithms.hosts import same_host
-from torchestra.nn.parallel.comm_hooks import GradBucket
+from torchestra.nn.parallel.comm_hooks.debugging_hooks import noop_hook
+from torchestra.nn.parallel.comm_hooks.default_hooks import average, member
+from torchestra.nn.parallel.comm_hooks.hosts import same_host
+from torchestra.nn.parallel.comm_hooks.interface import GradBucket
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup
-
-from .debugging_hooks import noop_hook
-from .default_hooks import average, member
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 

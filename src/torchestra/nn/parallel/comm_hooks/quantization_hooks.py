@@ -19,10 +19,9 @@ import torch
 
 from torchestra.collectives.functions import all_gather_into_tensor
 from torchestra.engine.kernels.reductions import default_float_mode
-from torchestra.nn.parallel.comm_hooks import GradBucket
+from torchestra.nn.parallel.comm_hooks.default_hooks import member
+from torchestra.nn.parallel.comm_hooks.interface import GradBucket
 from torchestra.world.init import AnyGroup
-
-from .default_hooks import member
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchestra.nn.parallel.comm_hooks import GradBucket
+from torchestra.nn.parallel.comm_hooks.interface import GradBucket
 
 __all__ = ["noop_hook"]
 

@@ -8,11 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from torchestra.errors import InvalidArgumentError
-from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket
+from torchestra.nn.parallel.comm_hooks.default_hooks import allreduce_hook
+from torchestra.nn.parallel.comm_hooks.interface import CommHook, GradBucket
 from torchestra.optim.in_backward import in_backward_optimizers
 from torchestra.optim.subset import check_steps_without_closure, step_some
-
-from .default_hooks import allreduce_hook
 
 __all__ = ["OptimizerHookState", "apply_optim_in_backward_hook", "hook_then_optimizer"]
 

@@ -14,7 +14,7 @@ import torch
 
 from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError
-from torchestra.nn.parallel.comm_hooks import CommHook, GradBucket, wait_for_hook
+from torchestra.nn.parallel.comm_hooks.interface import CommHook, GradBucket, wait_for_hook
 
 if TYPE_CHECKING:
     from torchestra.nn.parallel import DistributedDataParallel

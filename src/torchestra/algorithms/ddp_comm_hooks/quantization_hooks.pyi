@@ -1,0 +1,1 @@
+from torchestra.nn.parallel.comm_hooks.quantization_hooks import *  # noqa: F403
