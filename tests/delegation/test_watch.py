@@ -10,8 +10,8 @@ import pytest
 
 from torchestra.engine.device import completion
 from torchestra.engine.device.completion import Flight, Watch
-from torchestra.engine.failure import deadline
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError
+from torchestra.system import deadline
 
 SOON = 20.0
 
@@ -39,17 +39,17 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytes
     for module in (completion, deadline):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     watching = Watch(Alone(), "world", lambda: None)  # type: ignore[arg-type]
-    flight = Flight("all_reduce", lambda: False, 10.0, deadline.Patience(10.0), "here")
+    flight = Flight("all_reduce", lambda: False, deadline.Deadline(10.0), "here")
     now[0] += 100.0
-    watching._check(flight, now[0])
+    watching._check(flight)
     for _ in range(150):
         now[0] += 0.05
-        watching._check(flight, now[0])
+        watching._check(flight)
     for _ in range(50):
         now[0] += 0.05
-        flight.patience.started()
+        flight.deadline.elapsed()
     with pytest.raises(CollectiveTimeoutError, match=r"timed out after 10\.\d s"):
-        watching._check(flight, now[0])
+        watching._check(flight)
 
 
 def test_what_is_looked_at_and_has_not_ended_is_not_drained() -> None:
@@ -62,7 +62,7 @@ def test_what_is_looked_at_and_has_not_ended_is_not_drained() -> None:
         drained.append(watching.drain(0.0))
         return len(drained) == 10
 
-    watching.add(Flight("all_reduce", is_done, 10.0, deadline.Patience(10.0), "here"))
+    watching.add(Flight("all_reduce", is_done, deadline.Deadline(10.0), "here"))
     assert watching.drain(SOON)
     assert drained == [False] * 10
     drained.clear()

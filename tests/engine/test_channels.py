@@ -26,6 +26,7 @@ from torchestra.engine.memory import layout as at
 from torchestra.engine.p2p import layout
 from torchestra.engine.recorder import clock
 from torchestra.errors import DistBackendError, GroupAbortedError, GroupDestroyedError
+from torchestra.system.deadline import Deadline
 
 RING = layout.ring_bytes(2)
 LIMIT = 60.0
@@ -37,16 +38,16 @@ def _compiled() -> None:
 
 
 class Waiter:
-    """Lets a call wait for ``seconds``, counts how often it was asked, and remembers aborts."""
+    """Lets a call wait for ``timeout_s``, counts how often it was asked, and remembers aborts."""
 
-    def __init__(self, seconds: float = LIMIT) -> None:
-        self.seconds = seconds
+    def __init__(self, timeout_s: float = LIMIT) -> None:
+        self.timeout_s = timeout_s
         self.checks = 0
         self.aborts: list[str] = []
 
-    def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> None:
+    def check(self, doing: str, blocked: int | None, deadline: Deadline, suspect: int | None) -> None:
         self.checks += 1
-        if time.monotonic() - started > self.seconds:
+        if deadline.elapsed() > self.timeout_s:
             raise TimeoutError(f"{doing}: blocked on {blocked}")
 
     def abort(self, reason: str) -> None:
@@ -106,7 +107,7 @@ class Ranks:
                 work(rank)
             except BaseException as error:
                 errors.append(error)
-                self.waiter.seconds = 0  # the others need not wait for this one
+                self.waiter.timeout_s = 0  # the others need not wait for this one
 
         threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(self.size)]
         for thread in threads:
@@ -762,8 +763,8 @@ def test_signals_at_any_moment_lose_nothing(pair: Ranks) -> None:
 
 def test_an_aborted_group_ends_a_wait_at_once(pair: Ranks) -> None:
     class Aborted(Waiter):
-        def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> None:
-            super().check(doing, blocked, started, suspect)
+        def check(self, doing: str, blocked: int | None, deadline: Deadline, suspect: int | None) -> None:
+            super().check(doing, blocked, deadline, suspect)
             if pair._memory[0]:
                 raise GroupAbortedError("told")
 
@@ -785,8 +786,8 @@ def test_threads_of_a_rank_do_not_wait_for_each_other(pair: Ranks) -> None:
     inside = threading.Event()
 
     class Inside(Waiter):
-        def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> None:
-            super().check(doing, blocked, started, suspect)
+        def check(self, doing: str, blocked: int | None, deadline: Deadline, suspect: int | None) -> None:
+            super().check(doing, blocked, deadline, suspect)
             inside.set()
 
     receiver = threading.Thread(target=Port(pair.mailboxes[0], Inside()).recv, args=(answer, 1, 1))
@@ -843,8 +844,8 @@ def test_close_ends_what_is_under_way(pair: Ranks) -> None:
     inside = threading.Event()
 
     class Inside(Waiter):
-        def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> None:
-            super().check(doing, blocked, started, suspect)
+        def check(self, doing: str, blocked: int | None, deadline: Deadline, suspect: int | None) -> None:
+            super().check(doing, blocked, deadline, suspect)
             inside.set()
 
     def receive() -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra.engine.failure import deadline
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError, StoreTimeoutError
+from torchestra.system import deadline
 from worlds import await_note, leave_note, processes, results, run
 
 SOON = 20.0
@@ -145,29 +145,32 @@ def test_the_default_store_waits_as_long_as_the_group(scheme: str, tmp_path: Pat
 # -- time in which nothing runs
 
 
-def test_patience_does_not_count_interruptions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_does_not_count_interruptions(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now))
-    wait = deadline.Patience(10)
+    wait = deadline.Deadline(10)
     for _ in range(20):  # 1 s in looks of 50 ms
         now += 0.05
-        assert wait.started() == 100.0
+        assert wait.elapsed() == pytest.approx(now - 100.0)
     now += 3600  # stopped
-    assert now - wait.started() == pytest.approx(1.5)
-    assert now - wait.started() == pytest.approx(1.5)
+    assert wait.elapsed() == pytest.approx(1.5)
+    assert wait.elapsed() == pytest.approx(1.5)
     for _ in range(100):
         now += 0.1  # a busy machine
-        started = wait.started()
-    assert now - started == pytest.approx(11.5)
+        wait.elapsed()
+    assert wait.elapsed() == pytest.approx(11.5)
+    assert wait.expired()
+    assert wait.remaining() == 0
 
 
 def test_no_interruption_uses_up_more_than_a_quarter_of_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now))
     for seconds in (0.4, 1.0):
-        wait = deadline.Patience(seconds)
+        wait = deadline.Deadline(seconds)
         now += 50
-        assert now - wait.started() == pytest.approx(seconds / 4)
+        assert wait.elapsed() == pytest.approx(seconds / 4)
+        assert wait.remaining() == pytest.approx(seconds * 3 / 4)
 
 
 def be_stopped_while_waiting(message: bool) -> bool:

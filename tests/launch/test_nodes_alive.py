@@ -14,6 +14,7 @@ from torchestra.errors import DistNetworkError
 from torchestra.launcher import nodes as meeting
 from torchestra.launcher.nodes import Nodes, OtherFailure
 from torchestra.store import HashStore
+from torchestra.system import deadline
 
 
 def launcher(node: int, store: Any) -> Nodes:
@@ -37,7 +38,7 @@ def test_node_0_waits_for_the_others_though_it_was_stopped(monkeypatch: pytest.M
     def see_it_end(seconds: float) -> None:
         store.set("done/1", b"")
 
-    monkeypatch.setattr(meeting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(meeting, "nap", be_stopped)
     launcher(0, store)._await_the_others()
     assert store.check(["done/1"])
@@ -49,7 +50,7 @@ def test_node_0_does_not_wait_for_one_that_is_silent(monkeypatch: pytest.MonkeyP
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(meeting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(meeting, "nap", sleep)
     launcher(0, store)._await_the_others()
     assert 10 < now[0] < 11

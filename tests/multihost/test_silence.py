@@ -15,6 +15,7 @@ from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import GroupAbortedError
 from torchestra.store import HashStore
 from torchestra.store.rate_limited import RateLimitedWarnings
+from torchestra.system import deadline
 
 BOUND = 8.0
 
@@ -32,7 +33,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(silence, "time", clock)
+    for module in (silence, deadline):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

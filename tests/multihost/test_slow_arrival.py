@@ -12,7 +12,6 @@ from simulated import on_threads
 
 import torchestra as dist
 from torchestra.engine import operations
-from torchestra.engine.failure import deadline
 from torchestra.engine.multihost import crossing, parcel
 from torchestra.engine.multihost.bridge import BridgeError
 from torchestra.engine.multihost.crossing import Crossing
@@ -21,6 +20,7 @@ from torchestra.engine.multihost.thread_bridge import ThreadBridge
 from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE, Warden
 from torchestra.engine.operations import Kind
 from torchestra.errors import GroupAbortedError
+from torchestra.system import deadline
 
 LOOKS = 5
 LENGTH = 100_000
@@ -77,14 +77,14 @@ def test_a_message_does_not_time_out_because_this_process_was_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(parcel, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
     waiting = parcel.Parcel("recv", 1, torch.empty(1), 0, 0, 10.0, None)
     now[0] += 100.0
-    assert waiting.remaining() > 5
+    assert waiting.deadline.remaining() > 5
     for _ in range(10):
         now[0] += 1.0
-        left = waiting.remaining()
-    assert left < 0
+        left = waiting.deadline.remaining()
+    assert left == 0
 
 
 def test_the_reason_for_a_failed_way_is_waited_for_until_whoever_finds_it_must_have(
@@ -96,8 +96,7 @@ def test_the_reason_for_a_failed_way_is_waited_for_until_whoever_finds_it_must_h
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    for module in (crossing, deadline):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
 
     class ToldLate:
         def check(self, *_: Any) -> None:

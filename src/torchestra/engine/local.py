@@ -30,6 +30,7 @@ from torchestra.engine.operations import DTYPE_NAMES, UNEVEN, Kind, pack
 from torchestra.engine.p2p import Mailbox, Transfer
 from torchestra.engine.rank_context import Member
 from torchestra.engine.recorder.flight_record import FlightRecord, read_flight_record
+from torchestra.system.deadline import Deadline
 from torchestra.system.forking import forget_in_children, refusal
 from torchestra.types import ReduceOp
 
@@ -58,15 +59,15 @@ def _uneven(lengths: Sequence[int]) -> int:
 class MessageWaiter:
     """How long messages may wait, for the mailbox."""
 
-    __slots__ = ("_member", "seconds")
+    __slots__ = ("_member", "timeout_s")
 
-    def __init__(self, member: Member, seconds: float) -> None:
+    def __init__(self, member: Member, timeout_s: float) -> None:
         self._member = member
-        self.seconds = seconds
+        self.timeout_s = timeout_s
 
-    def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> int | None:
+    def check(self, doing: str, blocked: int | None, deadline: Deadline, suspect: int | None) -> int | None:
         """Return and raise what :meth:`Member.check` does; a time-out leaves the group usable."""
-        return self._member.check(doing, blocked, started, self.seconds, suspect, alone=True)
+        return self._member.check(doing, blocked, deadline, suspect, alone=True)
 
     def abort(self, reason: str) -> None:
         """A message was left halfway."""
@@ -306,11 +307,11 @@ class LocalEngine:
         kind, waiter = self.kind_of_message(tensor.dtype), self.waiter(seconds)
         return self.mailbox.irecv(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter, done)
 
-    def waiter(self, seconds: float) -> MessageWaiter:
+    def waiter(self, timeout_s: float) -> MessageWaiter:
         """Who ends the waits of messages that may wait for so long."""
         waiter = self._waiter  # which another thread may replace
-        if seconds != waiter.seconds:
-            waiter = self._waiter = MessageWaiter(self.member, seconds)
+        if timeout_s != waiter.timeout_s:
+            waiter = self._waiter = MessageWaiter(self.member, timeout_s)
         return waiter
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,6 @@ import copy
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +26,6 @@ import numpy.typing as npt
 
 from torchestra.engine import operations
 from torchestra.engine.failure.abort_text import write_abort_text
-from torchestra.engine.failure.deadline import Patience
 from torchestra.engine.failure.liveness import PeerProcesses, Peers, PeerThreads, process_space, process_start
 from torchestra.engine.failure.mismatches import differing_thresholds
 from torchestra.engine.failure.stack_reporter import Watcher
@@ -50,6 +48,7 @@ from torchestra.errors import (
     GroupDestroyedError,
     RankFailedError,
 )
+from torchestra.system.deadline import Deadline
 from torchestra.system.forking import forget_in_children
 from torchestra.system.limits import start_thread
 
@@ -153,22 +152,21 @@ class Member:
         Args:
             code: what the kernel returned.
             kernel, arguments: to call it again with; a plan and a count come first.
-            seconds: how long the operation may wait for other ranks, counted from now (see deadline.py).
+            seconds: how long the operation may wait for other ranks, from now on.
             site: the line of the program that called, where it is not on this thread's stack.
         """
-        patience = Patience(seconds)
+        deadline = Deadline(seconds)
         spins, yields = self.word(at.SPINS), self.word(at.YIELDS)
         suspect: int | None = None
         try:
             while code == at.PENDING:
-                started = patience.started()
-                if time.monotonic() - started > _RESTLESS_SECONDS:
+                if deadline.elapsed() > _RESTLESS_SECONDS:
                     # Whoever waits so long will not mind a slower wake-up, and may as well cost nothing.
                     self.set_word(at.SPINS, 0)
                     self.set_word(at.YIELDS, 0)
                 meta, count = control.read(arguments[0] + at.PLAN_META), arguments[1]
                 doing, blocked = operations.describe(meta, count), self.word(at.BLOCKED)
-                suspect = self.check(doing, blocked, started, seconds, suspect, site=site)
+                suspect = self.check(doing, blocked, deadline, suspect, site=site)
                 code = kernel(*arguments)
         finally:
             self.set_word(at.SPINS, spins)
@@ -193,14 +191,13 @@ class Member:
         self,
         doing: str,
         blocked: int | None,
-        started: float,
-        seconds: float,
+        deadline: Deadline | None,
         suspect: int | None = None,
         *,
         alone: bool = False,
         site: str | None = None,
     ) -> int | None:
-        """Raise if waiting any longer in ``doing`` (begun at time.monotonic() ``started``) is in vain.
+        """Raise if waiting any longer in ``doing`` is in vain.
 
         A rank that is gone may have done its part before it went. So the first call that finds the rank
         waited for gone, or any that has not arrived, only returns it, for the caller to look once more and
@@ -208,6 +205,7 @@ class Member:
         the abort.)
 
         Args:
+            deadline: of the operation, None for none.
             alone: the operation concerns only ``blocked`` (a message), and nothing of it has happened yet:
                 when its time is over the group stays usable.
             site: as for :meth:`finish`.
@@ -215,7 +213,7 @@ class Member:
         Raises:
             GroupAbortedError: another rank has aborted the group, or the rank waited for has left it.
             RankFailedError: the rank waited for has died (any rank, where ``blocked`` is None).
-            CollectiveTimeoutError: more than ``seconds`` have passed.
+            CollectiveTimeoutError: the deadline has expired.
             GroupDestroyedError: this rank has closed the group meanwhile.
         """
         if self.arena.word(at.HEADER_ABORT):
@@ -241,8 +239,8 @@ class Member:
                     explain=explain,
                 )
             raise self.aborted()
-        waited = time.monotonic() - started
-        if waited > seconds:
+        if deadline is not None and deadline.expired():
+            waited, seconds = deadline.elapsed(), deadline.timeout_s
             if alone:
                 asked = tuple(range(self.size)) if blocked is None else (blocked,)
                 raise CollectiveTimeoutError(
@@ -355,10 +353,7 @@ class Member:
 
     def _await_abort(self) -> bool:
         """Wait some seconds for a rank that is about to say why it aborts the group; whether it has."""
-        deadline = time.monotonic() + _CLAIM_SECONDS
-        while not self.is_aborted and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return self.is_aborted
+        return any(self.is_aborted for _ in Deadline(_CLAIM_SECONDS).polls(0.001))
 
     def _error_for(self, why: str, failed: tuple[int, ...]) -> GroupAbortedError:
         message = f"rank {self.own_number}: group {self.name!r} can no longer be used: {why}"
@@ -439,7 +434,7 @@ class Member:
         mine = f"{operations.describe(meta, count)}{operations.describe_lengths(meta, count, sent, expected)}"
         mine += f"{differing_thresholds(self)} at {site or call_site()}"
         self._tell_call(mine)
-        deadline = time.monotonic() + min(seconds, 10)
+        deadline = Deadline(min(seconds, 10))
         for step in (2, 3):
             control.publish_step(self.context, step)
             suspect: int | None = None
@@ -447,7 +442,7 @@ class Member:
                 blocked = self.word(at.BLOCKED)
                 if self.is_aborted:
                     raise self.aborted()
-                if time.monotonic() > deadline or blocked == suspect:
+                if deadline.expired() or blocked == suspect:
                     break
                 suspect = self._gone(blocked, self._dead(), alone=True)
             if step == 2:

@@ -34,6 +34,7 @@ from torchestra.store import PrefixStore, Store, TCPStore, TCPStoreServer
 from torchestra.store.base import nap
 from torchestra.store.process import ProcessIdentity
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
+from torchestra.system.deadline import RunningClock
 
 __all__ = ["Nodes", "OtherFailure", "parse_rendezvous"]
 
@@ -266,17 +267,16 @@ class Nodes:
     def _await_the_others(self) -> None:
         """Time in which this process, and the store with it, was stopped is no silence of the others."""
         heard: dict[int, bytes] = {}
-        silent: dict[int, float] = {}
+        since: dict[int, float] = {}
         waiting = set(range(1, self.nnodes))
-        looked = time.monotonic()
+        clock = RunningClock(_LONGEST_LOOK)
         while waiting:
-            now = time.monotonic()
-            passed, looked = min(now - looked, _LONGEST_LOOK), now
+            now = clock.elapsed()
             for other in tuple(waiting):
                 beat = self._store.get(f"beat/{other}") if self._store.check([f"beat/{other}"]) else b""
-                silent[other] = silent[other] + passed if heard.get(other) == beat else 0.0
-                heard[other] = beat
-                if self._store.check([f"done/{other}"]) or silent[other] > _SILENT_SECONDS:
+                if heard.get(other) != beat:
+                    heard[other], since[other] = beat, now
+                if self._store.check([f"done/{other}"]) or now - since[other] > _SILENT_SECONDS:
                     waiting.discard(other)
             if waiting:
                 nap(_REST_SECONDS)

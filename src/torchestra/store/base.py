@@ -13,6 +13,7 @@ from typing import Union
 from torchestra.arguments.annotations import checked_methods, is_integer
 from torchestra.errors import InvalidArgumentError, StoreTimeoutError, shown
 from torchestra.store.secret import Secret, job_secret
+from torchestra.system.deadline import Deadline
 from torchestra.types import Timeout, timeout_seconds
 
 __all__ = ["DEFAULT_STORE_TIMEOUT", "Store", "Value"]
@@ -133,9 +134,8 @@ class Store:
             StoreTimeoutError: some did not come in time; it names them.
         """
         keys = check_keys(keys)
-        started = time.monotonic()
         seconds = self._seconds(timeout)
-        for _ in pauses(started + seconds):
+        for _ in pauses(seconds):
             if self.check(keys):
                 return
         missing = [key for key in keys if not self.check([key])]
@@ -349,16 +349,9 @@ def interpreter_slice(remaining: float) -> float:
     return max(0.0, min(remaining, longest))
 
 
-def pauses(deadline: float) -> Iterator[None]:
-    """Yields at once, then after pauses that grow from 1 ms to 50 ms, a last time at the deadline."""
-    pause = 0.001
-    while True:
-        last = time.monotonic() >= deadline
-        yield
-        if last:
-            return
-        time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
-        pause = min(pause * 1.5, _INTERPRETER_SLICE)
+def pauses(seconds: float) -> Iterator[None]:
+    """Yield at once, then after pauses that grow from 1 ms to 50 ms, a last time after ``seconds``."""
+    return Deadline(seconds).polls(0.001, _INTERPRETER_SLICE)
 
 
 def nap(seconds: float) -> None:

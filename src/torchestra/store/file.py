@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 
 from torchestra.arguments.annotations import checked_methods
@@ -86,7 +85,7 @@ class FileStore(Store):
         keys = check_keys(keys)
         seconds = self._seconds(None)
         missing = keys
-        for _ in pauses(time.monotonic() + seconds):
+        for _ in pauses(seconds):
             with self._file.reading() as table:
                 missing = table.missing_values(keys)
                 if not missing:
@@ -97,7 +96,7 @@ class FileStore(Store):
         keys = check_keys(keys)
         seconds = self._seconds(timeout)
         missing = keys
-        for _ in pauses(time.monotonic() + seconds):
+        for _ in pauses(seconds):
             with self._file.reading() as table:
                 missing = table.missing(keys)
                 if not missing:
@@ -154,7 +153,7 @@ class FileStore(Store):
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         check_key(key)
         seconds = self._seconds(None) if block else 0.0
-        for _ in pauses(time.monotonic() + seconds):
+        for _ in pauses(seconds):
             if self.queue_len(key) == 0:
                 continue
             with self._file.writing() as write:

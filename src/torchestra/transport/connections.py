@@ -30,6 +30,7 @@ from typing import Any
 import zmq
 
 from torchestra.errors import DistNetworkError
+from torchestra.system.deadline import RunningClock
 from torchestra.transport.cards import ZAP_DOMAIN, Card, Doorkeeper
 from torchestra.transport.framing import LARGEST_FRAME
 from torchestra.transport.listener import HANDSHAKE_SECONDS, Listener
@@ -92,7 +93,7 @@ class Wire:
         self._peers: dict[int, Peer] = {}
         self._told_lost: set[int] = set()
         self._clock = 0.0
-        self._looked = time.monotonic()
+        self._running_clock = RunningClock(_LONGEST_TICK)
         self._closing = False
         self._released = False
         self._roused = False
@@ -363,8 +364,7 @@ class Wire:
 
     def _look(self, poller: zmq.Poller, blocked: set[int]) -> None:
         now = time.monotonic()
-        self._clock += min(_LONGEST_TICK, now - self._looked)
-        self._looked = now
+        self._clock = self._running_clock.elapsed()
         for peer in self._peers.values():
             if peer.socket.closed:
                 continue

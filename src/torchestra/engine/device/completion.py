@@ -19,9 +19,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from torchestra.engine.failure.deadline import Patience
 from torchestra.engine.rank_context import Member
 from torchestra.errors import CollectiveTimeoutError, DistBackendError
+from torchestra.system.deadline import Deadline
 
 __all__ = ["Flight", "Watch"]
 
@@ -36,15 +36,13 @@ class Flight(NamedTuple):
     Attributes:
         doing: what it is, for messages.
         is_done: asks whether it has ended.
-        seconds: how long it may take.
-        patience: the time that it has used up.
+        deadline: by which it must have ended.
         site: the line of the program that called.
     """
 
     doing: str
     is_done: Callable[[], bool]
-    seconds: float
-    patience: Patience
+    deadline: Deadline
     site: str
 
 
@@ -88,12 +86,7 @@ class Watch:
 
     def drain(self, seconds: float) -> bool:
         """Wait until nothing is under way, at most so long; whether that is so."""
-        deadline = time.monotonic() + seconds
-        while self._flights or self._waiting:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_LOOK_SECONDS)
-        return True
+        return any(not (self._flights or self._waiting) for _ in Deadline(seconds).polls(_LOOK_SECONDS))
 
     def close(self) -> None:
         """End the thread; what is still under way is given up."""
@@ -147,20 +140,18 @@ class Watch:
         elif now >= self._next_look:
             self._next_look = now + _LIVENESS_SECONDS
             for flight in tuple(self._flights):
-                self._check(flight, now)
+                self._check(flight)
 
-    def _check(self, flight: Flight, now: float) -> None:
+    def _check(self, flight: Flight) -> None:
         """Raise if this need not be waited for any longer."""
         member, doing = self._member, flight.doing
-        self._suspect = member.check(
-            doing, None, now, float("inf"), self._suspect, alone=True, site=flight.site
-        )
-        waited = now - flight.patience.started()
-        if waited <= flight.seconds:
+        self._suspect = member.check(doing, None, None, self._suspect, alone=True, site=flight.site)
+        if not flight.deadline.expired():
             return
         message = (
-            f"{doing} of group {self._name!r} timed out after {waited:.1f} s on rank"
-            f" {member.own_number} (the timeout is {flight.seconds:g} s); it was called at {flight.site}."
+            f"{doing} of group {self._name!r} timed out after {flight.deadline.elapsed():.1f} s on rank"
+            f" {member.own_number} (the timeout is {flight.deadline.timeout_s:g} s); it was called at"
+            f" {flight.site}."
         )
         member.abort(message, explain=partial(member.report, range(member.size), flight.site))
         raise CollectiveTimeoutError(str(member.aborted()))

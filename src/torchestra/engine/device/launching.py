@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NoReturn
 
 from torchestra.engine.device.completion import Flight, Watch
 from torchestra.engine.device.stream_scheduler import Lane
-from torchestra.engine.failure.deadline import Patience
 from torchestra.engine.rank_context import Member
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import DistError
+from torchestra.system.deadline import Deadline
 
 __all__ = ["EVERYBODY", "LateBackend"]
 
@@ -89,7 +88,7 @@ class LateBackend:
                 self._connected |= ends
         except RuntimeError as error:
             self._raise_cause(doing, error)
-        self.watch.add(Flight(doing, work.is_completed, seconds, Patience(seconds), site))
+        self.watch.add(Flight(doing, work.is_completed, Deadline(seconds), site))
         return work
 
     def settle(self, work: Any, doing: str) -> None:
@@ -127,7 +126,7 @@ class LateBackend:
                 ended.set()
 
         threading.Thread(target=launch, name="torchestra-devices-connect", daemon=True).start()
-        self.watch.add(Flight(doing, ended.is_set, seconds, Patience(seconds), site))
+        self.watch.add(Flight(doing, ended.is_set, Deadline(seconds), site))
         while not ended.wait(_CONNECT_LOOK_SECONDS):
             self.refuse()
         (result,) = outcome
@@ -140,12 +139,10 @@ class LateBackend:
         if isinstance(error, DistError):
             raise error
         member, suspect = self._member, None
-        deadline = time.monotonic() + _CAUSE_SECONDS
         try:
-            while (now := time.monotonic()) < deadline:
+            for _ in Deadline(_CAUSE_SECONDS).polls(_CAUSE_LOOK_SECONDS):
                 self.refuse()
-                suspect = member.check(doing, None, now, float("inf"), suspect, alone=True)
-                time.sleep(_CAUSE_LOOK_SECONDS)
+                suspect = member.check(doing, None, None, suspect, alone=True)
             member.abort(f"rank {member.own_number}: {doing} failed: {str(error).splitlines()[0]}")
             raise member.aborted()
         except DistError as cause:

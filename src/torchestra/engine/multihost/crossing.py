@@ -15,7 +15,6 @@ died, a host or a rank elsewhere that is gone (warden.py), the deadline.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,7 +23,6 @@ import numpy as np
 import torch
 
 from torchestra.engine import operations
-from torchestra.engine.failure.deadline import Patience
 from torchestra.engine.local import LocalEngine, Plan
 from torchestra.engine.multihost.bridge import Bridge, BridgeError, Pending
 from torchestra.engine.multihost.hosts import Hosts
@@ -33,6 +31,7 @@ from torchestra.engine.operations import Kind
 from torchestra.engine.recorder import recorder
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
+from torchestra.system.deadline import Deadline, RunningClock
 
 __all__ = ["EARLY", "EXPLANATION_BOUNDS", "Call", "Crossing", "bytes_of", "split_evenly"]
 
@@ -67,15 +66,14 @@ class _Suspects:
 
     def __init__(self) -> None:
         self.here: int | None = None
-        self._looked = time.monotonic()
-        self._seconds: dict[int, float] = {}  # by rank elsewhere: for how long, while this rank looked
+        self._clock = RunningClock(_LONGEST_LOOK)
+        self._since: dict[int, float] = {}  # by rank elsewhere: since when, by that clock
 
     def certain(self, gone: Iterable[int]) -> frozenset[int]:
         """Those of some ranks elsewhere that have been gone for so long that nothing of theirs will come."""
-        now = time.monotonic()
-        passed, self._looked = min(now - self._looked, _LONGEST_LOOK), now
-        self._seconds = {rank: self._seconds.get(rank, -passed) + passed for rank in gone}
-        return frozenset(rank for rank, seconds in self._seconds.items() if seconds >= _DOUBT_SECONDS)
+        now = self._clock.elapsed()
+        self._since = {rank: self._since.get(rank, now) for rank in gone}
+        return frozenset(rank for rank, since in self._since.items() if now - since >= _DOUBT_SECONDS)
 
 
 @dataclass
@@ -94,10 +92,10 @@ class Call:
     seconds: float
     site: str | None
     lengths: str = ""
-    patience: Patience = field(init=False)
+    deadline: Deadline = field(init=False)
 
     def __post_init__(self) -> None:
-        self.patience = Patience(self.seconds)
+        self.deadline = Deadline(self.seconds)
 
     def __str__(self) -> str:
         return operations.describe(self.meta, self.count)
@@ -208,11 +206,9 @@ class Crossing:
 
     def _look_around(self, call: Call, suspects: _Suspects) -> None:
         """Raise if waiting any longer is in vain, whoever is gone elsewhere."""
-        doing, now = str(call), time.monotonic()
-        suspects.here = self.member.check(doing, self.place, now, float("inf"), suspects.here)
-        waited = time.monotonic() - call.patience.started()
-        if waited > call.seconds:
-            self._time_out(call, waited)
+        suspects.here = self.member.check(str(call), self.place, None, suspects.here)
+        if call.deadline.expired():
+            self._time_out(call, call.deadline.elapsed())
 
     def _gone_elsewhere(self) -> frozenset[int]:
         outlook = self.outlook
@@ -252,12 +248,11 @@ class Crossing:
     def _explain(self, error: BridgeError, call: Call) -> None:
         """The bridge has failed: find out why, and raise it. Who has to tell needs the heartbeat bound."""
         seconds = EXPLANATION_BOUNDS * self.outlook.bound
-        patience, suspects = Patience(seconds), _Suspects()
-        while time.monotonic() - patience.started() < seconds:
+        suspects = _Suspects()
+        for _ in Deadline(seconds).polls(_EXPLANATION_SECONDS):
             self._look_around(call, suspects)
             if gone := self._gone_elsewhere():
                 self._give_up_on(gone, call)
-            time.sleep(_EXPLANATION_SECONDS)
         self.member.abort(
             f"the way from {self.hosts.describe(self.rank)} to other hosts failed in {call}: {error}"
         )

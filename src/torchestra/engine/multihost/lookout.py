@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from torchestra.engine.multihost.correspondence import Correspondence
 from torchestra.engine.multihost.crossing import EXPLANATION_BOUNDS, Crossing
@@ -15,6 +14,7 @@ from torchestra.errors import (
     GroupAbortedError,
     RankFailedError,
 )
+from torchestra.system.deadline import RunningClock
 
 __all__ = ["Lookout"]
 
@@ -38,7 +38,7 @@ class _Doubt:
 
     def __init__(self, letters: Correspondence, peer: int, longest: float) -> None:
         self._letters, self._peer, self._longest = letters, peer, longest
-        self._waited, self._looked = 0.0, time.monotonic()
+        self._clock = RunningClock(_LONGEST_LOOK)
         self._mark = threading.Event()
         try:
             self._mark = letters.mark()
@@ -47,12 +47,10 @@ class _Doubt:
 
     def is_over(self) -> bool:
         """Whether all has been read; to be asked again and again."""
-        now = time.monotonic()
-        self._waited += min(now - self._looked, _LONGEST_LOOK)
-        self._looked = now
-        if self._letters.is_direct(self._peer) and self._waited < _LINE_SECONDS:
+        waited = self._clock.elapsed()
+        if self._letters.is_direct(self._peer) and waited < _LINE_SECONDS:
             return False
-        return self._mark.is_set() or self._waited > self._longest
+        return self._mark.is_set() or waited > self._longest
 
 
 class Lookout:
@@ -85,9 +83,9 @@ class Lookout:
             self._give_up_on(parcel, peer, fate)
         if parcel.broken is not None:
             since, why = parcel.broken
-            if time.monotonic() - since > EXPLANATION_BOUNDS * self._crossing.outlook.bound:
+            if parcel.deadline.elapsed() - since > EXPLANATION_BOUNDS * self._crossing.outlook.bound:
                 raise self.failure(parcel, why)
-        elif parcel.partner is None and parcel.remaining() <= 0:
+        elif parcel.partner is None and parcel.deadline.expired():
             others = (each for each in range(self._hosts.size) if each != self._crossing.rank)
             raise CollectiveTimeoutError(
                 f"{parcel} timed out after {parcel.seconds:.1f} s; the group stays usable."

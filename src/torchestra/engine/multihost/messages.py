@@ -290,7 +290,7 @@ class Messages:
                     self._withdraw(parcel, error)
         if any(parcel.doubt is not None for parcel in parcels):
             return _LOOK_SECONDS
-        return min([_LONGEST_PAUSE, *(max(_LOOK_SECONDS, parcel.remaining()) for parcel in parcels)])
+        return min([_LONGEST_PAUSE, *(max(_LOOK_SECONDS, parcel.deadline.remaining()) for parcel in parcels)])
 
     def _look_after(self, parcel: Parcel) -> None:
         """Raise if waiting for a message any longer is in vain."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from torchestra.engine.multihost.journal import Entry
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p import Transfer
 from torchestra.engine.rank_context import Member
+from torchestra.system.deadline import Deadline
 
 __all__ = ["Ahead", "Offer", "Parcel", "Patient"]
 
@@ -111,7 +112,7 @@ class Parcel:
         self.broken: tuple[float, str] | None = None
         self.doubt: Any = None
         self.offered = 0
-        self._waited, self._looked = 0.0, time.monotonic()
+        self.deadline = Deadline(seconds, _LONGEST_LOOK)
         self._latch = threading.Lock()
         self._latch.acquire()
         self._lock = threading.Lock()
@@ -136,18 +137,11 @@ class Parcel:
 
     def fail_way(self, why: str) -> None:
         """Note that the way to the other rank has failed."""
-        self.broken = self.broken or (time.monotonic(), why)
+        self.broken = self.broken or (self.deadline.elapsed(), why)
 
     def takes(self, offer: Offer) -> bool:
         """Whether a receive waits for this message, whatever its length and kind."""
         return offer.tag == self.tag and self.peer in (None, offer.source)
-
-    def remaining(self) -> float:
-        """For how many seconds it may still wait. No interruption of this process uses up much of them."""
-        now = time.monotonic()
-        self._waited += min(now - self._looked, _LONGEST_LOOK)
-        self._looked = now
-        return self.seconds - self._waited
 
     def wait(self, seconds: float) -> bool:
         """Wait for its end, at most so long; whether it has ended."""
@@ -195,10 +189,12 @@ class Ahead:
 class Patient:
     """Waits in the mailbox for a message that may come from elsewhere as well (see Waiter)."""
 
+    timeout_s = math.inf
+
     def __init__(self, member: Member) -> None:
         self._member = member
 
-    def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> int | None:
+    def check(self, doing: str, blocked: int | None, deadline: Deadline, suspect: int | None) -> int | None:
         if self._member.is_aborted:
             raise self._member.aborted()
         return None

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.store_values import read_beat
 from torchestra.store import Store
+from torchestra.system.deadline import RunningClock
 
 __all__ = ["BEATS_PER_BOUND", "Silence", "Watch"]
 
@@ -27,9 +28,8 @@ class Watch:
     """
 
     def __init__(self, interval: float) -> None:
-        self._longest = 2 * interval
-        self._looked = -math.inf
-        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._clock = RunningClock(2 * interval)
+        self._heard: dict[int, tuple[bytes, float]] = {}  # by host: its beat, and since when by that clock
 
     def knows(self, hosts: Iterable[int]) -> bool:
         """Whether beats of all these hosts have been seen."""
@@ -37,13 +37,11 @@ class Watch:
 
     def unchanged(self, beats: Mapping[int, bytes]) -> dict[int, float]:
         """Look at hosts' beats: for how many seconds, by host, each has been what it is."""
-        now = time.monotonic()
-        passed = min(now - self._looked, self._longest)
-        self._looked = now
+        now = self._clock.elapsed()
         for host, beat in beats.items():
-            before, unchanged = self._heard.get(host, (None, 0.0))
-            self._heard[host] = (beat, unchanged + passed if beat == before else 0.0)
-        return {host: self._heard[host][1] for host in beats}
+            if host not in self._heard or self._heard[host][0] != beat:
+                self._heard[host] = beat, now
+        return {host: now - self._heard[host][1] for host in beats}
 
 
 class Silence:

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from torchestra.engine.failure.deadline import Patience
+from torchestra.system.deadline import Deadline
 
 __all__ = ["Record", "Retracted", "Transfer", "Waiter"]
 
@@ -20,15 +20,21 @@ class Retracted(Exception):
 
 
 class Waiter(Protocol):
-    """Decides how long a transfer may wait; the engine above provides it."""
+    """Decides how long a transfer may wait; the engine above provides it.
 
-    def check(self, doing: str, blocked: int | None, started: float, suspect: int | None) -> int | None:
+    Attributes:
+        timeout_s: after which :meth:`check` raises.
+    """
+
+    timeout_s: float
+
+    def check(self, doing: str, blocked: int | None, deadline: Deadline, suspect: int | None) -> int | None:
         """Raise if waiting any longer is in vain; otherwise what to hand in the next time as ``suspect``.
 
         Args:
             doing: what waits, for messages.
             blocked: the rank waited for, None for any.
-            started: ``time.monotonic()`` of when the waiting began.
+            deadline: of the transfer.
             suspect: what the last call for the same transfer returned, None at first.
         """
 
@@ -63,8 +69,8 @@ class Transfer:
 
     __slots__ = (
         "_latch",
-        "_patience",
         "address",
+        "deadline",
         "done",
         "error",
         "finished",
@@ -102,7 +108,7 @@ class Transfer:
         self.tag = tag
         self.waiter = waiter
         self.done = done
-        self._patience = Patience()
+        self.deadline = Deadline(waiter.timeout_s)
         self.suspect: int | None = None  # the waiter's
         self.record: Record | None = None
         self.recorded = True  # in the rank's flight record
@@ -125,7 +131,7 @@ class Transfer:
     def check(self) -> None:
         """Let the waiter decide whether to wait on."""
         blocked = None if self.peer < 0 else self.peer
-        self.suspect = self.waiter.check(self.describe(), blocked, self._patience.started(), self.suspect)
+        self.suspect = self.waiter.check(self.describe(), blocked, self.deadline, self.suspect)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Wake whoever waits for it. Once is enough, twice does no harm."""

@@ -130,7 +130,7 @@ class TCPStoreServer:
 
     def linger(self, seconds: float) -> None:
         """Waits, at most so many seconds, until no client from another process is connected."""
-        for _ in pauses(time.monotonic() + seconds):
+        for _ in pauses(seconds):
             if self._closing or not any(not (peer.own or peer.is_stranger) for peer in list(self._peers)):
                 return
 
