@@ -15,8 +15,8 @@ from crossings import leaf
 import rpc_workers
 from torchestra import autograd, rpc
 from torchestra.autograd.api import current_context, new_context, release_context
-from torchestra.autograd.here import here
 from torchestra.rpc.current import current_agent
+from torchestra.rpc.thread_state import here
 
 
 def known(context_id: int) -> bool:

@@ -24,7 +24,7 @@ import torchestra as dist
 from torchestra.engine.operations import Kind
 from torchestra.errors import InvalidArgumentError
 from torchestra.rpc.encoding import encode
-from torchestra.tensors.object_bytes import Parcel
+from torchestra.tensors.serialization import Parcel
 from worlds import run
 
 COUNT = 8

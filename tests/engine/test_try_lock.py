@@ -23,7 +23,7 @@ from torchestra.engine.p2p.endpoint import PostOffice, _Outbox, _Parcel
 from torchestra.engine.try_lock import TryLock
 from torchestra.errors import InvalidArgumentError
 from torchestra.rpc import crew as crew_file
-from torchestra.rpc.crew import Crew
+from torchestra.rpc.leader_followers import Crew
 
 
 def set_holder(lock: TryLock, claim: object) -> None:

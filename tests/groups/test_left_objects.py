@@ -18,7 +18,7 @@ import torchestra as dist
 from torchestra.collectives import objects
 from torchestra.errors import GroupAbortedError
 from torchestra.process_group import monitored_barrier
-from torchestra.tensors.object_bytes import Parcel
+from torchestra.tensors.serialization import Parcel
 from worlds import run
 
 SOON = 20.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchestra.tensors.object_bytes import Parcel, Unreadable
+from torchestra.tensors.serialization import Parcel, Unreadable
 
 
 def there_and_back(*objects: object) -> list[Any]:

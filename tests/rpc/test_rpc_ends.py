@@ -21,7 +21,7 @@ from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
 from torchestra.rpc import references, starting
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.current import current_agent
-from torchestra.rpc.references import References
+from torchestra.rpc.rref_context import References
 from torchestra.store import HashStore, PrefixStore
 
 

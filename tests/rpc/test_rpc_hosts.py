@@ -27,7 +27,7 @@ from torchestra import rpc
 from torchestra.engine.p2p import Message, endpoint
 from torchestra.errors import DistNetworkError, InvalidArgumentError, RpcError, WorkerFailedError
 from torchestra.rpc.current import current_agent
-from torchestra.rpc.meeting import ADDRESS_VARIABLE, PORTS_VARIABLE, given_ports, listening_address
+from torchestra.rpc.host_connections import ADDRESS_VARIABLE, PORTS_VARIABLE, given_ports, listening_address
 from torchestra.store import HashStore
 from torchestra.transport.addresses import INTERFACE_VARIABLE, own_address
 from torchestra.transport.cards import Card, read_card

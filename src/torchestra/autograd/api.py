@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from torchestra.autograd.contexts import Context
-from torchestra.autograd.here import here
 from torchestra.errors import BackwardError, InvalidArgumentTypeError, RpcError
 from torchestra.rpc.current import agent_or_none, current_agent
+from torchestra.rpc.thread_state import here
 
 _POLL_SECONDS = 0.1
 

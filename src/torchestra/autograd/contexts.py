@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchestra.autograd.crossing import Receipt, Send, Sending, record_receipt, record_send
 from torchestra.autograd.gradients import Gradients
-from torchestra.autograd.passes import Key, Part
+from torchestra.autograd.graph_task import Key, Part
+from torchestra.autograd.send_recv import Receipt, Send, Sending, record_receipt, record_send
 from torchestra.errors import RpcError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchestra.autograd.here import here
+from torchestra.rpc.thread_state import here
 
 # What a gradient's tensor is held by when autograd hands it over and nothing else has it: a list of
 # autograd's own, and the Python object.

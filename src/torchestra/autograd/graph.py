@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchestra.autograd.crossing import ReceiptNode, SendNode
 from torchestra.autograd.gradients import watch
+from torchestra.autograd.send_recv import ReceiptNode, SendNode
 
 _Accumulate: type = type(torch.empty((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 _REENTRANT = "CheckpointFunctionBackward"

@@ -23,7 +23,7 @@ from torchestra.arguments.annotations import checked
 from torchestra.collectives.functions import _member, _root, _sender
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, ObjectTransferError
 from torchestra.process_group import ProcessGroup
-from torchestra.tensors.object_bytes import BLOCK_BYTES, Parcel, Unreadable
+from torchestra.tensors.serialization import BLOCK_BYTES, Parcel, Unreadable
 from torchestra.world.init import AnyGroup, default_group
 
 __all__ = [

@@ -1,10 +1,10 @@
 """A worker: makes calls, answers those of others, and knows who lives.
 
 A message is one of five kinds. A *call* has the function and its arguments; its envelope may have the number
-of a distributed autograd context, and tells of the remote references within (references.py), which must be
-known in the order in which messages come. An *answer* or a *failure* has the number of the call. *Gathered*
-values are what the workers agree by when they shut down (closing.py). What distributed autograd has to tell
-is a kind of its own (autograd/contexts.py).
+of a distributed autograd context, and tells of the remote references within (rref_context.py), which must
+be known in the order in which messages come. An *answer* or a *failure* has the number of the call.
+*Gathered* values are what the workers agree by when they shut down (termination.py). What distributed
+autograd has to tell is a kind of its own (autograd/contexts.py).
 
 Every call goes through :meth:`Agent.call`, and every one that comes through :meth:`Agent.perform`: what has
 to be done around calls is done there.
@@ -24,12 +24,10 @@ import torch
 from torch.futures import Future
 
 from torchestra.arguments.annotations import refuse_type
-from torchestra.autograd.here import here
 from torchestra.engine.p2p import Message
 from torchestra.errors import RpcError, shown
-from torchestra.rpc import failures
+from torchestra.rpc import remote_errors
 from torchestra.rpc.calls import Call, Named, Pauses, name_of
-from torchestra.rpc.crew import Crew, Job
 from torchestra.rpc.encoding import (
     Outgoing,
     decode,
@@ -41,10 +39,12 @@ from torchestra.rpc.encoding import (
     is_plain_value,
     open_envelope,
 )
-from torchestra.rpc.envelopes import Outbound
 from torchestra.rpc.functions import is_async, is_given_agent
-from torchestra.rpc.references import References
-from torchestra.rpc.roads import Roads
+from torchestra.rpc.headers import Outbound
+from torchestra.rpc.leader_followers import Crew, Job
+from torchestra.rpc.router import Roads
+from torchestra.rpc.rref_context import References
+from torchestra.rpc.thread_state import here
 from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.system.forking import forget_in_children, refusal
 
@@ -200,7 +200,7 @@ class Agent:
         future: Future[Any] = call.future
         self.pending[number] = call
         if to in self._gone:
-            self._fail(number, failures.gone(call, self))
+            self._fail(number, remote_errors.gone(call, self))
         else:
             self._post(to, CALL, number, outgoing)
             if sending is not None:
@@ -322,7 +322,7 @@ class Agent:
     def _finish_call(self, call: Call, message: Message, inbound: Any) -> None:
         try:
             value = self._read(message, inbound)
-            error = failures.rebuild(*value) if message.kind == FAILURE else None
+            error = remote_errors.rebuild(*value) if message.kind == FAILURE else None
         except Exception as unreadable:
             value = None
             error = RpcError(
@@ -380,7 +380,7 @@ class Agent:
             try:
                 function, args, kwargs = self._read(message, inbound)
             except Exception as error:
-                raise failures.unreadable(error, self.workers[source].name, self.info.name) from error
+                raise remote_errors.unreadable(error, self.workers[source].name, self.info.name) from error
             if is_given_agent(function):
                 args = (self, *args)
             result = function(*args, **kwargs) if kwargs else function(*args)
@@ -428,7 +428,7 @@ class Agent:
         self._post(source, ANSWER, number, outgoing)
 
     def _answer_failure(self, source: int, number: int, entry: Any, error: BaseException) -> None:
-        described = failures.describe(error, f"worker {self.info.name!r} (rank {self.rank})")
+        described = remote_errors.describe(error, f"worker {self.info.name!r} (rank {self.rank})")
         if entry is not None:
             entry.fail(error)
         self._post(source, FAILURE, number, encode(described))
@@ -452,18 +452,18 @@ class Agent:
             self.crew.drain()  # the answer may be here, and nobody have had the time to read it
         for number, call in self.pending.copy().items():
             if call.deadline is not None and now > call.deadline:
-                self._fail(number, failures.too_late(call, now, self))
+                self._fail(number, remote_errors.too_late(call, now, self))
         for number, call in self.waits.copy().items():
             if call.deadline is not None and now > call.deadline and number in self.waits:
                 self.waits.pop(number)
-                self._end(call, None, failures.too_late(call, now, self))
+                self._end(call, None, remote_errors.too_late(call, now, self))
         self.references.clear_dropped()
         self._see_who_is_gone()
         for watcher in tuple(self.watchers):
             watcher()
         for number, call in self.pending.copy().items():
             if call.peer in self._gone:
-                self._fail(number, failures.gone(call, self))
+                self._fail(number, remote_errors.gone(call, self))
 
     def _see_who_is_gone(self) -> None:
         """Note who is gone, when what it had sent, answers among it, has been received."""

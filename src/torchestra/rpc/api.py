@@ -9,7 +9,6 @@ from typing import Any
 from torch.futures import Future
 
 from torchestra.arguments.annotations import checked, refuse_type
-from torchestra.autograd.here import calling_context
 from torchestra.errors import InvalidArgumentTypeError, shown
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
@@ -17,6 +16,7 @@ from torchestra.rpc.current import current_agent
 from torchestra.rpc.options import call_timeout
 from torchestra.rpc.profiling import profiler_is_on, recorded
 from torchestra.rpc.rref import RRef, remote_call
+from torchestra.rpc.thread_state import calling_context
 from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.types import timeout_seconds
 

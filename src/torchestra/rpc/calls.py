@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from torchestra.autograd.here import in_same_context
+from torchestra.rpc.thread_state import in_same_context
 
 _LONGEST_LOOK = 0.5
 
@@ -44,7 +44,7 @@ class Call:
         doing: what is called, for messages.
         began, deadline: ``time.monotonic()``; the deadline is None where there is no time-out.
         keep: what must live until the answer is there.
-        done, leading, latch: see crew.py.
+        done, leading, latch: see leader_followers.py.
     """
 
     __slots__ = (

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from torchestra.rpc.lending import LEND_FROM, Lender
+from torchestra.rpc.shared_buffers import LEND_FROM, Lender
 from torchestra.tensors.contiguity import check_memory, check_storage
 
 # Of each storage: where in the sender's the received bytes begin, how many there are, and where in the heap

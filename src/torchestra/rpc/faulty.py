@@ -16,19 +16,19 @@ from torch.futures import Future
 from torch.jit._builtins import _find_builtin
 
 from torchestra.errors import CallLostError, InvalidArgumentError
-from torchestra.rpc import references
+from torchestra.rpc import rref_context
 from torchestra.rpc.agent import CALL, Agent
 from torchestra.rpc.calls import name_of
 from torchestra.rpc.encoding import Outgoing
 from torchestra.rpc.options import RpcBackendOptions
-from torchestra.rpc.roads import Roads
+from torchestra.rpc.router import Roads
 
 __all__ = ["MESSAGES", "FaultyAgent", "FaultyRpcBackendOptions"]
 
 _REPEATED = {
-    references._list: "RREF_FORK_REQUEST",
-    references._accept: "RREF_CHILD_ACCEPT",
-    references._strike_out: "RREF_USER_DELETE",
+    rref_context._list: "RREF_FORK_REQUEST",
+    rref_context._accept: "RREF_CHILD_ACCEPT",
+    rref_context._strike_out: "RREF_USER_DELETE",
 }
 _FETCHES = ("PYTHON_RREF_FETCH_CALL", "SCRIPT_RREF_FETCH_CALL")
 MESSAGES = (
@@ -147,7 +147,7 @@ class FaultyAgent(Agent):
 
 
 def _kinds(function: Any, *, remote: bool) -> tuple[str, ...]:
-    if function is references.fetch:
+    if function is rref_context.fetch:
         return _FETCHES
     if function in _REPEATED:
         return (_REPEATED[function],)

@@ -21,7 +21,7 @@ from torchestra.types import timeout_seconds
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
-    from torchestra.rpc.roads import Roads
+    from torchestra.rpc.router import Roads
 
 
 class BackendType(enum.Enum):

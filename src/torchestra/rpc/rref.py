@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.futures import Future
 
-from torchestra.autograd.here import calling_context
 from torchestra.errors import CallLostError, RemoteReferenceError, RpcError, RpcTimeoutError
 from torchestra.rpc.calls import Named
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
 from torchestra.rpc.current import agent_or_none
 from torchestra.rpc.functions import MARK, async_execution, takes_agent
-from torchestra.rpc.holdings import Entry, Number, User, told
 from torchestra.rpc.options import call_timeout
 from torchestra.rpc.profiling import profiler_is_on, recorded
-from torchestra.rpc.references import fetch
+from torchestra.rpc.rref_context import fetch
+from torchestra.rpc.rref_state import Entry, Number, User, told
+from torchestra.rpc.thread_state import calling_context
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent

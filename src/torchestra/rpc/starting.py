@@ -18,13 +18,13 @@ from torchestra.engine.thread_ranks import ThreadRank, current_thread_rank, leav
 from torchestra.errors import InvalidArgumentTypeError, RemoteReferenceError, RpcError, StoreTimeoutError
 from torchestra.process_group.starting import choose_backend
 from torchestra.rendezvous import rendezvous
-from torchestra.rpc import leaks, scripts
+from torchestra.rpc import leaks, torchscript
 from torchestra.rpc.agent import Agent
-from torchestra.rpc.closing import Closing
 from torchestra.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
 from torchestra.rpc.current import agent_or_none, current_agent, set_agent
 from torchestra.rpc.options import BackendType, RpcBackendOptions
-from torchestra.rpc.roads import Roads
+from torchestra.rpc.router import Roads
+from torchestra.rpc.termination import Closing
 from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.store import PrefixStore
 from torchestra.store.absence import absent
@@ -90,12 +90,12 @@ def init_rpc(
     own = PrefixStore("torchestra/rpc", met.store)
     names = _meet(own, name, met.rank, met.world_size, seconds)
     warm_up()
-    scripts.register()
+    torchscript.register()
     roads = _open_roads(own, name, met.rank, met.world_size, seconds, here)
     agent = options._make_agent(roads, names)
     try:
         if far := roads.far():
-            from torchestra.rpc.meeting import connect
+            from torchestra.rpc.host_connections import connect
 
             roads.wire = connect(own, met.rank, far, names, seconds, options, roads.deliver)
     except BaseException:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.api import debug_info
-from torchestra.rpc.closing import Closing
 from torchestra.rpc.starting import stop
+from torchestra.rpc.termination import Closing
 from torchestra.rpc.worker_info import WorkerInfo
 
 __all__ = ["RpcAgent", "TensorPipeAgent"]

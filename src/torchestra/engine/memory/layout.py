@@ -13,7 +13,7 @@ word in the header is set once, by any rank; the succession (agreement.py) and t
 have rules of their own. A heap is written by its rank, with two exceptions: in an all_reduce or reduce of
 tensors that all lie in heaps, a peer writes into the tensor between step 1 and its own step 2, and no later
 than the rank is told that the operation has ended or failed (reclaiming.py); and what one worker has lent to
-another (rpc/lending.py) is the borrower's until it gives it back.
+another (rpc/shared_buffers.py) is the borrower's until it gives it back.
 
 Who may read what: a peer's slots and pipes in the operation for which they were written, and its heap between
 step 1 and step 2 of an operation on it. A rank that was stopped reads later, when the tensor may be something

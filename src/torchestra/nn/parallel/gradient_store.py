@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from torchestra.autograd.here import here
+from torchestra.rpc.thread_state import here
 
 
 class GradientSink(Protocol):

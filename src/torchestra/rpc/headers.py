@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torchestra.rpc.encoding import being_read
-from torchestra.rpc.holdings import Entry, Number, User
+from torchestra.rpc.rref_state import Entry, Number, User
 
 if TYPE_CHECKING:
     from torchestra.autograd.contexts import Context
-    from torchestra.autograd.crossing import Sending
-    from torchestra.rpc.references import References
+    from torchestra.autograd.send_recv import Sending
     from torchestra.rpc.rref import RRef
+    from torchestra.rpc.rref_context import References
 
 
 class Passed(NamedTuple):

@@ -33,13 +33,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from torchestra.autograd import graph
-from torchestra.autograd.failures import Described, describe, located, rebuild
-from torchestra.autograd.here import here
+from torchestra.autograd.errors import Described, describe, located, rebuild
 from torchestra.errors import RpcTimeoutError, WorkerFailedError
+from torchestra.rpc.thread_state import here
 
 if TYPE_CHECKING:
     from torchestra.autograd.contexts import Context
-    from torchestra.autograd.crossing import Receipt, Send
+    from torchestra.autograd.send_recv import Receipt, Send
 
 Key: TypeAlias = tuple[int, int]
 """Of a pass: the rank of its origin, and how many had begun there before."""
@@ -48,7 +48,7 @@ _ONE = torch.ones(())
 
 
 class _Wait:
-    """Something that a thread waits for; see crew.py."""
+    """Something that a thread waits for; see leader_followers.py."""
 
     __slots__ = ("done", "latch", "leading")
 

@@ -1,4 +1,4 @@
-"""What a worker holds of a reference: the value itself, or a fork of it (see references.py)."""
+"""What a worker holds of a reference: the value itself, or a fork of it (see rref_context.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.futures import Future
 from torchestra.errors import RpcError
 
 if TYPE_CHECKING:
-    from torchestra.rpc.envelopes import Inbound
+    from torchestra.rpc.headers import Inbound
 
 Number = tuple[int, int]
 """Of a reference or a fork: the rank of the worker that made it up, and how many it had made up before."""

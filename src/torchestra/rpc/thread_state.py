@@ -10,7 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from torchestra.autograd.contexts import Context
-    from torchestra.autograd.passes import Part
+    from torchestra.autograd.graph_task import Part
 
 
 class _Here(threading.local):

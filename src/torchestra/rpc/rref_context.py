@@ -2,7 +2,7 @@
 
 The *owner* of a reference has its value, in an :class:`Entry`. Every :class:`~torchestra.rpc.RRef` elsewhere
 is a *user* and has a *fork*: a number that no other has. An entry lists its forks, and by which worker each
-is held. (Both are in holdings.py; what messages say of them is in envelopes.py.)
+is held. (Both are in rref_state.py; what messages say of them is in headers.py.)
 
 The invariant: **a value is freed only when no user is left and none is on its way.** It rests on two rules.
 
@@ -42,12 +42,12 @@ from typing import TYPE_CHECKING, Any
 from torch.futures import Future
 
 from torchestra.errors import CallLostError, RemoteReferenceError, WorkerFailedError
-from torchestra.rpc.envelopes import Envelope, Inbound, Outbound, Passed
 from torchestra.rpc.functions import async_execution, takes_agent
-from torchestra.rpc.holdings import Entry, Number, User
+from torchestra.rpc.headers import Envelope, Inbound, Outbound, Passed
+from torchestra.rpc.rref_state import Entry, Number, User
 
 if TYPE_CHECKING:
-    from torchestra.autograd.crossing import Sending
+    from torchestra.autograd.send_recv import Sending
     from torchestra.rpc.agent import Agent
     from torchestra.rpc.rref import RRef
 

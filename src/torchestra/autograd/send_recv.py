@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.function import FunctionMeta
 
-from torchestra.autograd.here import here
+from torchestra.rpc.thread_state import here
 
 if TYPE_CHECKING:
     from torchestra.autograd.contexts import Context
@@ -113,7 +113,7 @@ def record_send(message: int, peer: int, order: int, tensors: Sequence[torch.Ten
     """Make tensors that are being sent depend on the gradients that will come."""
     with torch.enable_grad():
         token = _send.apply(message, *tensors)
-    # The later a message was sent, the earlier its gradients are waited for; see passes.py.
+    # The later a message was sent, the earlier its gradients are waited for; see graph_task.py.
     token.grad_fn._set_sequence_nr(order)
     kinds = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors]
     return Send(message, peer, order, token, kinds)

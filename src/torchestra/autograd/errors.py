@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from torchestra.errors import BackwardError, RpcTimeoutError, WorkerFailedError
-from torchestra.rpc import failures
+from torchestra.rpc import remote_errors
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
 
 Described: TypeAlias = "tuple[int, str, bytes | None, str]"
-"""The rank, what the error said, and what rpc.failures makes of it."""
+"""The rank, what the error said, and what rpc.remote_errors makes of it."""
 
 
 def describe(agent: Agent, error: BaseException) -> Described:
     """An error that has happened here, for the way."""
-    described, text = failures.describe(error, f"worker {agent.info.name!r} (rank {agent.rank})")
+    described, text = remote_errors.describe(error, f"worker {agent.info.name!r} (rank {agent.rank})")
     return agent.rank, str(error) or type(error).__name__, described, text
 
 
 def rebuild(described: Described) -> Exception:
     """The error to raise where the pass began, for one that happened elsewhere."""
     rank, message, pickled, text = described
-    cause = failures.rebuild(pickled, text)
+    cause = remote_errors.rebuild(pickled, text)
     if isinstance(cause, WorkerFailedError):
         return WorkerFailedError(message, cause.worker)
     if isinstance(cause, RpcTimeoutError):

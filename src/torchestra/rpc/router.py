@@ -16,8 +16,8 @@ import torch
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.p2p import Message, PostOffice
 from torchestra.engine.rank_context import Member
-from torchestra.rpc.lending import Lender
-from torchestra.rpc.offices import Office, Parts
+from torchestra.rpc.shared_buffers import Lender
+from torchestra.rpc.transport import Office, Parts
 
 if TYPE_CHECKING:
     from torchestra.transport.connections import Wire

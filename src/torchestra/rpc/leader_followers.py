@@ -24,11 +24,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from torchestra.autograd.here import aside
 from torchestra.engine.p2p import LostPeerError, Message
 from torchestra.engine.try_lock import TryLock
 from torchestra.errors import DistBackendError
-from torchestra.rpc.offices import Office
+from torchestra.rpc.thread_state import aside
+from torchestra.rpc.transport import Office
 from torchestra.system.limits import start_thread
 
 _LOOK_SECONDS = 0.05
