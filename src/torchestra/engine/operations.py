@@ -1,12 +1,20 @@
-"""What an operation is called for, packed into one word: the fingerprint that ranks compare.
+"""The table of operations, and the fingerprint of a call, which ranks compare.
 
-Needs no torch, so that it can be read from outside of a job.
+:data:`COLLECTIVES` has a row for each collective, under its public name. The rest of the package derives from
+the rows: argument checks (tensors/arguments.py), the general method of a communicator, the methods in torch's
+C++ form (process_group/), what a fake world leaves in tensors (engine/fake.py), and how other engines are
+reached. A new collective is a row here and an algorithm in engine/local.py (and in engine/multihost/engine.py
+for groups on several hosts): :func:`add` a row, or put it below.
+
+A fingerprint is one word: kind, reduce operation, dtype and root. Needs no torch, so that it can be read from
+outside of a job.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchestra.types import ReduceOp
@@ -16,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.IntEnum):
-    """The operations of a group, by torch.distributed's names."""
+    """The codes of operations in fingerprints, by torch.distributed's names; 32 to 255 are free."""
 
     barrier = 0
     all_reduce = 1
@@ -31,6 +39,288 @@ class Kind(enum.IntEnum):
     recv = 10
     sparse_all_reduce = 20
 
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a collective that takes tensors.
+
+    Attributes:
+        name: of it, in the public function and in error texts.
+        is_list: it takes one tensor for each rank.
+        on_root: only the root gives it.
+    """
+
+    name: str
+    is_list: bool = False
+    on_root: bool = False
+
+
+class Shape(enum.Enum):
+    """The rule that the shapes of an operation's tensors follow."""
+
+    NONE = "there are no tensors"
+    ALIKE = "every tensor has as many elements as every other, on all ranks"
+    OWN = "the list's entry for this rank has as many elements as this rank's tensor; ranks may differ"
+    OUTPUT_IS_WHOLE = "the output has the elements of the inputs of all ranks"
+    INPUT_IS_WHOLE = "the input has the elements of the outputs of all ranks"
+    PAIRS = "each pair of ranks agrees on how many elements go from one to the other"
+    ROWS = "each pair of ranks agrees on how many rows go from one to the other (split sizes; default: equal)"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A row of the table: a collective as everything that derives from it needs to know it.
+
+    Attributes:
+        name: of the public function, and of the communicator's method.
+        kind: its code in fingerprints. These also hold the reduce operation, the dtype and the root; the
+            count that ranks compare beside them is that of elements, or a hash of them where they differ.
+        summary: one sentence for people.
+        output, input: the tensors that it fills and those that it reads; the same parameter if it works in
+            place, None if it takes no tensors.
+        shape: the rule for their shapes. All tensors of a call have one dtype.
+        algorithm: the name under which engines look up how they run it; default: its name.
+        reduces: it takes a reduce operation ``op``.
+        root: how the public function calls the root, ``src`` or ``dst``; "" if it has none.
+        default_root: the root if none is given, by number in the group; None if one has to be given.
+        splits: it takes ``output_split_sizes`` and ``input_split_sizes``.
+        aliases: torch's newer names of the public function.
+        method: torch's C++ name, that of ProcessGroup's method; default: its name.
+        method_aliases: the other names of that method.
+        options: the class in arguments/options.py that the method takes.
+        coalesced: the method for several such operations as one; "" if there is none.
+        multi_tensor: the method takes a list of several tensors of each rank.
+        functional: the operator in ``torch.ops.torchestra``; "" if there is none.
+        on_devices: NCCL and its like have it; if not, tensors of a device go through the host.
+        synchronises: no rank ends it before every other has begun it.
+        traced_as: what torch's profilers know it by.
+    """
+
+    name: str
+    kind: int
+    summary: str
+    output: Parameter | None = None
+    input: Parameter | None = None
+    shape: Shape = Shape.ALIKE
+    algorithm: str = ""
+    reduces: bool = False
+    root: str = ""
+    default_root: int | None = None
+    splits: bool = False
+    aliases: tuple[str, ...] = ()
+    method: str = ""
+    method_aliases: tuple[str, ...] = ()
+    options: str = "OperationOptions"
+    coalesced: str = ""
+    multi_tensor: bool = False
+    functional: str = ""
+    on_devices: bool = True
+    synchronises: bool = False
+    traced_as: str = ""
+
+    def __post_init__(self) -> None:
+        for attribute in ("algorithm", "method", "traced_as"):
+            if not getattr(self, attribute):
+                object.__setattr__(self, attribute, self.name)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it replaces the tensor that it reads."""
+        return self.output is not None and self.output is self.input
+
+    @property
+    def moves(self) -> bool:
+        """Whether it only moves elements between tensors, and so takes complex ones as pairs of reals."""
+        return self.output is not None and not self.reduces and not self.in_place
+
+
+COLLECTIVES: dict[str, Collective] = {}
+"""Every collective of a whole group, by its public name."""
+
+
+def add(row: Collective) -> Collective:
+    """Put a row into the table; returns it. A row of the same name is replaced."""
+    COLLECTIVES[row.name] = row
+    _KIND_NAMES.setdefault(int(row.kind), row.name)
+    return row
+
+
+_KIND_NAMES: dict[int, str] = {int(kind): kind.name for kind in Kind}
+_TENSOR = Parameter("tensor")
+_INPUT = Parameter("input")
+_OUTPUT = Parameter("output")
+
+ALL_REDUCE = add(
+    Collective(
+        "all_reduce",
+        Kind.all_reduce,
+        "Replace the tensor on every rank by the reduction of all ranks' tensors.",
+        _TENSOR,
+        _TENSOR,
+        reduces=True,
+        method="allreduce",
+        options="AllreduceOptions",
+        coalesced="allreduce_coalesced",
+        multi_tensor=True,
+        functional="all_reduce",
+        synchronises=True,
+    )
+)
+REDUCE = add(
+    Collective(
+        "reduce",
+        Kind.reduce,
+        "Replace the root's tensor by the reduction of all ranks' tensors.",
+        _TENSOR,
+        _TENSOR,
+        algorithm="all_reduce",
+        reduces=True,
+        root="dst",
+        options="ReduceOptions",
+    )
+)
+BROADCAST = add(
+    Collective(
+        "broadcast",
+        Kind.broadcast,
+        "Replace every rank's tensor by the root's.",
+        _TENSOR,
+        _TENSOR,
+        root="src",
+        options="BroadcastOptions",
+        multi_tensor=True,
+        functional="broadcast",
+    )
+)
+ALL_GATHER = add(
+    Collective(
+        "all_gather",
+        Kind.all_gather,
+        "Put every rank's tensor into one of the outputs; sizes may differ between ranks.",
+        Parameter("tensor_list", is_list=True),
+        _TENSOR,
+        Shape.OWN,
+        method="allgather",
+        options="AllgatherOptions",
+        coalesced="allgather_coalesced",
+        multi_tensor=True,
+        synchronises=True,
+    )
+)
+ALL_GATHER_INTO_TENSOR = add(
+    Collective(
+        "all_gather_into_tensor",
+        Kind.all_gather,
+        "Put every rank's tensor, one after the other, into the output.",
+        Parameter("output_tensor"),
+        Parameter("input_tensor"),
+        Shape.OUTPUT_IS_WHOLE,
+        aliases=("all_gather_single",),
+        method="allgather_into_tensor",
+        method_aliases=("_allgather_base", "all_gather_single"),
+        options="AllgatherOptions",
+        coalesced="allgather_into_tensor_coalesced",
+        functional="all_gather_into_tensor",
+        synchronises=True,
+        traced_as="all_gather",
+    )
+)
+GATHER = add(
+    Collective(
+        "gather",
+        Kind.gather,
+        "Put every rank's tensor into one of the root's outputs.",
+        Parameter("gather_list", is_list=True, on_root=True),
+        _TENSOR,
+        root="dst",
+        default_root=0,
+        options="GatherOptions",
+    )
+)
+SCATTER = add(
+    Collective(
+        "scatter",
+        Kind.scatter,
+        "Put one of the root's tensors into each rank's.",
+        _TENSOR,
+        Parameter("scatter_list", is_list=True, on_root=True),
+        root="src",
+        default_root=0,
+        options="ScatterOptions",
+    )
+)
+REDUCE_SCATTER = add(
+    Collective(
+        "reduce_scatter",
+        Kind.reduce_scatter,
+        "Reduce the ranks' tensors for this rank into its output; sizes may differ between ranks.",
+        _OUTPUT,
+        Parameter("input_list", is_list=True),
+        Shape.OWN,
+        reduces=True,
+        options="ReduceScatterOptions",
+        synchronises=True,
+    )
+)
+REDUCE_SCATTER_TENSOR = add(
+    Collective(
+        "reduce_scatter_tensor",
+        Kind.reduce_scatter,
+        "Reduce the ranks' inputs, and put this rank's piece of the result into its output.",
+        _OUTPUT,
+        _INPUT,
+        Shape.INPUT_IS_WHOLE,
+        reduces=True,
+        aliases=("reduce_scatter_single",),
+        method_aliases=("_reduce_scatter_base", "reduce_scatter_single"),
+        options="ReduceScatterOptions",
+        coalesced="reduce_scatter_tensor_coalesced",
+        functional="reduce_scatter_tensor",
+        synchronises=True,
+        traced_as="reduce_scatter",
+    )
+)
+ALL_TO_ALL = add(
+    Collective(
+        "all_to_all",
+        Kind.all_to_all,
+        "Send each rank one tensor, and receive one from each.",
+        Parameter("output_tensor_list", is_list=True),
+        Parameter("input_tensor_list", is_list=True),
+        Shape.PAIRS,
+        method="alltoall",
+        options="AllToAllOptions",
+        synchronises=True,
+    )
+)
+ALL_TO_ALL_SINGLE = add(
+    Collective(
+        "all_to_all_single",
+        Kind.all_to_all,
+        "Send each rank a range of the input's rows, and receive a range of the output's from each.",
+        _OUTPUT,
+        _INPUT,
+        Shape.ROWS,
+        algorithm="all_to_all",
+        splits=True,
+        method="alltoall_base",
+        method_aliases=("all_to_all_single",),
+        options="AllToAllOptions",
+        functional="all_to_all_single",
+        synchronises=True,
+        traced_as="all_to_all",
+    )
+)
+BARRIER = add(
+    Collective(
+        "barrier",
+        Kind.barrier,
+        "Return when every rank has called, and has finished what it called before.",
+        shape=Shape.NONE,
+        options="BarrierOptions",
+        synchronises=True,
+    )
+)
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -59,11 +349,10 @@ DTYPE_BYTES = {
     "quint8": 1,
     "qint32": 4,
 }
-"""The bytes of an element, by dtype. A dtype's code is its place in here."""
+"""The bytes of an element, by dtype. A dtype's code is its index in this table."""
 
 DTYPE_NAMES = tuple(DTYPE_BYTES)
 _OPS = {code: ReduceOp(name) for code, name in enumerate(ReduceOp._NAMES)}
-_KINDS = frozenset(Kind)
 _NO_OP = 255
 _NO_DTYPE = 255
 UNEVEN = 1 << 62
@@ -71,9 +360,9 @@ UNEVEN = 1 << 62
 
 
 def pack(
-    kind: Kind, dtype: torch.dtype | None = None, op: ReduceOp | None = None, root: int | None = None
+    kind: int, dtype: torch.dtype | None = None, op: ReduceOp | None = None, root: int | None = None
 ) -> int:
-    """The word META of a control block: kind, reduce operation, dtype and root."""
+    """Return the word META of a control block: kind, reduce operation, dtype and root."""
     op_code = _NO_OP if op is None else op.code
     dtype_code = _NO_DTYPE if dtype is None else DTYPE_NAMES.index(str(dtype)[6:])
     root_code = 0 if root is None else root + 1
@@ -81,36 +370,36 @@ def pack(
 
 
 def unit_of(meta: int) -> int:
-    """The bytes per element of a fingerprint's dtype, 1 where it has none."""
+    """Return the bytes per element of a fingerprint's dtype, 1 if it has none."""
     dtype = dtype_name(meta)
     return 1 if dtype is None else DTYPE_BYTES[dtype]
 
 
 def kind_name(meta: int) -> str:
-    """What the operation is called."""
+    """Return the name of the operation."""
     code = meta & 0xFF
-    return Kind(code).name if code in _KINDS else f"operation of kind {code}"
+    return _KIND_NAMES.get(code, f"operation of kind {code}")
 
 
 def op_name(meta: int) -> str | None:
-    """Of a reduction: how it reduces."""
+    """Return the name of a reduction's reduce operation."""
     op = meta >> 8 & 0xFF
     return _OPS[op].name if op in _OPS else None
 
 
 def dtype_name(meta: int) -> str | None:
-    """Of what its tensors are, if of one dtype."""
+    """Return the name of the tensors' dtype, if they have one."""
     dtype = meta >> 16 & 0xFF
     return DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else None
 
 
 def root_of(meta: int) -> int | None:
-    """The root, of an operation that has one."""
+    """Return the root of an operation that has one."""
     return (meta >> 24 & 0xFFFF) - 1 if meta >> 24 & 0xFFFF else None
 
 
 def describe(meta: int, count: int) -> str:
-    """What a fingerprint says, for people: ``all_reduce(SUM, float32, 1024 elements)``."""
+    """Return a fingerprint in words: ``all_reduce(SUM, float32, 1024 elements)``."""
     op, dtype, root = op_name(meta), dtype_name(meta), root_of(meta)
     words = [] if op is None else [op]
     if dtype is not None:
@@ -125,15 +414,15 @@ def describe(meta: int, count: int) -> str:
 
 
 def describe_lengths(meta: int, count: int, sent: Sequence[int], expected: Sequence[int]) -> str:
-    """What :func:`describe` leaves out because a fingerprint only has the hash of it, or nothing.
+    """Return what :func:`describe` leaves out because a fingerprint only has the hash of it, or nothing.
 
     Args:
         sent, expected: by rank, how many bytes go there and come from there.
     """
-    kind, unit = Kind(meta & 0xFF), unit_of(meta)
+    kind, unit = meta & 0xFF, unit_of(meta)
     sent, expected = ([length // unit for length in lengths] for lengths in (sent, expected))
     if kind in (Kind.all_to_all, Kind.scatter):
         return f" that sends {sent} and expects {expected} elements by rank"
     if count < UNEVEN:
         return ""
-    return f" of {sent if kind is Kind.reduce_scatter else expected} elements by rank"
+    return f" of {sent if kind == Kind.reduce_scatter else expected} elements by rank"

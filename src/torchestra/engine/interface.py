@@ -1,0 +1,154 @@
+"""What an engine is: it runs the operations of a group on one rank, and knows how.
+
+There are five: of ranks that share an arena (local.py), of ranks on several hosts (multihost/engine.py), of
+tensors of a device (device/engine.py), of a world whose other ranks do not exist (fake.py), and of groups of
+registered backends (compat/registered.py). Whatever holds an engine asks for its properties, never for its
+class.
+
+An engine takes contiguous tensors that have been checked, runs one collective at a time, in the order in
+which it is called, and returns when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from torchestra.engine.operations import Collective
+from torchestra.types import ReduceOp
+
+if TYPE_CHECKING:
+    from torchestra.engine.multihost.hosts import Hosts
+    from torchestra.engine.recorder.flight_record import FlightRecord
+
+__all__ = ["Ended", "Engine", "Plan"]
+
+Ended = Callable[[Any], None]
+"""Called at the end of a message with its transfer, which has ``error`` and ``source``."""
+
+
+class Plan(Protocol):
+    """What an engine needs to know of a collective on a dtype; made once, and remembered."""
+
+    @property
+    def row(self) -> Collective:
+        """The collective."""
+
+
+class Engine(Protocol):
+    """One rank's engine. Classes derive from this, for the properties that most do not have.
+
+    Attributes:
+        rank, size: this rank's number in the group, and how many there are.
+        kernels: the compiled kernels (local.py), for the communicator's fast path; None without a fast path.
+        hosts: which ranks are on which host; None if all are on one.
+        is_fake: the other ranks do not exist, so tensors need no memory, and nothing waits.
+        delegates: arguments are neither checked nor prepared for it: :meth:`delegate` takes whole calls.
+    """
+
+    rank: int
+    size: int
+    kernels: Any = None
+    hosts: Hosts | None = None
+    is_fake: bool = False
+    delegates: bool = False
+
+    # -- collectives
+
+    def plan(
+        self, row: Collective, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
+    ) -> Any:
+        """Return what :meth:`collective` needs to know of an operation on a dtype."""
+
+    def collective(
+        self,
+        plan: Any,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        timeout_s: float,
+        site: str | None = None,
+    ) -> None:
+        """Run a collective; return when it is done.
+
+        Args:
+            plan: from :meth:`plan`.
+            inputs, outputs: the tensors to read and those to fill: those of a list one by one, none where
+                only the root gives them. Of an operation in place both are the same.
+            timeout_s: how long it may wait for the other ranks.
+            site: the calling line where that is not on the thread's stack (asynchronous operations).
+        """
+
+    def barrier(self, timeout_s: float, site: str | None = None) -> None:
+        """Return when all ranks have called."""
+
+    def delegate(
+        self,
+        row: Collective,
+        output: Any,
+        input: Any,  # noqa: A002 - the row's word
+        op: ReduceOp | None,
+        root: int | None,
+        splits: tuple[Any, Any],
+        async_op: bool,
+        timeout_s: float,
+    ) -> Any:
+        """Run a whole call, if the engine :attr:`delegates`; returns its Work, or None if it is done."""
+        raise NotImplementedError
+
+    # -- messages
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float) -> None:
+        """Send a message; the tensor may be changed afterwards, though the message may not have arrived."""
+
+    def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float) -> int:
+        """Receive a message from a rank, or from any (None); returns the rank that sent it."""
+
+    def begin_send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float, done: Ended) -> Any:
+        """Begin :meth:`send`; returns the transfer. ``done`` is called at its end."""
+
+    def begin_receive(
+        self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float, done: Ended
+    ) -> Any:
+        """Begin :meth:`receive`; returns the transfer. ``done`` is called at its end."""
+
+    def complete(self, transfer: Any) -> object:
+        """Work for a transfer until it has ended."""
+
+    # -- what belongs to it
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor, where the engine moves it fastest."""
+
+    def combine(self, target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
+        """Reduce tensors of this rank, as the engine does those of several: same order, same rounding."""
+
+    def scale(self, tensor: torch.Tensor, factor: float) -> None:
+        """Multiply a contiguous tensor of this rank by a factor, in place."""
+
+    # -- its state
+
+    def sequence_number(self) -> int:
+        """Return how many operations of the whole group this rank has begun."""
+
+    def flight_record(self) -> FlightRecord | None:
+        """Return what the ranks did last; None if nothing is recorded."""
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the group can no longer be used, and all ranks can know that."""
+
+    def abort(self, why: str, failed: Sequence[int] = ()) -> None:
+        """Have what is under way on all ranks, and what is called later, fail at once.
+
+        Args:
+            why: what the errors say.
+            failed: the ranks that have died, if that is why.
+        """
+
+    def check_messages(self) -> None:
+        """Have messages that are under way find out now whether the group was aborted."""
+
+    def close(self) -> None:
+        """Leave the group. Peers that wait for this rank get an error."""
