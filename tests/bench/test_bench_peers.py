@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torchestra.bench.options import BenchOptions, MpiEnvironment
-from torchestra.bench.peers import find_peers, library_name, mpi_peer, peer_key, rank_environment
+from benchmarks.options import BenchOptions, MpiEnvironment
+from benchmarks.peers import find_peers, library_name, mpi_peer, peer_key, rank_environment
 
 
 def pretend_mpi(directory: Path, output: str, code: int = 0, mpiexec: bool = True) -> Path:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from torchestra.bench import remote_calls
-from torchestra.bench.options import BenchOptions
-from torchestra.bench.remote_calls import measure_remote_calls
+from benchmarks import remote_calls
+from benchmarks.options import BenchOptions
+from benchmarks.remote_calls import measure_remote_calls
 
 
 def test_remote_calls_are_measured_for_every_workload_and_both_libraries(

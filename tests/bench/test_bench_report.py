@@ -7,12 +7,12 @@ import re
 import pytest
 from rich.console import Console
 
-from torchestra.bench.command import write_report
-from torchestra.bench.machine import describe_machine
-from torchestra.bench.options import BenchOptions
-from torchestra.bench.report import BenchReport, Cell, ColumnInfo, SideRow, SideTable
-from torchestra.bench.summary import Timing
-from torchestra.bench.table import format_ratio, format_time, render, summary_lines, to_markdown
+from benchmarks.command import write_report
+from benchmarks.machine import describe_machine
+from benchmarks.options import BenchOptions
+from benchmarks.report import BenchReport, Cell, ColumnInfo, SideRow, SideTable
+from benchmarks.summary import Timing
+from benchmarks.table import format_ratio, format_time, render, summary_lines, to_markdown
 
 COLUMNS = (
     ColumnInfo("torchestra", "torchestra", "torchestra", "torchestra 1"),

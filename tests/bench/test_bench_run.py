@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from torchestra.bench.command import add_arguments, main
-from torchestra.bench.fleet import PeerError
-from torchestra.bench.measuring import measure_cell
-from torchestra.bench.options import BenchOptions
-from torchestra.bench.peers import Column
-from torchestra.bench.ranks.shapes import OPERATIONS
-from torchestra.bench.run import run_benchmark
-from torchestra.bench.startup import launch_time
+from benchmarks.command import add_arguments, main
+from benchmarks.measuring import measure_cell
+from benchmarks.options import BenchOptions
+from benchmarks.peers import Column
+from benchmarks.ranks.shapes import OPERATIONS
+from benchmarks.run import run_benchmark
+from benchmarks.startup import launch_time
+from benchmarks.worker_processes import PeerError
 
 
 def test_gloo_is_measured_in_every_operation_and_its_results_are_right(tmp_path, monkeypatch):
@@ -76,7 +76,7 @@ def test_the_command_prints_a_table_writes_its_files_and_tells_who_is_missing(tm
 
 def test_cells_that_do_not_fit_into_memory_are_left_out_with_a_note(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torchestra.bench.run.available_memory", lambda: 100_000)
+    monkeypatch.setattr("benchmarks.run.available_memory", lambda: 100_000)
     options = BenchOptions(
         operations=("all_gather",),
         sizes=(4, 65536),
@@ -91,8 +91,8 @@ def test_cells_that_do_not_fit_into_memory_are_left_out_with_a_note(tmp_path, mo
     assert report.notes == ("all_gather 64 KB on 2 ranks: the peers need 0.0 GB, 0.0 GB are available",)
 
 
-class PretendFleet:
-    """Answers like a fleet, without processes; may fail at a command, and may get a result wrong."""
+class PretendWorkers:
+    """Answers like worker processes, without processes; may fail at a command, and may get a result wrong."""
 
     def __init__(self, log: list[str], name: str, fails_at: str = "", right: bool = True) -> None:
         self._log, self._name, self._fails_at, self._right = log, name, fails_at, right
@@ -106,14 +106,16 @@ class PretendFleet:
         return [{"right": self._right}, {"right": True}]
 
 
-def cell_of(*fleets: PretendFleet, rounds: int = 2, operation: str = "all_reduce", memory: str = "private"):
-    turns = [(Column(f"peer{number}", "", memory), fleet) for number, fleet in enumerate(fleets)]
+def cell_of(
+    *workers: PretendWorkers, rounds: int = 2, operation: str = "all_reduce", memory: str = "private"
+):
+    turns = [(Column(f"peer{number}", "", memory), each) for number, each in enumerate(workers)]
     return measure_cell(turns, operation, 4, 2, BenchOptions(rounds=rounds, seconds=0.01))
 
 
 def test_peers_take_turns_and_a_different_one_begins_each_round():
     log: list[str] = []
-    timings, errors = cell_of(PretendFleet(log, "a"), PretendFleet(log, "b"))
+    timings, errors = cell_of(PretendWorkers(log, "a"), PretendWorkers(log, "b"))
     assert errors == []
     turns = [entry for entry in log if entry.endswith("time")]
     # One call each to find out how long a call takes, then two rounds.
@@ -124,20 +126,20 @@ def test_peers_take_turns_and_a_different_one_begins_each_round():
 @pytest.mark.parametrize("command", ["prepare", "time", "check", "release"])
 def test_a_peer_that_breaks_down_stops_alone(command):
     log: list[str] = []
-    timings, errors = cell_of(PretendFleet(log, "a", fails_at=command), PretendFleet(log, "b"))
+    timings, errors = cell_of(PretendWorkers(log, "a", fails_at=command), PretendWorkers(log, "b"))
     assert [str(error) for error in errors] == ["a broke"]
     assert list(timings) == ["peer1"]
     assert log.count(f"a {command}") == 1
 
 
 def test_a_result_that_is_wrong_on_one_rank_is_wrong():
-    timings, _ = cell_of(PretendFleet([], "a", right=False), PretendFleet([], "b"))
+    timings, _ = cell_of(PretendWorkers([], "a", right=False), PretendWorkers([], "b"))
     assert not timings["peer0"].right
     assert timings["peer1"].right
 
 
 def test_a_barrier_knows_no_symmetric_memory():
-    timings, errors = cell_of(PretendFleet([], "a"), operation="barrier", memory="symmetric")
+    timings, errors = cell_of(PretendWorkers([], "a"), operation="barrier", memory="symmetric")
     assert (timings, errors) == ({}, [])
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from torchestra.bench.ranks.shapes import OPERATIONS, Pattern, partner, pieces, shape
+from benchmarks.ranks.shapes import OPERATIONS, Pattern, partner, pieces, shape
 
 MOVING = [operation for operation in OPERATIONS if operation != "barrier"]
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchestra.bench.ranks.timing import timed
-from torchestra.bench.summary import (
+from benchmarks.ranks.timing import timed
+from benchmarks.summary import (
     geometric_mean,
     median_interval,
     percentile,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from torchestra.bench import training
-from torchestra.bench.options import BenchOptions
-from torchestra.bench.training import measure_training
+from benchmarks import training
+from benchmarks.options import BenchOptions
+from benchmarks.training import measure_training
 
 
 def test_training_is_measured_for_every_model_and_both_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

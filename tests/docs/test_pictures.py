@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-from types import ModuleType
-
 import pytest
 from pages import ROOT
 from PIL import Image
 
-
-def _drawing() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_benchmarks", ROOT / "tools" / "draw_benchmarks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from benchmarks import documented_pictures
 
 
-DRAWING = _drawing()
-
-
-@pytest.mark.parametrize(("name", "heading"), DRAWING.PICTURES.items())
+@pytest.mark.parametrize(("name", "heading"), documented_pictures.PICTURES.items())
 def test_a_picture_was_drawn_from_the_table(name: str, heading: str) -> None:
-    rows = DRAWING.table_of(heading)
+    rows = documented_pictures.table_of(heading)
     assert len(rows) > 2
     with Image.open(ROOT / "docs" / name) as picture:
-        assert picture.info["Table"] == DRAWING.digest(rows), "run `python tools/draw_benchmarks.py`"
+        assert picture.info["Table"] == documented_pictures.digest(rows), (
+            "run `python -m benchmarks.documented_pictures`"
+        )

@@ -8,11 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchestra.bench.fleet import Fleet, PeerError
-from torchestra.bench.floors import FLOOR_FROM_BYTES, floor_us
-from torchestra.bench.interop import measure_interop
-from torchestra.bench.machine import available_memory, busy_share, describe_machine
-from torchestra.bench.measuring import (
+from benchmarks.interop import measure_interop
+from benchmarks.machine import available_memory, busy_share, describe_machine
+from benchmarks.measuring import (
     STREAMS,
     Watch,
     cell_bytes,
@@ -20,12 +18,15 @@ from torchestra.bench.measuring import (
     measure_cell,
     measure_streams,
 )
-from torchestra.bench.options import BenchOptions, size_label
-from torchestra.bench.peers import Column, Peer, find_peers
-from torchestra.bench.remote_calls import measure_remote_calls
-from torchestra.bench.report import BenchReport, Cell, ColumnInfo, SideTable
-from torchestra.bench.startup import measure_startup
-from torchestra.bench.training import measure_training
+from benchmarks.options import BenchOptions
+from benchmarks.peers import Column, Peer, find_peers
+from benchmarks.remote_calls import measure_remote_calls
+from benchmarks.report import BenchReport, Cell, ColumnInfo, SideTable
+from benchmarks.roofline import FLOOR_FROM_BYTES, floor_us
+from benchmarks.startup import measure_startup
+from benchmarks.training import measure_training
+from benchmarks.worker_processes import PeerError, WorkerProcesses
+from torchestra.monitor.sizes import size_label
 
 __all__ = ["run_benchmark"]
 
@@ -80,9 +81,9 @@ class _Run:
         self._notes += notes
         for world in self._options.nproc:
             with contextlib.ExitStack() as stack:
-                fleets = self._start(peers, world, stack)
+                workers = self._start(peers, world, stack)
                 memory = self._start_memory(world, stack)
-                self._world(world, fleets, memory)
+                self._world(world, workers, memory)
 
     def startup(self) -> None:
         self._tell("start-up")
@@ -130,33 +131,35 @@ class _Run:
 
     def _start(
         self, peers: list[Peer], world: int, stack: contextlib.ExitStack
-    ) -> list[tuple[Column, Fleet]]:
+    ) -> list[tuple[Column, WorkerProcesses]]:
         turns = []
         for peer in peers:
             self._tell(f"{world} ranks: starting {peer.columns[0].title}")
             try:
-                fleet = stack.enter_context(Fleet(peer, world))
+                workers = stack.enter_context(WorkerProcesses(peer, world))
             except PeerError as error:
                 self._notes.append(str(error))
                 continue
             for column in peer.columns:
-                info = ColumnInfo(column.key, column.title, peer.kind, fleet.description)
+                info = ColumnInfo(column.key, column.title, peer.kind, workers.description)
                 self._columns.setdefault(column.key, info)
-                turns.append((column, fleet))
+                turns.append((column, workers))
         return turns
 
-    def _start_memory(self, world: int, stack: contextlib.ExitStack) -> Fleet | None:
+    def _start_memory(self, world: int, stack: contextlib.ExitStack) -> WorkerProcesses | None:
         """The processes that find the memory's bandwidth, where a floor is asked for."""
         if max(self._options.sizes) < FLOOR_FROM_BYTES:
             return None
         peer = Peer("memory", "memory", Path(sys.executable), (Column("memory", "memory bandwidth"),))
         try:
-            return stack.enter_context(Fleet(peer, world))
+            return stack.enter_context(WorkerProcesses(peer, world))
         except PeerError as error:
             self._notes.append(str(error))
             return None
 
-    def _world(self, world: int, turns: list[tuple[Column, Fleet]], memory: Fleet | None) -> None:
+    def _world(
+        self, world: int, turns: list[tuple[Column, WorkerProcesses]], memory: WorkerProcesses | None
+    ) -> None:
         best: dict[str, float] = {}
         found: list[Cell] = []
         previous = ""
@@ -178,10 +181,10 @@ class _Run:
             timings, errors = measure_cell(turns, operation, size, world, self._options)
             for error in errors:
                 self._notes.append(f"{error}; not measured from {operation} {size_label(size)} on")
-            gone = [fleet for column, fleet in turns if _column_missing(column, operation, timings)]
-            for fleet in set(gone):
-                fleet.kill()
-            turns[:] = [(column, fleet) for column, fleet in turns if fleet not in gone]
+            gone = [workers for column, workers in turns if _column_missing(column, operation, timings)]
+            for workers in set(gone):
+                workers.kill()
+            turns[:] = [(column, workers) for column, workers in turns if workers not in gone]
             found.append(Cell(world, operation, size, timings))
         if best:
             self._bandwidth[world] = best
@@ -189,7 +192,9 @@ class _Run:
             floor = floor_us(cell.operation, cell.size, world, best["update"]) if best else None
             self._cells.append(Cell(world, cell.operation, cell.size, cell.timings, floor))
 
-    def _stream(self, memory: Fleet | None, best: dict[str, float], streams: tuple[str, ...]) -> None:
+    def _stream(
+        self, memory: WorkerProcesses | None, best: dict[str, float], streams: tuple[str, ...]
+    ) -> None:
         if memory is None:
             return
         for stream, rate in measure_streams(memory, streams, _STREAM_SECONDS).items():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchestra.bench.summary import Timing, geometric_mean
+from benchmarks.summary import Timing, geometric_mean
 
 __all__ = ["BenchReport", "Cell", "ColumnInfo", "SideRow", "SideTable"]
 

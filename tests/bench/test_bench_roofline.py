@@ -2,8 +2,8 @@
 
 import pytest
 
-from torchestra.bench.floors import FLOOR_FROM_BYTES, floor_us, traffic
-from torchestra.bench.ranks.shapes import OPERATIONS
+from benchmarks.ranks.shapes import OPERATIONS
+from benchmarks.roofline import FLOOR_FROM_BYTES, floor_us, traffic
 
 MB = 1 << 20
 

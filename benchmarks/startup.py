@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchestra.bench.fleet import free_port, last_line
-from torchestra.bench.options import BenchOptions
-from torchestra.bench.peers import torchestra_environment
-from torchestra.bench.ranks.session import SOCKET_VARIABLE
-from torchestra.bench.report import SideRow, SideTable
-from torchestra.bench.summary import percentile
+from benchmarks.options import BenchOptions
+from benchmarks.peers import torchestra_environment
+from benchmarks.ranks.session import SOCKET_VARIABLE
+from benchmarks.report import SideRow, SideTable
+from benchmarks.summary import percentile
+from benchmarks.worker_processes import free_port, last_line
 
 __all__ = ["end_launcher", "launch_time", "measure_startup"]
 

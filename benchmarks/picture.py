@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchestra.bench.options import size_label
-from torchestra.bench.report import BenchReport, Cell, ColumnInfo
-from torchestra.bench.table import OPERATION_TITLES, format_ratio, format_time
+from benchmarks.report import BenchReport, Cell, ColumnInfo
+from benchmarks.table import OPERATION_TITLES, format_ratio, format_time
 from torchestra.engine.recorder.trace import replacing
+from torchestra.monitor.sizes import size_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchestra.bench.ranks.shapes import OPERATIONS
+from benchmarks.ranks.shapes import OPERATIONS
 from torchestra.errors import InvalidArgumentError
 
 __all__ = [
@@ -14,46 +14,11 @@ __all__ = [
     "SECTIONS",
     "BenchOptions",
     "MpiEnvironment",
-    "parse_size",
-    "size_label",
 ]
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "K": 1 << 10,
-    "KB": 1 << 10,
-    "M": 1 << 20,
-    "MB": 1 << 20,
-    "G": 1 << 30,
-    "GB": 1 << 30,
-}
 
 DEFAULT_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK_SIZES = (4, 64 << 10, 1 << 20)
 SECTIONS = ("collectives", "startup", "training", "interop", "rpc")
-
-
-def parse_size(text: str) -> int:
-    """A number of bytes: ``4``, ``4B``, ``64KB``, ``1 MB`` (powers of 1,024).
-
-    Raises:
-        InvalidArgumentError: it is none, or it is not a positive multiple of 4.
-    """
-    cleaned = text.strip().upper()
-    digits = cleaned.rstrip("BKMG ")
-    unit = cleaned[len(digits) :].strip()
-    if not digits.isdecimal() or unit not in _UNITS:
-        raise InvalidArgumentError(f"a size must be like 4, 4B, 64KB or 1MB, got {text!r}")
-    return _checked_size(int(digits) * _UNITS[unit])
-
-
-def size_label(size: int) -> str:
-    """A size as people write it: ``64 KB``."""
-    for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
-        if size >= unit and size % unit == 0:
-            return f"{size // unit} {name}"
-    return f"{size} B"
 
 
 def _checked_size(size: int) -> int:

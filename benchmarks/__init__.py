@@ -1,11 +1,11 @@
-"""``torchestra bench``: every operation, beside the peers found on the machine.
+"""``make bench``: every operation, beside the peers found on the machine.
 
 ::
 
-    torchestra bench                                  # 2 and 4 ranks, 4 B to 64 MB, every peer found
-    torchestra bench --quick
-    torchestra bench --nproc 2 --ops all_reduce,barrier --sizes 4B,4KB,64MB --peers gloo,torchestra
-    torchestra bench --mpi "Open MPI=.venv-openmpi/bin/python" --markdown
+    python -m benchmarks                                  # 2 and 4 ranks, 4 B to 64 MB, every peer found
+    python -m benchmarks --quick
+    python -m benchmarks --nproc 2 --ops all_reduce,barrier --sizes 4B,4KB,64MB --peers gloo,torchestra
+    python -m benchmarks --mpi "Open MPI=.venv-openmpi/bin/python" --markdown
 
 It prints a table per world size and writes ``bench.json``, ``bench.png`` (where matplotlib is installed)
 and, with ``--markdown``, ``bench.md`` into ``out/bench``.
@@ -54,12 +54,12 @@ when the last rank has finished its first all_reduce.
 that of the caller, from the call to its result, or the time of 2,000 calls at once divided by their number.
 
 To add a section: measure it in a module of its own that returns a
-:class:`~torchestra.bench.report.SideTable`, and add its name to ``SECTIONS`` in ``options.py`` and to
+:class:`~benchmarks.report.SideTable`, and add its name to ``SECTIONS`` in ``options.py`` and to
 ``run_benchmark``; table, Markdown and JSON follow.
 """
 
-from torchestra.bench.options import BenchOptions, MpiEnvironment
-from torchestra.bench.report import BenchReport
-from torchestra.bench.run import run_benchmark
+from benchmarks.options import BenchOptions, MpiEnvironment
+from benchmarks.report import BenchReport
+from benchmarks.run import run_benchmark
 
 __all__ = ["BenchOptions", "BenchReport", "MpiEnvironment", "run_benchmark"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchestra.bench.ranks.shapes import ITEM_BYTES, shape
+from benchmarks.ranks.shapes import ITEM_BYTES, shape
 
 __all__ = ["FLOOR_FROM_BYTES", "Traffic", "floor_us", "traffic"]
 

@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from torchestra.bench.fleet import last_line
-from torchestra.bench.peers import torchestra_environment
-from torchestra.bench.startup import end_launcher
+from benchmarks.peers import torchestra_environment
+from benchmarks.startup import end_launcher
+from benchmarks.worker_processes import last_line
 
 __all__ = ["found_by"]
 

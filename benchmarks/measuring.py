@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchestra.bench.fleet import Fleet, PeerError
-from torchestra.bench.options import BenchOptions, size_label
-from torchestra.bench.peers import Column
-from torchestra.bench.ranks.shapes import ITEM_BYTES, shape
-from torchestra.bench.summary import Timing, percentile, plan_batches, slowest, summarise
+from benchmarks.options import BenchOptions
+from benchmarks.peers import Column
+from benchmarks.ranks.shapes import ITEM_BYTES, shape
+from benchmarks.summary import Timing, percentile, plan_batches, slowest, summarise
+from benchmarks.worker_processes import PeerError, WorkerProcesses
+from torchestra.monitor.sizes import size_label
 
 __all__ = ["STREAMS", "Watch", "cell_bytes", "cells_of", "measure_cell", "measure_streams"]
 
@@ -42,44 +43,44 @@ def cell_bytes(operation: str, size: int, world: int) -> int:
 
 
 def measure_cell(
-    turns: list[tuple[Column, Fleet]], operation: str, size: int, world: int, options: BenchOptions
+    turns: list[tuple[Column, WorkerProcesses]], operation: str, size: int, world: int, options: BenchOptions
 ) -> tuple[dict[str, Timing], list[PeerError]]:
     """Measure one cell on all peers, turn by turn; the timings by column, and which peers broke down.
 
     A peer that breaks down loses its columns in this cell; the others go on.
     """
     errors: list[PeerError] = []
-    broken: set[Fleet] = set()
+    broken: set[WorkerProcesses] = set()
     contests = [
-        _Contest(column, fleet, f"{operation} {size_label(size)}".removesuffix(" 0 B"))
-        for column, fleet in turns
+        _Contest(column, workers, f"{operation} {size_label(size)}".removesuffix(" 0 B"))
+        for column, workers in turns
         if operation != "barrier" or column.memory == "private"
     ]
 
     def in_turn(action: Callable[[_Contest], None], first: int = 0) -> None:
         for contest in contests[first:] + contests[:first]:
-            if contest.fleet in broken:
+            if contest.workers in broken:
                 continue
             try:
                 action(contest)
             except PeerError as error:
-                broken.add(contest.fleet)
+                broken.add(contest.workers)
                 errors.append(error)
 
     in_turn(lambda contest: contest.prepare(operation, size, options.seconds))
     for number in range(options.rounds):
         in_turn(lambda contest: contest.time(), number % max(1, len(contests)))
     in_turn(lambda contest: contest.check())
-    timings = {c.column.key: c.timing() for c in contests if c.fleet not in broken}
+    timings = {c.column.key: c.timing() for c in contests if c.workers not in broken}
     return timings, errors
 
 
 class _Contest:
     """One column in one cell: its plan and its samples so far, slowest rank, in nanoseconds."""
 
-    def __init__(self, column: Column, fleet: Fleet, label: str) -> None:
+    def __init__(self, column: Column, workers: WorkerProcesses, label: str) -> None:
         self.column = column
-        self.fleet = fleet
+        self.workers = workers
         self._label = label
         self._batch = 1
         self._batches = 1
@@ -121,11 +122,11 @@ class _Contest:
 
     def _ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
         command = {"do": do, "slot": self.column.key, "operation": self._label, **arguments}
-        return self.fleet.ask(command, _ANSWER_SECONDS)
+        return self.workers.ask(command, _ANSWER_SECONDS)
 
 
-def measure_streams(fleet: Fleet, streams: tuple[str, ...], seconds: float) -> dict[str, float]:
-    """What all processes of a memory fleet stream at once, per kind of stream, in bytes per second.
+def measure_streams(workers: WorkerProcesses, streams: tuple[str, ...], seconds: float) -> dict[str, float]:
+    """What all processes stream at once through memory, per kind of stream, in bytes per second.
 
     The mean counts here, not the median: with more processes than cores each one waits part of the time.
     """
@@ -138,11 +139,11 @@ def measure_streams(fleet: Fleet, streams: tuple[str, ...], seconds: float) -> d
             "size": _STREAM_BYTES,
             "memory": "private",
         }
-        fleet.ask(command, _ANSWER_SECONDS)
+        workers.ask(command, _ANSWER_SECONDS)
         timing = {"do": "time", "slot": "", "operation": stream, "warmup": 0}
-        once = min(fleet.ask({**timing, "batch": 1, "batches": 2}, _ANSWER_SECONDS)[0]["means"])
+        once = min(workers.ask({**timing, "batch": 1, "batches": 2}, _ANSWER_SECONDS)[0]["means"])
         batch = max(2, round(seconds * 1e9 / once))
-        answers = fleet.ask({**timing, "batch": batch, "batches": 1}, _ANSWER_SECONDS)
+        answers = workers.ask({**timing, "batch": batch, "batches": 1}, _ANSWER_SECONDS)
         moved = _STREAM_BYTES * _STREAM_MOVES[stream]
         rates[stream] = sum(moved / answer["means"][0] * 1e9 for answer in answers)
     return rates

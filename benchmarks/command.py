@@ -1,4 +1,4 @@
-"""``torchestra bench``: its arguments, what it prints, and what it writes."""
+"""``python -m benchmarks``: its arguments, what it prints, and what it writes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from types import FrameType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from torchestra.bench.options import (
+from benchmarks.options import (
     DEFAULT_SIZES,
     QUICK_SIZES,
     SECTIONS,
     BenchOptions,
     MpiEnvironment,
-    parse_size,
-    size_label,
 )
-from torchestra.bench.ranks.shapes import OPERATIONS
-from torchestra.bench.report import BenchReport
-from torchestra.bench.run import run_benchmark
-from torchestra.bench.table import render, to_markdown
+from benchmarks.ranks.shapes import OPERATIONS
+from benchmarks.report import BenchReport
+from benchmarks.run import run_benchmark
+from benchmarks.table import render, to_markdown
 from torchestra.engine.recorder.trace import replacing
 from torchestra.errors import InvalidArgumentError
+from torchestra.monitor.sizes import parse_size, size_label
 
 __all__ = ["add_arguments", "main", "options_from", "write_report"]
 
@@ -118,14 +117,14 @@ def main(given: argparse.Namespace) -> int:
     try:
         options = options_from(given)
     except InvalidArgumentError as error:
-        print(f"torchestra bench: {error}", file=sys.stderr)
+        print(f"benchmarks: {error}", file=sys.stderr)
         return _MISUSE
     # As Ctrl-C: what was started is ended on the way out.
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         report = _watched(options)
     except KeyboardInterrupt:
-        print("torchestra bench: interrupted", file=sys.stderr)
+        print("benchmarks: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -144,7 +143,7 @@ def write_report(report: BenchReport, options: BenchOptions) -> list[Path]:
     written = [data]
     if report.cells:
         try:
-            from torchestra.bench.picture import draw
+            from benchmarks.picture import draw
 
             draw(report, options.output / "bench.png")
             written.append(options.output / "bench.png")

@@ -9,8 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchestra.bench.options import size_label
-from torchestra.bench.report import BenchReport, Cell, ColumnInfo, SideTable
+from benchmarks.report import BenchReport, Cell, ColumnInfo, SideTable
+from torchestra.monitor.sizes import size_label
 
 __all__ = ["format_ratio", "format_seconds", "format_time", "render", "summary_lines", "to_markdown"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torchestra.bench.options import BenchOptions
-from torchestra.bench.report import SideRow, SideTable
-from torchestra.bench.scripted import found_by
+from benchmarks.options import BenchOptions
+from benchmarks.report import SideRow, SideTable
+from benchmarks.scripted import found_by
 
 __all__ = ["measure_interop"]
 

@@ -1,6 +1,6 @@
 """What of a small operation is the kernel, and what the Python around it.
 
-    python tools/call_costs.py [ranks] [size …]     (default: 2 ranks, 4 B, 64 KB, 1 MB)
+    python -m benchmarks.call_costs [ranks] [size …]     (default: 2 ranks, 4 B, 64 KB, 1 MB)
 
 Each operation is timed twice on the same tensors: through the public call, and as the bare kernel that it
 comes down to. The medians of several turns, in µs; the slowest rank's.

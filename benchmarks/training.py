@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 
-from torchestra.bench.options import BenchOptions
-from torchestra.bench.report import SideRow, SideTable
-from torchestra.bench.scripted import found_by
-from torchestra.bench.summary import median_interval
+from benchmarks.options import BenchOptions
+from benchmarks.report import SideRow, SideTable
+from benchmarks.scripted import found_by
+from benchmarks.summary import median_interval
 
 __all__ = ["measure_training", "training_steps"]
 

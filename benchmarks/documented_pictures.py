@@ -1,10 +1,10 @@
 """Pictures of two tables of docs/benchmarks.md: what training costs, and what of a call is Python.
 
-    python tools/draw_benchmarks.py
+    python -m benchmarks.documented_pictures
 
 Writes docs/benchmark-training.png and docs/benchmark-calls.png. Each carries the digest of the table it was
 drawn from, so that ``tests/docs`` can tell when the numbers have changed and the picture has not. (The third
-one, docs/benchmark.png, is drawn by ``torchestra bench``.)
+one, docs/benchmark.png, is drawn by ``python -m benchmarks``.)
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def draw_training(axes: Any, rows: list[list[str]]) -> None:
 def draw_calls(axes: Any, rows: list[list[str]]) -> None:
     """A bar for every operation and small size, in two parts: the kernel, and the Python around it."""
     sizes = [cell.partition(":")[0] for cell in rows[0][1::2]][:2]
-    labels, ranks = [], ""
+    labels: list[str] = []
+    ranks = ""
     for name, *cells in rows[1:]:
         operation, _, told = name.partition(", ")
         ranks = told or ranks

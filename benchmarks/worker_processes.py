@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from torchestra.bench.peers import Peer, rank_environment, torchestra_environment
-from torchestra.bench.ranks.session import SOCKET_VARIABLE
+from benchmarks.peers import Peer, rank_environment, torchestra_environment
+from benchmarks.ranks.session import SOCKET_VARIABLE
 from torchestra.errors import DistError
 
-__all__ = ["Fleet", "PeerError", "free_port", "last_line"]
+__all__ = ["PeerError", "WorkerProcesses", "free_port", "last_line"]
 
 _START_SECONDS = 120.0
 _QUIT_SECONDS = 10.0
@@ -90,7 +90,7 @@ class _Rank:
             self._process = None
 
 
-class Fleet:
+class WorkerProcesses:
     """The ranks of one peer. Use it as a context manager: on leaving, no process of it is left.
 
     Args:
@@ -123,7 +123,7 @@ class Fleet:
             self.kill()
             raise
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> WorkerProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:

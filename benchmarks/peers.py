@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchestra.bench.options import BenchOptions, MpiEnvironment
+import torchestra
+from benchmarks.options import BenchOptions, MpiEnvironment
 
 __all__ = [
     "Column",
@@ -168,7 +169,7 @@ def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
 def torchestra_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of a rank that imports torchestra: it finds the one that this process found."""
     environment = rank_environment(extra)
-    source = str(Path(__file__).resolve().parents[2])
+    source = str(Path(torchestra.__file__).resolve().parents[1])
     path = environment.get("PYTHONPATH", "")
     if source not in path.split(os.pathsep):
         environment["PYTHONPATH"] = source + (os.pathsep + path if path else "")
