@@ -2,9 +2,10 @@
 
 The ranks are simulated, their joining is not: each is a thread of one of a few processes, with a client of
 its own of one TCPStore, and goes through what ``init_process_group`` does on several hosts up to where bytes
-begin to move: meet (rendezvous/gathering.py), find out who shares a host by attaching (finding.py), fetch the
-memory of its host (joining.py), and on one rank of each host begin to watch the others (warden.py). Hosts are
-told apart by their ids. The store's server is in the process that prints, and counts what it is asked.
+begin to move: meet (rendezvous/gathering.py), find out who shares a host by attaching (host_discovery.py),
+fetch the memory of its host (joining.py), and on one rank of each host begin to watch the others
+(failure_detector.py). Hosts are told apart by their ids. The store's server is in the process that prints,
+and counts what it is asked.
 
 Left out is what needs a machine per host: the kernels' first barrier, and the rails of Gloo. An end of a rail
 asks the store a few things more, whatever the number of hosts (tests/multihost/test_requests.py). What a
@@ -31,9 +32,9 @@ from typing import Any
 from torchestra.engine.membership import joining
 from torchestra.engine.memory import fd_passing
 from torchestra.engine.memory.fd_passing import fetch
-from torchestra.engine.multihost import finding
-from torchestra.engine.multihost.finding import find_hosts
-from torchestra.engine.multihost.warden import Warden
+from torchestra.engine.multihost import host_discovery
+from torchestra.engine.multihost.failure_detector import HeartbeatMonitor
+from torchestra.engine.multihost.host_discovery import find_hosts
 from torchestra.engine.rank_context import Member
 from torchestra.engine.recorder.clock import Moment, best_clock
 from torchestra.rendezvous.gathering import gather
@@ -138,7 +139,7 @@ class Rank:
         self.host = f"host{rank // per_host}"
         self.ends: list[float] = []
         self.error = ""
-        self.warden: Warden | None = None
+        self.warden: HeartbeatMonitor | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
@@ -161,7 +162,7 @@ class Rank:
         member = self._fetch_memory(PrefixStore(f"host/{host}", own), here.index(self.rank), len(here))
         self._note()
         if member is not None:
-            self.warden = Warden(PrefixStore("watch", own), hosts, host, member)
+            self.warden = HeartbeatMonitor(PrefixStore("watch", own), hosts, host, member)
             self.warden.start()
         self._note()
 
@@ -185,7 +186,7 @@ def work(pipe: Connection, ranks: range, size: int, per_host: int, port: int) ->
     raise_limits()
     # Threads that want to run wake up as often as this; thousands of them would do nothing else.
     sys.setswitchinterval(1.0)
-    finding.await_end = await_end
+    host_discovery.await_end = await_end
     # What one rank makes is too little for a collection; a thousand would have this whole process searched.
     gc.disable()
     threading.stack_size(STACK)

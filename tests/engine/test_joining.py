@@ -18,7 +18,7 @@ import torchestra as dist
 import worlds
 from torchestra.engine.membership import joining
 from torchestra.engine.memory import fd_passing
-from torchestra.engine.multihost import finding
+from torchestra.engine.multihost import host_discovery
 from torchestra.errors import DistBackendError, GroupAbortedError, RankFailedError
 from torchestra.store import Store
 
@@ -115,19 +115,19 @@ def test_why_a_rank_cannot_enter_is_told_the_others(culprit: int, spoil: Callabl
 
 def enter_lobby(store: Store, rank: int, size: int, spoil: Callable[[], Any]) -> tuple[str, tuple[int, ...]]:
     if rank == 0:
-        lead = finding._Lobby.lead
+        lead = host_discovery._Lobby.lead
 
-        def lead_and_say_so(lobby: finding._Lobby) -> Any:
+        def lead_and_say_so(lobby: host_discovery._Lobby) -> Any:
             worlds.leave_note("leads")
             return lead(lobby)
 
-        finding._Lobby.lead = lead_and_say_so
+        host_discovery._Lobby.lead = lead_and_say_so
     else:
         worlds.await_note("leads" if rank == 2 else "told")
     if rank == 2:
         spoil()
     try:
-        finding.find_hosts(store, rank, size, "group", worlds.OP_SECONDS)
+        host_discovery.find_hosts(store, rank, size, "group", worlds.OP_SECONDS)
     except GroupAbortedError as error:
         worlds.leave_note("told")
         return str(error), getattr(error, "ranks", ())
@@ -137,14 +137,14 @@ def enter_lobby(store: Store, rank: int, size: int, spoil: Callable[[], Any]) ->
 
 
 def die_in_lobby() -> None:
-    finding.await_end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    host_discovery.await_end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail_before_lobby() -> None:
     def refuse(*_: object) -> None:
         raise DistBackendError("another version")
 
-    finding.visit = refuse
+    host_discovery.visit = refuse
 
 
 @pytest.mark.parametrize("spoil", [die_in_lobby, fail_before_lobby])

@@ -41,7 +41,7 @@ TELLTALE = """
     import torchestra as dist
     from torchestra import TCPStore, cli
     from torchestra.store import TCPStoreServer
-    from torchestra.transport.cards import read_card
+    from torchestra.transport.endpoint import read_card
 
     logging.basicConfig(level=logging.DEBUG)
     dist.init_process_group()

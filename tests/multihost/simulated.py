@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import torchestra as dist
+from torchestra.engine.multihost.bridge_selection import BRIDGE_VARIABLE, TRUST_VARIABLE
 from torchestra.engine.multihost.host_id import HOST_VARIABLE
-from torchestra.engine.multihost.opening import BRIDGE_VARIABLE, TRUST_VARIABLE
 from torchestra.store import HashStore, Store, TCPStore
 from torchestra.store.secret import SECRET_VARIABLE
 from torchestra.world.registry import thread_rank

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from torchestra.engine.multihost.joined import Cuts, Joined, chunk_ends
+from torchestra.engine.multihost.chunking import Cuts, Joined, chunk_ends
 
 
 def joined(*lengths: int) -> tuple[list[torch.Tensor], Joined]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from torchestra.engine.multihost import finding
-from torchestra.engine.multihost.finding import find_hosts
+from torchestra.engine.multihost import host_discovery
+from torchestra.engine.multihost.host_discovery import find_hosts
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import CollectiveTimeoutError
 from torchestra.store import HashStore
@@ -57,7 +57,7 @@ def test_ranks_with_one_id_that_can_attach_share_a_host() -> None:
 
 def test_one_id_does_not_make_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 2 and 3 have the id of ranks 0 and 1, but their lobby cannot be reached from there."""
-    plain_visit, sides = finding.visit, {}
+    plain_visit, sides = host_discovery.visit, {}
 
     def visit(invitation: str, secret: bytes | None, rank: int, name: str, deadline: float) -> Any:
         opener = sides.get(invitation)
@@ -65,16 +65,16 @@ def test_one_id_does_not_make_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
             try:
                 raise ConnectionRefusedError("nobody listens there")
             except OSError as error:
-                raise finding.DistBackendError("cannot reach it") from error
+                raise host_discovery.DistBackendError("cannot reach it") from error
         return plain_visit(invitation, secret, rank, name, deadline)
 
-    class Lobby(finding._Lobby):
+    class Lobby(host_discovery._Lobby):
         def __init__(self, visit: Any) -> None:
             super().__init__(visit)
             sides[self.sign.partition(":")[2]] = visit.rank
 
-    monkeypatch.setattr(finding, "visit", visit)
-    monkeypatch.setattr(finding, "_Lobby", Lobby)
+    monkeypatch.setattr(host_discovery, "visit", visit)
+    monkeypatch.setattr(host_discovery, "_Lobby", Lobby)
     found = find_all(["same"] * 4, HashStore())
     assert found[0].members == ((0, 1), (2, 3))
     assert all(each == found[0] for each in found)

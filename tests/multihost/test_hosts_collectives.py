@@ -12,17 +12,17 @@ from simulated import LAYOUTS, Layout, on_processes, on_threads
 import torchestra as dist
 from references import DEFINED, INTEGERS, reduced, sample
 from torchestra.engine.dtypes import DTYPES
-from torchestra.engine.multihost import crossing, exchanging, moving, reducing
+from torchestra.engine.multihost import all_to_all, broadcast_gather, hierarchy, reduction
 from torchestra.types import ReduceOp
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few thousand elements travel in several chunks."""
-    for module in (reducing, moving, exchanging):
+    for module in (reduction, broadcast_gather, all_to_all):
         monkeypatch.setattr(module, "_CHUNK_BYTES", 2048)
-    monkeypatch.setattr(crossing, "_INLINE_BYTES", 64)
-    monkeypatch.setattr(crossing, "_LEAST_INLINE_BYTES", 64)
+    monkeypatch.setattr(hierarchy, "_INLINE_BYTES", 64)
+    monkeypatch.setattr(hierarchy, "_LEAST_INLINE_BYTES", 64)
 
 
 def every_case(lengths: tuple[int, ...]) -> None:

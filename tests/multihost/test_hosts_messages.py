@@ -11,9 +11,9 @@ from simulated import LAYOUTS, Layout, on_processes, on_threads
 
 import torchestra as dist
 from torchestra.engine.multihost.correspondence import Correspondence
-from torchestra.engine.multihost.lookout import Lookout
-from torchestra.engine.multihost.parcel import Parcel
-from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE
+from torchestra.engine.multihost.failure_detector import HEARTBEAT_VARIABLE
+from torchestra.engine.multihost.p2p_request import P2PRequest
+from torchestra.engine.multihost.wait_policy import WaitPolicy
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 
 SMALL, LARGE, HUGE = 5, 50_000, 700_000
@@ -252,9 +252,9 @@ def test_messages_of_one_that_has_left_are_received_however_slowly_letters_are_r
 ) -> None:
     """As on a loaded machine: a letter is only read when who waits for it has looked around some times."""
     looked = threading.Semaphore(0)
-    check, take = Lookout.check, Correspondence._take
+    check, take = WaitPolicy.check, Correspondence._take
 
-    def counted_check(self: Lookout, parcel: Parcel) -> None:
+    def counted_check(self: WaitPolicy, parcel: P2PRequest) -> None:
         looked.release()
         check(self, parcel)
 
@@ -263,6 +263,6 @@ def test_messages_of_one_that_has_left_are_received_however_slowly_letters_are_r
             assert looked.acquire(timeout=10.0)
         take(self, raw)
 
-    monkeypatch.setattr(Lookout, "check", counted_check)
+    monkeypatch.setattr(WaitPolicy, "check", counted_check)
     monkeypatch.setattr(Correspondence, "_take", slow_take)
     on_threads((1, 1), receive_from_one_that_has_left)

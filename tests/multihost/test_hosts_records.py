@@ -12,7 +12,7 @@ import torch
 from simulated import on_threads
 
 import torchestra as dist
-from torchestra.engine.multihost import records
+from torchestra.engine.multihost import remote_records
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.recorder.flight_record import FlightRecord, HostRecord
 from torchestra.engine.recorder.trace import merged, trace_of
@@ -53,10 +53,10 @@ def test_any_rank_reads_what_all_ranks_of_all_hosts_did(layout: tuple[int, ...])
             assert rank.operation_bytes >= sum(each.nbytes for each in first)
 
 
-def as_told(record: FlightRecord) -> records.Answer:
+def as_told(record: FlightRecord) -> remote_records.Answer:
     """A record that has been told by a host whose clock is 1000 s ahead, and took a second to answer."""
-    packed = records.answer(record, 0.0).partition(b"\n")[2]
-    return records.understand(b"1010.0 1011.0\n" + packed, 9.5, 11.5)
+    packed = remote_records.answer(record, 0.0).partition(b"\n")[2]
+    return remote_records.understand(b"1010.0 1011.0\n" + packed, 9.5, 11.5)
 
 
 def one_part() -> FlightRecord:
@@ -73,7 +73,7 @@ def test_times_of_another_host_are_turned_into_those_of_this_one() -> None:
     told = as_told(there)
     assert (told.record, told.offset, told.error) == (replace(there, hosts=()), -1000.0, 0.5)
     own = replace(whole, ranks=(whole.ranks[0],))
-    joined = records.put_together(own, 0, {1: told}, hosts)
+    joined = remote_records.put_together(own, 0, {1: told}, hosts)
     assert joined.hosts == (HostRecord("here", (0,)), HostRecord("there", (1,), True, -1000.0, 0.5))
     assert joined.ranks[0] == whole.ranks[0]
     before, after = whole.ranks[1].operations[0], joined.ranks[1].operations[0]
@@ -83,7 +83,7 @@ def test_times_of_another_host_are_turned_into_those_of_this_one() -> None:
 def test_a_host_that_does_not_answer_is_named_and_its_ranks_are_unknown() -> None:
     whole = on_threads((1, 1), one_part)[0]
     own = replace(whole, ranks=(whole.ranks[0],))
-    joined = records.put_together(own, 0, {}, Hosts([[0], [1]], ["here", "there"]))
+    joined = remote_records.put_together(own, 0, {}, Hosts([[0], [1]], ["here", "there"]))
     assert [(host.name, host.answered) for host in joined.hosts] == [("here", True), ("there", False)]
     assert [rank.presence for rank in joined.ranks] == ["present", "unknown"]
     assert joined.ranks[1].last_operation is None

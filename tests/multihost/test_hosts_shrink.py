@@ -11,7 +11,7 @@ import pytest
 from simulated import outcomes_on_threads
 
 import torchestra as dist
-from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE
+from torchestra.engine.multihost.failure_detector import HEARTBEAT_VARIABLE
 
 # What ranks do there, they do here.
 sys.path.append(str(Path(__file__).parents[1] / "shrinking"))
@@ -60,7 +60,7 @@ def test_groups_can_be_made_in_the_world_that_is_left() -> None:
 
 def kinds_of_bridges() -> tuple[str, str] | None:
     def kind(group: Any) -> str:
-        return str(group.communicator.engine.crossing.bridge.kind)
+        return str(group.communicator.engine.hierarchy.bridge.kind)
 
     meet()  # shrink() calls ranks out of operations
     before = kind(within.world())

@@ -44,7 +44,7 @@ def network() -> Iterator[Network]:
 def everything_over_mpi() -> tuple[list[list[int]], tuple[str, float]]:
     """What is done over Gloo too, and messages so large that they take a pipe of their own."""
     engine = dist.group.WORLD.communicator.engine  # type: ignore[union-attr]
-    bridge = engine.crossing.bridge
+    bridge = engine.hierarchy.bridge
     assert bridge is None or isinstance(bridge, MPIBridge)
     members = everything()
     with warnings.catch_warnings():
@@ -111,7 +111,7 @@ def meet_without_trust(secrets: list[str]) -> str:
     dist.init_process_group(timeout=SECONDS)
     dist.all_reduce(total := torch.ones(70_000))
     assert (total == dist.get_world_size()).all()
-    kind = dist.group.WORLD.communicator.engine.crossing.bridge.kind  # type: ignore[union-attr]
+    kind = dist.group.WORLD.communicator.engine.hierarchy.bridge.kind  # type: ignore[union-attr]
     dist.destroy_process_group()
     return str(kind)
 

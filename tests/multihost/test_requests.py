@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import torchestra as dist
-from torchestra.engine.multihost.finding import find_hosts
-from torchestra.engine.multihost.opening import BRIDGE_VARIABLE
-from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE
+from torchestra.engine.multihost.bridge_selection import BRIDGE_VARIABLE
+from torchestra.engine.multihost.failure_detector import HEARTBEAT_VARIABLE
+from torchestra.engine.multihost.host_discovery import find_hosts
 from torchestra.rendezvous.gathering import gather
 from torchestra.store import HashStore
 from torchestra.store.absence import absent

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 from simulated import SECONDS
 
-from torchestra.engine.multihost import silence, store_values, warden
+from torchestra.engine.multihost import failure_detector, peer_values, silence
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import GroupAbortedError
 from torchestra.store import HashStore
@@ -81,7 +81,7 @@ def test_what_stands_in_the_place_of_a_beat_and_is_none_is_no_word_of_the_host(
     clock: Clock, text: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        store_values, "warnings", RateLimitedWarnings(logging.getLogger("torchestra.test_silence"))
+        peer_values, "warnings", RateLimitedWarnings(logging.getLogger("torchestra.test_silence"))
     )
     store = HashStore()
     watch = watching(store)
@@ -100,7 +100,7 @@ def test_what_stands_in_the_place_of_a_beat_and_is_none_is_no_word_of_the_host(
 
 @pytest.mark.parametrize("text", NO_BEATS)
 def test_a_warden_takes_it_for_no_word_either(
-    head: tuple[warden.Warden, LoneMember, HashStore], text: bytes
+    head: tuple[failure_detector.HeartbeatMonitor, LoneMember, HashStore], text: bytes
 ) -> None:
     made, member, store = head
     store.set("beat/1", text)
@@ -145,17 +145,17 @@ class LoneMember:
 
 
 @pytest.fixture
-def head() -> Iterator[tuple[warden.Warden, LoneMember, HashStore]]:
+def head() -> Iterator[tuple[failure_detector.HeartbeatMonitor, LoneMember, HashStore]]:
     """The warden of the first of two hosts, of one rank each."""
     store, member = HashStore(), LoneMember()
-    made = warden.Warden(store, Hosts([[0], [1]], ["a", "b"]), 0, member, BOUND)  # type: ignore[arg-type]
+    made = failure_detector.HeartbeatMonitor(store, Hosts([[0], [1]], ["a", "b"]), 0, member, BOUND)  # type: ignore[arg-type]
     yield made, member, store
     member.told.clear()  # nobody is there to hear it
     made.leave()
 
 
 def test_a_warden_that_looks_often_because_there_are_many_news_does_not_run_out_of_patience(
-    clock: Clock, head: tuple[warden.Warden, LoneMember, HashStore]
+    clock: Clock, head: tuple[failure_detector.HeartbeatMonitor, LoneMember, HashStore]
 ) -> None:
     """As when many ranks ask for a flight record at once: it looks again after each of the news."""
     made, _, store = head
@@ -167,7 +167,9 @@ def test_a_warden_that_looks_often_because_there_are_many_news_does_not_run_out_
 
 
 def test_a_warden_that_gives_a_host_up_beats_on_while_the_others_are_told(
-    clock: Clock, head: tuple[warden.Warden, LoneMember, HashStore], monkeypatch: pytest.MonkeyPatch
+    clock: Clock,
+    head: tuple[failure_detector.HeartbeatMonitor, LoneMember, HashStore],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If a second host is gone too, it is waited for; meanwhile survivors took the warden's host for gone."""
     made, member, store = head
@@ -184,7 +186,7 @@ def test_a_warden_that_gives_a_host_up_beats_on_while_the_others_are_told(
 
 
 def test_a_warden_gives_up_a_host_that_has_been_silent_for_the_bound(
-    clock: Clock, head: tuple[warden.Warden, LoneMember, HashStore]
+    clock: Clock, head: tuple[failure_detector.HeartbeatMonitor, LoneMember, HashStore]
 ) -> None:
     made, member, store = head
     beat(store, 1, 7)
@@ -199,12 +201,12 @@ def test_a_warden_gives_up_a_host_that_has_been_silent_for_the_bound(
 
 
 def test_who_tells_that_a_group_is_over_waits_until_the_other_hosts_have_heard_it(
-    head: tuple[warden.Warden, LoneMember, HashStore],
+    head: tuple[failure_detector.HeartbeatMonitor, LoneMember, HashStore],
 ) -> None:
     """Its process may end next, and with it the store, and they would only know that the store is gone."""
     made, member, store = head
     elsewhere = LoneMember(1)
-    other = warden.Warden(store, made.hosts, 1, elsewhere, BOUND)  # type: ignore[arg-type]
+    other = failure_detector.HeartbeatMonitor(store, made.hosts, 1, elsewhere, BOUND)  # type: ignore[arg-type]
     member.abort("it is over", ())
     teller = threading.Thread(target=made.tell_aborted, args=("it is over", (), ""))
     teller.start()

@@ -12,12 +12,12 @@ from simulated import on_threads
 
 import torchestra as dist
 from torchestra.engine import operations
-from torchestra.engine.multihost import crossing, parcel
+from torchestra.engine.multihost import hierarchy, p2p_request
 from torchestra.engine.multihost.bridge import BridgeError
-from torchestra.engine.multihost.crossing import Crossing
+from torchestra.engine.multihost.failure_detector import HEARTBEAT_VARIABLE, HeartbeatMonitor
+from torchestra.engine.multihost.hierarchy import Hierarchy
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.thread_bridge import ThreadBridge
-from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE, Warden
 from torchestra.engine.operations import Kind
 from torchestra.errors import GroupAbortedError
 from torchestra.system import deadline
@@ -29,13 +29,13 @@ LENGTH = 100_000
 class LatePending:
     """Has come, but is only seen when who waits has looked around some times since its sender has left."""
 
-    def __init__(self, pending: Any, outlook: Warden) -> None:
-        self._pending, self._outlook = pending, outlook
+    def __init__(self, pending: Any, detector: HeartbeatMonitor) -> None:
+        self._pending, self._detector = pending, detector
         self._looks = 0
 
     def wait(self, seconds: float) -> bool:
         if self._looks < LOOKS:
-            self._looks += bool(self._outlook.left)
+            self._looks += bool(self._detector.left)
             time.sleep(0.001)
             return False
         return bool(self._pending.wait(seconds))
@@ -51,13 +51,13 @@ def receive_from_one_that_leaves() -> None:
 
 def test_a_broadcast_arrives_though_its_root_has_left_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HEARTBEAT_VARIABLE, "2")
-    wait, late = Crossing.wait, []
+    wait, late = Hierarchy.wait, []
 
-    def wait_late(self: Crossing, pending: Any, call: Any) -> None:
+    def wait_late(self: Hierarchy, pending: Any, call: Any) -> None:
         if pending in late:
             late.remove(pending)
-            assert isinstance(self.outlook, Warden)
-            pending = LatePending(pending, self.outlook)
+            assert isinstance(self.detector, HeartbeatMonitor)
+            pending = LatePending(pending, self.detector)
         wait(self, pending, call)
 
     broadcast = ThreadBridge.broadcast
@@ -68,7 +68,7 @@ def test_a_broadcast_arrives_though_its_root_has_left_meanwhile(monkeypatch: pyt
             late.append(pending)
         return pending
 
-    monkeypatch.setattr(Crossing, "wait", wait_late)
+    monkeypatch.setattr(Hierarchy, "wait", wait_late)
     monkeypatch.setattr(ThreadBridge, "broadcast", broadcast_late)
     on_threads((1, 1), receive_from_one_that_leaves)
 
@@ -78,7 +78,7 @@ def test_a_message_does_not_time_out_because_this_process_was_stopped(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    waiting = parcel.Parcel("recv", 1, torch.empty(1), 0, 0, 10.0, None)
+    waiting = p2p_request.P2PRequest("recv", 1, torch.empty(1), 0, 0, 10.0, None)
     now[0] += 100.0
     assert waiting.deadline.remaining() > 5
     for _ in range(10):
@@ -106,11 +106,11 @@ def test_the_reason_for_a_failed_way_is_waited_for_until_whoever_finds_it_must_h
         def abort(self, why: str) -> None:
             raise AssertionError(why)
 
-    made = Crossing.__new__(Crossing)
+    made = Hierarchy.__new__(Hierarchy)
     made.member = ToldLate()  # type: ignore[assignment]
-    made.outlook = SimpleNamespace(bound=bound)  # type: ignore[assignment]
+    made.detector = SimpleNamespace(bound=bound)  # type: ignore[assignment]
     made.hosts = Hosts([[0], [1]], ["a", "b"])
     made.rank = made.place = 0
-    call = crossing.Call(operations.pack(Kind.barrier), 0, 60.0, None)
+    call = hierarchy.Call(operations.pack(Kind.barrier), 0, 60.0, None)
     with pytest.raises(GroupAbortedError, match="the store is gone"):
         made._explain(BridgeError("reset"), call)

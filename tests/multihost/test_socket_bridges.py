@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchestra.engine.multihost.bridge import Bridge, BridgeError
-from torchestra.engine.multihost.opening import open_bridge
+from torchestra.engine.multihost.bridge_selection import open_bridge
 from torchestra.store import HashStore
 
 SECONDS = 30.0

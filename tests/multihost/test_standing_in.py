@@ -17,10 +17,10 @@ def receive_beside_a_dead_warden() -> None:
     leave_note(f"ready-{rank}")
     if rank == 0:
         await_note("killed")
-        outlook = dist.group.WORLD.communicator.engine.crossing.outlook  # type: ignore[union-attr]
-        while 1 not in outlook.dead and not outlook.silent:
-            outlook._closed.wait(0.01)
-        assert not outlook.silent, "rank 2 lives"
+        detector = dist.group.WORLD.communicator.engine.hierarchy.detector  # type: ignore[union-attr]
+        while 1 not in detector.dead and not detector.silent:
+            detector._closed.wait(0.01)
+        assert not detector.silent, "rank 2 lives"
         dist.send(torch.ones(1), 2)
         leave_note("sent")
     else:

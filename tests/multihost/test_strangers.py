@@ -20,13 +20,13 @@ from test_hosts_shrink import meet as meet_by_the_store
 
 import torchestra as dist
 from torchestra.engine.dtypes import DTYPE_CODE
+from torchestra.engine.multihost.bridge_selection import BRIDGE_VARIABLE, TRUST_VARIABLE, choose_bridge
 from torchestra.engine.multihost.letters import ENCLOSED_BYTES, Envelope, Letter, What, pack, unpack
-from torchestra.engine.multihost.opening import BRIDGE_VARIABLE, TRUST_VARIABLE, choose_bridge
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import HashStore, PrefixStore
 from torchestra.store.rate_limited import RateLimitedWarnings
-from torchestra.transport.connections import Wire
-from torchestra.transport.meeting import meet
+from torchestra.transport.rendezvous import meet
+from torchestra.transport.transport import Transport
 
 LAST = 2
 
@@ -34,7 +34,7 @@ LAST = 2
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What is logged of letters that are dropped, beginning anew."""
-    for name in ("letters", "correspondence", "messages", "warden", "store_values"):
+    for name in ("letters", "correspondence", "point_to_point", "failure_detector", "peer_values"):
         monkeypatch.setattr(
             f"torchestra.engine.multihost.{name}.warnings", RateLimitedWarnings(logging.getLogger("letters"))
         )
@@ -165,10 +165,10 @@ NONSENSE = [
 
 def be_asked_despite_nonsense() -> bool:
     """Whether the warden of the other host still answers, after what would have ended its thread."""
-    outlook = dist.group.WORLD.communicator.engine.crossing.outlook  # type: ignore[union-attr]
+    detector = dist.group.WORLD.communicator.engine.hierarchy.detector  # type: ignore[union-attr]
     if dist.get_rank() == 0:
         for text in NONSENSE:
-            outlook.store.set(f"news/{outlook.store.add('news', 1)}", text)
+            detector.store.set(f"news/{detector.store.add('news', 1)}", text)
     dist.barrier()
     answered = all(host.answered for host in dist.flight_record().hosts)
     dist.barrier()
@@ -183,7 +183,7 @@ def test_news_that_strangers_tell_are_dropped() -> None:
 def shrink_despite_nonsense() -> tuple[int, ...] | None:
     group = dist.group.WORLD
     assert group is not None
-    store = PrefixStore("shrinking", group.communicator.engine.crossing.outlook.store)
+    store = PrefixStore("shrinking", group.communicator.engine.hierarchy.detector.store)
     if dist.get_rank() == 0:
         store.append("came", b"x \xff 99 --1 0:1 ")
         store.append("gone", b"x \xff 99 -1 0:1 ")
@@ -205,7 +205,7 @@ def test_what_strangers_say_of_who_goes_on_is_dropped(told: pytest.LogCaptureFix
 def believe_no_verdict(proposal: str) -> None:
     group = dist.group.WORLD
     assert group is not None
-    store = PrefixStore("shrinking", group.communicator.engine.crossing.outlook.store)
+    store = PrefixStore("shrinking", group.communicator.engine.hierarchy.detector.store)
     if dist.get_rank() == 0:
         store.set("round/1", proposal)
         store.set("verdict/1", "committed")
@@ -244,7 +244,7 @@ def test_who_comes_first_to_the_port_of_a_bridge_gets_nothing(monkeypatch: pytes
     held: list[socket.socket] = []
     load = bytes(8) + pickle.dumps([Explosive()])
 
-    def meet_too_late(wire: Wire, *args: Any) -> None:
+    def meet_too_late(wire: Transport, *args: Any) -> None:
         host, _, port = wire.card.address.removeprefix("tcp://").rpartition(":")
         for greeting in (b"", b"\0", load, b"\xff" + load):
             held.append(socket.create_connection((host, int(port)), timeout=20))
@@ -269,7 +269,7 @@ def test_gloo_and_mpi_are_used_only_in_a_network_that_is_trusted(
 ) -> None:
     for name in (BRIDGE_VARIABLE, TRUST_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("torchestra.engine.multihost.opening._told", False)
+    monkeypatch.setattr("torchestra.engine.multihost.bridge_selection._told", False)
 
     def chosen(*, mpiexec: bool = False, has_secret: bool = True) -> str:
         return choose_bridge(threads=False, mpiexec=mpiexec, has_secret=has_secret)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import rpc_workers
 import torchestra.transport.message
-import torchestra.transport.peer
+import torchestra.transport.pair
 import worlds
 from torchestra import rpc
 from torchestra.engine.p2p import Message, endpoint
@@ -30,9 +30,9 @@ from torchestra.rpc.current import current_agent
 from torchestra.rpc.host_connections import ADDRESS_VARIABLE, PORTS_VARIABLE, given_ports, listening_address
 from torchestra.store import HashStore
 from torchestra.transport.addresses import INTERFACE_VARIABLE, own_address
-from torchestra.transport.cards import Card, read_card
-from torchestra.transport.connections import Wire
-from torchestra.transport.framing import LARGEST_FRAME, PIECE_BYTES, Assembly, frames
+from torchestra.transport.endpoint import EndpointRecord, read_card
+from torchestra.transport.framing import LARGEST_FRAME, PIECE_BYTES, MessageAssembler, frames
+from torchestra.transport.transport import Transport
 
 HERE = "127.0.0.1"
 
@@ -57,7 +57,7 @@ def test_a_message_of_any_size_comes_out_of_its_frames_as_it_was(text, storages,
     arrays = [
         np.random.default_rng(length).integers(0, 256, length, np.uint8) for length in (text, *storages)
     ]
-    assembly = Assembly(3)
+    assembly = MessageAssembler(3)
     pieces = [bytes(frame) for frame in frames(7, tag, parts_of(arrays), arrays)]
     assert max(map(len, pieces)) <= LARGEST_FRAME
     found = [assembly.feed(piece) for piece in pieces]
@@ -78,7 +78,7 @@ def test_a_message_of_any_size_comes_out_of_its_frames_as_it_was(text, storages,
     ids=["short", "long", "piece"],
 )
 def test_frames_that_are_no_message_are_refused(rubbish: list[bytes]) -> None:
-    assembly = Assembly(0)
+    assembly = MessageAssembler(0)
     *before, last = rubbish
     for frame in before:
         assembly.feed(frame)
@@ -90,7 +90,7 @@ def test_frames_that_are_no_message_are_refused(rubbish: list[bytes]) -> None:
 
 
 def test_a_card_is_believed_from_who_knows_the_secret_only() -> None:
-    card = Card("tcp://10.0.0.1:4000", b"k" * 40)
+    card = EndpointRecord("tcp://10.0.0.1:4000", b"k" * 40)
     text = card.written(b"secret", "meeting/1")
     assert read_card(text, b"secret", "meeting/1", "worker 'worker1'") == card
     forged = text.replace(b"10.0.0.1", b"10.0.0.2")
@@ -166,9 +166,9 @@ def try_to_send(stranger: zmq.Socket, text: np.ndarray) -> None:
 
 
 @contextlib.contextmanager
-def wires_that_meet(arrived, between) -> Iterator[tuple[Wire, Wire]]:
+def wires_that_meet(arrived, between) -> Iterator[tuple[Transport, Transport]]:
     """Two ends; ``between`` is called with the first, which already looks for the second."""
-    wires = [Wire(f"w{rank}", HERE, None, 30.0, arrived) for rank in range(2)]
+    wires = [Transport(f"w{rank}", HERE, None, 30.0, arrived) for rank in range(2)]
     failed = []
 
     def join(rank: int) -> None:
@@ -224,7 +224,7 @@ def test_strangers_on_the_port_are_dropped_and_nothing_of_them_is_read() -> None
 FLOOD = 1500
 
 
-def flood(wire: Wire, held: list[socket.socket], most: list[int]) -> None:
+def flood(wire: Transport, held: list[socket.socket], most: list[int]) -> None:
     """Connect very often, say nothing, or a little, and go away."""
     host, port = wire.card.address.removeprefix("tcp://").rsplit(":", 1)
     before = len(worlds.descriptors())
@@ -412,14 +412,14 @@ def exchange_much(rank: int) -> None:
 
 
 def test_workers_whose_answers_wait_for_room_still_receive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchestra.transport.peer, "_MOST_QUEUED", 1 << 18)
+    monkeypatch.setattr(torchestra.transport.pair, "_MOST_QUEUED", 1 << 18)
     rpc_workers.run("hosts", 2, exchange_much)
 
 
 # -- connections
 
 
-def two_wires(arrived) -> contextlib.AbstractContextManager[tuple[Wire, Wire]]:
+def two_wires(arrived) -> contextlib.AbstractContextManager[tuple[Transport, Transport]]:
     """Two ends; messages that come are given to ``arrived``."""
     return wires_that_meet(arrived, lambda _: None)
 
@@ -434,7 +434,7 @@ def test_senders_wait_when_the_receiver_does_not_take_what_they_send() -> None:
     text, large = np.zeros(10, np.uint8), np.zeros(1 << 24, np.uint8)
     sent = []
 
-    def send(wire: Wire) -> None:
+    def send(wire: Transport) -> None:
         for tag in range(12):
             wire.send(1, 1, tag, parts_of([text, large]), None)
             sent.append(tag)
@@ -465,14 +465,14 @@ def test_the_last_messages_arrive_although_the_sender_closes() -> None:
 
 
 def test_an_address_where_nobody_listens_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchestra.transport.peer, "AGAIN_FOR_SECONDS", 0.1)
+    monkeypatch.setattr(torchestra.transport.pair, "AGAIN_FOR_SECONDS", 0.1)
     with socket.create_server((HERE, 0)) as free:
         port = free.getsockname()[1]
-    wire = Wire("lonely", HERE, None, 30.0, print, advice="Ask.")
+    wire = Transport("lonely", HERE, None, 30.0, print, advice="Ask.")
     public, _ = zmq.curve_keypair()
     try:
         with pytest.raises(DistNetworkError, match=r"^lonely cannot reach other.*nobody listens.* Ask\.$"):
-            wire.join({0: Card(f"tcp://{HERE}:{port}", public)}, {0: "other"}, 20)
+            wire.join({0: EndpointRecord(f"tcp://{HERE}:{port}", public)}, {0: "other"}, 20)
     finally:
         wire.close()
 
@@ -506,8 +506,8 @@ def test_ports_and_address_are_those_that_are_given(monkeypatch) -> None:
     with socket.create_server((HERE, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(DistNetworkError, match=rf"cannot listen at {HERE}, port {port}-{port}"):
-            Wire("w", HERE, (port, port), 30.0, print)
+            Transport("w", HERE, (port, port), 30.0, print)
     before = worlds.descriptors()
     with pytest.raises(DistNetworkError, match="cannot listen"):
-        Wire("w", "203.0.113.1", None, 30.0, print)
+        Transport("w", "203.0.113.1", None, 30.0, print)
     assert worlds.descriptors() - before == set()

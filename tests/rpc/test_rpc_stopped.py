@@ -12,7 +12,7 @@ import rpc_workers
 import worlds
 from torchestra import rpc
 from torchestra.rpc.calls import Call, Pauses
-from torchestra.transport.peer import Peer
+from torchestra.transport.pair import PairConnection
 
 
 def answer_late(note: str) -> int:
@@ -56,7 +56,7 @@ def test_a_pause_puts_off_the_deadlines_of_calls_that_were_under_way() -> None:
 
 def test_a_worker_whose_connection_has_ended_is_not_gone_because_this_process_paused() -> None:
     """What it sent before may not have been read: whatever reads it has paused as well."""
-    peer = Peer.__new__(Peer)
+    peer = PairConnection.__new__(PairConnection)
     peer.joined, peer.how, peer.heard = True, "", 0.0
     peer._monitor, peer._ended, peer._looked = None, 0.0, 0.1
     peer.look(0.6, 60.0)

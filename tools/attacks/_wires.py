@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from torchestra.transport.connections import Wire
 from torchestra.transport.message import Message
+from torchestra.transport.transport import Transport
 
 HERE = "127.0.0.1"
 
@@ -21,7 +21,7 @@ class Worker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.came: list[int] = []
-        self.wire = Wire(f"worker{rank}", HERE, None, 30.0, self._arrived)
+        self.wire = Transport(f"worker{rank}", HERE, None, 30.0, self._arrived)
         self.text = np.zeros(10, np.uint8)
 
     @property

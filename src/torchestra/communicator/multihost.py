@@ -24,20 +24,20 @@ class HostsCommunicator(Communicator):
 
     Attributes:
         hosts: which ranks are on which host.
-        crossing: the engine's means to cross.
+        hierarchy: the engine's means to cross.
         bridge_kind: what is between the hosts, as choose_bridge calls it.
     """
 
     def __init__(self, engine: MultiHostEngine, name: str, seconds: float) -> None:
         super().__init__(cast(LocalEngine, engine), name, seconds)
-        self.crossing = engine.crossing
+        self.hierarchy = engine.hierarchy
         self.bridge_kind = engine.mailbox.bridge_kind
-        self.hosts: Hosts = engine.crossing.hosts
+        self.hosts: Hosts = engine.hierarchy.hosts
 
     @property
     def sent_off(self) -> int:
         """Of how many operations this host has begun to send something."""
-        return self.crossing.sent_off
+        return self.hierarchy.sent_off
 
     def await_sending(self, sent_off: int) -> None:
         """Where ranks share cores: wait until an operation that was begun beside is sent off, or 20 ms.
@@ -49,10 +49,10 @@ class HostsCommunicator(Communicator):
         Args:
             sent_off: what :attr:`sent_off` was before the operation was begun.
         """
-        if spare_cores(len(self.crossing.here)):
+        if spare_cores(len(self.hierarchy.here)):
             return
         until = time.monotonic() + _LONGEST_WAIT
-        while self.crossing.sent_off == sent_off and time.monotonic() < until:
+        while self.hierarchy.sent_off == sent_off and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
 
 

@@ -75,15 +75,15 @@ def _between_hosts(
     communicator: Communicator, name: str, exclude: Sequence[int], seconds: float, backend: str
 ) -> _Made:
     assert isinstance(communicator, HostsCommunicator)
-    crossing = communicator.crossing
+    hierarchy = communicator.hierarchy
     # MPI does not promise to outlive a rank. Where it was used the network is trusted, so Gloo may be.
     bridge = "gloo" if communicator.bridge_kind == "mpi" else communicator.bridge_kind
 
     def enter(store: Store, rank: int, hosts: Hosts, seconds: float) -> Communicator:
-        program = crossing.member.program
+        program = hierarchy.member.program
         return start(store, rank, hosts.size, name, seconds, backend, program, hosts, bridge)
 
-    made = shrink_hosts(crossing, exclude, seconds, enter)
+    made = shrink_hosts(hierarchy, exclude, seconds, enter)
     made.entered.seconds = communicator.seconds
     return _Made(made.entered, made.store, made.survivors, made.entered.close)
 

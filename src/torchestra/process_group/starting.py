@@ -18,10 +18,10 @@ from torchestra.engine.device.nccl import is_nccl_built, why_no_nccl
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.joining import join
 from torchestra.engine.membership.joining import refuse as refuse_entry
-from torchestra.engine.multihost.finding import find_hosts, may_span_hosts
+from torchestra.engine.multihost.bridge_selection import choose_bridge
+from torchestra.engine.multihost.host_discovery import find_hosts, may_span_hosts
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.joining import join_hosts, refuse_hosts
-from torchestra.engine.multihost.opening import choose_bridge
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import DistBackendError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.rendezvous import launch_environment

@@ -10,9 +10,9 @@ from torchestra.rpc.options import RpcBackendOptions
 from torchestra.store import PrefixStore, Store
 from torchestra.store.secret import SECRET_ADVICE
 from torchestra.transport.addresses import own_address
-from torchestra.transport.connections import Wire
-from torchestra.transport.meeting import meet
 from torchestra.transport.message import Message
+from torchestra.transport.rendezvous import meet
+from torchestra.transport.transport import Transport
 
 ADDRESS_VARIABLE = "TORCHESTRA_RPC_ADDRESS"
 PORTS_VARIABLE = "TORCHESTRA_RPC_PORTS"
@@ -27,7 +27,7 @@ def connect(
     seconds: float,
     options: RpcBackendOptions,
     arrived: Callable[[Message], None],
-) -> Wire:
+) -> Transport:
     """Connect to workers on other hosts; returns when all are. Must be called by every worker.
 
     Args:
@@ -37,7 +37,7 @@ def connect(
         names: of all workers, by rank.
         seconds: how long that may take.
         options: where to listen, and when to give a silent worker up.
-        arrived: see :class:`Wire`.
+        arrived: see :class:`Transport`.
 
     Raises:
         InvalidArgumentError: there is no secret, or the environment says something impossible.
@@ -54,7 +54,7 @@ def connect(
     ports = options.ports or given_ports()
     others = {peer: f"worker {names[peer]!r} (rank {peer})" for peer in far}
     try:
-        wire = Wire(
+        wire = Transport(
             f"worker {names[rank]!r}",
             address,
             ports,

@@ -20,7 +20,7 @@ from torchestra.rpc.shared_buffers import Lender
 from torchestra.rpc.transport import Office, Parts
 
 if TYPE_CHECKING:
-    from torchestra.transport.connections import Wire
+    from torchestra.transport.transport import Transport
 
 _SLIP = 0  # a kind of message that agents have no other use for
 _EMPTY = ((0, 0),)
@@ -47,7 +47,7 @@ class Roads:
         self.near = hosts.members[hosts.host_of[rank]]
         self.is_near = [host == hosts.host_of[rank] for host in hosts.host_of]
         self.lender = Lender(member)
-        self.wire: Wire | None = None
+        self.wire: Transport | None = None
         self._junction: Junction | None = None
 
     def office(self, is_lost: Callable[[int], bool]) -> Office | None:

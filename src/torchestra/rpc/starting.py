@@ -13,7 +13,7 @@ from typing import Any
 from torchestra.arguments.annotations import checked
 from torchestra.engine import warm_up
 from torchestra.engine.membership.joining import join
-from torchestra.engine.multihost.finding import find_hosts
+from torchestra.engine.multihost.host_discovery import find_hosts
 from torchestra.engine.thread_ranks import ThreadRank, current_thread_rank, leave_thread_rank
 from torchestra.errors import InvalidArgumentTypeError, RemoteReferenceError, RpcError, StoreTimeoutError
 from torchestra.process_group.starting import choose_backend

@@ -82,7 +82,7 @@ def _pieces(memory: memoryview) -> Iterator[memoryview]:
         yield memory[start : start + PIECE_BYTES]
 
 
-class Assembly:
+class MessageAssembler:
     """What has come of the messages of one sender.
 
     Args:

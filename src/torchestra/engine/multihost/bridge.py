@@ -1,10 +1,10 @@
 """What moves bytes between hosts: one end of a rail, which joins one rank of every host, or of a line.
 
 A bridge brings a few operations, which begin at once and end when they are waited for. All ends of a rail
-call the same ones in the same order with lengths that fit; that is made sure of before (crossing.py). Tensors
-are contiguous, on the CPU, of bytes (uint8), and stay as they are until the operation has ended. What is
-reduced is reduced by this package's own kernels, so that every dtype and operation is there, and every host
-gets the same bits, whatever the bridge is.
+call the same ones in the same order with lengths that fit; that is made sure of before (hierarchy.py).
+Tensors are contiguous, on the CPU, of bytes (uint8), and stay as they are until the operation has ended. What
+is reduced is reduced by this package's own kernels, so that every dtype and operation is there, and every
+host gets the same bits, whatever the bridge is.
 
 A line (line.py) joins two ranks, and uses what stands alone: what one end sends, the other receives, in the
 order of both; beside that each end writes the other letters, which come though nobody has asked for them.

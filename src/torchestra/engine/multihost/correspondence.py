@@ -8,7 +8,7 @@ Letters are numbered, and are read in that order, whichever way they have come. 
 been read; without anything else to write that is written after every few letters. What has gone over the line
 is kept until it is confirmed. When the line breaks, and when a rank leaves, what is not confirmed goes by the
 box, where it outlives its sender; what has come twice is dropped. So a line that breaks loses nothing, and is
-no error: whether the rank at its other end lives is known from elsewhere (warden.py).
+no error: whether the rank at its other end lives is known from elsewhere (failure_detector.py).
 """
 
 from __future__ import annotations

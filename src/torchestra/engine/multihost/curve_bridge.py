@@ -5,9 +5,9 @@ encrypted (transport/). The ends meet through the rail's store, on a thread of t
 that is sent then. From one end to another there is one stream of messages, and what is received takes them in
 their order: one that comes before it is awaited is kept. Letters have a queue of their own beside that.
 
-Whether the other hosts live is known from elsewhere (warden.py). An end that is closed says goodbye; of one
-whose connection ends without that, what is under way is given up after the heartbeat bound, by which a link
-that was cut may come back.
+Whether the other hosts live is known from elsewhere (failure_detector.py). An end that is closed says
+goodbye; of one whose connection ends without that, what is under way is given up after the heartbeat bound,
+by which a link that was cut may come back.
 
 A message of up to 64 KB is one frame. A longer one goes in pieces (transport/framing.py), so each piece is
 on its way while the next one is encrypted. Large tensors come in chunks from whoever calls, several of which
@@ -28,14 +28,14 @@ import torch
 
 from torchestra.engine import progress
 from torchestra.engine.multihost.bridge import BridgeError
-from torchestra.engine.multihost.warden import heartbeat_bound
+from torchestra.engine.multihost.failure_detector import heartbeat_bound
 from torchestra.errors import DistError, InvalidArgumentError
 from torchestra.store import PrefixStore, Store
 from torchestra.store.secret import SECRET_ADVICE
 from torchestra.transport.addresses import INTERFACE_VARIABLE, own_address
-from torchestra.transport.connections import Wire
-from torchestra.transport.meeting import meet
 from torchestra.transport.message import Message
+from torchestra.transport.rendezvous import meet
+from torchestra.transport.transport import Transport
 
 __all__ = ["CurveBridge"]
 
@@ -118,7 +118,7 @@ class _Ends:
         self._is_open = self._is_closed = False
         self._error = ""
         self.opened = threading.Event()
-        self._wire = Wire(
+        self._wire = Transport(
             names[host],
             own_address(store),
             None,

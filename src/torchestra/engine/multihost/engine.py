@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from torchestra.engine.local import LocalEngine, _uneven
-from torchestra.engine.multihost import moving
-from torchestra.engine.multihost.crossing import Call, Crossing
-from torchestra.engine.multihost.exchanging import Ranges, exchange
-from torchestra.engine.multihost.messages import Messages
-from torchestra.engine.multihost.parcel import Parcel
-from torchestra.engine.multihost.records import put_together
-from torchestra.engine.multihost.reducing import Reducer
+from torchestra.engine.multihost import broadcast_gather
+from torchestra.engine.multihost.all_to_all import Ranges, exchange
+from torchestra.engine.multihost.hierarchy import Call, Hierarchy
+from torchestra.engine.multihost.p2p_request import P2PRequest
+from torchestra.engine.multihost.point_to_point import Messages
+from torchestra.engine.multihost.reduction import Reducer
+from torchestra.engine.multihost.remote_records import put_together
 from torchestra.engine.operations import Kind, pack
 from torchestra.engine.p2p import Transfer
 from torchestra.engine.recorder.flight_record import FlightRecord
@@ -44,7 +44,7 @@ class MultiHostEngine:
     """One rank's engine in a group on several hosts. Its methods are those of :class:`LocalEngine`.
 
     Args:
-        crossing: the means to cross.
+        hierarchy: the means to cross.
         messages: what sends and receives messages.
     """
 
@@ -54,11 +54,11 @@ class MultiHostEngine:
     reduces = staticmethod(LocalEngine.reduces)
     moves = staticmethod(LocalEngine.moves)
 
-    def __init__(self, crossing: Crossing, messages: Messages) -> None:
-        self.crossing = crossing
-        self.member = crossing.member
-        self.size = len(crossing.hosts.host_of)
-        self.rank = crossing.rank
+    def __init__(self, hierarchy: Hierarchy, messages: Messages) -> None:
+        self.hierarchy = hierarchy
+        self.member = hierarchy.member
+        self.size = len(hierarchy.hosts.host_of)
+        self.rank = hierarchy.rank
         self.mailbox = messages
         self._reducers: dict[tuple[torch.dtype, str], Reducer] = {}
 
@@ -91,7 +91,7 @@ class MultiHostEngine:
         """Replace every rank's tensor by the root's."""
         assert plan.root is not None
         with self._call(plan, tensor.numel(), tensor.nbytes, seconds, site) as call:
-            moving.broadcast(self.crossing, tensor, plan.root, call)
+            broadcast_gather.broadcast(self.hierarchy, tensor, plan.root, call)
 
     def all_gather_flat(
         self,
@@ -104,7 +104,7 @@ class MultiHostEngine:
         """Put every rank's tensor, one after the other, into the output."""
         with self._call(plan, tensor.numel(), output.nbytes, seconds, site) as call:
             outputs = output.view(-1).split(tensor.numel()) if tensor.numel() else [output] * self.size
-            moving.all_gather(self.crossing, outputs, tensor, call)
+            broadcast_gather.all_gather(self.hierarchy, outputs, tensor, call)
 
     def all_gather(
         self,
@@ -117,7 +117,7 @@ class MultiHostEngine:
         """Put every rank's tensor into an output of its own; sizes may differ between ranks."""
         lengths = [output.nbytes for output in outputs]
         with self._call(plan, tensor.numel(), sum(lengths), seconds, site, lengths) as call:
-            moving.all_gather(self.crossing, outputs, tensor, call)
+            broadcast_gather.all_gather(self.hierarchy, outputs, tensor, call)
 
     def gather(
         self,
@@ -137,7 +137,7 @@ class MultiHostEngine:
         with self._call(
             plan, tensor.numel(), max(tensor.nbytes, sum(nbytes for _, nbytes in receives)), seconds, site
         ) as call:
-            exchange(self.crossing, sends, receives, call)
+            exchange(self.hierarchy, sends, receives, call)
 
     def reduce_scatter_flat(
         self,
@@ -186,13 +186,13 @@ class MultiHostEngine:
         with self._call(
             plan, -1, max(sum(nbytes for _, nbytes in ranges) for ranges in (sends, receives)), seconds, site
         ) as call:
-            exchange(self.crossing, sends, receives, call)
+            exchange(self.hierarchy, sends, receives, call)
 
     def barrier(self, seconds: float, site: str | None = None) -> None:
         """Return when all ranks have called."""
         plan = HostsPlan(pack(Kind.barrier), torch.uint8, None, None)
         with self._call(plan, 0, 0, seconds, site) as call:
-            self.crossing.agree(call)
+            self.hierarchy.agree(call)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int, seconds: float) -> None:
         """Send a message; the tensor may be changed afterwards, though the message may not have arrived."""
@@ -204,7 +204,7 @@ class MultiHostEngine:
 
     def begin_send(
         self, tensor: torch.Tensor, rank: int, tag: int, seconds: float, done: Callable[[Transfer], None]
-    ) -> Transfer | Parcel:
+    ) -> Transfer | P2PRequest:
         """:meth:`send` in the background; ``done`` is called at its end and keeps the tensor alive."""
         return self.mailbox.begin_send(tensor, rank, tag, seconds, done)
 
@@ -215,39 +215,39 @@ class MultiHostEngine:
         tag: int,
         seconds: float,
         done: Callable[[Transfer], None],
-    ) -> Transfer | Parcel:
+    ) -> Transfer | P2PRequest:
         """:meth:`receive` in the background; ``done`` is called at its end and keeps the tensor alive."""
         return self.mailbox.begin_receive(tensor, rank, tag, seconds, done)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the arena of this host."""
-        return self.crossing.local.empty(shape, dtype)
+        return self.hierarchy.local.empty(shape, dtype)
 
     def sequence_number(self) -> int:
         """How many operations this rank has begun."""
-        return self.crossing.sequence
+        return self.hierarchy.sequence
 
     def flight_record(self) -> FlightRecord:
         """What the ranks of all hosts did last; takes some seconds if a host does not answer."""
-        crossing = self.crossing
-        answers = {} if self.member.closed else crossing.outlook.ask_what_they_did()
-        return put_together(crossing.local.flight_record(), crossing.host, answers, crossing.hosts)
+        hierarchy = self.hierarchy
+        answers = {} if self.member.closed else hierarchy.detector.ask_what_they_did()
+        return put_together(hierarchy.local.flight_record(), hierarchy.host, answers, hierarchy.hosts)
 
     def close(self) -> None:
         """Leave the group. Peers that wait for this rank get an error."""
-        crossing = self.crossing
+        hierarchy = self.hierarchy
         self.mailbox.close()
-        crossing.local.close()
-        if crossing.bridge is not None:
-            crossing.bridge.close()
-        crossing.outlook.leave()
+        hierarchy.local.close()
+        if hierarchy.bridge is not None:
+            hierarchy.bridge.close()
+        hierarchy.detector.leave()
 
     def _reducer(self, plan: HostsPlan) -> Reducer:
         assert plan.op is not None
         key = (plan.dtype, plan.op.name)
         reducer = self._reducers.get(key)
         if reducer is None:
-            reducer = self._reducers[key] = Reducer(self.crossing, plan.dtype, plan.op)
+            reducer = self._reducers[key] = Reducer(self.hierarchy, plan.dtype, plan.op)
         return reducer
 
     @contextmanager
@@ -268,9 +268,9 @@ class MultiHostEngine:
         call = Call(plan.meta, count, seconds, site, told)
         context = self.member.context
         well = False
-        self.crossing.sequence += 1
+        self.hierarchy.sequence += 1
         try:
-            open_crossing(context, self.crossing.sequence, plan.meta, count, nbytes)
+            open_crossing(context, self.hierarchy.sequence, plan.meta, count, nbytes)
             yield call
             well = True
         except CollectiveMismatchError:
@@ -278,7 +278,7 @@ class MultiHostEngine:
         except BaseException as error:
             member = self.member
             if not member.is_aborted:
-                who = self.crossing.hosts.describe(self.rank)
+                who = self.hierarchy.hosts.describe(self.rank)
                 member.abort(f"{who} left {call} with {type(error).__name__}: {error}")
             raise
         finally:

@@ -1,8 +1,8 @@
 """What a host is called before anybody has tried whether it is one.
 
 Processes with different ids are on different hosts. Those with the same may be on one: that is decided by
-attaching to each other's memory (finding.py), so an id that two hosts share by accident (virtual machines
-that were started from one snapshot) does no harm.
+attaching to each other's memory (host_discovery.py), so an id that two hosts share by accident (virtual
+machines that were started from one snapshot) does no harm.
 """
 
 from __future__ import annotations

@@ -11,16 +11,21 @@ import torch
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.joining import join, refuse
 from torchestra.engine.memory import layout as at
-from torchestra.engine.multihost import moving
+from torchestra.engine.multihost import broadcast_gather
 from torchestra.engine.multihost.bridge import Bridge
-from torchestra.engine.multihost.crossing import Call, Crossing
+from torchestra.engine.multihost.bridge_selection import BRIDGE_VARIABLE, TRUST_VARIABLE, open_bridge
 from torchestra.engine.multihost.engine import MultiHostEngine
+from torchestra.engine.multihost.failure_detector import (
+    HEARTBEAT_VARIABLE,
+    FailureDetector,
+    HeartbeatMonitor,
+    heartbeat_bound,
+)
+from torchestra.engine.multihost.hierarchy import Call, Hierarchy
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.letters import KEY_BYTES
-from torchestra.engine.multihost.messages import Messages
 from torchestra.engine.multihost.mpi import close_at_exit, start_mpi
-from torchestra.engine.multihost.opening import BRIDGE_VARIABLE, TRUST_VARIABLE, open_bridge
-from torchestra.engine.multihost.warden import HEARTBEAT_VARIABLE, Outlook, Warden, heartbeat_bound
+from torchestra.engine.multihost.point_to_point import Messages
 from torchestra.engine.operations import Kind, pack
 from torchestra.engine.rank_context import Member
 from torchestra.errors import InvalidArgumentError
@@ -70,10 +75,10 @@ def join_hosts(
     # while a yield may give the core away for a whole slice.
     member.set_word(at.YIELDS, 0)
     watch = PrefixStore("watch", store)
-    outlook = (Warden if place == 0 else Outlook)(watch, hosts, host, member, bound)
-    member.when_aborted = outlook.tell_aborted
+    detector = (HeartbeatMonitor if place == 0 else FailureDetector)(watch, hosts, host, member, bound)
+    member.when_aborted = detector.tell_aborted
     member.be_on_host(hosts.names[host], hosts.size)
-    member.ask_elsewhere = outlook.ask_where_they_are
+    member.ask_elsewhere = detector.ask_where_they_are
     end: Bridge | None = None
     try:
         _agree(store, bridge, bound, hosts, rank, member)
@@ -85,17 +90,17 @@ def join_hosts(
             remaining = max(0.1, deadline - time.monotonic())
             end = open_bridge(bridge, rail, host, len(hosts), names, remaining)
         local = LocalEngine(member)
-        crossing = Crossing(local, hosts, rank, end, outlook, name)
-        if isinstance(outlook, Warden):
-            outlook.start()
-        key = _draw_key(crossing, max(0.1, deadline - time.monotonic()))
-        messages = Messages(PrefixStore("mail", store), crossing, bridge, key)
-        engine = MultiHostEngine(crossing, messages)
+        hierarchy = Hierarchy(local, hosts, rank, end, detector, name)
+        if isinstance(detector, HeartbeatMonitor):
+            detector.start()
+        key = _draw_key(hierarchy, max(0.1, deadline - time.monotonic()))
+        messages = Messages(PrefixStore("mail", store), hierarchy, bridge, key)
+        engine = MultiHostEngine(hierarchy, messages)
     except BaseException:
         member.leave()
         if end is not None:
             end.close()
-        outlook.leave()
+        detector.leave()
         raise
     if bridge == "mpi":
         close_at_exit(engine)
@@ -111,10 +116,10 @@ def refuse_hosts(store: Store, hosts: Hosts, why: str) -> None:
         refuse(PrefixStore(f"host/{host}", store), why)
 
 
-def _draw_key(crossing: Crossing, seconds: float) -> bytes:
+def _draw_key(hierarchy: Hierarchy, seconds: float) -> bytes:
     """What only the ranks of this group know. They have all come then, and each can reach the others."""
     key = torch.frombuffer(bytearray(os.urandom(KEY_BYTES)), dtype=torch.uint8)
-    moving.broadcast(crossing, key, 0, Call(pack(Kind.barrier), 0, seconds, None))
+    broadcast_gather.broadcast(hierarchy, key, 0, Call(pack(Kind.barrier), 0, seconds, None))
     return bytes(key.numpy())
 
 

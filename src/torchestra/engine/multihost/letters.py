@@ -16,7 +16,7 @@ key is drawn when the group is made, and told over the bridges, never by the sto
 cannot be a letter, is dropped.
 
 Most letters do not come by the box, but by a line (correspondence.py), which has its own proof of who is at
-its other end. What they say is the affair of messages.py.
+its other end. What they say is the affair of point_to_point.py.
 """
 
 from __future__ import annotations

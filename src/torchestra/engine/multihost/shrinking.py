@@ -26,8 +26,8 @@ before it is void; since registers are written once, there is one committed roun
 believes about who lives decides only whether a round is proposed or voided, never who goes on.
 
 *Who is gone.* Deaths within a host are certain, and told by its other ranks. A host is gone when nobody has
-beaten for it (warden.py) for the heartbeat bound, which may be why the group was aborted. A host that comes
-back too late is told that it was left out (RankExcludedError).
+beaten for it (failure_detector.py) for the heartbeat bound, which may be why the group was aborted. A host
+that comes back too late is told that it was left out (RankExcludedError).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from torchestra.engine.multihost.crossing import Crossing
+from torchestra.engine.multihost.hierarchy import Hierarchy
 from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.multihost.peer_values import ranks_in_words, read_proposal
 from torchestra.engine.multihost.silence import Silence
-from torchestra.engine.multihost.store_values import ranks_in_words, read_proposal
 from torchestra.errors import (
     CollectiveTimeoutError,
     DistBackendError,
@@ -92,14 +92,14 @@ class ShrunkHosts(Generic[E]):
 
 
 def shrink_hosts(
-    crossing: Crossing, exclude: Sequence[int], seconds: float, enter: Enter[E]
+    hierarchy: Hierarchy, exclude: Sequence[int], seconds: float, enter: Enter[E]
 ) -> ShrunkHosts[E]:
     """Agree with the other survivors who goes on, and enter a new group with them.
 
     Must be called by every rank that shall go on. If it fails, another attempt may be made.
 
     Args:
-        crossing: this rank's, in the old group.
+        hierarchy: this rank's, in the old group.
         exclude: ranks to go on without, whether they live or not.
         seconds: how long to wait for the others.
         enter: how to enter the new group.
@@ -111,21 +111,21 @@ def shrink_hosts(
         DistBackendError: somebody else has written into the store that it is decided.
         InvalidArgumentError: another thread of this rank is shrinking the group.
     """
-    member = crossing.member
+    member = hierarchy.member
     lock, claim = member.shrinking, object()
     try:
         if not lock.take(claim):
             raise InvalidArgumentError(
-                f"rank {crossing.rank}: another thread of this rank is shrinking group {crossing.name!r}"
+                f"rank {hierarchy.rank}: another thread of this rank is shrinking group {hierarchy.name!r}"
                 " already"
             )
-        shrunk = _Attempt(crossing, seconds, enter).run(exclude)
+        shrunk = _Attempt(hierarchy, seconds, enter).run(exclude)
     except (DistNetworkError, DistStoreError) as error:
         raise DistNetworkError(
-            f"{crossing.hosts.describe(crossing.rank)}: group {crossing.name!r} cannot be shrunk, because its"
-            f" store is gone or out of reach, and ranks on several hosts agree through it ({error}). Start"
-            " the job again, from a checkpoint; a store that the launcher serves (torchestra run) outlives"
-            " every rank"
+            f"{hierarchy.hosts.describe(hierarchy.rank)}: group {hierarchy.name!r} cannot be shrunk, because"
+            f" its store is gone or out of reach, and ranks on several hosts agree through it ({error})."
+            " Start the job again, from a checkpoint; a store that the launcher serves (torchestra run)"
+            " outlives every rank"
         ) from error
     finally:
         if lock.holder is claim:
@@ -146,20 +146,20 @@ class _View(NamedTuple):
 class _Attempt(Generic[E]):
     """One call of :func:`shrink_hosts`."""
 
-    def __init__(self, crossing: Crossing, seconds: float, enter: Enter[E]) -> None:
-        self._crossing = crossing
-        self._member = crossing.member
-        self._hosts = crossing.hosts
-        self._rank = crossing.rank
+    def __init__(self, hierarchy: Hierarchy, seconds: float, enter: Enter[E]) -> None:
+        self._hierarchy = hierarchy
+        self._member = hierarchy.member
+        self._hosts = hierarchy.hosts
+        self._rank = hierarchy.rank
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
-        self._bound = crossing.outlook.bound
-        self._group_store = PrefixStore("shrinking", crossing.outlook.store)
+        self._bound = hierarchy.detector.bound
+        self._group_store = PrefixStore("shrinking", hierarchy.detector.store)
         self._store = self._group_store.clone()
         self._store.set_timeout(self._bound)
         self._enter = enter
-        outlook = crossing.outlook
-        self._silence = Silence(outlook.store, crossing.hosts, crossing.host, outlook.bound)
+        detector = hierarchy.detector
+        self._silence = Silence(detector.store, hierarchy.hosts, hierarchy.host, detector.bound)
         self._told: set[int] = set()
         self._number = 1
         self._entry: _Entry[E] | None = None
@@ -169,7 +169,7 @@ class _Attempt(Generic[E]):
         longest = max(_LONGEST_NAP, _NAP_PER_RANK * self._hosts.size)
         nap = _FIRST_NAP
         try:
-            self._crossing.outlook.stand_in_if_needed()
+            self._hierarchy.detector.stand_in_if_needed()
             self._begin_round()
             self._append("excluded", (f"{rank}:{self._rank}" for rank in exclude))
             self._append("came", [str(self._rank)])
@@ -227,7 +227,7 @@ class _Attempt(Generic[E]):
         self._append("gone", map(str, here - self._told))
         self._told |= here
         came, gone, excluded, proposal, verdict = self._store.multi_get(self._keys())
-        size, what = self._hosts.size, f"who goes on from group {self._crossing.name!r}"
+        size, what = self._hosts.size, f"who goes on from group {self._hierarchy.name!r}"
         survivors = read_proposal(proposal, size) if proposal else ()
         if survivors is None:
             survivors = ()
@@ -245,7 +245,8 @@ class _Attempt(Generic[E]):
     def _exclusion(self, excluder: int) -> RankExcludedError:
         return RankExcludedError(
             f"rank {self._rank}: {self._hosts.describe(excluder)} has excluded rank {self._rank} from group"
-            f" {self._crossing.name!r}; this rank has no part in what the others do; end it, or start it anew"
+            f" {self._hierarchy.name!r}; this rank has no part in what the others do; end it, or start"
+            " it anew"
         )
 
     # -- the new group
@@ -296,7 +297,7 @@ class _Attempt(Generic[E]):
                 raise self._exclusion(view.excluded[self._rank])
             others = ", ".join(map(str, view.survivors))
             raise RankExcludedError(
-                f"rank {self._rank}: group {self._crossing.name!r} was shrunk to ranks {others} without rank"
+                f"rank {self._rank}: group {self._hierarchy.name!r} was shrunk to ranks {others} without rank"
                 f" {self._rank}, whose host had been silent; this rank has no part in what the others do; end"
                 " it, or start it anew",
                 view.survivors,
@@ -309,7 +310,7 @@ class _Attempt(Generic[E]):
 
     def _forgery(self) -> DistBackendError:
         return DistBackendError(
-            f"rank {self._rank}: the store says that group {self._crossing.name!r} has been shrunk, before"
+            f"rank {self._rank}: the store says that group {self._hierarchy.name!r} has been shrunk, before"
             " those have entered the new group who are to be in it: somebody else has written that into the"
             f" store; {SECRET_ADVICE}"
         )
@@ -322,9 +323,9 @@ class _Attempt(Generic[E]):
         what = "not gone on with it" if view.came.issuperset(late) else "not called shrink()"
         verb = "lives, but has" if len(late) == 1 else "live, but have"
         raise CollectiveTimeoutError(
-            f"rank {self._rank}: group {self._crossing.name!r} was not shrunk within {self._seconds:g} s:"
+            f"rank {self._rank}: group {self._hierarchy.name!r} was not shrunk within {self._seconds:g} s:"
             f" {whom} {verb} {what}. Call shrink() again to go on waiting, or shrink(exclude={list(late)})"
-            f" to go on without.{self._crossing.outlook.ask_where_they_are()}"
+            f" to go on without.{self._hierarchy.detector.ask_where_they_are()}"
             f"{self._member.report(range(self._member.size))}",
             tuple(late),
         )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.multihost.store_values import read_beat
+from torchestra.engine.multihost.peer_values import read_beat
 from torchestra.store import Store
 from torchestra.system.deadline import RunningClock
 

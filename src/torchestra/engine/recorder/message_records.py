@@ -1,6 +1,6 @@
 """The entries of messages to and from other hosts (*parcels*): a ring of its own, as recorder.py has them.
 
-Who writes: one thread at a time, which holds the lock of the rank's journal (multihost/journal.py).
+Who writes: one thread at a time, which holds the lock of the rank's journal (multihost/message_recorder.py).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"

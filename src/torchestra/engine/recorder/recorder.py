@@ -8,8 +8,8 @@ Messages to and from other hosts (parcels.py) lie in a fourth; they and those wi
 together, so the last ENTRIES of both are always there.
 
 Who writes. A ring has one writer at a time: the thread that runs the rank's collectives, that holds its
-mailbox, or that holds the lock of its journal (multihost/journal.py). Anybody reads at any time, also when
-the writer is dead; a reader writes nothing, and no writer waits for readers.
+mailbox, or that holds the lock of its recorder (multihost/message_recorder.py). Anybody reads at any time,
+also when the writer is dead; a reader writes nothing, and no writer waits for readers.
 
 The invariant: *an entry that is seen with the same stamp before and after it was read holds what that number
 was written with*. The writer takes the stamp away (0), and everything that it writes afterwards comes after

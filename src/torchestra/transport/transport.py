@@ -31,13 +31,20 @@ import zmq
 
 from torchestra.errors import DistNetworkError
 from torchestra.system.deadline import RunningClock
-from torchestra.transport.cards import ZAP_DOMAIN, Card, Doorkeeper
+from torchestra.transport.endpoint import ZAP_DOMAIN, EndpointRecord, ZapAuthenticator
 from torchestra.transport.framing import LARGEST_FRAME
 from torchestra.transport.listener import HANDSHAKE_SECONDS, Listener
 from torchestra.transport.message import Message
-from torchestra.transport.peer import ENDED_SECONDS, FRAMES_IN_ADVANCE, GOODBYE, HELLO, WELCOME, Peer
+from torchestra.transport.pair import (
+    ENDED_SECONDS,
+    FRAMES_IN_ADVANCE,
+    GOODBYE,
+    HELLO,
+    WELCOME,
+    PairConnection,
+)
 
-__all__ = ["Wire"]
+__all__ = ["Transport"]
 
 _TICK, _IDLE_TICK = 0.05, 0.2
 _MEETING_TICK = 0.002
@@ -50,7 +57,7 @@ _FRAMES_AT_ONCE = 256
 _log = logging.getLogger(__name__)
 
 
-class Wire:
+class Transport:
     """Connections to ranks on other hosts.
 
     Args:
@@ -90,7 +97,7 @@ class Wire:
         self._heartbeat, self._grace = heartbeat, grace
         self._arrived, self._lost = arrived, lost
         self._advice = advice
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, PairConnection] = {}
         self._told_lost: set[int] = set()
         self._clock = 0.0
         self._running_clock = RunningClock(_LONGEST_TICK)
@@ -107,7 +114,7 @@ class Wire:
         try:
             self._context.set(zmq.MAX_SOCKETS, 65536)
             self._public, self._private = zmq.curve_keypair()
-            self._door = Doorkeeper(self._context)
+            self._door = ZapAuthenticator(self._context)
             self._inbox = self._context.socket(zmq.PULL)
             inbox = self._inbox
             inbox.linger = 0
@@ -120,14 +127,14 @@ class Wire:
             inbox.curve_server = True
             inbox.curve_secretkey = self._private
             self._listener = listener = Listener(inbox, address, ports)
-            self.card = Card(listener.endpoint, self._public)
+            self.card = EndpointRecord(listener.endpoint, self._public)
         except BaseException:
             self._release()
             raise
 
     # -- every thread
 
-    def join(self, cards: Mapping[int, Card], names: Mapping[int, str], seconds: float) -> None:
+    def join(self, cards: Mapping[int, EndpointRecord], names: Mapping[int, str], seconds: float) -> None:
         """Connect to the others; returns when all have let this rank in. They all must call it.
 
         Args:
@@ -150,17 +157,17 @@ class Wire:
         self._await("greeted", names, cards, deadline)
         self._await("settled", names, cards, deadline)
 
-    def _begin(self, cards: Mapping[int, Card]) -> None:
+    def _begin(self, cards: Mapping[int, EndpointRecord]) -> None:
         assert self._listener is not None
         self._listener.open(len(cards))
         self._door.ranks = {card.key: rank for rank, card in cards.items()}
         for rank, card in cards.items():
-            self._peers[rank] = Peer(rank, self._socket_to(card), card)
+            self._peers[rank] = PairConnection(rank, self._socket_to(card), card)
         self._thread = threading.Thread(target=self._serve, daemon=True, name=f"wire of {self._name}")
         self._thread.start()
 
     def _await(
-        self, state: str, names: Mapping[int, str], cards: Mapping[int, Card], deadline: float
+        self, state: str, names: Mapping[int, str], cards: Mapping[int, EndpointRecord], deadline: float
     ) -> None:
         """Wait until all peers are ``joined``, ``greeted`` or ``settled``."""
         while waiting := [peer for peer in self._peers.values() if not getattr(peer, state)]:
@@ -172,7 +179,7 @@ class Wire:
                     raise self._unreachable(names[peer.rank], cards[peer.rank], why)
             time.sleep(_MEETING_TICK)
 
-    def _unreachable(self, name: str, card: Card, why: str) -> DistNetworkError:
+    def _unreachable(self, name: str, card: EndpointRecord, why: str) -> DistNetworkError:
         return DistNetworkError(
             f"{self._name} cannot reach {name}, which is on another host, at {card.address}: {why}. Can this"
             f" host connect to that address and port? {self._advice}"
@@ -251,7 +258,7 @@ class Wire:
 
     # -- the thread
 
-    def _socket_to(self, card: Card) -> zmq.Socket[Any]:
+    def _socket_to(self, card: EndpointRecord) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = self._context.socket(zmq.PUSH)
         socket.sndhwm = FRAMES_IN_ADVANCE
         socket.reconnect_ivl = -1
@@ -309,7 +316,7 @@ class Wire:
             poller.register(source, zmq.POLLIN)
         return poller
 
-    def _watch(self, poller: zmq.Poller, peer: Peer, blocked: set[int]) -> None:
+    def _watch(self, poller: zmq.Poller, peer: PairConnection, blocked: set[int]) -> None:
         """Look out for room in a connection that has none, and only in such."""
         if peer.blocked:
             poller.register(peer.socket, zmq.POLLOUT)
@@ -318,7 +325,7 @@ class Wire:
             poller.unregister(peer.socket)
             blocked.discard(peer.rank)
 
-    def _guarded(self, peer: Peer, action: Callable[..., None], *args: object) -> None:
+    def _guarded(self, peer: PairConnection, action: Callable[..., None], *args: object) -> None:
         """Do something for a rank; whatever goes wrong ends that rank here, and no other."""
         try:
             action(*args)
@@ -346,7 +353,7 @@ class Wire:
             gone |= bool(peer.how)
         return gone
 
-    def _hear(self, peer: Peer, frame: zmq.Frame) -> None:
+    def _hear(self, peer: PairConnection, frame: zmq.Frame) -> None:
         if not peer.assembly.under_way and len(frame) <= len(WELCOME):
             control = frame.bytes
             if control == HELLO:

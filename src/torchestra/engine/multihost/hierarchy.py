@@ -1,7 +1,7 @@
 """What the operations of a group on several hosts are made of: steps within the host, and between hosts.
 
 Every operation begins by finding out that all ranks of all hosts have called the same
-(:meth:`Crossing.agree`): within the host by the fingerprints of the arena, between hosts by an *envelope*
+(:meth:`Hierarchy.agree`): within the host by the fingerprints of the arena, between hosts by an *envelope*
 that the ranks at place 0 send each other. Envelopes of different operations fit each other, since there is
 room for the longest, and a small tensor goes along in them, so that a small operation is one trip. Only then
 do lengths depend on what was called, but for one thing: so that the link need not wait for the answer, each
@@ -10,7 +10,7 @@ hosts have called different operations, the ends that have sent nothing early se
 is dropped.
 
 Waits between hosts look around as those within a host do (member.py): for an abort, a rank of this host that
-died, a host or a rank elsewhere that is gone (warden.py), the deadline.
+died, a host or a rank elsewhere that is gone (failure_detector.py), the deadline.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import torch
 from torchestra.engine import operations
 from torchestra.engine.local import LocalEngine, Plan
 from torchestra.engine.multihost.bridge import Bridge, BridgeError, Pending
+from torchestra.engine.multihost.failure_detector import FailureDetector, HeartbeatMonitor
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.multihost.warden import Outlook, Warden
 from torchestra.engine.operations import Kind
 from torchestra.engine.recorder import recorder
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
 from torchestra.system.deadline import Deadline, RunningClock
 
-__all__ = ["EARLY", "EXPLANATION_BOUNDS", "Call", "Crossing", "bytes_of", "split_evenly"]
+__all__ = ["EARLY", "EXPLANATION_BOUNDS", "Call", "Hierarchy", "bytes_of", "split_evenly"]
 
 EARLY = 2
 """How often an end sends each other end something before it is known that all ranks have called the same."""
@@ -122,7 +122,7 @@ class _Envelope(NamedTuple):
     pending: Pending
 
 
-class Crossing:
+class Hierarchy:
     """One rank's means. One operation runs at a time.
 
     Args:
@@ -130,7 +130,7 @@ class Crossing:
         hosts: of the group.
         rank: this one.
         bridge: its end of a rail; None for a rank beyond the last rail.
-        outlook: what can be known of the other hosts; a Warden at place 0.
+        detector: what can be known of the other hosts; a HeartbeatMonitor at place 0.
         name: of the group.
 
     Attributes:
@@ -145,7 +145,7 @@ class Crossing:
         hosts: Hosts,
         rank: int,
         bridge: Bridge | None,
-        outlook: Outlook,
+        detector: FailureDetector,
         name: str,
     ) -> None:
         self.local = local
@@ -156,13 +156,13 @@ class Crossing:
         self.here = hosts.on(self.host)
         self.place = self.here.index(rank)
         self.bridge = bridge
-        self.outlook = outlook
+        self.detector = detector
         self.name = name
         self.sequence = 0
         self.sent_off = 0
         self.inline_bytes = max(_LEAST_INLINE_BYTES, _INLINE_BYTES // (len(hosts) - 1))
         self.early_bytes = _EARLY_BYTES // (len(hosts) - 1)
-        outlook.begun = lambda: self.sequence
+        detector.begun = lambda: self.sequence
         self._plans: dict[tuple[int, int, int, int], Plan] = {}
 
     # -- within the host
@@ -211,14 +211,18 @@ class Crossing:
             self._time_out(call, call.deadline.elapsed())
 
     def _gone_elsewhere(self) -> frozenset[int]:
-        outlook = self.outlook
-        return frozenset(outlook.dead | outlook.left) if isinstance(outlook, Warden) else frozenset()
+        detector = self.detector
+        return (
+            frozenset(detector.dead | detector.left)
+            if isinstance(detector, HeartbeatMonitor)
+            else frozenset()
+        )
 
     def _give_up_on(self, gone: frozenset[int], call: Call) -> None:
-        outlook = self.outlook
-        assert isinstance(outlook, Warden)
+        detector = self.detector
+        assert isinstance(detector, HeartbeatMonitor)
         seen = f"{self.hosts.describe(self.rank)} saw it in {call}"
-        if died := tuple(sorted(gone & outlook.dead)):
+        if died := tuple(sorted(gone & detector.dead)):
             told = ", ".join(f"{self.hosts.describe(rank)} died" for rank in died)
             self.member.abort(f"{told}; {seen}", died, self._report_all)
         else:
@@ -230,11 +234,11 @@ class Crossing:
         raise self.member.aborted()
 
     def _report_all(self) -> str:
-        return self.outlook.ask_where_they_are() + self.member.report(range(self.member.size))
+        return self.detector.ask_where_they_are() + self.member.report(range(self.member.size))
 
     def _time_out(self, call: Call, waited: float) -> None:
         """End an operation for which other hosts have not come."""
-        missing, elsewhere = self.outlook.ask_who_is_missing(self.sequence)
+        missing, elsewhere = self.detector.ask_who_is_missing(self.sequence)
         report = elsewhere + self.member.report(range(self.member.size))
         whom = ", ".join(map(self.hosts.describe, missing)) or "other hosts"
         message = (
@@ -247,7 +251,7 @@ class Crossing:
 
     def _explain(self, error: BridgeError, call: Call) -> None:
         """The bridge has failed: find out why, and raise it. Who has to tell needs the heartbeat bound."""
-        seconds = EXPLANATION_BOUNDS * self.outlook.bound
+        seconds = EXPLANATION_BOUNDS * self.detector.bound
         suspects = _Suspects()
         for _ in Deadline(seconds).polls(_EXPLANATION_SECONDS):
             self._look_around(call, suspects)

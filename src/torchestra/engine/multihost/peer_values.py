@@ -23,7 +23,7 @@ warnings = RateLimitedWarnings(logging.getLogger(__name__))
 
 
 class Beat(NamedTuple):
-    """What a host says again and again (warden.py).
+    """What a host says again and again (failure_detector.py).
 
     Attributes:
         number: of the beat, from 1; -1 if what stands there is not the host's.

@@ -29,7 +29,7 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 _KEY_BYTES = 32
 
 
-class Card(NamedTuple):
+class EndpointRecord(NamedTuple):
     """How a rank is to be reached.
 
     Attributes:
@@ -46,7 +46,7 @@ class Card(NamedTuple):
         return _proof(secret, place, content) + content
 
 
-def read_card(text: bytes, secret: bytes, place: str, whose: str) -> Card:
+def read_card(text: bytes, secret: bytes, place: str, whose: str) -> EndpointRecord:
     """The card of a rank.
 
     Args:
@@ -64,7 +64,7 @@ def read_card(text: bytes, secret: bytes, place: str, whose: str) -> Card:
             f"what the store says of the address of {whose} was written by somebody who does not know this"
             f" job's secret, and is not trusted; {SECRET_ADVICE}"
         )
-    return Card(content[_KEY_BYTES:].decode(), z85.encode(content[:_KEY_BYTES]))
+    return EndpointRecord(content[_KEY_BYTES:].decode(), z85.encode(content[:_KEY_BYTES]))
 
 
 def _proof(secret: bytes, place: str, content: bytes) -> bytes:
@@ -72,7 +72,7 @@ def _proof(secret: bytes, place: str, content: bytes) -> bytes:
     return hmac.new(secret, text, hashlib.sha256).digest()
 
 
-class Doorkeeper:
+class ZapAuthenticator:
     """Lets in who has a card. Lives in the thread that calls :meth:`answer`.
 
     Args:

@@ -17,7 +17,7 @@ from torchestra.engine.native.compilation import entry_point
 from torchestra.engine.rank_context import Member
 from torchestra.engine.recorder import message_records
 
-__all__ = ["Entry", "Journal"]
+__all__ = ["Entry", "MessageRecorder"]
 
 
 class Entry:
@@ -31,7 +31,7 @@ class Entry:
 
     __slots__ = ("_journal", "_nbytes", "_number")
 
-    def __init__(self, journal: Journal, number: int, nbytes: int) -> None:
+    def __init__(self, journal: MessageRecorder, number: int, nbytes: int) -> None:
         self._journal, self._number, self._nbytes = journal, number, nbytes
 
     def __enter__(self) -> Entry:
@@ -57,7 +57,7 @@ class Entry:
                 journal.close(journal.context, number, source, self._nbytes, int(well))
 
 
-class Journal:
+class MessageRecorder:
     """What one rank writes.
 
     Args:

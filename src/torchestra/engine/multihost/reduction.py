@@ -26,8 +26,8 @@ import torch
 
 from torchestra.engine.kernels.reductions import combine, divide, reduction, scale
 from torchestra.engine.multihost.bridge import Pending
-from torchestra.engine.multihost.crossing import EARLY, Call, Crossing, bytes_of, split_evenly
-from torchestra.engine.multihost.joined import Cuts, Joined, chunk_ends
+from torchestra.engine.multihost.chunking import Cuts, Joined, chunk_ends
+from torchestra.engine.multihost.hierarchy import EARLY, Call, Hierarchy, bytes_of, split_evenly
 from torchestra.types import ReduceOp
 
 __all__ = ["Reducer"]
@@ -67,17 +67,17 @@ def _pending(chunks: Iterable[_Chunk]) -> list[Pending]:
 class Reducer:
     """The reductions of one dtype by one operation."""
 
-    def __init__(self, crossing: Crossing, dtype: torch.dtype, op: ReduceOp) -> None:
-        self._crossing = crossing
+    def __init__(self, hierarchy: Hierarchy, dtype: torch.dtype, op: ReduceOp) -> None:
+        self._hierarchy = hierarchy
         self._dtype = dtype
-        self._hosts = len(crossing.hosts)
-        self._size = len(crossing.hosts.host_of)
+        self._hosts = len(hierarchy.hosts)
+        self._size = len(hierarchy.hosts.host_of)
         averages = op.name == "AVG"
         self._averages_floats = averages and (dtype.is_floating_point or dtype.is_complex)
         self._divides = averages and not self._averages_floats
         self._op = _SUM if self._divides else op
         self._function = reduction(dtype, self._op)
-        self._weight = len(crossing.here) * self._hosts / self._size if self._averages_floats else 1.0
+        self._weight = len(hierarchy.here) * self._hosts / self._size if self._averages_floats else 1.0
         # How many chunks are to be gathered at once; of two hosts each has the sum already.
         self._kept = 1 if self._hosts == 2 else 2
 
@@ -89,10 +89,10 @@ class Reducer:
         The ranks' tensors need not be cut alike.
         """
         source, target = Joined(tensors), Joined(targets)
-        if 0 < source.numel * self._dtype.itemsize <= self._crossing.inline_bytes:
+        if 0 < source.numel * self._dtype.itemsize <= self._hierarchy.inline_bytes:
             self._all_reduce_inline(source, target, call)
             return
-        longest = max(1, _CHUNK_BYTES // self._dtype.itemsize) * self._crossing.hosts.rails
+        longest = max(1, _CHUNK_BYTES // self._dtype.itemsize) * self._hierarchy.hosts.rails
         spans = [*itertools.pairwise([0, *chunk_ends(source.numel, longest)])]
         sent: deque[_Chunk] = deque()
         ready: deque[_Chunk] = deque()
@@ -104,7 +104,7 @@ class Reducer:
                     sent.append(ready.popleft())
             return _pending(sent)
 
-        self._crossing.agree(call, begin)
+        self._hierarchy.agree(call, begin)
         summed: deque[_Chunk] = deque()
         for span in spans[len(sent) :]:
             chunk = ready.popleft() if ready else self._reduce_here(source, *span, call)
@@ -121,37 +121,37 @@ class Reducer:
 
     def _all_reduce_inline(self, source: Joined, target: Joined, call: Call) -> None:
         """In one trip: the host's sum goes along with the envelope."""
-        crossing = self._crossing
+        hierarchy = self._hierarchy
         total = source.get(0, source.numel).clone()
-        if not crossing.reduce_here(
-            total, crossing.plan(call, self._dtype.itemsize, self._function, root=0), call
+        if not hierarchy.reduce_here(
+            total, hierarchy.plan(call, self._dtype.itemsize, self._function, root=0), call
         ):
-            crossing.refuse(call)
-        if crossing.place == 0:
+            hierarchy.refuse(call)
+        if hierarchy.place == 0:
             self._weigh(total)
-        received, differs = crossing.open(crossing.post(call, differs=False, inline=bytes_of(total)), call)
-        if crossing.place == 0 and not differs:
+        received, differs = hierarchy.open(hierarchy.post(call, differs=False, inline=bytes_of(total)), call)
+        if hierarchy.place == 0 and not differs:
             self._combine(total, [row[: total.nbytes] for row in received])
             self._divide(total)
-        bytes_of(total).copy_(crossing.settle_with(call, differs, bytes_of(total)))
+        bytes_of(total).copy_(hierarchy.settle_with(call, differs, bytes_of(total)))
         target.put(0, total)
 
     def _lengths(self, count: int) -> list[int]:
         """By place, how long its part of so many elements is."""
-        rails = self._crossing.hosts.rails
-        return split_evenly(count, rails) + [0] * (len(self._crossing.here) - rails)
+        rails = self._hierarchy.hosts.rails
+        return split_evenly(count, rails) + [0] * (len(self._hierarchy.here) - rails)
 
     def _reduce_here(self, source: Joined, start: int, stop: int, call: Call) -> _Chunk:
         """Reduce a chunk within the host; this rank's part of it."""
         whole = source.get(start, stop)
         lengths = self._lengths(stop - start)
-        part = whole.new_empty(lengths[self._crossing.place])
+        part = whole.new_empty(lengths[self._hierarchy.place])
         self.reduce_scatter_here(part, whole.split(lengths), call)
         return _Chunk(start, stop, part)
 
     def _send(self, chunk: _Chunk, call: Call, *, early: bool = False) -> bool:
         """Let this rank's part of a chunk go: all of it to the only other host, or a piece to each host."""
-        host, number = self._crossing.host, chunk.part.numel()
+        host, number = self._hierarchy.host, chunk.part.numel()
         if self._hosts > 2:
             lengths = split_evenly(number, self._hosts)
             return self._send_pieces(chunk, lengths, [lengths[host]] * self._hosts, call, early=early)
@@ -171,11 +171,11 @@ class Reducer:
         Returns:
             Whether it has been begun.
         """
-        bridge, unit = self._crossing.bridge, self._dtype.itemsize
+        bridge, unit = self._hierarchy.bridge, self._dtype.itemsize
         rooms = list(expected)
         if early:
-            most = self._crossing.early_bytes // unit
-            others = [each != self._crossing.host for each in range(self._hosts)]
+            most = self._hierarchy.early_bytes // unit
+            others = [each != self._hierarchy.host for each in range(self._hosts)]
             lengths = itertools.compress((*sent, *expected), others * 2)
             if not all(0 < length <= most for length in lengths):
                 return False
@@ -193,37 +193,37 @@ class Reducer:
 
     def _sum(self, chunk: _Chunk, call: Call) -> _Chunk:
         """Add up what comes from the other hosts; of more than two, let the sum of the own piece go."""
-        crossing, part = self._crossing, chunk.part
-        if chunk.pending is None or crossing.bridge is None:
+        hierarchy, part = self._hierarchy, chunk.part
+        if chunk.pending is None or hierarchy.bridge is None:
             return chunk
-        crossing.wait(chunk.pending, call)
+        hierarchy.wait(chunk.pending, call)
         chunk.pending = None
         if self._hosts == 2:
-            rows = [part if host == crossing.host else row for host, row in enumerate(chunk.rows)]
+            rows = [part if host == hierarchy.host else row for host, row in enumerate(chunk.rows)]
             self._combine(part, [bytes_of(row) for row in rows])
             return chunk
         lengths = split_evenly(part.numel(), self._hosts)
         piece = part.new_zeros(lengths[0])  # the first is the longest
-        own = piece[: lengths[crossing.host]]
+        own = piece[: lengths[hierarchy.host]]
         if own.numel():
             self._combine(own, [bytes_of(row) for row in chunk.rows])
         arrived = piece.new_empty(self._hosts * piece.numel())
         chunk.rows = arrived.split(piece.numel())
-        chunk.pending = crossing.bridge.all_gather(bytes_of(arrived), bytes_of(piece), call.seconds)
+        chunk.pending = hierarchy.bridge.all_gather(bytes_of(arrived), bytes_of(piece), call.seconds)
         return chunk
 
     def _receive(self, chunk: _Chunk, target: Joined, call: Call) -> None:
         """Gather the sum's pieces from the hosts, and its parts within this one."""
-        crossing, part = self._crossing, chunk.part
+        hierarchy, part = self._hierarchy, chunk.part
         if chunk.pending is not None:
-            crossing.wait(chunk.pending, call)
+            hierarchy.wait(chunk.pending, call)
             lengths = split_evenly(part.numel(), self._hosts)
             for row, place in zip(chunk.rows, part.split(lengths), strict=True):
                 place.copy_(row[: place.numel()])
         if part.numel():
             self._divide(part)
         whole = target.room(chunk.start, chunk.stop)
-        crossing.share(whole.split(self._lengths(whole.numel())), part, call)
+        hierarchy.share(whole.split(self._lengths(whole.numel())), part, call)
         target.put(chunk.start, whole)
 
     def reduce_scatter(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], call: Call) -> None:
@@ -231,11 +231,11 @@ class Reducer:
 
         What is for the ranks of a host is a block. Each rail reduces a part of every block, chunk by chunk.
         """
-        crossing = self._crossing
-        members, host = crossing.hosts.members, crossing.host
+        hierarchy = self._hierarchy
+        members, host = hierarchy.hosts.members, hierarchy.host
         blocks = [Joined([tensors[rank] for rank in ranks]) for ranks in members]
         cuts = Cuts(
-            [block.numel for block in blocks], crossing.hosts.rails, _CHUNK_BYTES // self._dtype.itemsize
+            [block.numel for block in blocks], hierarchy.hosts.rails, _CHUNK_BYTES // self._dtype.itemsize
         )
         sent: deque[_Chunk] = deque()
         ready: deque[_Chunk] = deque()
@@ -247,7 +247,7 @@ class Reducer:
                     sent.append(ready.popleft())
             return _pending(sent)
 
-        crossing.agree(call, begin)
+        hierarchy.agree(call, begin)
         own = output.new_empty(blocks[host].numel)
         for number in range(len(sent), cuts.chunks):
             chunk = ready.popleft() if ready else self._reduce_blocks(blocks, cuts, number, call)
@@ -257,46 +257,46 @@ class Reducer:
                 self._receive_block(sent.popleft(), cuts, own, call)
         while sent:
             self._receive_block(sent.popleft(), cuts, own, call)
-        before = sum(tensors[rank].numel() for rank in crossing.here[: crossing.place])
+        before = sum(tensors[rank].numel() for rank in hierarchy.here[: hierarchy.place])
         output.view(-1).copy_(own[before : before + output.numel()])
 
     def _reduce_blocks(self, blocks: Sequence[Joined], cuts: Cuts, number: int, call: Call) -> _Chunk:
         """Reduce a chunk of all blocks within the host; this rank's part of it, block by block."""
-        hosts, places = range(self._hosts), range(len(self._crossing.here))
+        hosts, places = range(self._hosts), range(len(self._hierarchy.here))
         by_place = [
             [block.get(*cuts.span(host, place, number)) for host, block in zip(hosts, blocks, strict=True)]
-            for place in places[: self._crossing.hosts.rails]
+            for place in places[: self._hierarchy.hosts.rails]
         ]
         sources = [torch.cat(parts) for parts in by_place]
         sources += [blocks[0].get(0, 0)] * (len(places) - len(sources))
-        part = torch.empty_like(sources[self._crossing.place])
+        part = torch.empty_like(sources[self._hierarchy.place])
         self.reduce_scatter_here(part, sources, call)
         return _Chunk(number, number, part)
 
     def _send_blocks(self, chunk: _Chunk, cuts: Cuts, call: Call, *, early: bool = False) -> bool:
         """Let the pieces of a part go to the hosts that they are for."""
-        crossing = self._crossing
-        sent = [cuts.length(host, crossing.place, chunk.start) for host in range(self._hosts)]
-        return self._send_pieces(chunk, sent, [sent[crossing.host]] * self._hosts, call, early=early)
+        hierarchy = self._hierarchy
+        sent = [cuts.length(host, hierarchy.place, chunk.start) for host in range(self._hosts)]
+        return self._send_pieces(chunk, sent, [sent[hierarchy.host]] * self._hosts, call, early=early)
 
     def _receive_block(self, chunk: _Chunk, cuts: Cuts, own: torch.Tensor, call: Call) -> None:
         """Add up what has come for this host, and share it with its ranks."""
-        crossing, number = self._crossing, chunk.start
+        hierarchy, number = self._hierarchy, chunk.start
         total = own[:0]
         if chunk.pending is not None:
-            crossing.wait(chunk.pending, call)
+            hierarchy.wait(chunk.pending, call)
             if chunk.rows[0].numel():
                 total = torch.empty_like(chunk.rows[0])
                 self._combine(total, [bytes_of(row) for row in chunk.rows])
                 self._divide(total)
-        rails = crossing.hosts.rails
-        places = [own[slice(*cuts.span(crossing.host, rail, number))] for rail in range(rails)]
-        crossing.share([*places, *[own[:0]] * (len(crossing.here) - rails)], total, call)
+        rails = hierarchy.hosts.rails
+        places = [own[slice(*cuts.span(hierarchy.host, rail, number))] for rail in range(rails)]
+        hierarchy.share([*places, *[own[:0]] * (len(hierarchy.here) - rails)], total, call)
 
     def reduce_scatter_here(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], call: Call) -> None:
         """Reduce for each place, within the host, what all of its ranks have for it."""
-        plan = self._crossing.plan(call, self._dtype.itemsize, self._function)
-        self._crossing.local.reduce_scatter(output, tensors, plan, call.seconds, call.site)
+        plan = self._hierarchy.plan(call, self._dtype.itemsize, self._function)
+        self._hierarchy.local.reduce_scatter(output, tensors, plan, call.seconds, call.site)
         self._weigh(output)
 
     def _weigh(self, tensor: torch.Tensor) -> None:

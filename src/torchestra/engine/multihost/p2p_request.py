@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from torchestra.engine.multihost.journal import Entry
+from torchestra.engine.multihost.message_recorder import Entry
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p import Transfer
 from torchestra.engine.rank_context import Member
 from torchestra.system.deadline import Deadline
 
-__all__ = ["Ahead", "Offer", "Parcel", "Patient"]
+__all__ = ["Ahead", "P2PRequest", "Patient", "UnexpectedMessage"]
 
 _EAGER_BYTES = 1 << 20  # of one message
 _AHEAD_BYTES = 4 << 20  # of all messages to one rank
@@ -27,7 +27,7 @@ _LONGEST_LOOK = 2.0
 
 
 @dataclass
-class Offer:
+class UnexpectedMessage:
     """What another rank has for this one.
 
     Attributes:
@@ -57,7 +57,7 @@ class Offer:
         )
 
 
-class Parcel:
+class P2PRequest:
     """A send or a receive; to whoever waits for it in the background it is what a Transfer is.
 
     Args:
@@ -139,7 +139,7 @@ class Parcel:
         """Note that the way to the other rank has failed."""
         self.broken = self.broken or (self.deadline.elapsed(), why)
 
-    def takes(self, offer: Offer) -> bool:
+    def takes(self, offer: UnexpectedMessage) -> bool:
         """Whether a receive waits for this message, whatever its length and kind."""
         return offer.tag == self.tag and self.peer in (None, offer.source)
 

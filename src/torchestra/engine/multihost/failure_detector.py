@@ -2,7 +2,7 @@
 
 The rank at place 0 of each host runs two sleeping threads for each group. Through the group's store it says
 every so often that its host lives and which of its ranks have died or left. The *head*, the first host whose
-warden has not left the group, hears that of all others, and all others hear the head, so that a beat costs
+monitor has not left the group, hears that of all others, and all others hear the head, so that a beat costs
 O(hosts) in all; who has died or left, the head tells as news.
 A host that has said nothing for the *heartbeat bound* (TORCHESTRA_HEARTBEAT, default 10 s) is given up: the
 group is aborted on all hosts that are left. So it is if the store cannot be reached for so long: then this
@@ -19,7 +19,7 @@ it, and they would never know why::
     heard/H       host H knows that the group is over, or has left it
     left/R        rank R has left the group
     answer/N/H    what host H answers to news N: who has not begun the operation, where its ranks stand; or to
-                  {"recount": host}, what they did last (records.py)
+                  {"recount": host}, what they did last (remote_records.py)
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from typing import Any
 
 from torchestra.engine.memory import layout as at
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.multihost.records import Answer, answer, understand
+from torchestra.engine.multihost.peer_values import UNREADABLE, ranks_in, read_beat
+from torchestra.engine.multihost.remote_records import Answer, answer, understand
 from torchestra.engine.multihost.silence import BEATS_PER_BOUND, Watch
-from torchestra.engine.multihost.store_values import UNREADABLE, ranks_in, read_beat
 from torchestra.engine.rank_context import Member
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.engine.recorder.flight_record import read_flight_record
@@ -50,7 +50,7 @@ from torchestra.store import PrefixStore, Store
 from torchestra.store.proven import UnprovenValueError
 from torchestra.store.rate_limited import RateLimitedWarnings
 
-__all__ = ["HEARTBEAT_VARIABLE", "Outlook", "Warden", "heartbeat_bound"]
+__all__ = ["HEARTBEAT_VARIABLE", "FailureDetector", "HeartbeatMonitor", "heartbeat_bound"]
 
 HEARTBEAT_VARIABLE = "TORCHESTRA_HEARTBEAT"
 """How many seconds a host may be silent before it is given up; the same for all ranks."""
@@ -78,7 +78,7 @@ def heartbeat_bound() -> float:
     return seconds
 
 
-class Outlook:
+class FailureDetector:
     """What a rank can learn of the other hosts, and tell them.
 
     Args:
@@ -131,8 +131,8 @@ class Outlook:
             wardens = ((host, self.hosts.on(host)[0]) for host in range(len(self.hosts)))
             keys = [
                 f"heard/{host}"
-                for host, warden in wardens
-                if not (host == self.host or warden in failed or self._is_deaf(host) or self.fate(warden))
+                for host, monitor in wardens
+                if not (host == self.host or monitor in failed or self._is_deaf(host) or self.fate(monitor))
             ]
             with contextlib.suppress(StoreTimeoutError):
                 self._store.wait(keys, min(left, _FATE_SECONDS))
@@ -142,10 +142,10 @@ class Outlook:
         self._store.set(f"heard/{self.host}", b"")
 
     def stand_in_if_needed(self) -> None:
-        """Beat for this host if its warden has died, for as long as this rank lives."""
+        """Beat for this host if its monitor has died, for as long as this rank lives."""
         dead = self._member.peers.dead() if self._member.peers is not None else ()
         if self._member.rank != 0 and 0 in dead and self._stand_in is None:
-            name = f"torchestra-warden-{self._member.name}-{self.host}"
+            name = f"torchestra-monitor-{self._member.name}-{self.host}"
             self._stand_in = threading.Thread(target=self._beat_on, name=name, daemon=True)
             self._stand_in.start()
 
@@ -263,8 +263,8 @@ class Outlook:
         return tuple(missing), "".join(lines)
 
 
-class Warden(Outlook):
-    """The outlook of the rank at place 0, with the threads. Takes what :class:`Outlook` does.
+class HeartbeatMonitor(FailureDetector):
+    """The detector of the rank at place 0, with the threads. Takes what :class:`FailureDetector` does.
 
     Attributes:
         dead, left: ranks of other hosts, in the group's numbering, that have died, or left the group.
@@ -280,7 +280,7 @@ class Warden(Outlook):
         self._told_gone: tuple[set[int], set[int]] = set(), set()
         self._watch = Watch(self._interval)
         self._unreached = 0
-        name = f"torchestra-warden-{member.name}-{host}"
+        name = f"torchestra-monitor-{member.name}-{host}"
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True) for run in (self._run, self._count_silence)
         ]
@@ -407,7 +407,7 @@ class Warden(Outlook):
         """The ranks of this host that have not begun an operation of the group.
 
         An operation is made of the same steps within the host for all of its ranks; so if some are behind, it
-        is these, and else all of them, if the warden's has not begun it.
+        is these, and else all of them, if the monitor's has not begun it.
         """
         member = self._member
         words = (member.arena.word(member.arena.control(place) + at.PROGRESS) for place in range(member.size))
@@ -422,15 +422,15 @@ class Warden(Outlook):
         return tuple(rank for rank in range(len(self.hosts.host_of)) if rank not in here)
 
 
-_all: weakref.WeakSet[Outlook] = weakref.WeakSet()
+_all: weakref.WeakSet[FailureDetector] = weakref.WeakSet()
 
 
 def _await_heard_at_exit() -> None:
     """For ranks that did not tell: the rank that did may be another of this host, and the store be here."""
     deadline = time.monotonic() + _HEARD_SECONDS
-    for outlook in tuple(_all):
-        if not outlook.has_left:
-            outlook.await_heard(max(0.0, deadline - time.monotonic()))
+    for detector in tuple(_all):
+        if not detector.has_left:
+            detector.await_heard(max(0.0, deadline - time.monotonic()))
 
 
 atexit.register(_await_heard_at_exit)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from torchestra.transport.cards import Card
-from torchestra.transport.framing import Assembly, frames
+from torchestra.transport.endpoint import EndpointRecord
+from torchestra.transport.framing import MessageAssembler, frames
 
 ALIVE = b""
 GOODBYE = b"\0"
@@ -45,7 +45,7 @@ class _Waiting(NamedTuple):
 _NOTHING = _Waiting(0, lambda: iter(()), None)
 
 
-class Peer:
+class PairConnection:
     """What one rank knows of another one. All but :meth:`post` is for the thread of the connections.
 
     Times are by the clock of that thread, which stands still while the process does.
@@ -61,7 +61,7 @@ class Peer:
         blocked: ZeroMQ takes no more at the moment.
     """
 
-    def __init__(self, rank: int, socket: zmq.Socket[Any], card: Card) -> None:
+    def __init__(self, rank: int, socket: zmq.Socket[Any], card: EndpointRecord) -> None:
         self.rank = rank
         self.card = card
         self.socket = socket
@@ -71,7 +71,7 @@ class Peer:
         self.how = ""
         self.heard = self.told = 0.0
         self.blocked = False
-        self.assembly = Assembly(rank)
+        self.assembly = MessageAssembler(rank)
         self._monitor: zmq.Socket[Any] | None = None
         self._ended: float | None = None  # for how long the connection has been ended, with nothing heard
         self._looked = 0.0
@@ -180,7 +180,7 @@ class Peer:
         self.told = clock
 
     def look(self, clock: float, heartbeat: float | None, grace: float = ENDED_SECONDS) -> None:
-        """Note what has become of the connection. ``grace``: see :class:`Wire`."""
+        """Note what has become of the connection. ``grace``: see :class:`Transport`."""
         while self._monitor is not None and self._monitor.poll(0):
             event = zmq.Event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -1,8 +1,8 @@
 """How the ranks of several hosts find and let in each other, over the store they share.
 
-Each puts its card there (cards.py). All want all others' cards: that would be as many requests, for all ranks
-together, as the square of their number in a store that answers for one key at a time. So the first of them
-puts all cards together as they are, and the others read that::
+Each puts its card there (endpoint.py). All want all others' cards: that would be as many requests, for all
+ranks together, as the square of their number in a store that answers for one key at a time. So the first of
+them puts all cards together as they are, and the others read that::
 
     card/R       the card of rank R
     cards        all of them; each is believed, or not, for what it is
@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 
 from torchestra.errors import DistNetworkError, StoreTimeoutError
 from torchestra.store import PrefixStore
-from torchestra.transport.cards import read_card
-from torchestra.transport.connections import Wire
+from torchestra.transport.endpoint import read_card
+from torchestra.transport.transport import Transport
 
 __all__ = ["meet"]
 
@@ -26,7 +26,7 @@ _LENGTH = struct.Struct("<H")
 
 
 def meet(
-    wire: Wire,
+    wire: Transport,
     store: PrefixStore,
     secret: bytes,
     rank: int,
@@ -78,7 +78,7 @@ def _split(packed: bytes) -> list[bytes]:
     return found
 
 
-def _values(store: PrefixStore, keys: list[str], deadline: float, wire: Wire) -> list[bytes]:
+def _values(store: PrefixStore, keys: list[str], deadline: float, wire: Transport) -> list[bytes]:
     while True:
         remaining = deadline - time.monotonic()
         try:

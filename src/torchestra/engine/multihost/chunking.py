@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from torchestra.engine.multihost.crossing import bytes_of, split_evenly
+from torchestra.engine.multihost.hierarchy import bytes_of, split_evenly
 
 __all__ = ["Cuts", "Joined", "chunk_ends"]
 

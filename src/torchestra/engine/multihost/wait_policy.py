@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from torchestra.engine.multihost.correspondence import Correspondence
-from torchestra.engine.multihost.crossing import EXPLANATION_BOUNDS, Crossing
-from torchestra.engine.multihost.parcel import Parcel
+from torchestra.engine.multihost.hierarchy import EXPLANATION_BOUNDS, Hierarchy
+from torchestra.engine.multihost.p2p_request import P2PRequest
 from torchestra.errors import (
     CollectiveTimeoutError,
     DistBackendError,
@@ -16,7 +16,7 @@ from torchestra.errors import (
 )
 from torchestra.system.deadline import RunningClock
 
-__all__ = ["Lookout"]
+__all__ = ["WaitPolicy"]
 
 _LINE_SECONDS = 1.0
 """How long a line to a rank that is gone may take to break, or to bring what that rank has written."""
@@ -53,21 +53,21 @@ class _Doubt:
         return self._mark.is_set() or waited > self._longest
 
 
-class Lookout:
+class WaitPolicy:
     """Decides for one rank.
 
     Args:
-        crossing: the group's.
+        hierarchy: the group's.
         letters: of this rank.
     """
 
-    def __init__(self, crossing: Crossing, letters: Correspondence) -> None:
-        self._crossing = crossing
+    def __init__(self, hierarchy: Hierarchy, letters: Correspondence) -> None:
+        self._hierarchy = hierarchy
         self._letters = letters
-        self._hosts = crossing.hosts
-        self._member = crossing.member
+        self._hosts = hierarchy.hosts
+        self._member = hierarchy.member
 
-    def check(self, parcel: Parcel) -> None:
+    def check(self, parcel: P2PRequest) -> None:
         """Raise if waiting for a message any longer is in vain.
 
         Raises:
@@ -79,34 +79,34 @@ class Lookout:
         if self._member.is_aborted:
             raise self._member.aborted()
         peer = parcel.peer if parcel.partner is None else parcel.partner
-        if peer is not None and (fate := self._crossing.outlook.fate(peer)) is not None:
+        if peer is not None and (fate := self._hierarchy.detector.fate(peer)) is not None:
             self._give_up_on(parcel, peer, fate)
         if parcel.broken is not None:
             since, why = parcel.broken
-            if parcel.deadline.elapsed() - since > EXPLANATION_BOUNDS * self._crossing.outlook.bound:
+            if parcel.deadline.elapsed() - since > EXPLANATION_BOUNDS * self._hierarchy.detector.bound:
                 raise self.failure(parcel, why)
         elif parcel.partner is None and parcel.deadline.expired():
-            others = (each for each in range(self._hosts.size) if each != self._crossing.rank)
+            others = (each for each in range(self._hosts.size) if each != self._hierarchy.rank)
             raise CollectiveTimeoutError(
                 f"{parcel} timed out after {parcel.seconds:.1f} s; the group stays usable."
-                f"{self._crossing.outlook.ask_where_they_are()}{self._member.report([self._crossing.place])}",
+                f"{self._hierarchy.detector.ask_where_they_are()}{self._member.report([self._hierarchy.place])}",
                 tuple(others) if peer is None else (peer,),
             )
 
-    def failure(self, parcel: Parcel, why: str) -> DistBackendError:
+    def failure(self, parcel: P2PRequest, why: str) -> DistBackendError:
         """What to raise if the way to the other rank has failed."""
         peer = parcel.peer if parcel.partner is None else parcel.partner
         who = "another host" if peer is None else self._hosts.describe(peer)
         return DistBackendError(f"{parcel}: the way to {who} failed: {why}")
 
-    def _give_up_on(self, parcel: Parcel, peer: int, fate: str) -> None:
+    def _give_up_on(self, parcel: P2PRequest, peer: int, fate: str) -> None:
         """The other rank is gone: raise, unless what it has written may still be on its way."""
         if parcel.doubt is None:
-            parcel.doubt = _Doubt(self._letters, peer, self._crossing.outlook.bound)
+            parcel.doubt = _Doubt(self._letters, peer, self._hierarchy.detector.bound)
         if not parcel.doubt.is_over():
             return
         who = self._hosts.describe(peer)
-        why = f"{who} {fate}; {self._hosts.describe(self._crossing.rank)} saw it in {parcel.what}"
+        why = f"{who} {fate}; {self._hosts.describe(self._hierarchy.rank)} saw it in {parcel.what}"
         if fate == "died":
             raise RankFailedError(f"{parcel}: {why}", (peer,))
         raise GroupAbortedError(f"{parcel}: {why}")

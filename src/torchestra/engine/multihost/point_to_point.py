@@ -29,13 +29,13 @@ import torch
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.memory.layout import RECEIVED, SENT
 from torchestra.engine.multihost.bridge import Bridge, BridgeError
+from torchestra.engine.multihost.bridge_selection import open_bridge
 from torchestra.engine.multihost.correspondence import Correspondence
-from torchestra.engine.multihost.crossing import Crossing, bytes_of
-from torchestra.engine.multihost.journal import Entry, Journal
+from torchestra.engine.multihost.hierarchy import Hierarchy, bytes_of
 from torchestra.engine.multihost.letters import ENCLOSED_BYTES, Letter, What, warnings
-from torchestra.engine.multihost.lookout import Lookout
-from torchestra.engine.multihost.opening import open_bridge
-from torchestra.engine.multihost.parcel import Ahead, Offer, Parcel, Patient
+from torchestra.engine.multihost.message_recorder import Entry, MessageRecorder
+from torchestra.engine.multihost.p2p_request import Ahead, P2PRequest, Patient, UnexpectedMessage
+from torchestra.engine.multihost.wait_policy import WaitPolicy
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p import Mailbox, Transfer
 from torchestra.errors import (
@@ -61,25 +61,25 @@ class Messages:
 
     Args:
         store: one that only the ranks of this group, and only for this purpose, use.
-        crossing: the group's.
+        hierarchy: the group's.
         bridge: the kind of the lines.
         key: of the group, that only its ranks know.
     """
 
-    def __init__(self, store: Store, crossing: Crossing, bridge: str, key: bytes) -> None:
-        self._crossing = crossing
-        self._hosts = crossing.hosts
-        self._member = crossing.member
-        self._mailbox: Mailbox = crossing.local.mailbox
+    def __init__(self, store: Store, hierarchy: Hierarchy, bridge: str, key: bytes) -> None:
+        self._hierarchy = hierarchy
+        self._hosts = hierarchy.hosts
+        self._member = hierarchy.member
+        self._mailbox: Mailbox = hierarchy.local.mailbox
         self._store, self.bridge_kind = store, bridge
-        self._whose = f"group {crossing.name!r}, rank {crossing.rank}: "
+        self._whose = f"group {hierarchy.name!r}, rank {hierarchy.rank}: "
         self._lock = threading.RLock()
         self._letters = Correspondence(
             store,
-            crossing.rank,
-            frozenset(range(len(self._hosts.host_of))).difference(crossing.here),
+            hierarchy.rank,
+            frozenset(range(len(self._hosts.host_of))).difference(hierarchy.here),
             key,
-            f"torchestra-letters-{crossing.name}-{crossing.rank}",
+            f"torchestra-letters-{hierarchy.name}-{hierarchy.rank}",
             self._lock,
             self._open_bridge,
             self._read,
@@ -87,14 +87,14 @@ class Messages:
             self._look_after_all,
             self._lose_store,
         )
-        self._lookout = Lookout(crossing, self._letters)
-        self._journal = Journal(self._member)
+        self._lookout = WaitPolicy(hierarchy, self._letters)
+        self._journal = MessageRecorder(self._member)
         self._numbers = itertools.count(1)
-        self._wanted: list[Parcel] = []  # receives that nothing has come for, in their order
-        self._offers: list[Offer] = []  # what nobody has received yet, in the order of its coming
-        self._outgoing: dict[int, Parcel] = {}  # by number: offered, and not yet got
+        self._wanted: list[P2PRequest] = []  # receives that nothing has come for, in their order
+        self._offers: list[UnexpectedMessage] = []  # what nobody has received yet, in the order of its coming
+        self._outgoing: dict[int, P2PRequest] = {}  # by number: offered, and not yet got
         self._ahead = Ahead()
-        self._coming: dict[tuple[int, int], Parcel] = {}  # by sender and number: what has been asked for
+        self._coming: dict[tuple[int, int], P2PRequest] = {}  # by sender and number: what has been asked for
         self._closed = False
         _all.add(self)
 
@@ -103,7 +103,7 @@ class Messages:
     def send(self, tensor: torch.Tensor, rank: int, tag: int, seconds: float) -> None:
         """See :meth:`LocalEngine.send`."""
         if self._is_here(rank):
-            self._crossing.local.send(tensor, self._hosts.place_of[rank], tag, seconds)
+            self._hierarchy.local.send(tensor, self._hosts.place_of[rank], tag, seconds)
         elif tensor.nbytes <= _SMALL_BYTES:
             self._send_small(tensor, rank, tag, background=False)
         else:
@@ -112,21 +112,21 @@ class Messages:
     def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, seconds: float) -> int:
         """See :meth:`LocalEngine.receive`."""
         if rank is not None and self._is_here(rank):
-            place = self._crossing.local.receive(tensor, self._hosts.place_of[rank], tag, seconds)
-            return self._crossing.here[place]
+            place = self._hierarchy.local.receive(tensor, self._hosts.place_of[rank], tag, seconds)
+            return self._hierarchy.here[place]
         return self._wait(self._begin_far_receive(tensor, rank, tag, seconds, None))
 
     def begin_send(
         self, tensor: torch.Tensor, rank: int, tag: int, seconds: float, done: Done
-    ) -> Transfer | Parcel:
+    ) -> Transfer | P2PRequest:
         """See :meth:`LocalEngine.begin_send`."""
         if self._is_here(rank):
-            return self._crossing.local.begin_send(tensor, self._hosts.place_of[rank], tag, seconds, done)
+            return self._hierarchy.local.begin_send(tensor, self._hosts.place_of[rank], tag, seconds, done)
         return self._begin_far_send(tensor, rank, tag, seconds, done)
 
     def begin_receive(
         self, tensor: torch.Tensor, rank: int | None, tag: int, seconds: float, done: Done
-    ) -> Transfer | Parcel:
+    ) -> Transfer | P2PRequest:
         """See :meth:`LocalEngine.begin_receive`."""
         if rank is not None and self._is_here(rank):
 
@@ -135,12 +135,12 @@ class Messages:
                     transfer.source = rank
                 done(transfer)
 
-            return self._crossing.local.begin_receive(tensor, self._hosts.place_of[rank], tag, seconds, end)
+            return self._hierarchy.local.begin_receive(tensor, self._hosts.place_of[rank], tag, seconds, end)
         return self._begin_far_receive(tensor, rank, tag, seconds, done)
 
-    def wait(self, transfer: Transfer | Parcel) -> int:
+    def wait(self, transfer: Transfer | P2PRequest) -> int:
         """See :meth:`Mailbox.wait`."""
-        return self._wait(transfer) if isinstance(transfer, Parcel) else self._mailbox.wait(transfer)
+        return self._wait(transfer) if isinstance(transfer, P2PRequest) else self._mailbox.wait(transfer)
 
     def look(self) -> None:
         """Have every message see now whether it is to be given up."""
@@ -164,12 +164,12 @@ class Messages:
     # -- beginning
 
     def _is_here(self, rank: int) -> bool:
-        return self._hosts.host_of[rank] == self._crossing.host
+        return self._hosts.host_of[rank] == self._hierarchy.host
 
     def _begin_far_send(
         self, tensor: torch.Tensor, rank: int, tag: int, seconds: float, done: Done | None
-    ) -> Parcel:
-        parcel = Parcel(self._whose + "send", next(self._numbers), tensor, rank, tag, seconds, done)
+    ) -> P2PRequest:
+        parcel = P2PRequest(self._whose + "send", next(self._numbers), tensor, rank, tag, seconds, done)
         length = tensor.nbytes
         if length <= _SMALL_BYTES:
             self._send_small(tensor, rank, tag, background=True)
@@ -204,10 +204,10 @@ class Messages:
 
     def _begin_far_receive(
         self, tensor: torch.Tensor, rank: int | None, tag: int, seconds: float, done: Done | None
-    ) -> Parcel:
+    ) -> P2PRequest:
         self._refuse_if_over()
         self._letters.start()
-        parcel = Parcel(self._whose + "recv", next(self._numbers), tensor, rank, tag, seconds, done)
+        parcel = P2PRequest(self._whose + "recv", next(self._numbers), tensor, rank, tag, seconds, done)
         with self._begin_entry(parcel, RECEIVED), self._lock:
             offer = next((offer for offer in self._offers if parcel.takes(offer)), None)
             if offer is not None:
@@ -220,13 +220,13 @@ class Messages:
                 self._post_here(parcel, tensor)
         return parcel
 
-    def _begin_entry(self, parcel: Parcel, way: int) -> Entry:
+    def _begin_entry(self, parcel: P2PRequest, way: int) -> Entry:
         kind, background = DTYPE_CODE[parcel.tensor.dtype], parcel.done is not None
         length = parcel.tensor.nbytes
         parcel.entry = self._journal.begin(way, kind, parcel.tag, length, parcel.peer, background)
         return parcel.entry
 
-    def _post_here(self, parcel: Parcel, tensor: torch.Tensor) -> None:
+    def _post_here(self, parcel: P2PRequest, tensor: torch.Tensor) -> None:
         """Have a receive from any source wait in the mailbox as well."""
 
         def end(transfer: Transfer) -> None:
@@ -237,7 +237,7 @@ class Messages:
             if transfer.error is not None:
                 parcel.finish(transfer.error)
             else:
-                parcel.finish(source=self._crossing.here[transfer.source])
+                parcel.finish(source=self._hierarchy.here[transfer.source])
 
         kind, waiter = DTYPE_CODE[tensor.dtype], Patient(self._member)
         parcel.here = self._mailbox.irecv(
@@ -262,7 +262,7 @@ class Messages:
 
     # -- waiting
 
-    def _wait(self, parcel: Parcel) -> int:
+    def _wait(self, parcel: P2PRequest) -> int:
         try:
             while not parcel.wait(_LOOK_SECONDS):
                 self._look_after(parcel)
@@ -275,7 +275,7 @@ class Messages:
             raise parcel.error
         return parcel.source
 
-    def _under_way(self) -> list[Parcel]:
+    def _under_way(self) -> list[P2PRequest]:
         with self._lock:
             return [*self._wanted, *self._outgoing.values(), *self._coming.values()]
 
@@ -292,20 +292,20 @@ class Messages:
             return _LOOK_SECONDS
         return min([_LONGEST_PAUSE, *(max(_LOOK_SECONDS, parcel.deadline.remaining()) for parcel in parcels)])
 
-    def _look_after(self, parcel: Parcel) -> None:
+    def _look_after(self, parcel: P2PRequest) -> None:
         """Raise if waiting for a message any longer is in vain."""
         if self._closed:
             raise GroupDestroyedError(f"{parcel}, but the group was destroyed")
-        self._crossing.outlook.stand_in_if_needed()
+        self._hierarchy.detector.stand_in_if_needed()
         self._lookout.check(parcel)
 
-    def _withdraw(self, parcel: Parcel, error: BaseException) -> None:
+    def _withdraw(self, parcel: P2PRequest, error: BaseException) -> None:
         """Take a message back that its caller leaves with an error."""
         aborted = self._member.is_aborted
         with self._lock:
             if parcel.partner is not None:
                 if not (aborted or isinstance(error, DistError)):
-                    who = self._hosts.describe(self._crossing.rank)
+                    who = self._hosts.describe(self._hierarchy.rank)
                     self._member.abort(
                         f"{who} left a {parcel.what} halfway, with {type(error).__name__}: {error}"
                     )
@@ -318,7 +318,7 @@ class Messages:
                 self._write(parcel.peer, Letter(What.withdraw, parcel.number))
             self._fail(parcel, error)
 
-    def _fail(self, parcel: Parcel, error: BaseException) -> None:
+    def _fail(self, parcel: P2PRequest, error: BaseException) -> None:
         with self._lock:
             if not parcel.receives:
                 self._settle(parcel.number)
@@ -328,13 +328,13 @@ class Messages:
                 self._wanted = [each for each in self._wanted if each is not parcel]
         parcel.finish(error)
 
-    def _settle(self, number: int) -> Parcel | None:
+    def _settle(self, number: int) -> P2PRequest | None:
         """Nothing more is to be done for a message that was offered."""
         self._ahead.settle(number)
         return self._outgoing.pop(number, None)
 
     def _lose_store(self, error: Exception) -> None:
-        who = self._hosts.describe(self._crossing.rank)
+        who = self._hosts.describe(self._hierarchy.rank)
         self._member.abort(f"{who} cannot reach the group's store any more: {error}")
 
     def _lose_line(self, rank: int, why: str) -> None:
@@ -346,16 +346,16 @@ class Messages:
     # -- letters
 
     def _open_bridge(self, rank: int) -> Bridge:
-        ends = sorted((self._crossing.rank, rank))
+        ends = sorted((self._hierarchy.rank, rank))
         store = PrefixStore(f"line/{ends[0]}-{ends[1]}", self._store)
         names = [self._hosts.describe(end) for end in ends]
-        return open_bridge(self.bridge_kind, store, ends.index(self._crossing.rank), 2, names, _MEET_SECONDS)
+        return open_bridge(self.bridge_kind, store, ends.index(self._hierarchy.rank), 2, names, _MEET_SECONDS)
 
     def _read(self, sender: int, letter: Letter) -> None:
         """Do what a letter says. The lock is held."""
         number = letter.message
         if letter.what == What.offer:
-            self._take_offer(Offer(sender, *letter[1:]))
+            self._take_offer(UnexpectedMessage(sender, *letter[1:]))
         elif letter.what == What.part:
             self._take_part(sender, number, letter.enclosed)
         elif letter.what == What.withdraw:
@@ -368,7 +368,7 @@ class Messages:
         if not self._wanted and not self._outgoing and not self._coming:
             self._letters.awaited = False
 
-    def _take_offer(self, offer: Offer) -> None:
+    def _take_offer(self, offer: UnexpectedMessage) -> None:
         if not offer.is_possible(_SMALL_BYTES):
             warnings.warn("%sdropped what rank %d cannot have sent", self._whose, offer.source)
             return
@@ -379,7 +379,7 @@ class Messages:
                 return
         self._offers.append(offer)
 
-    def _match(self, parcel: Parcel, offer: Offer) -> None:
+    def _match(self, parcel: P2PRequest, offer: UnexpectedMessage) -> None:
         """A receive has got an offer."""
         tensor = parcel.tensor
         kind = DTYPE_CODE[tensor.dtype]
@@ -403,7 +403,7 @@ class Messages:
 
     # -- large messages
 
-    def _expect(self, parcel: Parcel, offer: Offer) -> None:
+    def _expect(self, parcel: P2PRequest, offer: UnexpectedMessage) -> None:
         """Have a message come."""
         source = offer.source
         parcel.partner, parcel.offered, parcel.part = source, offer.number, offer.part
@@ -416,7 +416,7 @@ class Messages:
         if offer.enclosed:
             self._take_part(source, offer.number, bytes(offer.enclosed))
 
-    def _ask(self, parcel: Parcel, rest: int) -> bool:
+    def _ask(self, parcel: P2PRequest, rest: int) -> bool:
         """Have what is not in letters come; False if it cannot."""
 
         def then(error: BridgeError | None) -> None:
@@ -448,7 +448,7 @@ class Messages:
             if (offer.source, offer.number) == (source, number):
                 offer.enclosed = (offer.enclosed + part)[: offer.part]
 
-    def _get(self, parcel: Parcel, length: int) -> None:
+    def _get(self, parcel: P2PRequest, length: int) -> None:
         """So many bytes of a message have come; with the last of them it is there."""
         parcel.got += length
         if parcel.got < parcel.tensor.nbytes or parcel.finished:
@@ -463,7 +463,7 @@ class Messages:
         parcel = self._outgoing.get(number)
         if parcel is None:
             self._member.abort(
-                f"rank {receiver} asked rank {self._crossing.rank} for a message that was taken back"
+                f"rank {receiver} asked rank {self._hierarchy.rank} for a message that was taken back"
             )
             return
         parcel.partner = receiver
