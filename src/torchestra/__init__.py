@@ -6,6 +6,10 @@ torch.
 
 import lazy_loader
 
+from torchestra.system.module_aliases import AliasFinder
+
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+AliasFinder({"torchestra.options": {"torchestra.arguments.options": "*"}}).install()  # as it was called
 
 __version__ = "0.1.0"

@@ -3,7 +3,8 @@
     import torchestra.compat as dist     # instead of: import torch.distributed as dist
 
 Each name is an alias of the thing itself, or adapts names and shapes of arguments to it; docs/compat.md tells
-which, and what is missing. The backend's name ``"gloo"`` means torchestra's own engine.
+which, and what is missing. Modules that have nothing of their own are rows of a table (aliases.py). The name
+``"gloo"`` of a backend means torchestra's own engine.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from torchestra.communicator.work import Work
-from torchestra.compat import device_mesh, distributed_c10d
-from torchestra.compat.device_mesh import DeviceMesh, init_device_mesh
+from torchestra.compat import aliases, distributed_c10d
 from torchestra.compat.distributed_c10d import *  # noqa: F403
 from torchestra.compat.rendezvous import rendezvous
+from torchestra.device_mesh import DeviceMesh, init_device_mesh
+
+aliases.install()
 
 _Work = Work
 _Backend = distributed_c10d.ProcessGroup
@@ -25,7 +28,6 @@ __all__ = [
     "DeviceMesh",
     "_Backend",
     "_Work",
-    "device_mesh",
     "distributed_c10d",
     "init_device_mesh",
     "rendezvous",

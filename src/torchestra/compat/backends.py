@@ -16,13 +16,11 @@ from torchestra.world.init import AnyGroup
 __all__ = [
     "Backend",
     "BackendConfig",
-    "engine_of",
     "get_backend",
     "get_backend_config",
     "get_default_backend_for_device",
     "is_backend_available",
     "is_gloo_available",
-    "registered",
 ]
 
 _OWN = {"gloo", "threaded", "undefined"}

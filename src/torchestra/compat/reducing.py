@@ -1,8 +1,8 @@
-"""torch's C++ functions about buckets of gradients, with the arguments in torch's order."""
+"""torch's functions for buckets of gradients and states of modules, with the arguments in torch's order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ __all__ = [
     "_make_nccl_premul_sum",
     "_register_builtin_comm_hook",
     "_register_comm_hook",
+    "_sync_module_states",
+    "_verify_param_shape_across_processes",
     "_verify_params_across_processes",
 ]
 
@@ -77,3 +79,20 @@ def _verify_params_across_processes(
         for index, tensor in enumerate(params)
     ]
     check_agreement(mine, process_group)
+
+
+_verify_param_shape_across_processes = _verify_params_across_processes
+
+
+def _sync_module_states(
+    module: torch.nn.Module,
+    process_group: ProcessGroup,
+    broadcast_bucket_size: int,
+    src: int,
+    params_and_buffers_to_ignore: Container[str],
+    broadcast_buffers: bool = True,
+) -> None:
+    """Replace a module's parameters and buffers by those of rank ``src`` of the group."""
+    named = [*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())]
+    states = [tensor.detach() for name, tensor in named if name not in params_and_buffers_to_ignore]
+    _broadcast_coalesced(process_group, states, broadcast_bucket_size, src)

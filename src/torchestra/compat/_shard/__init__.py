@@ -1,1 +1,0 @@
-"""As ``torch.distributed._shard``, of which there is ``sharded_tensor``."""

@@ -1,1 +1,0 @@
-"""As ``torch.distributed._spmd`` was, of which there is ``comm_tensor``."""

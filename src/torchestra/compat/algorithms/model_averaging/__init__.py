@@ -1,1 +1,0 @@
-"""As ``torch.distributed.algorithms.model_averaging``."""

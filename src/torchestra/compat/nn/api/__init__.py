@@ -1,1 +1,0 @@
-"""As ``torch.distributed.nn.api``."""

@@ -1,7 +1,0 @@
-"""As ``torch.distributed.optim.functional_rprop``."""
-
-from __future__ import annotations
-
-from torchestra.compat.optim.utils import _FunctionalRprop
-
-__all__ = ["_FunctionalRprop"]

@@ -1,0 +1,84 @@
+"""Modules of the table of aliases are imported like files, in every process."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import multiprocessing
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchestra.options
+from torchestra.arguments import options
+from torchestra.compat.aliases import ALIASES
+from torchestra.system.module_aliases import AliasFinder
+
+PAGE = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
+
+
+def own_name(module: str) -> str:
+    """Import a module in the calling process, and return the name that it has there."""
+    return importlib.import_module(module).__name__
+
+
+@pytest.mark.parametrize("path", ALIASES)
+def test_every_module_has_the_names_of_its_row(path: str) -> None:
+    module = importlib.import_module(path)
+    for source, text in ALIASES[path].items():
+        origin = importlib.import_module(source)
+        for name in origin.__all__ if "*" in text.split() else ():
+            assert getattr(module, name) is getattr(origin, name)
+        for entry in set(text.split()) - {"*"}:
+            alias, _, name = entry.partition("=")
+            assert getattr(module, alias) is getattr(origin, name or alias)
+
+
+def test_the_documentation_lists_them() -> None:
+    rows = re.findall(r"^\| `(torchestra\.compat\.[\w.]+)` \| (.*) \|$", PAGE, re.MULTILINE)
+    told = {path: re.findall(r"`([\w.]+)`", text) for path, text in rows if path in ALIASES}
+    assert told == {path: list(sources) for path, sources in ALIASES.items() if sources}
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_new_process_finds_them_by_their_paths(method: str) -> None:
+    path = "torchestra.compat.algorithms.ddp_comm_hooks.default_hooks"
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.apply(own_name, [path]) == path
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import torchestra.compat.nn.api.remote_module as module; module.RemoteModule",
+        "from torchestra.compat.algorithms import join; join._JoinConfig",
+        "import torchestra.compat as dist; dist.optim.functional_sgd._FunctionalSGD",
+        "from torchestra.compat._shard.sharded_tensor import *; ShardedTensor",
+        "from torchestra.options import GroupOptions; GroupOptions()",
+    ],
+)
+def test_every_form_of_import_finds_them(statement: str) -> None:
+    subprocess.run([sys.executable, "-c", statement], check=True, timeout=60)
+
+
+def test_what_is_not_in_the_table_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match="fully_sharded"):
+        importlib.import_module("torchestra.compat.algorithms.fully_sharded")
+    with pytest.raises(ImportError, match="JoinUs"):
+        from torchestra.compat.algorithms.join import JoinUs  # noqa: F401
+
+
+def test_a_row_that_names_nothing_is_an_error() -> None:
+    finder = AliasFinder({"misnamed": {"torchestra.errors": "NoSuchError"}})
+    spec = finder.find_spec("misnamed", None)
+    assert spec is not None
+    with pytest.raises(AttributeError, match="NoSuchError"):
+        finder.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_a_module_that_has_moved_keeps_its_old_path() -> None:
+    assert torchestra.options.__all__ == sorted(options.__all__)
+    assert torchestra.options.GroupOptions is options.GroupOptions
