@@ -150,7 +150,7 @@ def test_a_proof_is_good_for_one_connection_only() -> None:
         token = admission.invitation.partition(":")[2]
         with stranger(admission, hello(1, nonce)) as first:
             challenge = first.recv(100)[:32]
-        heard = module._proof(module._key(token, SECRET), b"rank", 1, nonce + challenge)
+        heard = module._proof(module._key(token, SECRET), "rank", 1, nonce + challenge)
         with stranger(admission, hello(1, nonce)) as second:
             assert second.recv(100)[:32] != challenge
             second.send(heard)
@@ -284,15 +284,15 @@ def test_a_rank_that_was_dropped_comes_again() -> None:
     descriptor = os.memfd_create("torchestra-test", os.MFD_CLOEXEC)
 
     def drop_late(connection: socket.socket, said: bytes) -> None:
-        proof = module._proof(module._key("token", SECRET), b"rank 0", 1, said[8:] + bytes(32))
+        proof = module._proof(module._key("token", SECRET), "rank 0", 1, said[8:] + bytes(32))
         connection.send(bytes(32) + proof)
         connection.recv(100)
 
     def give(connection: socket.socket, said: bytes) -> None:
         nonces = said[8:] + bytes(32)
         key = module._key("token", SECRET)
-        connection.send(bytes(32) + module._proof(key, b"rank 0", 1, nonces))
-        assert connection.recv(100) == module._proof(key, b"rank", 1, nonces)
+        connection.send(bytes(32) + module._proof(key, "rank 0", 1, nonces))
+        assert connection.recv(100) == module._proof(key, "rank", 1, nonces)
         socket.send_fds(connection, [b"given"], [descriptor])
 
     with impostor(lambda *_: None, drop_late, give) as invitation:

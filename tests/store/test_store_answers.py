@@ -16,6 +16,7 @@ from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError
 from torchestra.store import TCPStore, TCPStoreServer
 from torchestra.store.tcp import protocol
 from torchestra.store.tcp.protocol import HELLO_SIZE, Decoder, Hello, ProtocolError, Reply, encode
+from torchestra.system.authentication import NONCE_BYTES
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,7 +44,7 @@ class Liar:
                 return
             with connection, contextlib.suppress(ConnectionError):
                 connection.recv(HELLO_SIZE)
-                connection.sendall(Hello(0, bytes(protocol.NONCE_SIZE)).encode(from_client=False))
+                connection.sendall(Hello(0, bytes(NONCE_BYTES)).encode(from_client=False))
                 if connection.recv(65536):
                     connection.sendall(self.answer)
 

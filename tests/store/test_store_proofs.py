@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torchestra.errors import DistStoreError
 from torchestra.store import PrefixStore
-from torchestra.store.proven import UnprovenValueError, open_pieces, prove
+from torchestra.store.authenticated_values import UnauthenticatedValueError, open_pieces, prove
 from torchestra.store.torch_agent import TorchStore
 
 SECRET = b"between us"
@@ -40,11 +40,11 @@ def test_what_a_stranger_writes_is_refused_and_what_ranks_write_is_read() -> Non
         stranger.get("group/place")
     for forged in (b"here", b"", b"\0torchestra\0", prove(b"guessed", "group/place", b"here")):
         torchs.set("group/place", forged)
-        with pytest.raises(UnprovenValueError, match="'group/place' was written by somebody who does not"):
+        with pytest.raises(UnauthenticatedValueError, match="'group/place' was written by somebody who"):
             store.get("place")
-        with pytest.raises(UnprovenValueError):
+        with pytest.raises(UnauthenticatedValueError):
             store.compare_set("place", b"there", b"mine")
     torchs.set("group/place", torchs.get("group/said"))  # right, but under another key
-    with pytest.raises(UnprovenValueError):
+    with pytest.raises(UnauthenticatedValueError):
         store.get("place")
     assert (store.add("count", 3), store.add("count", -1), store.get("count")) == (3, 2, b"2")

@@ -19,7 +19,8 @@ from torchestra.store import PrefixStore, TCPStore, TCPStoreServer
 from torchestra.store.tcp import locality, protocol
 from torchestra.store.tcp import server as server_module
 from torchestra.store.tcp.peer import Peer
-from torchestra.store.tcp.protocol import HELLO_SIZE, PROOF_SIZE, REFUSAL, Hello, proof
+from torchestra.store.tcp.protocol import HELLO_SIZE, REFUSAL, Hello
+from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES, proof
 
 LONG = 60.0
 ELSEWHERE = "198.51.100.1"
@@ -147,7 +148,7 @@ def first_words(host: str, port: int, data: bytes) -> bytes:
 
 @needs_root
 def test_without_a_secret_another_users_process_is_turned_away(caplog: pytest.LogCaptureFixture) -> None:
-    hello = Hello(0, bytes(protocol.NONCE_SIZE)).encode(from_client=True)
+    hello = Hello(0, bytes(NONCE_BYTES)).encode(from_client=True)
     with TCPStoreServer() as server:
         assert len(first_words(server.host, server.port, hello)) == HELLO_SIZE
         answer = Child(as_nobody(lambda: first_words(server.host, server.port, hello))).result()
@@ -184,7 +185,7 @@ def test_a_server_of_another_user_is_not_trusted() -> None:
         with socket.create_server(("127.0.0.1", 0)) as impostor:
             os.write(say, str(impostor.getsockname()[1]).encode())
             connection, _ = impostor.accept()
-            connection.sendall(Hello(0, bytes(protocol.NONCE_SIZE)).encode(from_client=False))
+            connection.sendall(Hello(0, bytes(NONCE_BYTES)).encode(from_client=False))
             os.read(end, 1)
             connection.close()
 
@@ -218,13 +219,13 @@ def greeted(server: TCPStoreServer, nonce: bytes) -> tuple[socket.socket, bytes]
 
 def test_a_proof_is_good_for_one_connection_only() -> None:
     """Who has listened in on a handshake cannot say the same again."""
-    nonce = b"n" * protocol.NONCE_SIZE
+    nonce = b"n" * NONCE_BYTES
     with TCPStoreServer(secret=SECRET) as server:
         first, challenge = greeted(server, nonce)
-        heard = proof(SECRET, "client", nonce, challenge)
+        heard = proof(SECRET, "store client", nonce, challenge)
         with first:
             first.sendall(heard)
-            assert first.recv(PROOF_SIZE) == proof(SECRET, "server", nonce, challenge)
+            assert first.recv(PROOF_BYTES) == proof(SECRET, "store server", nonce, challenge)
         second, other = greeted(server, nonce)
         assert other != challenge
         with second:
@@ -242,7 +243,7 @@ def test_a_proof_is_not_good_for_the_other_side() -> None:
             with connection:
                 theirs = Hello.decode(connection.recv(HELLO_SIZE), from_client=True)
                 connection.sendall(Hello(1, theirs.nonce).encode(from_client=False))
-                connection.sendall(connection.recv(PROOF_SIZE))
+                connection.sendall(connection.recv(PROOF_BYTES))
 
         thread = threading.Thread(target=reflect)
         thread.start()
@@ -260,8 +261,8 @@ def test_a_server_too_busy_for_a_proof_is_asked_again() -> None:
         def drop_then_serve() -> None:
             connection, _ = busy.accept()
             connection.recv(HELLO_SIZE)
-            connection.sendall(Hello(1, bytes(protocol.NONCE_SIZE)).encode(from_client=False))
-            connection.recv(PROOF_SIZE)
+            connection.sendall(Hello(1, bytes(NONCE_BYTES)).encode(from_client=False))
+            connection.recv(PROOF_BYTES)
             busy.close()
             connection.close()
             served.append(TCPStoreServer("127.0.0.1", port, secret=SECRET))
@@ -304,17 +305,17 @@ def test_of_a_stranger_no_more_is_read_than_the_handshake_has() -> None:
     with ours, theirs:
         ours.setblocking(False)
         peer = Peer(ours, SECRET)
-        theirs.sendall(Hello(1, bytes(protocol.NONCE_SIZE)).encode(from_client=True) + bytes(100_000))
+        theirs.sendall(Hello(1, bytes(NONCE_BYTES)).encode(from_client=True) + bytes(100_000))
         peer.receive()
         assert len(peer._decoder) == HELLO_SIZE
         assert peer.shake_hands()
         peer.receive()
-        assert len(peer._decoder) == PROOF_SIZE
+        assert len(peer._decoder) == PROOF_BYTES
 
 
 def test_a_stranger_that_sends_byte_by_byte_has_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 0.1)
-    hello = Hello(1, bytes(protocol.NONCE_SIZE)).encode(from_client=True)
+    hello = Hello(1, bytes(NONCE_BYTES)).encode(from_client=True)
     dropped = threading.Event()
     with TCPStoreServer(secret=SECRET) as server:
         trickle = socket.create_connection((server.host, server.port), LONG)
@@ -329,16 +330,16 @@ def test_a_stranger_that_sends_byte_by_byte_has_a_limited_time(monkeypatch: pyte
 
 def approaches() -> Iterator[bytes]:
     """What strangers say before they fall silent, over and over."""
-    hello = Hello(1, os.urandom(protocol.NONCE_SIZE)).encode(from_client=True)
+    hello = Hello(1, os.urandom(NONCE_BYTES)).encode(from_client=True)
     while True:
         yield from (
             b"",
             b"GET / HTTP/1.1\r\n\r\n",
             hello[:10],
             hello,
-            hello + bytes(PROOF_SIZE - 1),
-            hello + os.urandom(PROOF_SIZE),
-            Hello(0, bytes(protocol.NONCE_SIZE)).encode(from_client=True),
+            hello + bytes(PROOF_BYTES - 1),
+            hello + os.urandom(PROOF_BYTES),
+            Hello(0, bytes(NONCE_BYTES)).encode(from_client=True),
             struct.pack(">BI", 1, 2**32 - 1),
             os.urandom(2000),
         )

@@ -26,6 +26,7 @@ from torchestra.store import HashStore, Store, TCPStore, TCPStoreServer
 from torchestra.store.tcp import client as client_module
 from torchestra.store.tcp import connection as connection_module
 from torchestra.store.tcp import protocol
+from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES
 
 LONG = 60.0
 
@@ -262,7 +263,7 @@ class Impostor:
 
 
 def hello(**options: int) -> bytes:
-    fields = {"method": 0, "nonce": bytes(protocol.NONCE_SIZE), **options}
+    fields = {"method": 0, "nonce": bytes(NONCE_BYTES), **options}
     return protocol.Hello(**fields).encode(from_client=False)  # type: ignore[arg-type]
 
 
@@ -272,7 +273,7 @@ def hello(**options: int) -> bytes:
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a torchestra store; is the port another program's?"),
         (
             hello(version=9),
-            "speaks version 9 of the protocol, this process version 1; use the same torchestra",
+            "speaks version 9 of the protocol, this process version 2; use the same torchestra",
         ),
         (hello(method=1), "the server has a secret and this process has none"),
         (b"", "no store answered at .* within 0.1 s .the server did not answer."),
@@ -293,7 +294,7 @@ def test_a_server_that_stops_answering_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_secret_never_travels() -> None:
-    with Impostor(hello(method=1) + bytes(protocol.PROOF_SIZE)) as impostor:
+    with Impostor(hello(method=1) + bytes(PROOF_BYTES)) as impostor:
         with pytest.raises(DistNetworkError, match="have different secrets"):
             TCPStore("127.0.0.1", impostor.port, timeout=5.0, secret="between us")
         assert len(impostor.heard) >= protocol.HELLO_SIZE

@@ -20,8 +20,9 @@ from torchestra.store import TCPStore, TCPStoreServer
 from torchestra.store.tcp import protocol
 from torchestra.store.tcp import server as server_module
 from torchestra.store.tcp.protocol import Decoder, Hello, ProtocolError, Request, encode
+from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES
 
-HELLO = Hello(0, bytes(protocol.NONCE_SIZE)).encode(from_client=True)
+HELLO = Hello(0, bytes(NONCE_BYTES)).encode(from_client=True)
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -235,8 +236,8 @@ def test_strangers_have_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_secret_keeps_strangers_from_every_request() -> None:
     with TCPStoreServer(secret="s") as server:
         store = TCPStore(server.host, server.port, secret="s")
-        hello = Hello(1, bytes(protocol.NONCE_SIZE)).encode(from_client=True)
-        for start in (HELLO, hello, hello + bytes(protocol.PROOF_SIZE)):
+        hello = Hello(1, bytes(NONCE_BYTES)).encode(from_client=True)
+        for start in (HELLO, hello, hello + bytes(PROOF_BYTES)):
             send(server, start + message(Request.SET, b"k", b"1"), wait=True)
         assert store.list_keys() == []
         store.close()

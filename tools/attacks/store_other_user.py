@@ -9,8 +9,9 @@ from tools.attacks._flood import SILENCE, Flood
 from tools.attacks._target import NOBODY, Watched, root_only
 
 from torchestra.store import TCPStore, TCPStoreServer
-from torchestra.store.tcp.protocol import NONCE_SIZE, AuthMethod, Hello
+from torchestra.store.tcp.protocol import AuthMethod, Hello
 from torchestra.store.tcp.server import MOST_STRANGERS
+from torchestra.system.authentication import NONCE_BYTES
 
 hindrance = root_only
 
@@ -24,7 +25,7 @@ def attack(seconds: float) -> Outcome:
 
 
 def _serve(outcome: Outcome, host: str, seconds: float) -> None:
-    hello = Hello(AuthMethod.NONE, bytes(NONCE_SIZE)).encode(from_client=True)
+    hello = Hello(AuthMethod.NONE, bytes(NONCE_BYTES)).encode(from_client=True)
     talks = [SILENCE, (hello,), (hello, struct.pack(">BI", 1, 3) + b"abc")]
     with TCPStoreServer(host, secret=None) as server, Watched(outcome, MOST_STRANGERS + 50) as watched:
         client = TCPStore(server.host, server.port)

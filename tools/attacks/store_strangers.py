@@ -11,8 +11,9 @@ from tools.attacks._flood import SILENCE, Flood
 from tools.attacks._target import Watched
 
 from torchestra.store import TCPStore, TCPStoreServer
-from torchestra.store.tcp.protocol import NONCE_SIZE, PROOF_SIZE, AuthMethod, Hello
+from torchestra.store.tcp.protocol import AuthMethod, Hello
 from torchestra.store.tcp.server import MOST_STRANGERS
+from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES
 
 SECRET = b"between us"
 
@@ -20,14 +21,14 @@ SECRET = b"between us"
 def attack(seconds: float) -> Outcome:
     """Serve clients, those that come anew among them, while thousands of others stand around."""
     outcome = Outcome()
-    hello = Hello(AuthMethod.HMAC_SHA256, bytes(NONCE_SIZE)).encode(from_client=True)
-    without = Hello(AuthMethod.NONE, bytes(NONCE_SIZE)).encode(from_client=True)
+    hello = Hello(AuthMethod.HMAC_SHA256, bytes(NONCE_BYTES)).encode(from_client=True)
+    without = Hello(AuthMethod.NONE, bytes(NONCE_BYTES)).encode(from_client=True)
     talks = [
         SILENCE,
         (b"GET / HTTP/1.1\r\n\r\n",),
         (hello[:5],),
         (hello,),
-        (hello, os.urandom(PROOF_SIZE)),
+        (hello, os.urandom(PROOF_BYTES)),
         (without, struct.pack(">BI", 1, 2**32 - 1)),
         (os.urandom(2000),),
     ]

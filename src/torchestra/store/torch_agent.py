@@ -16,6 +16,12 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from torchestra.errors import DistNetworkError, DistStoreError
+from torchestra.store.authenticated_values import (
+    UnauthenticatedValueError,
+    is_authenticated,
+    open_pieces,
+    prove,
+)
 from torchestra.store.base import (
     Store,
     Value,
@@ -25,7 +31,6 @@ from torchestra.store.base import (
     encode_value,
     parse_number,
 )
-from torchestra.store.proven import UnprovenValueError, is_proven, open_pieces, prove
 from torchestra.store.secret import SECRET_ADVICE
 from torchestra.store.tcp.address import Address, dial
 from torchestra.store.tcp.pool import patiently
@@ -49,7 +54,7 @@ class TorchStore(Store):
         store: an instance of ``torch.distributed.Store``.
         name: what to call it in messages; its type's name if None.
         proves: the job's secret, if what ranks write is to bear a proof that they know it, and what has none
-            is to be refused (see :mod:`torchestra.store.proven`); for keys that nobody else uses.
+            is refused (see :mod:`torchestra.store.authenticated_values`); for keys that nobody else uses.
 
     Whoever reaches torch's store can use it; it knows no secrets. What ranks read in it they only take for
     text, and the memory that they share is handed over to processes that prove the job's secret, if there
@@ -72,7 +77,7 @@ class TorchStore(Store):
 
     def set(self, key: str, value: Value) -> None:
         check_key(key)
-        encoded = self._proven(key, value)
+        encoded = self._authenticated(key, value)
         self._ask(lambda: self._store.set(key, encoded))
 
     def get(self, key: str) -> bytes:
@@ -93,13 +98,13 @@ class TorchStore(Store):
 
     def append(self, key: str, value: Value) -> None:
         check_key(key)
-        encoded = self._proven(key, value)
+        encoded = self._authenticated(key, value)
         self._ask(lambda: self._store.append(key, encoded))
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
         check_key(key)
-        expected = self._proven(key, expected_value) if encode_value(expected_value) else b""
-        desired = self._proven(key, desired_value)
+        expected = self._authenticated(key, expected_value) if encode_value(expected_value) else b""
+        desired = self._authenticated(key, desired_value)
         return self._opened(key, bytes(self._ask(lambda: self._store.compare_set(key, expected, desired))))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -116,7 +121,7 @@ class TorchStore(Store):
     def __repr__(self) -> str:
         return self._name
 
-    def _proven(self, key: str, value: Value) -> bytes:
+    def _authenticated(self, key: str, value: Value) -> bytes:
         encoded = encode_value(value)
         return encoded if self._proves is None else prove(self._proves, key, encoded)
 
@@ -124,12 +129,12 @@ class TorchStore(Store):
         if key in self._counted and value.removeprefix(b"-").isdigit():
             return value
         if self._proves is None:
-            if not is_proven(value):
+            if not is_authenticated(value):
                 return value
             raise DistStoreError(f"{self}: other ranks have a secret, and this one has none; {SECRET_ADVICE}")
         opened = open_pieces(self._proves, key, value)
         if opened is None:
-            raise UnprovenValueError(
+            raise UnauthenticatedValueError(
                 f"{self}: the value of {key!r} was written by somebody who does not know this rank's secret,"
                 f" and is not trusted; {SECRET_ADVICE}"
             )

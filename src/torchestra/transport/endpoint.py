@@ -12,8 +12,6 @@ through.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,10 +20,11 @@ from zmq.utils import z85
 
 from torchestra.errors import DistNetworkError
 from torchestra.store.secret import SECRET_ADVICE
+from torchestra.system.authentication import PROOF_BYTES, is_proof, proof
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"torchestra"
-_PROOF_BYTES = hashlib.sha256().digest_size
+_PURPOSE = "endpoint record"
 _KEY_BYTES = 32
 
 
@@ -43,7 +42,7 @@ class EndpointRecord(NamedTuple):
     def written(self, secret: bytes, place: str) -> bytes:
         """For the store, with its proof. ``place``: the whole key there, prefixes included."""
         content = z85.decode(self.key) + self.address.encode()
-        return _proof(secret, place, content) + content
+        return proof(secret, _PURPOSE, place.encode(), content) + content
 
 
 def read_card(text: bytes, secret: bytes, place: str, whose: str) -> EndpointRecord:
@@ -58,18 +57,13 @@ def read_card(text: bytes, secret: bytes, place: str, whose: str) -> EndpointRec
     Raises:
         DistNetworkError: whoever wrote it does not know the secret.
     """
-    proof, content = text[:_PROOF_BYTES], text[_PROOF_BYTES:]
-    if not hmac.compare_digest(proof, _proof(secret, place, content)):
+    given, content = text[:PROOF_BYTES], text[PROOF_BYTES:]
+    if not is_proof(given, secret, _PURPOSE, place.encode(), content):
         raise DistNetworkError(
             f"what the store says of the address of {whose} was written by somebody who does not know this"
             f" job's secret, and is not trusted; {SECRET_ADVICE}"
         )
     return EndpointRecord(content[_KEY_BYTES:].decode(), z85.encode(content[:_KEY_BYTES]))
-
-
-def _proof(secret: bytes, place: str, content: bytes) -> bytes:
-    text = b"\0".join((b"torchestra card", place.encode(), content))
-    return hmac.new(secret, text, hashlib.sha256).digest()
 
 
 class ZapAuthenticator:

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import hmac
 import logging
 import os
 import secrets
@@ -40,14 +38,13 @@ from torchestra.store.base import interpreter_slice
 from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.store.secret import SECRET_ADVICE
 from torchestra.store.tcp.locality import peer_user
+from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES, is_proof, proof
 
 __all__ = ["Admission", "await_end", "fetch", "visit"]
 
 _MAGIC = b"TRC2"
-_NONCE_SIZE = 32
-_PROOF_SIZE = 32
-_HELLO = struct.Struct(f"<4sI{_NONCE_SIZE}s")
-_CHALLENGE = struct.Struct(f"{_NONCE_SIZE}s{_PROOF_SIZE}s")
+_HELLO = struct.Struct(f"<4sI{NONCE_BYTES}s")
+_CHALLENGE = struct.Struct(f"{NONCE_BYTES}s{PROOF_BYTES}s")
 _GIVEN, _TAKEN, _UNPROVED = b"given", b"taken", b"unproved"
 _LONGEST = 256
 
@@ -176,15 +173,15 @@ class Admission:
         if len(hello) != _HELLO.size or not hello.startswith(_MAGIC):
             return False
         _, rank, nonce = _HELLO.unpack(hello)
-        own = os.urandom(_NONCE_SIZE)
+        own = os.urandom(NONCE_BYTES)
         visitor = _Visitor(rank, nonce + own)
-        connection.send(_CHALLENGE.pack(own, _proof(self._key, b"rank 0", rank, visitor.nonces)))
+        connection.send(_CHALLENGE.pack(own, _proof(self._key, "rank 0", rank, visitor.nonces)))
         self._challenged[connection] = visitor
         return True
 
     def _judge(self, connection: socket.socket, visitor: _Visitor, given: bytes, descriptor: int) -> bool:
         """Give the descriptor, or say why not; whether it was given."""
-        if not hmac.compare_digest(given, _proof(self._key, b"rank", visitor.rank, visitor.nonces)):
+        if not _is_proof(given, self._key, "rank", visitor.rank, visitor.nonces):
             self._refusals.warn(
                 "group %r: a process that says it is rank %s does not know the group's key: %s",
                 self._name,
@@ -254,19 +251,19 @@ def _receive(connection: socket.socket, key: bytes, rank: int, who: str, deadlin
     impostor = f"{who}: what answers in rank 0's place"
     if (user := peer_user(connection)) != os.geteuid():
         raise DistBackendError(f"{impostor} is a process of another user (number {user}), and not trusted")
-    nonce = os.urandom(_NONCE_SIZE)
+    nonce = os.urandom(NONCE_BYTES)
     connection.send(_HELLO.pack(_MAGIC, rank, nonce))
     answer, descriptors = _packet(connection, deadline)
     _close(descriptors)
     if len(answer) != _CHALLENGE.size:
         raise DistBackendError(f"{impostor} speaks another language: do all ranks run the same torchestra?")
-    theirs, proof = _CHALLENGE.unpack(answer)
+    theirs, proved = _CHALLENGE.unpack(answer)
     nonces = nonce + theirs
-    if not hmac.compare_digest(proof, _proof(key, b"rank 0", rank, nonces)):
+    if not _is_proof(proved, key, "rank 0", rank, nonces):
         raise DistBackendError(
             f"{impostor} does not know this rank's secret, and is not trusted; {SECRET_ADVICE}"
         )
-    connection.send(_proof(key, b"rank", rank, nonces))
+    connection.send(_proof(key, "rank", rank, nonces))
     verdict, descriptors = _packet(connection, deadline)
     if verdict == _GIVEN and len(descriptors) == 1:
         return descriptors[0]
@@ -325,8 +322,12 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def _key(token: str, secret: bytes | None) -> bytes:
-    return hmac.new(secret or b"", b"torchestra arena " + token.encode(), hashlib.sha256).digest()
+    return proof(secret or b"", "arena", token.encode())
 
 
-def _proof(key: bytes, side: bytes, rank: int, nonces: bytes) -> bytes:
-    return hmac.new(key, side + struct.pack("<I", rank) + nonces, hashlib.sha256).digest()
+def _is_proof(given: bytes, key: bytes, side: str, rank: int, nonces: bytes) -> bool:
+    return is_proof(given, key, side, struct.pack("<I", rank), nonces)
+
+
+def _proof(key: bytes, side: str, rank: int, nonces: bytes) -> bytes:
+    return proof(key, side, struct.pack("<I", rank), nonces)

@@ -47,7 +47,7 @@ from torchestra.engine.recorder.callsites import call_site
 from torchestra.engine.recorder.flight_record import read_flight_record
 from torchestra.errors import DistError, InvalidArgumentError, RankFailedError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
-from torchestra.store.proven import UnprovenValueError
+from torchestra.store.authenticated_values import UnauthenticatedValueError
 from torchestra.store.rate_limited import RateLimitedWarnings
 
 __all__ = ["HEARTBEAT_VARIABLE", "FailureDetector", "HeartbeatMonitor", "heartbeat_bound"]
@@ -378,7 +378,7 @@ class HeartbeatMonitor(FailureDetector):
         heard = time.monotonic()
         try:
             self._take_news(json.loads(self._store.get(key)), seen + 1, heard)
-        except (UnprovenValueError, *_UNREADABLE) as error:
+        except (UnauthenticatedValueError, *_UNREADABLE) as error:
             warnings.warn("host %s dropped news that nobody can have told: %r", self.host, error)
         return seen + 1
 

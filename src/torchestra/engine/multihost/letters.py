@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from torchestra.errors import DistError, StoreTimeoutError
 from torchestra.store import Store
-from torchestra.store.proven import UnprovenValueError
+from torchestra.store.authenticated_values import UnauthenticatedValueError
 from torchestra.store.rate_limited import RateLimitedWarnings
 
 __all__ = [
@@ -275,7 +275,7 @@ class Postman:
         self._reading.wait([key], seconds)
         try:
             letter = self._reading.get(key)
-        except UnprovenValueError:
+        except UnauthenticatedValueError:
             letter = b""
         with contextlib.suppress(NotImplementedError):
             self._reading.delete_key(key)

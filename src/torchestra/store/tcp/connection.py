@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import select
 import socket
@@ -16,8 +15,6 @@ from torchestra.store.tcp.address import Address, dial, wait_ready
 from torchestra.store.tcp.locality import CLOSED, peer_user
 from torchestra.store.tcp.protocol import (
     HELLO_SIZE,
-    NONCE_SIZE,
-    PROOF_SIZE,
     REFUSAL,
     VERSION,
     AuthMethod,
@@ -26,8 +23,8 @@ from torchestra.store.tcp.protocol import (
     Hello,
     ProtocolError,
     encode,
-    proof,
 )
+from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES, is_proof, proof
 
 __all__ = ["Connection"]
 
@@ -92,7 +89,7 @@ class Connection:
 
     def _shake_hands(self, secret: bytes | None, deadline: float) -> None:
         method = AuthMethod.NONE if secret is None else AuthMethod.HMAC_SHA256
-        nonce = os.urandom(NONCE_SIZE)
+        nonce = os.urandom(NONCE_BYTES)
         self._send([Hello(method, nonce, own=self._own).encode(from_client=True)], deadline)
         theirs = self._server_hello(deadline)
         if theirs.version != VERSION:
@@ -112,10 +109,10 @@ class Connection:
         if secret is None:
             self._check_user()
             return
-        self._send([proof(secret, "client", nonce, theirs.nonce)], deadline)
+        self._send([proof(secret, "store client", nonce, theirs.nonce)], deadline)
         # A server that closes the connection here was too busy, not dissatisfied: it would have said so.
-        answer = self._take(PROOF_SIZE, deadline)
-        if hmac.compare_digest(answer, proof(secret, "server", nonce, theirs.nonce)):
+        answer = self._take(PROOF_BYTES, deadline)
+        if is_proof(answer, secret, "store server", nonce, theirs.nonce):
             return
         whose = "the server and this process have different secrets"
         if answer != REFUSAL:

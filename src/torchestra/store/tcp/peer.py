@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import hmac
 import os
 import socket
 from collections import deque
@@ -12,8 +11,6 @@ from collections.abc import Iterable
 from torchestra.store.table import Parked, Popper
 from torchestra.store.tcp.protocol import (
     HELLO_SIZE,
-    NONCE_SIZE,
-    PROOF_SIZE,
     REFUSAL,
     VERSION,
     AuthMethod,
@@ -22,8 +19,8 @@ from torchestra.store.tcp.protocol import (
     Hello,
     ProtocolError,
     RefusedError,
-    proof,
 )
+from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES, is_proof, proof
 
 __all__ = ["Peer", "Stage"]
 
@@ -146,7 +143,7 @@ class Peer:
     def _wanted(self) -> int:
         if self.stage is Stage.READY:
             return self._decoder.appetite(_CHUNK)
-        return (HELLO_SIZE if self.stage is Stage.HELLO else PROOF_SIZE) - len(self._decoder)
+        return (HELLO_SIZE if self.stage is Stage.HELLO else PROOF_BYTES) - len(self._decoder)
 
     def _greet(self) -> bool:
         if not Hello.plausible(self._decoder.start(), from_client=True):
@@ -160,7 +157,7 @@ class Peer:
             method = AuthMethod.OTHER_USER
         self._client_nonce = hello.nonce
         self.own = hello.own
-        self._nonce = os.urandom(NONCE_SIZE)
+        self._nonce = os.urandom(NONCE_BYTES)
         self.send([Hello(method, self._nonce).encode(from_client=False)])
         if hello.version != VERSION:
             raise ProtocolError("another version")
@@ -175,12 +172,12 @@ class Peer:
 
     def _verify(self) -> bool:
         assert self._secret is not None
-        answer = self._decoder.take(PROOF_SIZE)
+        answer = self._decoder.take(PROOF_BYTES)
         if answer is None:
             return False
-        if not hmac.compare_digest(answer, proof(self._secret, "client", self._client_nonce, self._nonce)):
+        if not is_proof(answer, self._secret, "store client", self._client_nonce, self._nonce):
             self.send([REFUSAL])
             raise RefusedError("it has another secret")
-        self.send([proof(self._secret, "server", self._client_nonce, self._nonce)])
+        self.send([proof(self._secret, "store server", self._client_nonce, self._nonce)])
         self.stage = Stage.READY
         return True

@@ -5,8 +5,8 @@ A connection begins with a handshake of fixed size::
     client  ->  b"tstr" version:u8 method:u8 own:u16  nonce:32 bytes
     server  ->  b"TSTR" version:u8 method:u8   0:u16  nonce:32 bytes
     if the server's method is HMAC:
-    client  ->  HMAC-SHA256(secret, "client" + both nonces)
-    server  ->  HMAC-SHA256(secret, "server" + both nonces)
+    client  ->  proof(secret, "store client", both nonces)      (system/authentication.py)
+    server  ->  proof(secret, "store server", both nonces)
 
 Each side proves that it knows the secret by answering the other's random challenge; the secret itself
 never travels, and a proof is good for one connection only. To a wrong proof the server answers with
@@ -32,18 +32,16 @@ about a length costs it nothing. Until the handshake is done only its fixed size
 from __future__ import annotations
 
 import enum
-import hashlib
-import hmac
 import struct
 from collections.abc import Sequence
 from typing import Union
+
+from torchestra.system.authentication import PROOF_BYTES
 
 __all__ = [
     "HELLO_SIZE",
     "MAX_FIELDS",
     "MAX_MESSAGE",
-    "NONCE_SIZE",
-    "PROOF_SIZE",
     "REFUSAL",
     "VERSION",
     "AuthMethod",
@@ -56,15 +54,12 @@ __all__ = [
     "Request",
     "encode",
     "number",
-    "proof",
 ]
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE = 1 << 30
 MAX_FIELDS = 1 << 20
-NONCE_SIZE = 32
-PROOF_SIZE = 32
-REFUSAL = bytes(PROOF_SIZE)
+REFUSAL = bytes(PROOF_BYTES)
 
 _HELLO = struct.Struct(">4sBBH32s")
 HELLO_SIZE = _HELLO.size
@@ -149,11 +144,6 @@ class Hello:
         """Whether an incomplete message can become a hello."""
         magic = _CLIENT_MAGIC if from_client else _SERVER_MAGIC
         return magic.startswith(bytes(start[: len(magic)]))
-
-
-def proof(secret: bytes, side: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """What ``side`` ("client" or "server") answers to show that it knows the secret."""
-    return hmac.new(secret, side.encode() + client_nonce + server_nonce, hashlib.sha256).digest()
 
 
 def encode(code: int, fields: Sequence[bytes]) -> list[Buffer]:

@@ -7,28 +7,28 @@ reaches the store can still take away, repeat or put in another order what other
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import struct
 
 from torchestra.errors import DistStoreError
+from torchestra.system.authentication import is_proof, proof
 
-__all__ = ["UnprovenValueError", "is_proven", "open_pieces", "prove"]
+__all__ = ["UnauthenticatedValueError", "is_authenticated", "open_pieces", "prove"]
 
 _MAGIC = b"\0torchestra\0"
 _HEAD = struct.Struct("<Q32s")
+_PURPOSE = "store value"
 
 
-class UnprovenValueError(DistStoreError):
+class UnauthenticatedValueError(DistStoreError):
     """A value in a store was put there by somebody who does not know the job's secret."""
 
 
 def prove(secret: bytes, key: str, content: bytes) -> bytes:
     """A piece of the value of a key, with its proof."""
-    return _MAGIC + _HEAD.pack(len(content), _proof(secret, key, content)) + content
+    return _MAGIC + _HEAD.pack(len(content), proof(secret, _PURPOSE, key.encode(), content)) + content
 
 
-def is_proven(value: bytes) -> bool:
+def is_authenticated(value: bytes) -> bool:
     """Whether a value bears a proof, right or wrong."""
     return value.startswith(_MAGIC)
 
@@ -42,15 +42,10 @@ def open_pieces(secret: bytes, key: str, value: bytes) -> bytes | None:
     while start < len(value):
         if not value.startswith(_MAGIC, start) or len(value) < start + head:
             return None
-        length, proof = _HEAD.unpack_from(value, start + len(_MAGIC))
+        length, given = _HEAD.unpack_from(value, start + len(_MAGIC))
         content = value[start + head : start + head + length]
-        if not hmac.compare_digest(proof, _proof(secret, key, content)):
+        if not is_proof(given, secret, _PURPOSE, key.encode(), content):
             return None
         found.append(content)
         start += head + length
     return b"".join(found) if found else None
-
-
-def _proof(secret: bytes, key: str, content: bytes) -> bytes:
-    text = b"torchestra value\0%d\0" % len(key) + key.encode() + content
-    return hmac.new(secret, text, hashlib.sha256).digest()
