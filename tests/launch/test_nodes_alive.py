@@ -12,7 +12,7 @@ import pytest
 
 from torchestra.errors import DistNetworkError
 from torchestra.launcher import nodes as meeting
-from torchestra.launcher.nodes import Nodes, OtherFailure
+from torchestra.launcher.nodes import NodeFailure, Nodes
 from torchestra.store import HashStore
 from torchestra.system import deadline
 
@@ -79,4 +79,4 @@ def test_a_launcher_asks_again_before_it_takes_that_of_node_0_for_gone() -> None
     made._listen()
     assert os.read(made.news, 1), "who waits for news is told"
     made._end()
-    assert made.other == OtherFailure(0, 3, "a rank failed")
+    assert made.other == NodeFailure(0, 3, "a rank failed")

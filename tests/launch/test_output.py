@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from torchestra.launcher.output import Device, Source, colours_wanted, open_devices, prefix
+from torchestra.launcher.output import OutputSink, OutputSource, colours_wanted, open_sinks, prefix
 
 
 class Screen(io.StringIO):
@@ -18,10 +18,10 @@ class Screen(io.StringIO):
         return self._terminal
 
 
-def two_sources(terminal: bool = False) -> tuple[Screen, Source, Source]:
+def two_sources(terminal: bool = False) -> tuple[Screen, OutputSource, OutputSource]:
     screen = Screen(terminal)
-    device = Device(screen)
-    return screen, Source(device, b"[a] "), Source(device, b"[b] ")
+    sink = OutputSink(screen)
+    return screen, OutputSource(sink, b"[a] "), OutputSource(sink, b"[b] ")
 
 
 def test_lines_are_never_interleaved_however_they_arrive() -> None:
@@ -96,7 +96,7 @@ def test_bytes_that_are_no_text_pass() -> None:
 
 def test_one_rank_alone_is_passed_through_untouched() -> None:
     screen = Screen()
-    source = Source(Device(screen), prefix(0, 1, coloured=True))
+    source = OutputSource(OutputSink(screen), prefix(0, 1, coloured=True))
     source.feed(b"\r10%\rno line end", 0.0)
     assert screen.getvalue() == "\r10%\rno line end"
 
@@ -110,10 +110,10 @@ def test_prefixes_align() -> None:
 
 def test_one_place_of_output_is_one_device(tmp_path) -> None:
     with open(tmp_path / "log", "w") as out, open(tmp_path / "log", "w") as same:
-        first, second = open_devices(out, same)
+        first, second = open_sinks(out, same)
     assert first is second
     with open(tmp_path / "log", "w") as out, open(tmp_path / "other", "w") as other:
-        first, second = open_devices(out, other)
+        first, second = open_sinks(out, other)
     assert first is not second
 
 

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from torchestra.launcher.blame import Fault, cause_of
 from torchestra.launcher.command import failures_argument
+from torchestra.launcher.root_cause import FailedRank, root_cause
 from torchestra.launcher.spec import Failure
 
 
@@ -84,12 +84,14 @@ def test_a_job_of_which_no_rank_ends_well_has_failed(survive, nothing_left) -> N
 
 
 def test_of_several_failures_the_first_not_survived_is_the_cause() -> None:
-    killed = Fault(2, -signal.SIGKILL, 1.0)
-    followed = Fault(0, 1, 0.9, Failure(0.9, 1, "RankFailedError", "", consequence=True))
-    raised = Fault(1, 1, 2.0)
-    assert cause_of([followed, killed], survived=1) == followed, "the program did not survive what it should"
-    assert cause_of([followed, raised, killed], survived=1) == raised
-    assert cause_of([killed], survived=1) is None
+    killed = FailedRank(2, -signal.SIGKILL, 1.0)
+    followed = FailedRank(0, 1, 0.9, Failure(0.9, 1, "RankFailedError", "", consequence=True))
+    raised = FailedRank(1, 1, 2.0)
+    assert root_cause([followed, killed], survived=1) == followed, (
+        "the program did not survive what it should"
+    )
+    assert root_cause([followed, raised, killed], survived=1) == raised
+    assert root_cause([killed], survived=1) is None
 
 
 def test_the_number_of_failures_must_be_one(capsys) -> None:

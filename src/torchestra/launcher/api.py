@@ -13,15 +13,15 @@ from typing import Any, Literal, TypeVar
 from torchestra.arguments.annotations import checked
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.launcher.cores import usable_cores
-from torchestra.launcher.forks import Forks
+from torchestra.launcher.fork_backend import ForkBackend
+from torchestra.launcher.fork_server_client import ForkServerClient
 from torchestra.launcher.job import SETTLE_S, Job
+from torchestra.launcher.launched_job import LaunchedJob, RemoteTraceback
 from torchestra.launcher.on_ray.options import RayOptions
-from torchestra.launcher.outcome import LaunchedJob, RemoteTraceback
-from torchestra.launcher.output import open_devices
+from torchestra.launcher.output import open_sinks
 from torchestra.launcher.pickling import dump_call
+from torchestra.launcher.port_reservation import PortReservation, with_threads_per_rank
 from torchestra.launcher.spec import JobSpec
-from torchestra.launcher.surroundings import MeetingPoint, with_threads_per_rank
-from torchestra.launcher.warm import WarmServer
 from torchestra.types import Timeout, timeout_seconds
 
 __all__ = ["RemoteTraceback", "launch", "launched"]
@@ -144,16 +144,16 @@ def launched(
         settle: for how many seconds the others may go on when a rank has failed, to fail as well or to end.
     """
     target = dump_call(fn, args)
-    meeting = MeetingPoint()
+    ports = PortReservation()
     spec = JobSpec(
         nproc=nproc,
         target=target,
-        environment=meeting.environment({**os.environ, **env}, nproc),
+        environment=ports.environment({**os.environ, **env}, nproc),
         directory=os.getcwd(),
         search_path=tuple(sys.path),
     )
     server = _servers.take(nproc)
-    job = Job(Forks(server, meeting), spec, open_devices(sys.stdout, sys.stderr), settle=settle)
+    job = Job(ForkBackend(server, ports), spec, open_sinks(sys.stdout, sys.stderr), settle=settle)
     outcome = LaunchedJob(job, timeout)
     with contextlib.closing(job):
         try:
@@ -170,10 +170,10 @@ class _Servers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[WarmServer] = []
+        self._idle: list[ForkServerClient] = []
         self._hooked = False
 
-    def take(self, nproc: int) -> WarmServer:
+    def take(self, nproc: int) -> ForkServerClient:
         """A server of the caller's own: one that is warm already, or one just started."""
         with self._lock:
             while self._idle:
@@ -185,9 +185,9 @@ class _Servers:
                 self._hooked = True
                 atexit.register(self.close)
                 os.register_at_fork(after_in_child=self._forget)
-        return WarmServer.spawned(with_threads_per_rank(os.environ, nproc))
+        return ForkServerClient.spawned(with_threads_per_rank(os.environ, nproc))
 
-    def give_back(self, server: WarmServer) -> None:
+    def give_back(self, server: ForkServerClient) -> None:
         """Keep a server for the next launch; end it if it never got warm."""
         if not server.warm:
             server.close()

@@ -11,26 +11,26 @@ from functools import partial
 
 from torchestra.engine.memory.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
-from torchestra.launcher.blame import Fault
 from torchestra.launcher.cores import usable_cores
-from torchestra.launcher.forks import Forks
-from torchestra.launcher.job import AFTER_FAILURE, Job
-from torchestra.launcher.nodes import Nodes
-from torchestra.launcher.on_ray.arguments import add_ray_arguments, ray_arguments_given
-from torchestra.launcher.output import Device, colours_wanted, open_devices
-from torchestra.launcher.recorder import Recorder
-from torchestra.launcher.report import (
+from torchestra.launcher.failure_report import (
     failure_abroad,
     failure_report,
     survived_report,
     survivors_report,
     tracebacks_report,
 )
+from torchestra.launcher.flight_dumps import FlightDumps
+from torchestra.launcher.fork_backend import ForkBackend
+from torchestra.launcher.fork_server_client import ForkServerClient
+from torchestra.launcher.job import AFTER_FAILURE, Job
+from torchestra.launcher.nodes import Nodes
+from torchestra.launcher.on_ray.arguments import add_ray_arguments, ray_arguments_given
+from torchestra.launcher.output import OutputSink, colours_wanted, open_sinks
+from torchestra.launcher.port_reservation import PortReservation
+from torchestra.launcher.root_cause import FailedRank
 from torchestra.launcher.signals import ENDING, fill_standard_files, run_job
 from torchestra.launcher.spec import JobSpec, Script
 from torchestra.launcher.stdin import StandardInput
-from torchestra.launcher.surroundings import MeetingPoint
-from torchestra.launcher.warm import WarmServer
 
 __all__ = ["add_arguments", "main", "ranks_argument"]
 
@@ -161,20 +161,20 @@ def _contradiction(options: argparse.Namespace) -> str | None:
 
 
 def _run_here(options: argparse.Namespace, nproc: int) -> int:
-    meeting = MeetingPoint("" if options.nnodes > 1 else "127.0.0.1")
-    environment = meeting.environment(os.environ, nproc)
+    ports = PortReservation("" if options.nnodes > 1 else "127.0.0.1")
+    environment = ports.environment(os.environ, nproc)
     # Before torch is imported, so that every library it brings reads the same number.
     os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
     if options.record is not None:
         environment[RECORD_VARIABLE] = os.path.abspath(options.record)
-    server = WarmServer.forked()
+    server = ForkServerClient.forked()
     nodes = None
     if options.nnodes > 1:
         try:
-            nodes = Nodes(options.nnodes, options.node_rank, options.rendezvous, nproc, meeting.master_port)
+            nodes = Nodes(options.nnodes, options.node_rank, options.rendezvous, nproc, ports.master_port)
         except (DistError, KeyboardInterrupt) as error:
             server.close()
-            meeting.close()
+            ports.close()
             interrupted = isinstance(error, KeyboardInterrupt)
             why = "interrupted before all launchers had come" if interrupted else error
             print(f"torchestra run: {why}", file=sys.stderr)
@@ -189,11 +189,11 @@ def _run_here(options: argparse.Namespace, nproc: int) -> int:
         world_size=nodes.world_size if nodes else None,
     )
     stdin = StandardInput()
-    devices = open_devices(sys.stdout, sys.stderr)
-    job = Job(Forks(server, meeting, stdin.for_rank), spec, devices, options.max_failures)
-    job.when_survived = partial(_go_on, job, nodes, devices[1], options.max_failures)
-    recorder = Recorder(environment.get(RECORD_VARIABLE))
-    job.when_stopped = lambda: recorder.hold(job.pids)
+    sinks = open_sinks(sys.stdout, sys.stderr)
+    job = Job(ForkBackend(server, ports, stdin.for_rank), spec, sinks, options.max_failures)
+    job.when_survived = partial(_go_on, job, nodes, sinks[1], options.max_failures)
+    dumps = FlightDumps(environment.get(RECORD_VARIABLE))
+    job.when_stopped = lambda: dumps.hold(job.pids)
     stdin.relay(job)
     if nodes is not None:
         job.watch(nodes.news, partial(_hear, job, nodes))
@@ -203,7 +203,7 @@ def _run_here(options: argparse.Namespace, nproc: int) -> int:
     finally:
         server.close()
         job.close()
-        recorder.write()
+        dumps.write()
         if nodes is not None:
             for signum in ENDING:  # the ranks are gone, and this may wait for hours
                 signal.signal(signum, signal.SIG_DFL)
@@ -212,11 +212,11 @@ def _run_here(options: argparse.Namespace, nproc: int) -> int:
     return conclude(job, received, nodes) if code is None else code
 
 
-def _go_on(job: Job, nodes: Nodes | None, screen: Device, max_failures: int, fault: Fault) -> None:
+def _go_on(job: Job, nodes: Nodes | None, screen: OutputSink, max_failures: int, failed: FailedRank) -> None:
     """A rank has failed, and those that are left on this host need not end for it."""
-    screen.say(survived_report(job, fault))
+    screen.say(survived_report(job, failed))
     if nodes is not None:
-        nodes.count_failure(fault, max_failures)
+        nodes.count_failure(failed, max_failures)
 
 
 def _hear(job: Job, nodes: Nodes) -> None:

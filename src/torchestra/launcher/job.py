@@ -1,13 +1,13 @@
 """One job, as the process that launched it sees it: start the ranks, show what they print, end them.
 
-Where the ranks are is the affair of its crew (:mod:`.crew`): forked on this host (:mod:`.forks`), or on the
-nodes of a Ray cluster (:mod:`.on_ray`). Everything happens in one thread around one ``select``: words of the
-crew and of the ranks, output, deadlines. A job ends when every rank has ended, by itself or because
+Its launch backend (:mod:`.backend`) knows where the ranks are: forked on this host (:mod:`.fork_backend`), or
+on the nodes of a Ray cluster (:mod:`.on_ray`). Everything happens in one thread, in one event loop: messages
+of the backend and of the ranks, output, deadlines. A job ends when every rank has ended, by itself or because
 :meth:`Job.stop` saw to it.
 
 The first failure stops the job (or the first that is one too many, where some are to be survived), after a
 moment in which failures may still come in: of ranks that fail nearly together, the one to blame is often not
-the first to be heard of (see :mod:`.blame`).
+the first to be heard of (see :mod:`.root_cause`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import BinaryIO
 
-from torchestra.launcher.blame import Fault, cause_of
-from torchestra.launcher.crew import Crew, Employer
-from torchestra.launcher.output import Device, Source, colours_wanted, prefix
+from torchestra.launcher.backend import JobListener, LaunchBackend
+from torchestra.launcher.output import OutputSink, OutputSource, colours_wanted, prefix
+from torchestra.launcher.root_cause import FailedRank, root_cause
 from torchestra.launcher.spec import Call, Ended, Failure, JobSpec
 
 __all__ = ["AFTER_FAILURE", "SETTLE_S", "Job", "RankState", "StopPlan"]
@@ -60,22 +60,22 @@ class RankState:
         self.result: BinaryIO | None = None
         self.ended: Ended | None = None
 
-    def fault(self, must_return: bool) -> Fault | None:
+    def failed_rank(self, must_return: bool) -> FailedRank | None:
         """How the rank failed, if it has. One that ``must_return`` fails also by ending without a result."""
         if self.failure is not None:
-            return Fault(self.rank, self.failure.exit_code, self.failure.time, self.failure)
+            return FailedRank(self.rank, self.failure.exit_code, self.failure.time, self.failure)
         if self.ended is not None and (self.ended.exit_code != 0 or (must_return and self.result is None)):
-            return Fault(self.rank, self.ended.exit_code, self.ended.time)
+            return FailedRank(self.rank, self.ended.exit_code, self.ended.time)
         return None
 
 
-class Job(Employer):
+class Job(JobListener):
     """The ranks of one job.
 
     Args:
-        crew: where its ranks will be.
+        backend: where its ranks will be.
         spec: what they run.
-        devices: where their standard output and standard error are shown.
+        sinks: where their standard output and standard error are shown.
         max_failures: how many ranks may fail without ending the job; one at least must end well, here or
             on another host.
         settle: for how many seconds after a failure others are waited for.
@@ -92,29 +92,29 @@ class Job(Employer):
 
     def __init__(
         self,
-        crew: Crew,
+        backend: LaunchBackend,
         spec: JobSpec,
-        devices: tuple[Device, Device],
+        sinks: tuple[OutputSink, OutputSink],
         max_failures: int = 0,
         settle: float = SETTLE_S,
     ) -> None:
         self.ranks: list[RankState] = []
         self.spec = spec
         self.first_rank = spec.first_rank
-        self.cause: Fault | None = None
-        self.survived: list[Fault] = []
+        self.cause: FailedRank | None = None
+        self.survived: list[FailedRank] = []
         self.when_stopped: Callable[[], None] = lambda: None
-        self.when_survived: Callable[[Fault], None] = lambda _: None
+        self.when_survived: Callable[[FailedRank], None] = lambda _: None
         self._max_failures = min(max_failures, (spec.world_size or spec.nproc) - 1)
         self._settle = settle
-        self._crew = crew
-        self._devices = devices
+        self._backend = backend
+        self._sinks = sinks
         self._must_return = isinstance(spec.target, Call)
         self._alive = spec.nproc
-        self._fault_seen = False
+        self._failure_seen = False
         self._stop_time: float | None = None
         self._alarms: list[tuple[float, Callable[[], None]]] = []
-        self._sources: list[tuple[Source, Source]] = []  # of each rank
+        self._sources: list[tuple[OutputSource, OutputSource]] = []  # of each rank
         self._selector = selectors.DefaultSelector()
 
     def watch(self, file: int | socket.socket, when_readable: Callable[[], object]) -> None:
@@ -149,10 +149,10 @@ class Job(Employer):
         """Start the ranks; return when all have ended and all that they printed is shown.
 
         Raises:
-            DistError: the crew is lost, and the ranks with it.
+            DistError: the backend is lost, and the ranks with it.
             BrokenPipeError: nobody reads this process's output any more; the ranks still run.
         """
-        self._crew.start(self)
+        self._backend.start(self)
         self.wait()
 
     def wait(self, until: float = math.inf) -> None:
@@ -161,11 +161,11 @@ class Job(Employer):
             for key, _ in self._selector.select(self._time_to_next(until)):
                 key.data()
             self._do_what_is_due()
-        self._crew.drain()
+        self._backend.drain()
         for source in self._all_sources():
             source.show_unfinished()
-        for device in self._devices:
-            device.end_line()
+        for sink in self._sinks:
+            sink.end_line()
         self.cause = self.cause or self._cause_so_far()
 
     def stop(self, plan: StopPlan) -> None:
@@ -189,26 +189,26 @@ class Job(Employer):
     def signal(self, signum: signal.Signals, final: bool = True) -> None:
         """Signal the ranks (see :class:`~torchestra.launcher.spec.SignalRanks`)."""
         if self.ranks:
-            self._crew.signal(signum, final)
+            self._backend.signal(signum, final)
 
     def close(self) -> None:
-        """Close what this job opened in this process. The ranks are gone, or their crew is about to be."""
+        """Close what this job opened in this process. The ranks are gone, or their backend is about to be."""
         self._selector.close()
-        self._crew.close()
+        self._backend.close()
         for state in self.ranks:
             if state.result is not None:
                 state.result.close()
 
-    # What the crew says: see Employer
+    # What the backend says: see JobListener
 
     def begun(self) -> None:
-        coloured = [colours_wanted(device.terminal) for device in self._devices]
+        coloured = [colours_wanted(sink.terminal) for sink in self._sinks]
         size = self.spec.world_size or self.spec.nproc
         for rank in range(self.spec.nproc):
             self.ranks.append(RankState(rank))
             out, err = (
-                Source(device, prefix(self.first_rank + rank, size, colour))
-                for device, colour in zip(self._devices, coloured, strict=True)
+                OutputSource(sink, prefix(self.first_rank + rank, size, colour))
+                for sink, colour in zip(self._sinks, coloured, strict=True)
             )
             self._sources.append((out, err))
 
@@ -224,7 +224,7 @@ class Job(Employer):
 
     def failed(self, rank: int, failure: Failure) -> None:
         self.ranks[rank].failure = failure
-        self._note_fault(self.ranks[rank])
+        self._note_failed_rank(self.ranks[rank])
 
     def returned(self, rank: int, result: BinaryIO) -> None:
         self.ranks[rank].result = result
@@ -233,7 +233,7 @@ class Job(Employer):
         state = self.ranks[end.rank]
         state.ended = end
         self._alive -= 1
-        self._note_fault(state)
+        self._note_failed_rank(state)
         self._note_survived(state)
 
     def lost(self) -> None:
@@ -241,27 +241,29 @@ class Job(Employer):
 
     # Faults
 
-    def _note_fault(self, state: RankState) -> None:
-        self._fault_seen = self._fault_seen or state.fault(self._must_return) is not None
+    def _note_failed_rank(self, state: RankState) -> None:
+        self._failure_seen = self._failure_seen or state.failed_rank(self._must_return) is not None
 
     def _note_survived(self, state: RankState) -> None:
         """A rank has ended: if it has failed and the others go on, say so."""
-        fault = state.fault(self._must_return)
-        if fault is not None and not self.stopping and self._cause_so_far() is None:
-            self.survived.append(fault)
-            self.when_survived(fault)
+        failed = state.failed_rank(self._must_return)
+        if failed is not None and not self.stopping and self._cause_so_far() is None:
+            self.survived.append(failed)
+            self.when_survived(failed)
 
-    def _cause_so_far(self) -> Fault | None:
-        """The fault the others followed from, of the ranks that did not fail for being stopped."""
+    def _cause_so_far(self) -> FailedRank | None:
+        """The failed rank that the others followed from, of the ranks that did not fail for being stopped."""
         until = self._stop_time or math.inf
-        faults = [fault for state in self.ranks if (fault := state.fault(self._must_return)) is not None]
-        return cause_of([fault for fault in faults if fault.time <= until], self._max_failures)
+        failed_ranks = [
+            failed for state in self.ranks if (failed := state.failed_rank(self._must_return)) is not None
+        ]
+        return root_cause([failed for failed in failed_ranks if failed.time <= until], self._max_failures)
 
     # Time
 
     def _stop_due(self) -> float | None:
         """When the first failure shall stop the job, if there is one."""
-        if not self._fault_seen or self.stopping:
+        if not self._failure_seen or self.stopping:
             return None
         cause = self._cause_so_far()
         if cause is None:
@@ -290,5 +292,5 @@ class Job(Employer):
             if wake_at is not None and wake_at <= now:
                 source.show_unfinished()
 
-    def _all_sources(self) -> Iterator[Source]:
+    def _all_sources(self) -> Iterator[OutputSource]:
         return itertools.chain.from_iterable(self._sources)

@@ -29,14 +29,14 @@ from typing import Any, NamedTuple
 
 import torchestra
 from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError, StoreTimeoutError
-from torchestra.launcher.blame import Fault
+from torchestra.launcher.root_cause import FailedRank
 from torchestra.store import PrefixStore, Store, TCPStore, TCPStoreServer
 from torchestra.store.base import nap
 from torchestra.store.process import ProcessIdentity
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
 from torchestra.system.deadline import RunningClock
 
-__all__ = ["Nodes", "OtherFailure", "parse_rendezvous"]
+__all__ = ["NodeFailure", "Nodes", "parse_rendezvous"]
 
 _MEET_SECONDS = 600.0
 _OWN_SECONDS = 30.0
@@ -49,7 +49,7 @@ _REST_SECONDS = 0.2
 _LONGEST_LOOK = 1.0
 
 
-class OtherFailure(NamedTuple):
+class NodeFailure(NamedTuple):
     """The failure of another node, for which this one ends.
 
     Attributes:
@@ -104,8 +104,8 @@ class Nodes:
         self.node, self.nnodes = node, nnodes
         self._host, self._port = parse_rendezvous(rendezvous)
         self._server = TCPStoreServer(self._host, self._port) if node == 0 else None
-        self.other: OtherFailure | None = None
-        self.one_too_many: Fault | None = None
+        self.other: NodeFailure | None = None
+        self.one_too_many: FailedRank | None = None
         self._counting: list[threading.Thread] = []
         self._reader, self._writer = os.pipe()
         # Held to write into the pipe or to close it, which different threads do.
@@ -226,25 +226,25 @@ class Nodes:
             with contextlib.suppress(DistError, OSError):
                 self._store.compare_set("failed", "", json.dumps([self.node, code, why]))
 
-    def count_failure(self, fault: Fault, most: int) -> None:
+    def count_failure(self, failed: FailedRank, most: int) -> None:
         """Count a failure here among those of all nodes; :attr:`news` tells if it was one too many.
 
         The store may be slow or gone, and who calls this has ranks to look after: so it is asked on a thread.
 
         Args:
-            fault: the failure.
+            failed: the failure.
             most: how many the job may survive; one rank at least must end well.
         """
         thread = threading.Thread(
-            target=self._count, args=(fault, most), name="torchestra-failures", daemon=True
+            target=self._count, args=(failed, most), name="torchestra-failures", daemon=True
         )
         self._counting.append(thread)
         thread.start()
 
-    def _count(self, fault: Fault, most: int) -> None:
+    def _count(self, failed: FailedRank, most: int) -> None:
         with contextlib.suppress(DistError, OSError):
             if self._store.add("failures", 1) > min(most, self.world_size - 1):
-                self.one_too_many = fault
+                self.one_too_many = failed
                 self._wake()
 
     def finish_counting(self) -> None:
@@ -286,7 +286,7 @@ class Nodes:
         if self.other is None and self._store.check(["failed"]):
             node, code, why = json.loads(self._store.get("failed"))
             if node != self.node:
-                self.other = OtherFailure(node, code, why)
+                self.other = NodeFailure(node, code, why)
 
     def _listen(self) -> None:
         """Say that this launcher lives, and hear whether another node has failed."""
@@ -310,7 +310,7 @@ class Nodes:
                     continue
                 node, code, why = 0, 1, f"its launcher at {self._host} has ended, or is not reached ({error})"
             if node != self.node:
-                self.other = OtherFailure(node, code, why)
+                self.other = NodeFailure(node, code, why)
                 self._wake()
             return
 

@@ -13,7 +13,7 @@ import codecs
 import os
 from typing import Protocol, TextIO
 
-__all__ = ["Device", "Source", "colours_wanted", "open_devices", "prefix"]
+__all__ = ["OutputSink", "OutputSource", "colours_wanted", "open_sinks", "prefix"]
 
 _SILENCE_S = 0.2
 _PATIENCE_S = 0.5
@@ -41,12 +41,12 @@ class _AsText:
         return self._stream.flush()
 
 
-class Device:
+class OutputSink:
     """One place that output goes to, and which source has left its line unfinished there."""
 
     def __init__(self, stream: TextIO) -> None:
         self.terminal = stream.isatty()
-        self.open_line: Source | None = None
+        self.open_line: OutputSource | None = None
         self._out: _Writable = getattr(stream, "buffer", None) or _AsText(stream)
 
     def write(self, data: bytes) -> None:
@@ -70,15 +70,15 @@ class Device:
             self.write(b"\n")
 
 
-def open_devices(stdout: TextIO, stderr: TextIO) -> tuple[Device, Device]:
-    """The devices of two streams: the same one where both lead to the same terminal or file."""
-    out = Device(stdout)
+def open_sinks(stdout: TextIO, stderr: TextIO) -> tuple[OutputSink, OutputSink]:
+    """The sinks of two streams: the same one where both lead to the same terminal or file."""
+    out = OutputSink(stdout)
     stdout.flush()
     try:
         same = os.path.sameopenfile(stdout.fileno(), stderr.fileno())
     except (OSError, ValueError):
         same = stdout is stderr
-    return (out, out) if same else (out, Device(stderr))
+    return (out, out) if same else (out, OutputSink(stderr))
 
 
 def colours_wanted(terminal: bool) -> bool:
@@ -98,11 +98,11 @@ def prefix(rank: int, nproc: int, coloured: bool) -> bytes:
     return label.encode() + b" "
 
 
-class Source:
-    """One output stream of one rank on its way to a device."""
+class OutputSource:
+    """One output stream of one rank on its way to a sink."""
 
-    def __init__(self, device: Device, prefix: bytes) -> None:
-        self._device = device
+    def __init__(self, sink: OutputSink, prefix: bytes) -> None:
+        self._sink = sink
         self._prefix = prefix
         self._pending = b""
         self._pending_since = 0.0
@@ -111,7 +111,7 @@ class Source:
     def feed(self, data: bytes, now: float) -> None:
         """Take what the rank wrote; show every line that is now whole."""
         if not self._prefix:
-            self._device.write(data)
+            self._sink.write(data)
             return
         *lines, rest = (self._pending + data).split(b"\n")
         if lines or not self._pending:
@@ -119,7 +119,7 @@ class Source:
         self._last_heard = now
         self._pending = rest
         if lines:
-            self._device.write(b"".join(self._compose(line.rstrip(b"\r"), b"\n") for line in lines))
+            self._sink.write(b"".join(self._compose(line.rstrip(b"\r"), b"\n") for line in lines))
         if len(rest) > _LONGEST_LINE:
             self.show_unfinished()
 
@@ -134,14 +134,14 @@ class Source:
         text = self._pending.rstrip(b"\r")
         if text:
             self._pending = self._pending[len(text) :][:1]
-            self._device.write(self._compose(text, b""))
+            self._sink.write(self._compose(text, b""))
 
     def _compose(self, text: bytes, ending: bytes) -> bytes:
-        """The bytes that show ``text`` (of one line) wherever the device's last line stands."""
+        """The bytes that show ``text`` (of one line) wherever the sink's last line stands."""
         _, redraw, last = text.rpartition(b"\r")
-        open_line, self._device.open_line = self._device.open_line, None if ending else self
+        open_line, self._sink.open_line = self._sink.open_line, None if ending else self
         if open_line is self and not redraw:
             return last + ending
-        if open_line is self and self._device.terminal:
+        if open_line is self and self._sink.terminal:
             return b"\r" + _ERASE_TO_END + self._prefix + last + ending
         return (b"\n" if open_line is not None else b"") + self._prefix + last + ending

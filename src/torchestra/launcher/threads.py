@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torchestra.errors import LaunchTimeoutError, RankError
-from torchestra.launcher.blame import Fault, cause_of, failure_of
-from torchestra.launcher.report import ranks_phrase
+from torchestra.launcher.failure_report import ranks_phrase
+from torchestra.launcher.root_cause import FailedRank, failure_from, root_cause
 from torchestra.launcher.spec import Failure
 from torchestra.store import HashStore, Store
 from torchestra.world.registry import thread_rank
@@ -62,12 +62,12 @@ class _Rank:
         """Before the rank's groups are destroyed, so that its peers' errors come later."""
         if self.failure is None:
             with self._told:
-                self.error, self.failure = error, failure_of(error)
+                self.error, self.failure = error, failure_from(error)
                 self._told.notify_all()
 
-    def fault(self) -> Fault | None:
+    def failed_rank(self) -> FailedRank | None:
         """How the rank failed, if it has."""
-        return None if self.failure is None else Fault(self.rank, 1, self.failure.time, self.failure)
+        return None if self.failure is None else FailedRank(self.rank, 1, self.failure.time, self.failure)
 
     def stack(self) -> str:
         """Where the rank is just now."""
@@ -91,7 +91,7 @@ def launch_threads(fn: Callable[..., T], nproc: int, args: tuple[Any, ...], time
         in_time = told.wait_for(lambda: _all_done(ranks) or _any_failed(ranks), timeout)
         if _any_failed(ranks):
             told.wait_for(lambda: _all_done(ranks), _PEERS_GRACE_S)
-    cause = cause_of([fault for rank in ranks if (fault := rank.fault()) is not None])
+    cause = root_cause([failed for rank in ranks if (failed := rank.failed_rank()) is not None])
     if cause is not None:
         assert cause.failure is not None
         message = f"rank {cause.rank} of {nproc} failed: {cause.failure.summary.splitlines()[0]}"

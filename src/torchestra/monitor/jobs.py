@@ -17,7 +17,7 @@ from torchestra.engine.failure.liveness import process_start
 from torchestra.engine.memory.foreign import ForeignArena
 from torchestra.engine.memory.mapping import close
 from torchestra.errors import DistBackendError, InvalidArgumentError
-from torchestra.monitor.finding import PROC, open_arenas
+from torchestra.launcher.open_arenas import PROC, open_arenas
 
 __all__ = ["Group", "Job", "choose_job", "find_jobs"]
 

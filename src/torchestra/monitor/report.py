@@ -16,7 +16,7 @@ from torchestra.engine.recorder.flight_record import read_flight_record
 from torchestra.engine.recorder.trace import merged, trace_of, write_trace
 from torchestra.errors import InvalidArgumentError
 from torchestra.monitor.jobs import choose_job
-from torchestra.monitor.viewer import write_page
+from torchestra.monitor.trace_page import write_page
 
 __all__ = ["add_arguments", "main"]
 

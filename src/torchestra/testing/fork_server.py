@@ -26,8 +26,8 @@ import pytest
 import torch
 
 from torchestra.engine import warm_up
-from torchestra.testing.as_rank import run_item
-from torchestra.testing.request import Request
+from torchestra.testing.item_runner import run_item
+from torchestra.testing.messages import ItemRequest
 
 __all__ = ["serve"]
 
@@ -55,7 +55,7 @@ def serve(connection: Connection, items: Mapping[str, pytest.Function]) -> None:
 
 
 def _run_world(
-    connection: Connection, items: Mapping[str, pytest.Function], request: Request, idle: list[_Worker]
+    connection: Connection, items: Mapping[str, pytest.Function], request: ItemRequest, idle: list[_Worker]
 ) -> None:
     running: dict[Connection, tuple[int, _Worker]] = {}
     for rank in range(request.size):
@@ -96,7 +96,7 @@ def _run_world(
         os.waitpid(worker.pid, 0)
 
 
-def _sent(worker: _Worker, rank: int, request: Request) -> _Worker | None:
+def _sent(worker: _Worker, rank: int, request: ItemRequest) -> _Worker | None:
     """Let a worker be a rank of a world; None if it has died while it was idle."""
     try:
         worker.connection.send((rank, request))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from torchestra.testing.pool import RankPool
+    from torchestra.testing.rank_pool import RankPool
 
 if TYPE_CHECKING:
     pass
@@ -144,7 +144,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     items = {item.nodeid: item for item in session.items if isinstance(item, pytest.Function)}
     wanted = (spec_of(item) for item in items.values())
     if not session.config.option.collectonly and any(spec and spec.kind == "processes" for spec in wanted):
-        from torchestra.testing.pool import RankPool
+        from torchestra.testing.rank_pool import RankPool
 
         # Made here once, or every rank that wants a temporary directory would make it.
         factory: Any = getattr(session.config, "_tmp_path_factory", None)
@@ -211,11 +211,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
     if spec is None:
         return None
     if spec.kind == "threads":
-        from torchestra.testing.on_threads import run_on_threads
+        from torchestra.testing.thread_items import run_on_threads
 
         run_on_threads(pyfuncitem, spec)
     else:
-        from torchestra.testing.on_processes import run_on_processes
+        from torchestra.testing.process_items import run_on_processes
 
         run_on_processes(pyfuncitem, spec, pyfuncitem.config.stash[_POOL])
     return True

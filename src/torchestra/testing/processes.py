@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torchestra.errors import LaunchTimeoutError, RankError
 from torchestra.launcher.api import launched
-from torchestra.testing.comparing import TestCase, WithoutTests
+from torchestra.testing.assertions import TestCase, WithoutTests
 from torchestra.testing.outcomes import RankFailure
 from torchestra.testing.skips import TEST_SKIPS, skip_reason
 from torchestra.world.init import destroy_process_group, is_initialized

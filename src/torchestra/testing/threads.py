@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 from typing import Any, TypeVar, cast, overload
 
 from torchestra.store import HashStore
-from torchestra.testing.comparing import TestCase, WithoutTests
+from torchestra.testing.assertions import TestCase, WithoutTests
 from torchestra.testing.faults import RankKilled
 from torchestra.testing.outcomes import Outcome, raise_for
 from torchestra.world.init import destroy_process_group, init_process_group, is_initialized

@@ -3,7 +3,7 @@
 ::
 
     launcher      ── calls of Ray ──  actor of rank r  ── socket ──  fork server  ── fork ──  rank r
-    crew.py                           actor.py                       as on one host
+    backend.py                           actor.py                       as on one host
 
 A placement group holds one bundle of resources per rank, and each bundle an actor (``placement.py``). The
 rank itself is a child of its actor's own fork server: so its exit code, its signals, its output and its last

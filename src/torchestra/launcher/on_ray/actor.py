@@ -16,14 +16,14 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from torchestra.errors import InvalidArgumentError
-from torchestra.launcher.blame import failure_of
-from torchestra.launcher.crew import Employer
-from torchestra.launcher.forks import Forks
-from torchestra.launcher.on_ray.words import Heard, News, Place, Printed, ResultPart, Started
-from torchestra.launcher.recorder import Recorder
+from torchestra.launcher.backend import JobListener
+from torchestra.launcher.flight_dumps import FlightDumps
+from torchestra.launcher.fork_backend import ForkBackend
+from torchestra.launcher.fork_server_client import ForkServerClient
+from torchestra.launcher.on_ray.messages import ActorInfo, Event, EventBatch, Printed, ResultChunk, Started
+from torchestra.launcher.port_reservation import PortReservation
+from torchestra.launcher.root_cause import failure_from
 from torchestra.launcher.spec import Ended, Failure, JobSpec, Script
-from torchestra.launcher.surroundings import MeetingPoint
-from torchestra.launcher.warm import WarmServer
 from torchestra.store import TCPStoreServer
 
 __all__ = ["CONCURRENT_CALLS", "RankActor"]
@@ -40,17 +40,17 @@ class RankActor:
 
     def __init__(self) -> None:
         self._store: TCPStoreServer | None = None
-        self._master: MeetingPoint | None = None
+        self._master: PortReservation | None = None
         self._held: _HeldRank | None = None
 
-    def place(self) -> Place:
+    def place(self) -> ActorInfo:
         """Where this actor is."""
         import ray
 
         import torchestra
 
         context = ray.get_runtime_context()
-        return Place(
+        return ActorInfo(
             node=context.get_node_id(),
             host=socket.gethostname(),
             address=ray.util.get_node_ip_address(),
@@ -62,7 +62,7 @@ class RankActor:
     def serve_store(self, address: str, secret: str) -> tuple[int, int]:
         """Serve the job's store, which no rank's death takes along; its port, and one to be MASTER_PORT."""
         self._store = TCPStoreServer(address, secret=secret)
-        self._master = MeetingPoint("")
+        self._master = PortReservation("")
         return self._store.port, self._master.master_port
 
     def start(self, spec: JobSpec, rank: int, local_rank: int, variables: Mapping[str, str]) -> None:
@@ -91,7 +91,7 @@ class RankActor:
         _check_files(own)
         self._held = _HeldRank(own)
 
-    def listen(self, seen: int) -> Heard:
+    def listen(self, seen: int) -> EventBatch:
         """What has happened since; waits a while for something. What was ``seen`` is forgotten."""
         assert self._held is not None
         return self._held.listen(seen)
@@ -132,12 +132,12 @@ def _check_files(spec: JobSpec) -> None:
             raise InvalidArgumentError(f"there is no file {script!r} {where}")
 
 
-class _HeldRank(Employer):
+class _HeldRank(JobListener):
     """A rank, its fork server, and a thread that listens to both."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
-        self._news: deque[News] = deque()
+        self._news: deque[Event] = deque()
         self._first = 0  # the number of the first of these
         self._size = 0  # bytes in them
         self._changed = threading.Condition()
@@ -146,14 +146,14 @@ class _HeldRank(Employer):
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         self.watch(self._wake_reader, lambda: os.read(self._wake_reader, 1))
-        self._recorder = Recorder(spec.environment.get("TORCHESTRA_RECORD"))
+        self._dumps = FlightDumps(spec.environment.get("TORCHESTRA_RECORD"))
         self._pids: list[int] = []
-        self._server = WarmServer.spawned(spec.environment)
-        self._crew = Forks(self._server, MeetingPoint())
+        self._server = ForkServerClient.spawned(spec.environment)
+        self._backend = ForkBackend(self._server, PortReservation())
         self._thread = threading.Thread(target=self._run, name="torchestra-rank", daemon=True)
         self._thread.start()
 
-    def listen(self, seen: int) -> Heard:
+    def listen(self, seen: int) -> EventBatch:
         """See :meth:`RankActor.listen`."""
         with self._changed:
             while self._first < seen:
@@ -161,14 +161,14 @@ class _HeldRank(Employer):
                 self._first += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._news or self._over, _LISTEN_SECONDS)
-            batch: list[News] = []
+            batch: list[Event] = []
             size = 0
             for piece in self._news:
                 if batch and size + _size(piece) > _BATCH_BYTES:
                     break
                 batch.append(piece)
                 size += _size(piece)
-            return Heard(self._first, tuple(batch), time.monotonic())
+            return EventBatch(self._first, tuple(batch), time.monotonic())
 
     def signal(self, signum: signal.Signals, final: bool) -> None:
         """See :meth:`RankActor.signal`."""
@@ -180,16 +180,16 @@ class _HeldRank(Employer):
                 self._leave()
             return
         if final:
-            self._recorder.hold(self._pids)
+            self._dumps.hold(self._pids)
         with contextlib.suppress(OSError):
-            self._crew.signal(signum, final)
+            self._backend.signal(signum, final)
 
     def close(self) -> None:
         """End the server, and with it the rank and this thread."""
         self._leave()
         self._thread.join()
         self._server.close()
-        self._recorder.write()
+        self._dumps.write()
         os.close(self._wake_reader)
         os.close(self._wake_writer)
 
@@ -202,15 +202,15 @@ class _HeldRank(Employer):
 
     def _run(self) -> None:
         try:
-            with contextlib.closing(self._crew), self._selector:
-                self._crew.start(self)
+            with contextlib.closing(self._backend), self._selector:
+                self._backend.start(self)
                 while not self._over:
                     for key, _ in self._selector.select():
                         key.data()
                     self._await_room()
         except BaseException as error:
             if not self._over:
-                self._tell(failure_of(error))
+                self._tell(failure_from(error))
                 self._tell(Ended(0, -signal.SIGKILL, time.monotonic()))
 
     def _await_room(self) -> None:
@@ -218,13 +218,13 @@ class _HeldRank(Employer):
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._size < _KEPT_BYTES)
 
-    def _tell(self, piece: News) -> None:
+    def _tell(self, piece: Event) -> None:
         with self._changed:
             self._news.append(piece)
             self._size += _size(piece)
             self._changed.notify_all()
 
-    # What the crew says
+    # What the backend says
 
     def watch(self, file: int | socket.socket, when_readable: Callable[[], object]) -> None:
         self._selector.register(file, selectors.EVENT_READ, when_readable)
@@ -249,11 +249,11 @@ class _HeldRank(Employer):
         with result:
             result.seek(0)
             while data := result.read(_BATCH_BYTES):
-                self._tell(ResultPart(data, last=False))
-        self._tell(ResultPart(b"", last=True))
+                self._tell(ResultChunk(data, last=False))
+        self._tell(ResultChunk(b"", last=True))
 
     def ended(self, end: Ended) -> None:
-        self._crew.drain()
+        self._backend.drain()
         self._tell(end)
         self._over = True
 
@@ -261,5 +261,5 @@ class _HeldRank(Employer):
         pass
 
 
-def _size(piece: News) -> int:
-    return len(piece.data) if isinstance(piece, (Printed, ResultPart)) else 0
+def _size(piece: Event) -> int:
+    return len(piece.data) if isinstance(piece, (Printed, ResultChunk)) else 0

@@ -13,12 +13,12 @@ from typing import NoReturn
 from torchestra.engine.memory.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
 from torchestra.launcher.command import conclude
+from torchestra.launcher.failure_report import survived_report
 from torchestra.launcher.job import Job
 from torchestra.launcher.on_ray.arguments import ray_options
-from torchestra.launcher.on_ray.crew import RayCrew
+from torchestra.launcher.on_ray.backend import RayBackend
 from torchestra.launcher.on_ray.placement import Cluster
-from torchestra.launcher.output import open_devices
-from torchestra.launcher.report import survived_report
+from torchestra.launcher.output import open_sinks
 from torchestra.launcher.signals import run_job
 from torchestra.launcher.spec import JobSpec, Script
 
@@ -34,7 +34,7 @@ def run_on_ray(options: argparse.Namespace) -> int:
                 signal.signal(signum, _leave)
             ranks = options.nproc or cluster.ranks_at_most()
             with contextlib.closing(cluster.place(ranks)) as placement:
-                job = _job(options, ranks, RayCrew(placement, _environment(options)))
+                job = _job(options, ranks, RayBackend(placement, _environment(options)))
                 with contextlib.closing(job):
                     code = run_job(job, received)
         return conclude(job, received) if code is None else code
@@ -51,16 +51,16 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signum)
 
 
-def _job(options: argparse.Namespace, ranks: int, crew: RayCrew) -> Job:
+def _job(options: argparse.Namespace, ranks: int, backend: RayBackend) -> Job:
     spec = JobSpec(
         nproc=ranks,
         target=Script(options.script, tuple(options.arguments), options.module),
         environment={},
         directory=os.getcwd() if options.working_dir is None else "",
     )
-    devices = open_devices(sys.stdout, sys.stderr)
-    job = Job(crew, spec, devices, options.max_failures)
-    job.when_survived = lambda fault: devices[1].say(survived_report(job, fault))
+    sinks = open_sinks(sys.stdout, sys.stderr)
+    job = Job(backend, spec, sinks, options.max_failures)
+    job.when_survived = lambda failed: sinks[1].say(survived_report(job, failed))
     return job
 
 

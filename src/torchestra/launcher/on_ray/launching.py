@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from torchestra.launcher.job import Job
-from torchestra.launcher.on_ray.crew import RayCrew
+from torchestra.launcher.launched_job import LaunchedJob
+from torchestra.launcher.on_ray.backend import RayBackend
 from torchestra.launcher.on_ray.options import RayOptions
 from torchestra.launcher.on_ray.placement import Cluster
-from torchestra.launcher.outcome import LaunchedJob
-from torchestra.launcher.output import open_devices
+from torchestra.launcher.output import open_sinks
 from torchestra.launcher.pickling import dump_call
 from torchestra.launcher.spec import JobSpec
 
@@ -35,7 +35,7 @@ def launch_on_ray(
         ranks = cluster.ranks_at_most() if nproc == "auto" else nproc
         with contextlib.closing(cluster.place(ranks)) as placement:
             spec = JobSpec(nproc=ranks, target=target, environment={}, directory="")
-            job = Job(RayCrew(placement, env), spec, open_devices(sys.stdout, sys.stderr))
+            job = Job(RayBackend(placement, env), spec, open_sinks(sys.stdout, sys.stderr))
             launched = LaunchedJob(job, timeout)
             with contextlib.closing(job):
                 launched.run()

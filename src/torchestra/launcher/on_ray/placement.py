@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torchestra
 from torchestra.errors import DistError, LaunchTimeoutError, NotReadyError
 from torchestra.launcher.on_ray.actor import CONCURRENT_CALLS, RankActor
+from torchestra.launcher.on_ray.messages import ActorInfo
 from torchestra.launcher.on_ray.options import RayOptions
-from torchestra.launcher.on_ray.words import Place
 from torchestra.types import timeout_seconds
 
 __all__ = ["Cluster", "Placement"]
@@ -89,7 +89,7 @@ def _check_reachable(address: str | None) -> None:
         raise DistError(f"no connection to a Ray cluster at {address}: {error}") from error
 
 
-class Seat(NamedTuple):
+class PlacedRank(NamedTuple):
     """One rank's.
 
     Attributes:
@@ -100,7 +100,7 @@ class Seat(NamedTuple):
     """
 
     actor: Any
-    place: Place
+    place: ActorInfo
     local_rank: int
     local_size: int
     node: int
@@ -112,14 +112,14 @@ class Placement:
     Ranks are numbered node by node, in the order of the bundles.
 
     Attributes:
-        seats: of each rank.
+        ranks_placed: of each rank.
     """
 
     def __init__(
         self, ray: Any, options: RayOptions, ranks: int, runtime_env: Mapping[str, Any] | None
     ) -> None:
         self.ray = ray
-        self.seats: list[Seat] = []
+        self.ranks_placed: list[PlacedRank] = []
         self._options = options
         self._ranks = ranks
         self._actors: list[Any] = []
@@ -221,19 +221,19 @@ class Placement:
             for index in range(self._ranks)
         ]
 
-    def _number(self, places: list[Place]) -> None:
+    def _number(self, places: list[ActorInfo]) -> None:
         """Number the ranks; which node comes first is told by the order of the bundles."""
         self._check_versions(places)
         members: dict[str, list[int]] = {}
         for index, place in enumerate(places):
             members.setdefault(place.node, []).append(index)
-        self.seats = [
-            Seat(self._actors[index], places[index], local_rank, len(indices), node)
+        self.ranks_placed = [
+            PlacedRank(self._actors[index], places[index], local_rank, len(indices), node)
             for node, indices in enumerate(members.values())
             for local_rank, index in enumerate(indices)
         ]
 
-    def _check_versions(self, places: list[Place]) -> None:
+    def _check_versions(self, places: list[ActorInfo]) -> None:
         here = torchestra.__version__
         other = sorted({f"{place.version} on {place.host}" for place in places if place.version != here})
         if other:

@@ -29,10 +29,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn, Protocol, cast
 
-from torchestra.launcher import rank as rank_process
+from torchestra.launcher import rank_process
+from torchestra.launcher.channel import receive, send
 from torchestra.launcher.spec import Ended, Forked, JobSpec, Ready, SignalRanks
 from torchestra.launcher.store_host import serve_store
-from torchestra.launcher.wire import receive, send
 
 __all__ = ["serve", "serve_descriptor"]
 
@@ -55,7 +55,7 @@ def serve(end: socket.socket, launcher: int, *, spawned: bool = False) -> NoRetu
     The caller has a single thread and nothing to clean up: ranks are forked from here and end here.
 
     Args:
-        end: the server's end of a :func:`~torchestra.launcher.wire.channel`.
+        end: the server's end of a :func:`~torchestra.launcher.channel.channel`.
         launcher: the process id of the launcher, this process's parent.
         spawned: this is a fresh interpreter whose parent may live on after the thread that started it.
     """

@@ -12,9 +12,9 @@ from typing import Any, TextIO
 import pytest
 
 from torchestra.engine.thread_ranks import current_thread_rank
+from torchestra.testing.item_outcome import conclude
 from torchestra.testing.plugin import RanksSpec
 from torchestra.testing.rank_fixtures import RankFixtures
-from torchestra.testing.rank_outcomes import conclude
 from torchestra.testing.threads import ThreadRanks
 
 __all__ = ["run_on_threads"]

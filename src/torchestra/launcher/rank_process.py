@@ -1,4 +1,4 @@
-"""A rank from the fork to its end: its surroundings, the user's code, the last word, the exit.
+"""A rank from the fork to its end: its environment, the user's code, the last word, the exit.
 
 The rank ends in ``os._exit`` after doing what the interpreter does at its end (join threads, run exit
 handlers, destroy the program's objects, flush files). A whole ``Py_Finalize`` would take torch apart
@@ -22,11 +22,11 @@ import time
 import traceback
 from typing import NoReturn
 
-from torchestra.launcher.blame import failure_of, users_part
+from torchestra.launcher.channel import anonymous_file, send
 from torchestra.launcher.main_script import run_script
 from torchestra.launcher.pickling import dump_exception, dump_result, load_call
+from torchestra.launcher.root_cause import failure_from, user_traceback
 from torchestra.launcher.spec import Call, Failure, JobSpec, Returned
-from torchestra.launcher.wire import anonymous_file, send
 
 __all__ = ["SIGNALS", "run"]
 
@@ -44,7 +44,7 @@ def run(spec: JobSpec, rank: int, files: list[int]) -> NoReturn:
     """
     control = socket.socket(fileno=files[0])
     _take_standard_files(files[1:])
-    _take_surroundings(spec, rank)
+    _take_environment(spec, rank)
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -70,7 +70,7 @@ def _take_standard_files(files: list[int]) -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _take_surroundings(spec: JobSpec, rank: int) -> None:
+def _take_environment(spec: JobSpec, rank: int) -> None:
     own = {"RANK": str(spec.first_rank + rank), "LOCAL_RANK": str(spec.first_local_rank + rank)}
     environment = {**spec.environment, **own}
     for name in os.environ.keys() - environment.keys():
@@ -118,8 +118,8 @@ def _exit_code(end: SystemExit) -> int:
 
 def _report(error: BaseException, control: socket.socket) -> int:
     """Tell the launcher what ended this rank, while everything of the rank still stands."""
-    error.__traceback__ = users_part(error.__traceback__)
-    failure = failure_of(error, dump_exception(error))
+    error.__traceback__ = user_traceback(error.__traceback__)
+    failure = failure_from(error, dump_exception(error))
     with contextlib.suppress(OSError):
         send(control, failure)
     if sys.excepthook is not sys.__excepthook__:

@@ -11,12 +11,12 @@ import os
 import time
 from collections.abc import Iterable
 
-from torchestra.monitor.finding import open_arenas
+from torchestra.launcher.open_arenas import open_arenas
 
-__all__ = ["Recorder"]
+__all__ = ["FlightDumps"]
 
 
-class Recorder:
+class FlightDumps:
     """Keeps records in a directory, or nothing where that is None."""
 
     def __init__(self, directory: str | None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from torchestra.launcher.blame import Fault, describe_exit
 from torchestra.launcher.job import Job, RankState
+from torchestra.launcher.root_cause import FailedRank, describe_exit
 
 __all__ = [
     "failure_abroad",
@@ -22,7 +22,7 @@ def failure_report(job: Job, coloured: bool = False) -> str:
     """The end of a failed job, for the screen: other ranks' tracebacks, the cause's, and the summary."""
     cause = job.cause
     assert cause is not None
-    told = {cause.rank, *(fault.rank for fault in job.survived)}
+    told = {cause.rank, *(failed.rank for failed in job.survived)}
     others = tracebacks_report(job, skip=told)
     trace = cause.failure.traceback if cause.failure is not None else ""
     stopped = [
@@ -35,18 +35,18 @@ def failure_report(job: Job, coloured: bool = False) -> str:
     return f"{others}{trace}{summary}\n"
 
 
-def survived_report(job: Job, fault: Fault) -> str:
+def survived_report(job: Job, failed: FailedRank) -> str:
     """What to say at once of a rank that has failed while the others go on."""
-    trace = fault.failure.traceback if fault.failure is not None else ""
+    trace = failed.failure.traceback if failed.failure is not None else ""
     left = ranks_phrase([job.first_rank + rank for rank in job.unfinished])
     verb = "goes" if len(job.unfinished) == 1 else "go"
     rest = f"; {left} {verb} on" if job.unfinished else ""
-    return f"{trace}torchestra: {failure_line(job, fault)}{rest}\n"
+    return f"{trace}torchestra: {failure_line(job, failed)}{rest}\n"
 
 
 def survivors_report(job: Job) -> str:
     """The last word of a job that ended well though ranks had failed."""
-    lost = [job.first_rank + fault.rank for fault in job.survived]
+    lost = [job.first_rank + failed.rank for failed in job.survived]
     numbers = [job.first_rank + state.rank for state in job.ranks]
     well = [number for number in numbers if number not in lost]
     if not well:
@@ -54,19 +54,19 @@ def survivors_report(job: Job) -> str:
     return f"torchestra: {ranks_phrase(well)} ended well, without {ranks_phrase(sorted(lost))}\n"
 
 
-def failure_line(job: Job, fault: Fault, host: str = "") -> str:
+def failure_line(job: Job, failed: FailedRank, host: str = "") -> str:
     """Which rank failed, and how."""
-    state = job.ranks[fault.rank]
+    state = job.ranks[failed.rank]
     host = state.host or host
     host = f" on {host}" if host else ""
     process = f" (pid {state.pid}{host})" if state.pid is not None else ""
-    return f"rank {job.first_rank + fault.rank}{process} failed: {describe_exit(fault.exit_code)}"
+    return f"rank {job.first_rank + failed.rank}{process} failed: {describe_exit(failed.exit_code)}"
 
 
-def failure_abroad(job: Job, fault: Fault, host: str) -> str:
+def failure_abroad(job: Job, failed: FailedRank, host: str) -> str:
     """The same for other hosts, where what this one prints is not seen: where, and with what exception."""
-    summary = fault.failure.summary.partition("\n")[0] if fault.failure is not None else ""
-    return failure_line(job, fault, host) + (f": {summary}" if summary else "")
+    summary = failed.failure.summary.partition("\n")[0] if failed.failure is not None else ""
+    return failure_line(job, failed, host) + (f": {summary}" if summary else "")
 
 
 def tracebacks_report(job: Job, skip: Container[int] = ()) -> str:

@@ -20,13 +20,13 @@ from types import TracebackType
 from torchestra.errors import GroupAbortedError
 from torchestra.launcher.spec import Failure
 
-__all__ = ["Fault", "cause_of", "describe_exit", "failure_of", "users_part"]
+__all__ = ["FailedRank", "describe_exit", "failure_from", "root_cause", "user_traceback"]
 
 _OUR_FILES = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
-class Fault:
+class FailedRank:
     """How a rank failed.
 
     Attributes:
@@ -52,7 +52,7 @@ class Fault:
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code or 1
 
 
-def failure_of(error: BaseException, exception: bytes | None = None) -> Failure:
+def failure_from(error: BaseException, exception: bytes | None = None) -> Failure:
     """What a rank has to say of an exception that just reached its top.
 
     Args:
@@ -63,28 +63,30 @@ def failure_of(error: BaseException, exception: bytes | None = None) -> Failure:
         time=time.monotonic(),
         exit_code=-signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1,
         summary="".join(traceback.format_exception_only(type(error), error)).strip(),
-        traceback="".join(traceback.format_exception(type(error), error, users_part(error.__traceback__))),
+        traceback="".join(
+            traceback.format_exception(type(error), error, user_traceback(error.__traceback__))
+        ),
         consequence=isinstance(error, (GroupAbortedError, ConnectionError)),
         exception=exception,
     )
 
 
-def users_part(trace: TracebackType | None) -> TracebackType | None:
+def user_traceback(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without the launcher's frames at its beginning."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FILES):
         trace = trace.tb_next
     return trace
 
 
-def cause_of(faults: Iterable[Fault], survived: int = 0) -> Fault | None:
-    """The fault, of those given, that the others followed from; None if none are given.
+def root_cause(failed_ranks: Iterable[FailedRank], survived: int = 0) -> FailedRank | None:
+    """The failed rank, of those given, that the others followed from; None if none are given.
 
     Args:
-        faults: of different ranks.
+        failed_ranks: of different ranks.
         survived: so many are survived, those that come first when they are told from their consequences; the
             next is the cause.
     """
-    told = sorted(faults, key=lambda fault: (fault.consequence, fault.exit_code >= 0, fault.time))
+    told = sorted(failed_ranks, key=lambda failed: (failed.consequence, failed.exit_code >= 0, failed.time))
     return told[survived] if len(told) > survived else None
 
 

@@ -1,6 +1,6 @@
 """What a job and those who hold its ranks expect of each other.
 
-There are two crews: :mod:`.forks` holds ranks on this host, :mod:`.on_ray` on the nodes of a Ray cluster.
+There are two backends: :mod:`.forks` holds ranks on this host, :mod:`.on_ray` on the nodes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torchestra.launcher.spec import Ended, Failure, JobSpec
 if TYPE_CHECKING:
     from torchestra.launcher.job import Job
 
-__all__ = ["Crew", "Employer"]
+__all__ = ["JobListener", "LaunchBackend"]
 
 
-class Crew(Protocol):
+class LaunchBackend(Protocol):
     """Where the ranks of a job are, and how they are reached.
 
-    It has its :class:`Employer` watch what brings news of them, and passes these on: ``begun`` once;
+    It has its :class:`JobListener` watch what brings news of them, and passes these on: ``begun`` once;
     ``forked``, ``printed``, ``failed`` and ``returned`` as they come; ``ended`` of each rank, last.
     """
 
@@ -35,11 +35,11 @@ class Crew(Protocol):
         """Pass on what the ranks printed before they ended, though a child of theirs may print on."""
 
     def close(self) -> None:
-        """Close what this crew opened in this process for the job."""
+        """Close what this backend opened in this process for the job."""
 
 
-class Employer(Protocol):
-    """What a crew needs of the job that it works for; a :class:`Job` is one."""
+class JobListener(Protocol):
+    """What a backend needs of the job that it works for; a :class:`Job` is one."""
 
     spec: JobSpec
 
@@ -68,4 +68,4 @@ class Employer(Protocol):
         """A rank's process is gone, and nothing more will come of it but output."""
 
     def lost(self) -> None:
-        """The crew is gone, and the ranks with it."""
+        """The backend is gone, and the ranks with it."""

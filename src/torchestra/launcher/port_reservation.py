@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 from torchestra.launcher.cores import usable_cores
 
-__all__ = ["MeetingPoint", "with_threads_per_rank"]
+__all__ = ["PortReservation", "with_threads_per_rank"]
 
 _HOST = "127.0.0.1"
 _BACKLOG = 1024
 
 
-class MeetingPoint:
+class PortReservation:
     """Two ports of this host, for one job.
 
     One is listened on before any rank exists, for torchestra's own store. The other, MASTER_PORT, is

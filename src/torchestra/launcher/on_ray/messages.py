@@ -7,11 +7,11 @@ from typing import Union
 
 from torchestra.launcher.spec import Ended, Failure
 
-__all__ = ["Heard", "News", "Place", "Printed", "ResultPart", "Started"]
+__all__ = ["ActorInfo", "Event", "EventBatch", "Printed", "ResultChunk", "Started"]
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorInfo:
     """Where an actor is.
 
     Attributes:
@@ -47,18 +47,18 @@ class Printed:
 
 
 @dataclass(frozen=True)
-class ResultPart:
+class ResultChunk:
     """Some of the pickled result; ``last`` says that the function has returned, and that this was all."""
 
     data: bytes
     last: bool
 
 
-News = Union[Started, Printed, ResultPart, Failure, Ended]
+Event = Union[Started, Printed, ResultChunk, Failure, Ended]
 
 
 @dataclass(frozen=True)
-class Heard:
+class EventBatch:
     """What an actor has to tell.
 
     Attributes:
@@ -69,5 +69,5 @@ class Heard:
     """
 
     first: int
-    news: tuple[News, ...]
+    news: tuple[Event, ...]
     clock: float

@@ -9,10 +9,10 @@ import time
 from typing import Any
 
 from torchestra.errors import LaunchTimeoutError, RankError
-from torchestra.launcher.blame import Fault, describe_exit
+from torchestra.launcher.failure_report import ranks_phrase, tracebacks_report
 from torchestra.launcher.job import Job, RankState, StopPlan
 from torchestra.launcher.pickling import load_in_caller
-from torchestra.launcher.report import ranks_phrase, tracebacks_report
+from torchestra.launcher.root_cause import FailedRank, describe_exit
 
 __all__ = ["LaunchedJob", "RemoteTraceback"]
 
@@ -99,7 +99,7 @@ class LaunchedJob:
         return error
 
 
-def _rank_error(job: Job, cause: Fault) -> RankError:
+def _rank_error(job: Job, cause: FailedRank) -> RankError:
     returned = job.ranks[cause.rank].result is not None
     if cause.failure is not None:
         what = f"failed: {cause.failure.summary.splitlines()[0]}"
@@ -111,7 +111,7 @@ def _rank_error(job: Job, cause: Fault) -> RankError:
     return RankError(f"rank {cause.rank} of {len(job.ranks)} {what}", cause.rank, cause.exit_code, trace)
 
 
-def _exception_of(cause: Fault) -> BaseException | None:
+def _exception_of(cause: FailedRank) -> BaseException | None:
     """What the rank raised, with its traceback as text; or that text alone."""
     if cause.failure is None or not cause.failure.traceback:
         return None

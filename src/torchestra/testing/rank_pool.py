@@ -16,17 +16,17 @@ from multiprocessing.connection import Connection, Pipe
 
 import pytest
 
-from torchestra.testing.as_rank import Told
 from torchestra.testing.fork_server import serve
-from torchestra.testing.request import Request
+from torchestra.testing.item_runner import ItemResult
+from torchestra.testing.messages import ItemRequest
 
-__all__ = ["RankEnding", "RankPool", "RankWorld", "rank_directory"]
+__all__ = ["RankExit", "RankPool", "RankWorld", "rank_directory"]
 
 _DUMP_SECONDS = 1.0
 
 
 @dataclass
-class RankEnding:
+class RankExit:
     """How one process rank ended: what it has told, or if that is nothing, its exit code."""
 
     payload: bytes
@@ -34,9 +34,9 @@ class RankEnding:
     time: float = field(default_factory=time.monotonic)
 
     @property
-    def told(self) -> Told | None:
+    def told(self) -> ItemResult | None:
         """What it has told."""
-        told: Told | None = pickle.loads(self.payload) if self.payload else None
+        told: ItemResult | None = pickle.loads(self.payload) if self.payload else None
         return told
 
     @property
@@ -70,7 +70,7 @@ class RankPool:
         theirs.close()
         self._connection = ours
 
-    def start(self, request: Request) -> RankWorld:
+    def start(self, request: ItemRequest) -> RankWorld:
         """Start the ranks of a test."""
         self._connection.send(request)
         pids = self._connection.recv()
@@ -88,8 +88,8 @@ class RankPool:
 class RankWorld:
     """The running ranks of one test."""
 
-    def __init__(self, connection: Connection, pids: list[int], request: Request) -> None:
-        self.endings: dict[int, RankEnding] = {}
+    def __init__(self, connection: Connection, pids: list[int], request: ItemRequest) -> None:
+        self.endings: dict[int, RankExit] = {}
         self.first_failed: float | None = None
         self.debugging = False
         self._connection = connection
@@ -109,7 +109,7 @@ class RankWorld:
         if what == "debugging":
             self.debugging = told[0]
         else:
-            ending = RankEnding(*told)
+            ending = RankExit(*told)
             self.endings[rank] = ending
             forgiven = ending.told is None and rank in self._request.may_die
             if ending.failed and not forgiven and self.first_failed is None:

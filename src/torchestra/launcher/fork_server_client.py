@@ -9,13 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 
-from torchestra.launcher.server import serve
-from torchestra.launcher.wire import channel
+from torchestra.launcher.channel import channel
+from torchestra.launcher.fork_server import serve
 
-__all__ = ["WarmServer"]
+__all__ = ["ForkServerClient"]
 
 
-class WarmServer:
+class ForkServerClient:
     """A fork server that is this process's child.
 
     Attributes:
@@ -30,7 +30,7 @@ class WarmServer:
         self._kill = kill
 
     @classmethod
-    def forked(cls) -> WarmServer:
+    def forked(cls) -> ForkServerClient:
         """A server forked from this process, which must have a single thread and nothing half done."""
         ours, theirs = channel()
         sys.stdout.flush()
@@ -44,12 +44,12 @@ class WarmServer:
         return cls(ours, lambda: os.waitpid(pid, 0), lambda: os.kill(pid, signal.SIGKILL))
 
     @classmethod
-    def spawned(cls, environment: Mapping[str, str]) -> WarmServer:
+    def spawned(cls, environment: Mapping[str, str]) -> ForkServerClient:
         """A server that is a fresh interpreter, whatever this process has done before."""
         ours, theirs = channel()
         program = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
-            "from torchestra.launcher.server import serve_descriptor\n"
+            "from torchestra.launcher.fork_server import serve_descriptor\n"
             f"serve_descriptor({theirs.fileno()})"
         )
         # The interpreter's own record of its command-line flags, as multiprocessing uses it.

@@ -18,12 +18,12 @@ from _pytest.tmpdir import tmppath_result_key
 
 from torchestra.errors import GroupAbortedError
 from torchestra.store import FileStore
+from torchestra.testing.messages import ItemRequest
 from torchestra.testing.outcomes import RankFailure
 from torchestra.testing.plugin import mark_as_rank
-from torchestra.testing.request import Request
 from torchestra.world.init import destroy_process_group, init_process_group, is_initialized
 
-__all__ = ["Told", "run_item"]
+__all__ = ["ItemResult", "run_item"]
 
 
 # These cannot be pickled.
@@ -35,7 +35,7 @@ _OUTCOMES: dict[str, Callable[[Any], BaseException]] = {
 
 
 @dataclass
-class Told:
+class ItemResult:
     """How a test ended on a rank.
 
     Attributes:
@@ -62,7 +62,9 @@ class Told:
         return error
 
 
-def run_item(item: pytest.Function, rank: int, request: Request, debugging: Callable[[bool], object]) -> Told:
+def run_item(
+    item: pytest.Function, rank: int, request: ItemRequest, debugging: Callable[[bool], object]
+) -> ItemResult:
     """Set up, run and tear down a test on this rank.
 
     Args:
@@ -101,10 +103,10 @@ def run_item(item: pytest.Function, rank: int, request: Request, debugging: Call
         if request.debug and request.debug_rank in (None, rank) and not told.consequence:
             _debug(error, debugging)
         return told
-    return Told()
+    return ItemResult()
 
 
-def _provide_shared_values(item: pytest.Function, request: Request) -> None:
+def _provide_shared_values(item: pytest.Function, request: ItemRequest) -> None:
     """Let fixtures that the world shares have the values that the pytest process has made."""
     for name, pickled in request.values.items():
         definition = item._fixtureinfo.name2fixturedefs[name][-1]
@@ -113,7 +115,7 @@ def _provide_shared_values(item: pytest.Function, request: Request) -> None:
         object.__setattr__(definition, "argnames", ())
 
 
-def _tell(item: pytest.Function, error: BaseException) -> Told:
+def _tell(item: pytest.Function, error: BaseException) -> ItemResult:
     info = pytest.ExceptionInfo.from_exception(error)
     try:
         text = str(item.repr_failure(info))
@@ -127,8 +129,8 @@ def _tell(item: pytest.Function, error: BaseException) -> Told:
     consequence = isinstance(error, GroupAbortedError)
     for name, kind in _OUTCOMES.items():
         if type(error) is kind:
-            return Told(None, str(error), text, by_calling=name)
-    return Told(exception, f"{type(error).__name__}: {error}", text, consequence)
+            return ItemResult(None, str(error), text, by_calling=name)
+    return ItemResult(exception, f"{type(error).__name__}: {error}", text, consequence)
 
 
 def _debug(error: BaseException, debugging: Callable[[bool], object]) -> None:

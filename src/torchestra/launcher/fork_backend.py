@@ -9,14 +9,14 @@ import socket
 from functools import partial
 
 from torchestra.errors import DistError
-from torchestra.launcher.crew import Crew, Employer
+from torchestra.launcher.backend import JobListener, LaunchBackend
+from torchestra.launcher.channel import channel, receive, send
+from torchestra.launcher.fork_server_client import ForkServerClient
+from torchestra.launcher.port_reservation import PortReservation
 from torchestra.launcher.spec import Ended, Failure, Forked, Ready, Returned, SignalRanks
-from torchestra.launcher.surroundings import MeetingPoint
-from torchestra.launcher.warm import WarmServer
-from torchestra.launcher.wire import channel, receive, send
 from torchestra.system.limits import check_free_descriptors, naming_limits
 
-__all__ = ["Forks"]
+__all__ = ["ForkBackend"]
 
 _READ_SIZE = 1 << 16
 _MOST_READS_AT_THE_END = 17
@@ -26,31 +26,31 @@ _FILES_OF_RANK = 5  # what the fork server has open for each at a time: the laun
 _FILES_OF_SERVER = 16
 
 
-class Forks(Crew):
+class ForkBackend(LaunchBackend):
     """Ranks that are forked processes.
 
     Args:
         server: forks them; the caller's own for as long as the job runs.
-        meeting: where they meet; closed with this.
+        ports: where they meet; closed with this.
         stdin: what rank 0 reads; by default nothing.
     """
 
-    def __init__(self, server: WarmServer, meeting: MeetingPoint, stdin: int | None = None) -> None:
+    def __init__(self, server: ForkServerClient, ports: PortReservation, stdin: int | None = None) -> None:
         self._server = server
-        self._meeting = meeting
+        self._ports = ports
         self._stdin = stdin
-        self._job: Employer | None = None
+        self._job: JobListener | None = None
         self._alive: dict[int, int] = {}  # process by rank
         self._controls: list[socket.socket] = []  # our end of each rank's control channel
         self._outputs: dict[int, tuple[int, int]] = {}  # rank and stream, by the descriptor that is read
 
     @property
-    def job(self) -> Employer:
+    def job(self) -> JobListener:
         """The job that was started."""
         assert self._job is not None
         return self._job
 
-    def start(self, job: Employer) -> None:
+    def start(self, job: JobListener) -> None:
         self._job = job
         job.watch(self._server.end, self._on_server)
         if self._server.warm:
@@ -70,13 +70,13 @@ class Forks(Crew):
             control.close()
         for descriptor in self._outputs:
             os.close(descriptor)
-        self._meeting.close()
+        self._ports.close()
 
     def _start_ranks(self) -> None:
         job, spec = self.job, self.job.spec
         with naming_limits(f"{spec.nproc} ranks cannot be started"):
             check_free_descriptors(_FILES_OF_RANK * spec.nproc + _FILES_OF_SERVER)
-        send(self._server.end, spec, [self._meeting.listener.fileno()])
+        send(self._server.end, spec, [self._ports.listener.fileno()])
         job.begun()
         null = os.open(os.devnull, os.O_RDONLY)
         for rank in range(spec.nproc):

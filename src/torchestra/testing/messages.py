@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-__all__ = ["Request"]
+__all__ = ["ItemRequest"]
 
 
 @dataclass
-class Request:
+class ItemRequest:
     """A test that the server shall run.
 
     Attributes:

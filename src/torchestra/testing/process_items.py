@@ -11,11 +11,11 @@ import pytest
 
 from torchestra.errors import GroupAbortedError, InvalidArgumentError
 from torchestra.testing.fixtures import is_shared_by_the_world
+from torchestra.testing.item_outcome import conclude
+from torchestra.testing.messages import ItemRequest
 from torchestra.testing.outcomes import Outcome, RankFailure
 from torchestra.testing.plugin import RanksSpec, show_as
-from torchestra.testing.pool import RankEnding, RankPool, RankWorld, rank_directory
-from torchestra.testing.rank_outcomes import conclude
-from torchestra.testing.request import Request
+from torchestra.testing.rank_pool import RankExit, RankPool, RankWorld, rank_directory
 
 __all__ = ["run_on_processes"]
 
@@ -30,7 +30,7 @@ class _Released(GroupAbortedError):
 def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
     """Run the test on every rank; raise what its outcome is."""
     with rank_directory() as directory:
-        request = Request(
+        request = ItemRequest(
             item.nodeid,
             spec.size,
             spec.timeout,
@@ -94,7 +94,7 @@ def _await(item: pytest.Function, world: RankWorld, seconds: float) -> set[int]:
 
 
 def _outcome(world: RankWorld, rank: int, late: bool, may_die: bool) -> Outcome:
-    ending: RankEnding = world.endings[rank]
+    ending: RankExit = world.endings[rank]
     if late:
         return Outcome(rank, text="Where it was then stands at the end of its output, below.", late=True)
     told = ending.told

@@ -16,12 +16,12 @@ import pytest
 
 from torchestra.errors import LaunchTimeoutError, RankError
 from torchestra.launcher.job import Job
+from torchestra.launcher.launched_job import LaunchedJob
 from torchestra.launcher.on_ray.actor import RankActor
-from torchestra.launcher.on_ray.crew import RayCrew
-from torchestra.launcher.on_ray.placement import Placement, Seat
-from torchestra.launcher.on_ray.words import Heard, Place
-from torchestra.launcher.outcome import LaunchedJob
-from torchestra.launcher.output import open_devices
+from torchestra.launcher.on_ray.backend import RayBackend
+from torchestra.launcher.on_ray.messages import ActorInfo, EventBatch
+from torchestra.launcher.on_ray.placement import PlacedRank, Placement
+from torchestra.launcher.output import open_sinks
 from torchestra.launcher.pickling import dump_call
 from torchestra.launcher.spec import JobSpec, Script
 
@@ -41,7 +41,7 @@ class ActorUnavailableError(RayError):
 
 
 class FakeRay:
-    """As much of ray as a crew uses."""
+    """As much of ray as a backend uses."""
 
     def __init__(self, nodes: list[str]) -> None:
         self.alive = dict.fromkeys(nodes, True)
@@ -61,7 +61,7 @@ class Handle:
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.actor = RankActor()
-        self.spoil: Callable[[Heard], None] = lambda heard: None
+        self.spoil: Callable[[EventBatch], None] = lambda heard: None
         self._pool = pool
 
     def __getattr__(self, name: str) -> Any:
@@ -71,7 +71,7 @@ class Handle:
                     result = getattr(self.actor, name)(*arguments)
                 except Exception as error:
                     raise RayTaskError(error) from error
-                if isinstance(result, Heard):
+                if isinstance(result, EventBatch):
                     self.spoil(result)
                 return result
 
@@ -89,8 +89,10 @@ class Stage:
         self.handles = [Handle(self.pool) for _ in range(ranks)]
         names = [f"node{rank // 2}" for rank in range(ranks)]
         self.ray = FakeRay(names)
-        self.seats = [
-            Seat(handle, Place(names[rank], names[rank], "127.0.0.1", (), "", ""), rank % 2, 2, rank // 2)
+        self.ranks_placed = [
+            PlacedRank(
+                handle, ActorInfo(names[rank], names[rank], "127.0.0.1", (), "", ""), rank % 2, 2, rank // 2
+            )
             for rank, handle in enumerate(self.handles)
         ]
 
@@ -100,9 +102,9 @@ class Stage:
     def launch(self, function: Callable[[], Any], timeout: float | None = None, **more: Any) -> list[Any]:
         """As launch_on_ray does it, but for the cluster."""
         target = more.pop("target", None) or dump_call(function, (), elsewhere=True)
-        spec = JobSpec(len(self.seats), target, environment={}, directory=more.pop("directory", ""))
-        crew = RayCrew(cast(Placement, self), {"MY_OWN": "word"})
-        job = Job(crew, spec, open_devices(sys.stdout, sys.stderr))
+        spec = JobSpec(len(self.ranks_placed), target, environment={}, directory=more.pop("directory", ""))
+        backend = RayBackend(cast(Placement, self), {"MY_OWN": "word"})
+        job = Job(backend, spec, open_sinks(sys.stdout, sys.stderr))
         launched = LaunchedJob(job, timeout)
         with contextlib.closing(job):
             launched.run()
@@ -135,7 +137,7 @@ def test_replies_that_are_lost_are_fetched_anew(stage, capsys: pytest.CaptureFix
     for handle in there.handles:
         lost = iter([True, False, True, True])
 
-        def spoil(heard: Heard, lost: Iterator[bool] = lost) -> None:
+        def spoil(heard: EventBatch, lost: Iterator[bool] = lost) -> None:
             if next(lost, False):
                 raise ActorUnavailableError("connection lost")
 
@@ -164,7 +166,7 @@ def test_a_node_and_an_actor_that_are_lost_are_named(stage) -> None:
 
     there = stage(3)
 
-    def die(heard: Heard) -> None:
+    def die(heard: EventBatch) -> None:
         if heard.first > 0 or heard.news:
             there.ray.alive["node1"] = False
             raise RayError("The actor died unexpectedly before finishing this task.\nno more is known")
@@ -176,7 +178,7 @@ def test_a_node_and_an_actor_that_are_lost_are_named(stage) -> None:
 
     alone = stage(1)
 
-    def be_killed(heard: Heard) -> None:
+    def be_killed(heard: EventBatch) -> None:
         raise RayError("The actor died.\nThe actor is dead because it was killed by `ray.kill`.")
 
     alone.handles[0].spoil = be_killed
@@ -194,7 +196,7 @@ def test_a_rank_that_prints_more_than_is_fetched_waits(stage, capsys: pytest.Cap
     there = stage(1)
     most = 0
 
-    def look(heard: Heard) -> None:
+    def look(heard: EventBatch) -> None:
         nonlocal most
         most = max(most, sum(len(getattr(piece, "data", b"")) for piece in heard.news))
 
@@ -215,7 +217,7 @@ def test_a_script_that_is_not_on_the_node_is_an_error_with_its_host(stage, tmp_p
 
 
 def test_a_rank_that_is_stopped_before_it_exists_never_starts(stage, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("torchestra.launcher.on_ray.crew._LAST_WAIT_S", 1e9)
+    monkeypatch.setattr("torchestra.launcher.on_ray.backend._LAST_WAIT_S", 1e9)
 
     def wait() -> None:
         (tmp_path / "started").touch()

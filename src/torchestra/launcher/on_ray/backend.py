@@ -21,16 +21,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO
 
-from torchestra.launcher.crew import Crew
+from torchestra.launcher.backend import LaunchBackend
+from torchestra.launcher.channel import anonymous_file
+from torchestra.launcher.failure_report import ranks_phrase
 from torchestra.launcher.job import Job
-from torchestra.launcher.on_ray.placement import Placement, Seat
-from torchestra.launcher.on_ray.words import Heard, News, Printed, ResultPart, Started
-from torchestra.launcher.report import ranks_phrase
+from torchestra.launcher.on_ray.messages import Event, EventBatch, Printed, ResultChunk, Started
+from torchestra.launcher.on_ray.placement import PlacedRank, Placement
 from torchestra.launcher.spec import Ended, Failure
-from torchestra.launcher.wire import anonymous_file
 from torchestra.store.secret import SECRET_VARIABLE
 
-__all__ = ["RayCrew"]
+__all__ = ["RayBackend"]
 
 _ASK_AGAIN_S = 0.5
 _UNREACHABLE_S = 30.0
@@ -49,8 +49,8 @@ class _Rank:
         over: nothing more is expected.
     """
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, placed: PlacedRank) -> None:
+        self.placed = placed
         self.seen = 0
         self.clock = math.inf
         self.silent_since: float | None = None
@@ -58,7 +58,7 @@ class _Rank:
         self.over = False
 
 
-class RayCrew(Crew):
+class RayBackend(LaunchBackend):
     """Ranks that are held by actors.
 
     Args:
@@ -71,9 +71,9 @@ class RayCrew(Crew):
 
     def __init__(self, placement: Placement, env: Mapping[str, str]) -> None:
         self._ray = placement.ray
-        self._ranks = [_Rank(seat) for seat in placement.seats]
-        self._variables = {**_settings(), **env, **_meeting(placement, env)}
-        self._replies: deque[tuple[int, Future[Heard | None]]] = deque()
+        self._ranks = [_Rank(placed) for placed in placement.ranks_placed]
+        self._variables = {**_settings(), **env, **_ports(placement, env)}
+        self._replies: deque[tuple[int, Future[EventBatch | None]]] = deque()
         self._wake_end, self._waker = socket.socketpair()
         self._wake_end.setblocking(False)
         self._waker.setblocking(False)
@@ -92,14 +92,14 @@ class RayCrew(Crew):
         job.begun()
         spec = self._ray.put(job.spec)
         for number, rank in enumerate(self._ranks):
-            seat = rank.seat
-            reply = seat.actor.start.remote(spec, number, seat.local_rank, self._variables_of(seat))
+            placed = rank.placed
+            reply = placed.actor.start.remote(spec, number, placed.local_rank, self._variables_of(placed))
             self._expect(number, reply)
 
     def signal(self, signum: signal.Signals, final: bool) -> None:
         for rank in self._ranks:
             if not rank.over:
-                rank.seat.actor.signal.remote(int(signum), final)
+                rank.placed.actor.signal.remote(int(signum), final)
         if signum == signal.SIGKILL:
             self.job.call_at(time.monotonic() + _LAST_WAIT_S, self._give_up)
 
@@ -114,9 +114,9 @@ class RayCrew(Crew):
             if rank.result is not None:
                 rank.result.close()
 
-    def _variables_of(self, seat: Seat) -> dict[str, str]:
-        own = {"LOCAL_WORLD_SIZE": str(seat.local_size), "GROUP_RANK": str(seat.node)}
-        neighbours = [rank.seat.place.gpus for rank in self._ranks if rank.seat.node == seat.node]
+    def _variables_of(self, placed: PlacedRank) -> dict[str, str]:
+        own = {"LOCAL_WORLD_SIZE": str(placed.local_size), "GROUP_RANK": str(placed.node)}
+        neighbours = [rank.placed.place.gpus for rank in self._ranks if rank.placed.node == placed.node]
         gpus = [gpu for gpus in neighbours for gpu in gpus]
         if gpus:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -125,10 +125,10 @@ class RayCrew(Crew):
     # Calls and their replies
 
     def _expect(self, number: int, reply: Any) -> None:
-        future: Future[Heard | None] = reply.future()
+        future: Future[EventBatch | None] = reply.future()
         future.add_done_callback(partial(self._note_reply, number))
 
-    def _note_reply(self, number: int, future: Future[Heard | None]) -> None:
+    def _note_reply(self, number: int, future: Future[EventBatch | None]) -> None:
         """Called on one of Ray's threads."""
         self._replies.append((number, future))
         with self._waking, contextlib.suppress(OSError):
@@ -136,7 +136,7 @@ class RayCrew(Crew):
 
     def _listen(self, number: int) -> None:
         rank = self._ranks[number]
-        self._expect(number, rank.seat.actor.listen.remote(rank.seen))
+        self._expect(number, rank.placed.actor.listen.remote(rank.seen))
 
     def _take_replies(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -169,7 +169,7 @@ class RayCrew(Crew):
         else:
             self.job.call_at(now + _ASK_AGAIN_S, partial(self._listen, number))
 
-    def _take_news(self, number: int, heard: Heard) -> None:
+    def _take_news(self, number: int, heard: EventBatch) -> None:
         rank = self._ranks[number]
         rank.clock = min(rank.clock, time.monotonic() - heard.clock)
         for position, piece in enumerate(heard.news, heard.first):
@@ -177,12 +177,12 @@ class RayCrew(Crew):
                 rank.seen = position + 1
                 self._take(number, rank, piece)
 
-    def _take(self, number: int, rank: _Rank, piece: News) -> None:
+    def _take(self, number: int, rank: _Rank, piece: Event) -> None:
         if isinstance(piece, Started):
-            self.job.forked(number, piece.pid, rank.seat.place.host)
+            self.job.forked(number, piece.pid, rank.placed.place.host)
         elif isinstance(piece, Printed):
             self.job.printed(number, piece.stream, piece.data)
-        elif isinstance(piece, ResultPart):
+        elif isinstance(piece, ResultChunk):
             rank.result = rank.result or anonymous_file()
             rank.result.write(piece.data)
             if piece.last:
@@ -205,11 +205,11 @@ class RayCrew(Crew):
         self.job.ended(Ended(number, 1, now))
 
     def _why_lost(self, number: int, error: Exception) -> str:
-        place = self._ranks[number].seat.place
+        place = self._ranks[number].placed.place
         host = f"host {place.host} ({place.address})"
         if isinstance(error, self._ray.exceptions.RayTaskError):
             return str(error.cause)
-        together = [other for other, rank in enumerate(self._ranks) if rank.seat.place.node == place.node]
+        together = [other for other, rank in enumerate(self._ranks) if rank.placed.place.node == place.node]
         alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
         if place.node not in alive:
             return f"{host} with {ranks_phrase(together)} is lost: its Ray node died"
@@ -233,16 +233,16 @@ def _settings() -> dict[str, str]:
     }
 
 
-def _meeting(placement: Placement, env: Mapping[str, str]) -> dict[str, str]:
+def _ports(placement: Placement, env: Mapping[str, str]) -> dict[str, str]:
     """Where the ranks meet: on the node of rank 0, since the launcher may be where no node reaches it."""
-    first = placement.seats[0]
+    first = placement.ranks_placed[0]
     secret = env.get(SECRET_VARIABLE) or os.environ.get(SECRET_VARIABLE) or secrets.token_hex(16)
     address = first.place.address
     reply = first.actor.serve_store.remote(address, secret)
     ((port, master_port),) = placement.call([reply], f"serve the job's store on host {first.place.host}")
     named = f"[{address}]" if ":" in address else address
     return {
-        "WORLD_SIZE": str(len(placement.seats)),
+        "WORLD_SIZE": str(len(placement.ranks_placed)),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(master_port),
         "TORCHESTRA_SECRET": secret,
