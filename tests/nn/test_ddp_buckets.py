@@ -129,7 +129,7 @@ def test_the_views_of_a_bucket_have_the_layout_of_their_parameters() -> None:
                 torch.empty(8, 6)[::2],
             )
         ]
-        bucket = make_bucket(0, (4, 3, 2, 1, 0), parameters, dist.group.WORLD, whole=True)
+        bucket = make_bucket(0, (4, 3, 2, 1, 0), parameters, dist.group.WORLD, with_flat=True)
         assert [view.shape for view in bucket.views] == [each.shape for each in bucket.parameters]
         assert bucket.views[4].stride() == parameters[0].stride()
         assert bucket.views[3].stride() == parameters[1].stride()
@@ -145,9 +145,9 @@ def test_the_views_of_a_bucket_have_the_layout_of_their_parameters() -> None:
 def test_a_bucket_has_memory_only_where_all_of_it_must_be_in_one_tensor() -> None:
     def body() -> None:
         parameters = [torch.nn.Parameter(torch.empty(numel)) for numel in (3, 4, 5)]
-        assert make_bucket(0, range(3), parameters, dist.group.WORLD, whole=False).flat is None
-        assert make_bucket(0, range(3), parameters, dist.group.WORLD, whole=True).flat.numel() == 12
-        assert make_bucket(0, [1], parameters, dist.group.WORLD, whole=True, sparse=True).flat is None
+        assert make_bucket(0, range(3), parameters, dist.group.WORLD, with_flat=False).flat is None
+        assert make_bucket(0, range(3), parameters, dist.group.WORLD, with_flat=True).flat.numel() == 12
+        assert make_bucket(0, [1], parameters, dist.group.WORLD, with_flat=True, sparse=True).flat is None
 
     run("threads", 1, body)
 

@@ -24,7 +24,7 @@ def fail_in_backward(ready: threading.Barrier) -> None:
         def fail(*_: object) -> None:
             raise MemoryError("no memory for a bucket")
 
-        model.reducer._averager.start = fail
+        model.reducer._bucket_reducer.start = fail
         with pytest.raises(MemoryError):
             loss.backward()
         with pytest.raises(GradientReductionError, match="failed on rank 0"):

@@ -332,7 +332,9 @@ def test_ranks_that_have_failed_in_different_steps_go_on_together(hook: Any) -> 
                 step(trained, 1)
             assert wrapped.reducer.rebuilt is not None
             if hook is not None:
-                wrapped.reducer._averager._hook[1].iter += 1  # as if the group had failed after the hook
+                wrapped.reducer._bucket_reducer._hook[
+                    1
+                ].iter += 1  # as if the group had failed after the hook
         else:
             assert wrapped.reducer.rebuilt is None
         dist.group.WORLD.shrink()

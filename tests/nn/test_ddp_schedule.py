@@ -13,7 +13,7 @@ from torch import nn
 
 import torchestra as dist
 from torchestra.communicator.communicator import Communicator
-from torchestra.nn.parallel import DistributedDataParallel, averaging, reducer
+from torchestra.nn.parallel import DistributedDataParallel, bucket_reducer, reducer
 from worlds import run
 
 TINY_BUCKETS_MB = 100 / 2**20
@@ -95,7 +95,7 @@ def test_buckets_are_reduced_while_backward_goes_on_if_there_is_a_core_for_it(sp
 def test_a_large_last_bucket_does_not_wait_for_the_end_of_backward(
     monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
-    monkeypatch.setattr(averaging, "_INLINE_BYTES", 63)
+    monkeypatch.setattr(bucket_reducer, "_INLINE_BYTES", 63)
 
     def body() -> list[str]:
         events = record()

@@ -1,32 +1,35 @@
-"""How a reducer hangs on autograd without being kept alive by it."""
+"""A reducer's hooks on autograd, which do not keep it alive."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
 
 import torch
 
-
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Call it at the end of the backward that is running on this thread."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+"""Calls a function at the end of the backward that is running on this thread."""
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """The method, without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
+    """Return a function that calls a method, and does not keep its object alive."""
+    assert isinstance(method, MethodType)
+    function, reference = method.__func__, weakref.ref[Any](method.__self__)
 
     def call() -> None:
-        if (found := reference()) is not None:
-            found()
+        if (owner := reference()) is not None:
+            function(owner)
 
     return call
 
 
 def one_at_a_time(hooks: Sequence[Callable[[torch.Tensor], None]]) -> list[Callable[[torch.Tensor], None]]:
-    """The same hooks, of which no two run at once: autograd has a thread for each device."""
+    """Return the same hooks, of which no two run at once: autograd has a thread for each device."""
     lock = threading.RLock()
 
     def guarded(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
@@ -40,6 +43,6 @@ def one_at_a_time(hooks: Sequence[Callable[[torch.Tensor], None]]) -> list[Calla
 
 
 def remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-    """Remove the hooks that these are of."""
+    """Remove the hooks of these handles."""
     for handle in handles:
         handle.remove()

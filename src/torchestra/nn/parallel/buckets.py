@@ -121,19 +121,19 @@ def make_bucket(
     parameters: Sequence[torch.Tensor],
     group: ProcessGroup,
     *,
-    whole: bool,
+    with_flat: bool,
     sparse: bool = False,
     limit: int = 0,
 ) -> Bucket:
     """A bucket for the parameters with these indices.
 
     Args:
-        whole: give it memory, unless its gradient is sparse.
+        with_flat: give it memory, unless its gradient is sparse.
     """
     chosen = tuple(parameters[index] for index in indices)
     flat: torch.Tensor | None = None
     views: list[torch.Tensor] = []
-    if whole and not sparse:
+    if with_flat and not sparse:
         sizes = [parameter.numel() for parameter in chosen]
         flat = shared_memory(sum(sizes), chosen[0].dtype, group, chosen[0].device).zero_()
         views = [like(part, parameter) for part, parameter in zip(flat.split(sizes), chosen, strict=True)]

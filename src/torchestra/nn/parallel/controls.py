@@ -129,7 +129,7 @@ class Controls:
             for parameter in stepped:
                 leave_to_others(parameter)
             self.register_comm_hook(self.process_group, apply_optim_in_backward_hook())
-            self.reducer.forget_gradients(stepped)
+            self.reducer.discard_gradients(stepped)
 
     def _check_not_all_delayed(self) -> None:
         if not self.reducer.parameters:

@@ -94,15 +94,15 @@ class DelayedReduction:
                 parameter.grad = view
         self._average(self._flat)
 
-    def shadow(self, *, hand_out: bool) -> None:
+    def shadow(self, *, write_back: bool) -> None:
         """Take part in a reduction of the other ranks, with nothing to contribute.
 
         Args:
-            hand_out: let the averages be this rank's gradients too; if not, they stay as they are.
+            write_back: let the averages be this rank's gradients too; if not, they stay as they are.
         """
         zeros = torch.zeros_like(self._flat)
         self._average(zeros)
-        if hand_out:
+        if write_back:
             self._flat.copy_(zeros)
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.grad = view

@@ -1,41 +1,43 @@
-"""Where gradients are: the one place that a reducer reads them from and writes averages to.
+"""Where a reducer reads gradients and writes averages.
 
-A program that calls ``loss.backward()`` finds them in ``parameter.grad``. A distributed autograd context
-keeps them to itself.
+A program that calls ``loss.backward()`` finds them in ``parameter.grad``. A distributed autograd context has
+gradients of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import torch
 
 from torchestra.rpc.thread_state import here
 
+_grad_of = attrgetter("grad")
 
-class GradientSink(Protocol):
-    """Where a reducer finds and leaves gradients."""
+
+class GradientStore(Protocol):
+    """What a reducer reads gradients from and writes them to."""
 
     def take(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradient of each parameter, None where there is none."""
+        """Return the gradient of each parameter, None where there is none."""
 
     def put(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Make this tensor the parameter's gradient; with None, it has none."""
 
 
-class WhereTheyLand:
-    """Gradients in the context whose backward pass this thread runs, else in ``parameter.grad``."""
+class ThreadGradientStore:
+    """The gradients of the context whose backward pass this thread runs, else ``parameter.grad``."""
 
     def take(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """See :class:`GradientSink`."""
+        """See :class:`GradientStore`."""
         if here.part is None:
-            return [parameter.grad for parameter in parameters]
-        gradients = here.part.context.gradients
-        return [gradients.get(parameter) for parameter in parameters]
+            return list(map(_grad_of, parameters))
+        return list(map(here.part.context.gradients.get, parameters))
 
     def put(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """See :class:`GradientSink`."""
+        """See :class:`GradientStore`."""
         if here.part is None:
             parameter.grad = gradient
         else:

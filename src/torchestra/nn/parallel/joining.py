@@ -91,10 +91,10 @@ class DDPJoinHook(JoinHook):
         if averages:
             _choose_divisor(ddp, context)
             # Another joinable, such as an optimizer, may go on with the averages on this rank too.
-            hand_out = len(context.joinables) > 1
+            write_back = len(context.joinables) > 1
             if ddp._delayed is not None:
-                ddp._delayed.shadow(hand_out=hand_out)
-            ddp.reducer.shadow_round(hand_out=hand_out)
+                ddp._delayed.shadow(write_back=write_back)
+            ddp.reducer.shadow_round(write_back=write_back)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the state of the last rank that had inputs."""

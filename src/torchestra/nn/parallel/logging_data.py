@@ -95,7 +95,7 @@ class Logger:
     def before_forward(self) -> None:
         """To be called before every forward pass that is to be reduced: takes the step before, if sampled."""
         done = self._reducer.iterations
-        self._reducer.expected.record = self._samples(done + 1)
+        self._reducer.tracker.record = self._samples(done + 1)
         if done and self._samples(done):
             self._take_step()
 
@@ -120,7 +120,7 @@ class Logger:
             "unused_parameter_size": sum(parameters[index].nbytes for index in reducer.last_unused),
             "has_rebuilt_buckets": int(reducer.rebuilt is not None),
         }
-        if order := reducer.expected.order:
+        if order := reducer.tracker.order:
             self._fields["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
         if reducer.rebuilt is not None:
             self._fields["rebuilt_bucket_sizes"] = self._bucket_sizes()

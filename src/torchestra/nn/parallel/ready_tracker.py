@@ -1,13 +1,13 @@
-"""Which gradients have come in a round, and which are still to come: a number for each parameter.
+"""Tracks which gradients of a round are ready: one number per parameter.
 
 ========= =================================================================================
-READY     its gradient has come
-EXPECTED  it has not come in this round; greater numbers: it comes so often (static graph)
-UNUSED    it will not come
-IDLE      there is no round, so a gradient that comes is none of the reducer's business
-RECORDING expected, and it is to be noted in which order they come
-COUNTING  the first round of a static graph: how often each comes is counted, and reduction
-          begins when backward has ended
+READY     its gradient is ready
+EXPECTED  it is not ready in this round; n > 1: it arrives n more times (static graph)
+UNUSED    it will not arrive
+IDLE      there is no round, so the reducer ignores a gradient that arrives
+RECORDING expected, and its place in the order of arrival is recorded
+COUNTING  the first round of a static graph: arrivals are counted, and reduction begins when
+          backward has ended
 ========= =================================================================================
 """
 
@@ -25,39 +25,35 @@ from torchestra.nn.parallel import messages
 READY, EXPECTED, UNUSED, IDLE, RECORDING, COUNTING = 0, 1, -1, -2, -3, -4
 
 
-def _filled(count: int, value: int) -> array.array[int]:
-    return array.array("i", [value]) * count
-
-
-class Expectations:
-    """The gradients of one reducer's parameters.
+class ReadyTracker:
+    """Tracks the gradients of one reducer's parameters.
 
     Args:
         names: of the parameters.
         rank: for messages.
-        changed: called when a bucket has become complete.
+        bucket_ready: called when all gradients of a bucket are ready.
 
     Attributes:
         static: every round is like the first.
-        record: note the order of arrival in the rounds that begin from now on.
-        order: of arrival, in the last round for which it was noted.
-        missing: for each bucket, how many gradients are still to come.
-        unused: the parameters whose gradients will not come in this round.
+        record: record the order of arrival in the rounds that begin from now on.
+        order: of arrival, in the last round that recorded it.
+        missing: for each bucket, the number of gradients that are not ready.
+        unused: the parameters whose gradients will not arrive in this round.
         is_open: whether there is a round.
     """
 
-    def __init__(self, names: Sequence[str], rank: int, changed: Callable[[], None]) -> None:
+    def __init__(self, names: Sequence[str], rank: int, bucket_ready: Callable[[], None]) -> None:
         self._names = names
         self._rank = rank
-        self._changed = changed
-        self._count = count = len(names)
-        self._state = _filled(count, IDLE)
-        self._bucket_of = _filled(count, 0)
+        self._bucket_ready = bucket_ready
+        self._count = len(names)
+        self._state = self._filled(IDLE)
+        self._bucket_of = self._filled(0)
         self._templates = {
-            state: _filled(count, state) for state in (READY, EXPECTED, IDLE, RECORDING, COUNTING)
+            state: self._filled(state) for state in (READY, EXPECTED, IDLE, RECORDING, COUNTING)
         }
         # 1 for each parameter that has had a gradient since the last round ended, reduced or not.
-        self._used = _filled(count, 0)
+        self._used = self._filled(0)
         self._sizes: list[int] = []
         self.missing: list[int] = []
         self.unused: Sequence[int] = ()
@@ -65,19 +61,22 @@ class Expectations:
         self.is_open = False
         self.record = True
         self.static = False
-        self._times: list[int] = [0] * count
+        self._arrivals = [0] * self._count
         self._static_template: array.array[int] | None = None
         self._static_unused: Sequence[int] = ()
 
-    def forget_rounds(self, rank: int) -> None:
-        """Begin anew, as this rank, after the rounds so far: what they have shown may differ by rank."""
+    def _filled(self, value: int) -> array.array[int]:
+        return array.array("i", [value]) * self._count
+
+    def restart(self, rank: int) -> None:
+        """Forget all rounds, as ranks may have seen different ones, and go on as this rank."""
         self._rank = rank
         self._static_template, self._static_unused = None, ()
         self.order, self.record = [], True
         self.end()
 
-    def lay_out(self, plan: Sequence[Sequence[int]]) -> None:
-        """Take it that the parameters are in these buckets. Between rounds."""
+    def set_buckets(self, plan: Sequence[Sequence[int]]) -> None:
+        """Assign the parameters to these buckets. Between rounds."""
         for number, indices in enumerate(plan):
             for index in indices:
                 self._bucket_of[index] = number
@@ -85,24 +84,23 @@ class Expectations:
         self.missing[:] = self._sizes
 
     def begin(self, unused: Sequence[int]) -> None:
-        """Begin a round, in which the gradients of these will not come."""
+        """Begin a round, in which the gradients of ``unused`` will not arrive."""
         self.is_open = True
         self.missing[:] = self._sizes
-        state = RECORDING if self.record else EXPECTED
-        template = self._templates[state]
-        if self.static and self._static_template is None:
-            template = self._templates[COUNTING]
-            self._times = [0] * self._count
-        elif self.static and self._static_template is not None:
+        template = self._templates[RECORDING if self.record else EXPECTED]
+        if self._static_template is not None:
             template, unused = self._static_template, self._static_unused
+        elif self.static:
+            template = self._templates[COUNTING]
+            self._arrivals = [0] * self._count
         self._state[:] = template
         if self.record:
             self.order = []
         self.unused = ()
-        self.expect_no_more(unused)
+        self.mark_unused(unused)
 
-    def expect_no_more(self, unused: Sequence[int]) -> None:
-        """The gradients of these will not come either."""
+    def mark_unused(self, unused: Sequence[int]) -> None:
+        """Expect no gradients of these parameters either."""
         if unused:
             self.unused = [*self.unused, *unused]
         for index in unused:
@@ -110,8 +108,13 @@ class Expectations:
                 self.missing[self._bucket_of[index]] -= 1
             self._state[index] = UNUSED
 
+    def mark_undefined(self, index: int) -> None:
+        """Take back that a gradient is ready: autograd also calls hooks for undefined gradients."""
+        self._used[index] = 0
+        self.mark_unused([index])
+
     def end(self) -> None:
-        """The round is over."""
+        """End the round."""
         self.is_open = False
         self.unused = ()
         self._state[:] = self._templates[IDLE]
@@ -119,65 +122,60 @@ class Expectations:
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients have come in the round."""
+        """Whether gradients have arrived in the round."""
         return self.is_open and sum(self.missing) + len(self.unused) != self._count
 
     def outstanding(self) -> list[int]:
-        """The parameters whose gradients have not come."""
+        """Return the parameters whose gradients have not arrived."""
         return [index for index, state in enumerate(self._state) if state not in (READY, UNUSED, IDLE)]
 
-    def unused_in(self, indices: Sequence[int]) -> Sequence[int]:
-        """Which places of a bucket are of parameters whose gradients will not come."""
+    def unused_slots(self, indices: Sequence[int]) -> Sequence[int]:
+        """Return the slots of a bucket with these parameters whose gradients will not arrive."""
         if not self.unused:
             return ()
-        return [place for place, index in enumerate(indices) if self._state[index] == UNUSED]
-
-    def is_undefined(self, index: int) -> None:
-        """What came was no gradient: autograd also calls hooks for gradients that are undefined."""
-        self._used[index] = 0
-        self.expect_no_more([index])
+        return [slot for slot, index in enumerate(indices) if self._state[index] == UNUSED]
 
     def is_ready(self, index: int) -> bool:
-        """Whether the gradient has come."""
+        """Return whether the gradient has arrived."""
         return self._state[index] == READY
 
     def used(self) -> torch.Tensor:
-        """For each parameter, 1 if it has had a gradient since the last round, else 0."""
+        """Return for each parameter 1 if it has had a gradient since the last round, else 0."""
         return torch.frombuffer(self._used, dtype=torch.int32) if self._count else torch.empty(0)
 
-    # -- gradients come
+    # -- gradients arrive
 
     def hook_for(self, index: int) -> Callable[[torch.Tensor], None]:
-        """What to call when a parameter's gradient is there. Short: it runs for every parameter and step."""
+        """Return what autograd calls when a parameter's gradient is ready: for every parameter and step."""
         state, used, missing, bucket_of = self._state, self._used, self.missing, self._bucket_of
-        changed, came_otherwise = self._changed, partial(self._came_otherwise, index)
+        bucket_ready, unexpected = self._bucket_ready, partial(self._arrived_unexpectedly, index)
 
-        def gradient_is_there(_: torch.Tensor) -> None:
+        def gradient_ready(_: torch.Tensor) -> None:
             used[index] = 1
             if state[index] != EXPECTED:
-                came_otherwise()
+                unexpected()
                 return
             state[index] = READY
             bucket = bucket_of[index]
             missing[bucket] -= 1
             if not missing[bucket]:
-                changed()
+                bucket_ready()
 
-        return gradient_is_there
+        return gradient_ready
 
-    def _came_otherwise(self, index: int) -> None:
-        """A gradient came that is not simply the expected one."""
+    def _arrived_unexpectedly(self, index: int) -> None:
+        """Note a gradient whose parameter is not EXPECTED."""
         state = self._state[index]
         if state == IDLE:
             return
         if state == COUNTING:
-            self._times[index] += 1
+            self._arrivals[index] += 1
             self.order.append(index)
         elif state == RECORDING:
             self.order.append(index)
             self._state[index] = READY
             self.missing[self._bucket_of[index]] -= 1
-            self._changed()
+            self._bucket_ready()
         elif state > EXPECTED:
             self._state[index] = state - 1
         else:
@@ -193,15 +191,15 @@ class Expectations:
         """Whether this is the first round of a static graph."""
         return self.static and self._static_template is None
 
-    def count_is_over(self) -> None:
-        """The first backward of a static graph has ended: now it is known what comes, and how often."""
-        times = self._times
-        self._static_unused = [index for index, count in enumerate(times) if not count]
-        self._static_template = array.array("i", [max(EXPECTED, count) for count in times])
+    def finish_counting(self) -> None:
+        """Take the arrivals of a static graph's first backward, which has ended, for those of all others."""
+        arrivals = self._arrivals
+        self._static_unused = [index for index, count in enumerate(arrivals) if not count]
+        self._static_template = array.array("i", [max(EXPECTED, count) for count in arrivals])
         self._state[:] = self._templates[READY]
         self.missing[:] = [0] * len(self.missing)
         for index in self._static_unused:
             self._state[index] = UNUSED
         self.unused = self._static_unused
-        last_place = {index: place for place, index in enumerate(self.order)}
-        self.order = sorted(last_place, key=last_place.__getitem__)
+        last_arrival = {index: position for position, index in enumerate(self.order)}
+        self.order = sorted(last_arrival, key=last_arrival.__getitem__)

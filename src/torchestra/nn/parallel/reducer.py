@@ -1,19 +1,19 @@
 """Averages gradients over the ranks of a group while backward computes them.
 
-A hook on every parameter notes that its gradient is there (ready_tracker.py). When all of a bucket's are, the
-bucket is started (averaging.py); backward goes on meanwhile. Buckets start in their order on every rank,
+A hook on every parameter notes that its gradient is ready (ready_tracker.py). When all of a bucket's are, the
+bucket is started (bucket_reducer.py); backward goes on meanwhile. Buckets start in their order on every rank,
 because the ranks of a group must call the same operations in the same order, and gradients need not arrive in
 the same order everywhere. At the end of backward autograd calls ``Reducer._backward_ended``, which waits for
-the averages and hands them out. Hooks on the outputs of the forward pass ask for that call: where reentrant
+the averages and writes them back. Hooks on the outputs of the forward pass ask for that call: where reentrant
 checkpointing runs a backward within the backward, the end of the outer one is meant. (Where outputs hide
 their tensors, the parameter's hook that fills the last bucket asks for it.)
 
-A *round* is one such reduction of all gradients. A forward pass that is to be reduced begins a round. If a
-second backward runs through the same or another such forward pass after the round is over, hooks on the
-outputs begin the next.
+A *round* is one such reduction of all gradients. A forward pass whose gradients are to be averaged begins a
+round. If a second backward runs through the same or another such forward pass after the round is over, hooks
+on the outputs begin the next.
 
-After the first round the ranks take rank 0's order of arrival, and the next forward pass makes new buckets
-after it. Not where unused parameters are looked for: there every round may have an order of its own.
+After the first round the ranks take rank 0's order of arrival, and the next forward pass makes new buckets in
+that order. Not where unused parameters are looked for: there every round may have an order of its own.
 
 Hooks run on the thread that runs backward; for CPU tensors autograd does that on the calling thread, for
 those of a GPU on one of its own. They hold the reducer weakly and are removed when it dies, so the module can
@@ -36,7 +36,7 @@ from torchestra.engine.kernels.selection import spare_cores
 from torchestra.errors import GradientReductionError
 from torchestra.nn.parallel import messages
 from torchestra.nn.parallel.autograd_hooks import one_at_a_time, queue_callback, remove_all, weakly
-from torchestra.nn.parallel.averaging import Averager
+from torchestra.nn.parallel.bucket_reducer import BucketReducer
 from torchestra.nn.parallel.buckets import (
     BUCKET_CAP_MB,
     FIRST_BUCKET_BYTES,
@@ -51,9 +51,9 @@ from torchestra.nn.parallel.comm_hooks.interface import (
     await_future,
     builtin_hook,
 )
-from torchestra.nn.parallel.gradient_store import GradientSink, WhereTheyLand
+from torchestra.nn.parallel.gradient_store import GradientStore, ThreadGradientStore
 from torchestra.nn.parallel.outputs import tensors_in, unused_parameters
-from torchestra.nn.parallel.ready_tracker import Expectations
+from torchestra.nn.parallel.ready_tracker import ReadyTracker
 from torchestra.nn.parallel.sparse import empty_like_sparse
 from torchestra.nn.parallel.statistics import Counters
 from torchestra.process_group import ProcessGroup
@@ -83,7 +83,7 @@ class Reducer:
         skip_all_reduce_unused_params: do not reduce buckets of which all parameters are unused; all ranks
             must find the same ones.
         bucket_size_limits_for_rebuilding: instead of the two caps.
-        sink: where gradients are; default: where backward leaves them.
+        gradient_store: where gradients are; default: where backward leaves them.
         counters: where to count what was done.
         may_be_empty: there may be no parameter; then rounds are counted, and nothing is sent in them.
 
@@ -114,7 +114,7 @@ class Reducer:
         skip_all_reduce_unused_params: bool = False,
         bucket_size_limits_for_rebuilding: Sequence[int] = (),
         *,
-        sink: GradientSink | None = None,
+        gradient_store: GradientStore | None = None,
         counters: Counters | None = None,
         may_be_empty: bool = False,
     ) -> None:
@@ -126,17 +126,17 @@ class Reducer:
         if params or not may_be_empty:
             check_plan(bucket_indices, self.parameters, self._sparse)
         self._group = process_group
-        self._find_unused = find_unused_parameters
+        self._find_unused = self._finds_unused_each_round = find_unused_parameters
         self._skip_unused = skip_all_reduce_unused_params
         self._limits = list(bucket_size_limits_for_rebuilding) or [first_bucket_bytes_cap, bucket_bytes_cap]
         self.counters = counters or Counters()
         self._as_views = gradient_as_bucket_view
-        self._sink = sink or WhereTheyLand()
-        self._averager = self._make_averager()
-        self.expected = Expectations(self.names, self._group.rank(), weakly(self._start_complete_buckets))
+        self._store = gradient_store or ThreadGradientStore()
+        self._bucket_reducer = self._make_bucket_reducer()
+        self.tracker = ReadyTracker(self.names, self._group.rank(), weakly(self._start_ready_buckets))
         self._used_by = torch.zeros(count, dtype=torch.int32)
-        self._first_layout = bucket_indices, per_bucket_size_limits
-        self._lay_out(*self._first_layout)
+        self._first_plan = bucket_indices, per_bucket_size_limits
+        self._make_buckets(*self._first_plan)
         self.iterations = 0
         self.rebuilt: tuple[tuple[int, ...], ...] | None = None
         self.graph_is_static = True
@@ -145,23 +145,25 @@ class Reducer:
         self._agreed_order: list[int] | None = None
         self._next, self._failure = 0, ""
         self._futures: list[torch.futures.Future[Any]] = []
-        self._forgotten: Sequence[torch.Tensor] = ()
+        self._discarded: Sequence[torch.Tensor] = ()
+        self._register_autograd_hooks()
 
-        self._gradient_hooks = [self.expected.hook_for(index) for index in range(count)]
+    def _register_autograd_hooks(self) -> None:
+        hooks = [self.tracker.hook_for(index) for index in range(len(self.parameters))]
         if len({parameter.device for parameter in self.parameters}) > 1:
-            self._gradient_hooks = one_at_a_time(self._gradient_hooks)
+            hooks = one_at_a_time(hooks)
         handles = [
             parameter.register_post_accumulate_grad_hook(hook)
-            for parameter, hook in zip(self.parameters, self._gradient_hooks, strict=True)
+            for parameter, hook in zip(self.parameters, hooks, strict=True)
         ]
         self._remove_hooks = weakref.finalize(self, remove_all, handles)
         self._remove_hooks.atexit = False
 
-    def _make_averager(self) -> Averager:
+    def _make_bucket_reducer(self) -> BucketReducer:
         communicator = self._group.communicator
-        return Averager(
+        return BucketReducer(
             self._group,
-            self._sink,
+            self._store,
             self.names,
             self.counters,
             as_views=self._as_views,
@@ -169,7 +171,7 @@ class Reducer:
             overlap=isinstance(communicator, HostsCommunicator) or spare_cores(self._group.size()) > 0,
         )
 
-    def _lay_out(self, plan: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+    def _make_buckets(self, plan: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
         """Make the buckets, and their memory."""
         limits = [*limits, *[0] * (len(plan) - len(limits))]
         self.buckets = [
@@ -178,13 +180,13 @@ class Reducer:
                 indices,
                 self.parameters,
                 self._group,
-                whole=self._averager.whole,
+                with_flat=self._bucket_reducer.needs_flat,
                 sparse=self._sparse[indices[0]],
                 limit=limits[number],
             )
             for number, indices in enumerate(plan)
         ]
-        self.expected.lay_out(plan)
+        self.tracker.set_buckets(plan)
         self.counters.buckets = len(self.buckets)
         self._bytes = sum(bucket.nbytes for bucket in self.buckets)
 
@@ -196,15 +198,15 @@ class Reducer:
         Raises:
             GradientReductionError: there is a hook already, or a round has begun.
         """
-        if self._averager.has_hook:
+        if self._bucket_reducer.has_hook:
             raise GradientReductionError(_HOOKED_TWICE)
         if self._has_begun():
             raise GradientReductionError(
                 "a DDP communication hook should be registered before calling backward, not while gradients"
                 " are being reduced"
             )
-        self._averager.set_hook(hook, state)
-        self._lay_out([bucket.indices for bucket in self.buckets], [each.limit for each in self.buckets])
+        self._bucket_reducer.set_hook(hook, state)
+        self._make_buckets([bucket.indices for bucket in self.buckets], [each.limit for each in self.buckets])
 
     def register_builtin_comm_hook(self, kind: BuiltinCommHookType) -> None:
         """:meth:`register_comm_hook` with a hook of a built-in kind."""
@@ -221,19 +223,20 @@ class Reducer:
                 "set_static_graph() should be called before training loop starts and after"
                 " DistributedDataParallel is constructed."
             )
-        self.expected.static = True
+        self.tracker.static = True
+        self._finds_unused_each_round = False
 
     def set_divisor(self, divisor: float | None) -> None:
         """Divide sums by this, instead of the number of ranks (None). All ranks must do the same."""
-        self._averager.divisor = divisor
+        self._bucket_reducer.divisor = divisor
 
     def remove_autograd_hooks(self) -> None:
         """Have no part in backward any more."""
         self._remove_hooks()
 
-    def forget_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+    def discard_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Let these have no gradients after a round: an optimizer has used them already."""
-        self._forgotten = list(parameters)
+        self._discarded = list(parameters)
 
     def install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         """Wait for these at the end of the next round."""
@@ -241,17 +244,17 @@ class Reducer:
 
     def update_process_group(self, group: ProcessGroup) -> None:
         """Forget a round that was not finished, and average over another group from now on."""
-        self._averager.reset()
+        self._bucket_reducer.reset()
         former_group, self._group = self._group, group
-        former, self._averager = self._averager, self._make_averager()
-        self._averager.take_over(former, former_group, group)
-        self._close()
-        self.expected.forget_rounds(group.rank())
+        former, self._bucket_reducer = self._bucket_reducer, self._make_bucket_reducer()
+        self._bucket_reducer.adopt_hook(former, former_group, group)
+        self._end_round()
+        self.tracker.restart(group.rank())
         self._failure = ""
         self._agreed_order = self.rebuilt = self._unused_before = None
         self.last_unused, self.graph_is_static = (), True
         # Not all ranks may have made new buckets, so the first ones are all that they have in common.
-        self._lay_out(*self._first_layout)
+        self._make_buckets(*self._first_plan)
 
     @property
     def local_used_map(self) -> torch.Tensor:
@@ -283,107 +286,97 @@ class Reducer:
         if self._has_begun():
             raise GradientReductionError(
                 messages.unfinished(
-                    self.expected.outstanding(),
+                    self.tracker.outstanding(),
                     self.names,
                     rank,
                     finds_unused=self._find_unused,
-                    static=self.expected.static,
+                    static=self.tracker.static,
                 )
             )
 
-    def _note_failure(self, error: BaseException) -> None:
+    def _record_failure(self, error: BaseException) -> None:
         if not isinstance(error, RAISED_BY_ALL):
             self._group.communicator.leave("the reduction of gradients", error)  # the others wait for it
         # In words: the error's traceback would hold this reducer, whose hooks then would outlive it.
         self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def _has_begun(self) -> bool:
-        return self._next > 0 or self.expected.has_begun
+        return self._next > 0 or self.tracker.has_begun
 
     def prepare_for_backward(self, outputs: Any) -> None:
         """To be called with what such a forward pass has returned: from here on gradients are expected."""
-        expected = self.expected
+        tracker = self.tracker
         found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         unused: Sequence[int] = ()
-        if self._looks_each_time:
+        if self._finds_unused_each_round:
             unused = unused_parameters(found, self.parameters)
             self.graph_is_static = self.graph_is_static and self._unused_before in (None, unused)
             self._unused_before = unused
-            if expected.is_open:
+            if tracker.is_open:
                 # Of several forward passes before a backward, each may use what the others do not.
-                unused = [index for index in unused if index in expected.unused]
+                unused = [index for index in unused if index in tracker.unused]
         self._begin(unused)
         for output in found:
             if output.grad_fn is not None:
                 output.register_hook(partial(self._backward_reached, unused))
 
-    @property
-    def _looks_each_time(self) -> bool:
-        """Whether every round may leave other parameters unused."""
-        return self._find_unused and not self.expected.static
-
     def _begin(self, unused: Sequence[int]) -> None:
         self._next = 0
-        self.expected.begin(unused)
+        self.tracker.begin(unused)
         self.counters.backward_started = 0
 
     def _backward_reached(self, unused: Sequence[int], _: torch.Tensor) -> None:
         """Hook on the outputs of a forward pass: backward has begun to go through it."""
         queue_callback(self._backward_ended)
-        if not self.expected.is_open:
+        if not self.tracker.is_open:
             self._begin(unused)
         if not self.counters.backward_started:
             self.counters.backward_started = _now()
 
-    def gradient_is_there(self, index: int) -> None:
-        """Note that a parameter's gradient is there, where autograd does not call the hook on it."""
-        self._gradient_hooks[index](self.parameters[index])
-
-    def _start_complete_buckets(self) -> None:
-        buckets, counters = self.buckets, self.counters
-        while self._next < len(buckets) and not self.expected.missing[self._next]:
+    def _start_ready_buckets(self) -> None:
+        """Start the buckets, in their order, whose gradients are all ready."""
+        buckets, counters, tracker = self.buckets, self.counters, self.tracker
+        while self._next < len(buckets) and not tracker.missing[self._next]:
             bucket = buckets[self._next]
             is_last = self._next + 1 == len(buckets)
             if not self._next:
-                counters.communication_started = _now() if self._averager.begins_early else 0
+                counters.communication_started = _now() if self._bucket_reducer.begins_early else 0
             if is_last:
                 counters.backward_ended = _now()
             if self._find_unused:
-                self._see_undefined(bucket)
-            unused = self.expected.unused_in(bucket.indices)
-            if not self._skips(bucket, unused):
+                self._mark_undefined(bucket)
+            unused = tracker.unused_slots(bucket.indices) if tracker.unused else ()
+            if not (self._skip_unused and len(unused) == len(bucket.indices)):
                 try:
-                    self._averager.start(bucket, unused, is_last)
+                    self._bucket_reducer.start(bucket, unused, is_last)
                 except BaseException as error:
-                    self._note_failure(error)
+                    self._record_failure(error)
                     raise
             self._next += 1
             if is_last and not counters.backward_started:
                 queue_callback(self._backward_ended)
 
-    def _see_undefined(self, bucket: Bucket) -> None:
-        gradients = self._sink.take(bucket.parameters)
+    def _mark_undefined(self, bucket: Bucket) -> None:
+        gradients = self._store.take(bucket.parameters)
         for index, gradient in zip(bucket.indices, gradients, strict=True):
-            if gradient is None and self.expected.is_ready(index):
-                self.expected.is_undefined(index)
-
-    def _skips(self, bucket: Bucket, unused: Sequence[int]) -> bool:
-        return self._skip_unused and len(unused) == len(bucket.indices)
+            if gradient is None and self.tracker.is_ready(index):
+                self.tracker.mark_undefined(index)
 
     # -- the end of a round
 
     def _backward_ended(self) -> None:
         """At the end of a backward: finish the round, unless gradients are still to come from another one."""
-        expected, counters = self.expected, self.counters
-        if not expected.is_open:
+        tracker, counters = self.tracker, self.counters
+        if not tracker.is_open:
             return
-        if expected.is_counting:
-            expected.count_is_over()
-        elif self._looks_each_time:
-            # What has not come by now is not part of the loss.
-            expected.expect_no_more(expected.outstanding())
-        # Where no gradient came, nothing has started the buckets of unused parameters.
-        self._start_complete_buckets()
+        if tracker.static and tracker.is_counting:
+            tracker.finish_counting()
+        elif self._finds_unused_each_round:
+            # A gradient that has not arrived by now is not part of the loss.
+            tracker.mark_unused(tracker.outstanding())
+        # Where no gradient arrived, nothing has started the buckets of unused parameters.
+        if self._next < len(self.buckets):
+            self._start_ready_buckets()
         if self._next == len(self.buckets):
             self._finish()
         elif counters.backward_started:
@@ -391,27 +384,25 @@ class Reducer:
             counters.backward_started = 0
 
     def _finish(self) -> None:
-        """Wait for the averages, hand them out, and close the round."""
-        counters = self.counters
+        """Wait for the averages, write them back, and end the round."""
+        counters, tracker, bucket_reducer = self.counters, self.tracker, self._bucket_reducer
         counters.communication_started = counters.communication_started or _now()
         try:
-            reduced = [
-                bucket
-                for bucket in self.buckets
-                if not self._skips(bucket, self.expected.unused_in(bucket.indices))
-            ]
+            reduced = self._reduced_buckets(tracker) if self._skip_unused else self.buckets
             counters.reduced = len(reduced)
             for bucket in reduced:
-                self._averager.complete(bucket)
-            self._tell_what_was_used(self.expected.used())
-            used: Sequence[int] = self._used_by.tolist() if self.expected.unused else ()
+                bucket_reducer.complete(bucket)
+            if self._finds_unused_each_round or tracker.static:
+                self._share_usage(tracker.used())
+            used: Sequence[int] = self._used_by.tolist() if tracker.unused else ()
             for bucket in reduced:
-                self._averager.hand_out(bucket, used)
-            self._agree_on_order()
+                bucket_reducer.write_back(bucket, used)
+            if self.rebuilt is None:
+                self._agree_on_order()
             for future in self._futures:
                 await_future(future, self._group.communicator.seconds)
         except BaseException as error:
-            self._note_failure(error)
+            self._record_failure(error)
             raise
         ended = _now()
         counters.steps += 1
@@ -421,31 +412,39 @@ class Reducer:
         if not counters.backward_started:
             counters.backward_started = counters.communication_started
         counters.backward_ns += ended - counters.backward_started
-        self._close()
+        self._end_round()
 
-    def _close(self) -> None:
+    def _reduced_buckets(self, tracker: ReadyTracker) -> list[Bucket]:
+        """Return the buckets of which a parameter was used."""
+        return [
+            bucket
+            for bucket in self.buckets
+            if len(tracker.unused_slots(bucket.indices)) < len(bucket.indices)
+        ]
+
+    def _end_round(self) -> None:
         self._futures.clear()
-        for parameter in self._forgotten:
-            self._sink.put(parameter, None)
+        for parameter in self._discarded:
+            self._store.put(parameter, None)
         self._next = 0
-        self.last_unused = self.expected.unused
-        self.expected.end()
+        self.last_unused = self.tracker.unused
+        self.tracker.end()
 
     @property
     def _is_first_round(self) -> bool:
         return self.rebuilt is None and self._agreed_order is None
 
-    def _tell_what_was_used(self, used: torch.Tensor) -> None:
-        """Let the ranks know which parameters some rank has used, where that may change."""
-        if self.buckets and (self._looks_each_time or (self.expected.static and self._is_first_round)):
+    def _share_usage(self, used: torch.Tensor) -> None:
+        """Tell the ranks which parameters some rank has used, in rounds where that may change."""
+        if self.buckets and (self._finds_unused_each_round or (self.tracker.static and self._is_first_round)):
             self._used_by.copy_(used)
             self._group.communicator.all_reduce(self._used_by, ReduceOp.SUM)
 
     def _agree_on_order(self) -> None:
         """After the first round: rank 0's order of arrival. What did not arrive there comes last."""
-        if self._looks_each_time or not self._is_first_round or not self.buckets:
+        if self._finds_unused_each_round or not self._is_first_round or not self.buckets:
             return
-        order = list(self.expected.order)
+        order = list(self.tracker.order)
         arrived = set(order)
         order += [index for bucket in self.buckets for index in bucket.indices if index not in arrived]
         agreed = torch.tensor(order)
@@ -461,16 +460,16 @@ class Reducer:
         )
         self.rebuilt = tuple(map(tuple, plan))
         if [set(indices) for indices in plan] != [set(bucket.indices) for bucket in self.buckets]:
-            self._lay_out(plan, limits)
+            self._make_buckets(plan, limits)
 
-    def shadow_round(self, hand_out: bool = False) -> None:
+    def shadow_round(self, write_back: bool = False) -> None:
         """Take part in a round of the other ranks, with nothing to contribute.
 
         Args:
-            hand_out: let the averages be this rank's gradients too; if not, they stay as they are.
+            write_back: let the averages be this rank's gradients too; if not, they stay as they are.
         """
         self.prepare_for_forward()
-        before, last_unused = self._sink.take(self.parameters), set(self.last_unused)
+        before, last_unused = self._store.take(self.parameters), set(self.last_unused)
         reduced = [
             bucket
             for bucket in self.buckets
@@ -478,27 +477,27 @@ class Reducer:
         ]
         try:
             for bucket in reduced:
-                if hand_out:
+                if write_back:
                     self._put_zeros(bucket)
-                    self._averager.start(bucket, (), bucket is self.buckets[-1])
+                    self._bucket_reducer.start(bucket, (), bucket is self.buckets[-1])
                 else:
-                    self._averager.start_shadow(bucket, bucket is self.buckets[-1])
+                    self._bucket_reducer.start_shadow(bucket, bucket is self.buckets[-1])
             for bucket in reduced:
-                self._averager.complete(bucket)
-            self._tell_what_was_used(torch.zeros_like(self._used_by))
+                self._bucket_reducer.complete(bucket)
+            self._share_usage(torch.zeros_like(self._used_by))
             for bucket in reduced:
-                self._averager.hand_out(bucket, ())
-            if hand_out and (self._looks_each_time or self.expected.static):
+                self._bucket_reducer.write_back(bucket, ())
+            if write_back and (self._finds_unused_each_round or self.tracker.static):
                 for index, ranks in enumerate(self._used_by.tolist()):
                     if not ranks:
-                        self._sink.put(self.parameters[index], before[index])
+                        self._store.put(self.parameters[index], before[index])
             self._agree_on_order()
         except BaseException as error:
-            self._note_failure(error)
+            self._record_failure(error)
             raise
 
     def _put_zeros(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:
-            self._sink.put(
+            self._store.put(
                 parameter, empty_like_sparse(parameter) if bucket.sparse else torch.zeros_like(parameter)
             )
