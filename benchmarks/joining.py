@@ -30,12 +30,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torchestra.engine.membership import joining
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.memory import fd_passing
 from torchestra.engine.memory.fd_passing import fetch
 from torchestra.engine.multihost import host_discovery
 from torchestra.engine.multihost.failure_detector import HeartbeatMonitor
 from torchestra.engine.multihost.host_discovery import find_hosts
-from torchestra.engine.rank_context import Member
 from torchestra.engine.recorder.clock import Moment, best_clock
 from torchestra.rendezvous.gathering import gather
 from torchestra.store import PrefixStore, TCPStore, TCPStoreServer

@@ -17,11 +17,12 @@ from typing import Any
 from numba import njit, types
 from numba.core.dispatcher import Dispatcher
 
-from torchestra.engine.kernels import kernel_registry, move, reduce
+from torchestra.engine import kernel_registry
+from torchestra.engine import layout as at
+from torchestra.engine.kernels import move, reduce
 from torchestra.engine.local import LocalEngine
-from torchestra.engine.memory import layout as at
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.native.compilation import entry_point
-from torchestra.engine.rank_context import Member
 
 Kernel = Callable[..., int]
 

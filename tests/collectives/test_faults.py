@@ -15,7 +15,7 @@ import torch
 from cases import ONE_OF_EACH, Case, Maker
 
 import torchestra as dist
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.errors import (
     CollectiveTimeoutError,
     GroupAbortedError,

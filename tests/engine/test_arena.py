@@ -11,7 +11,7 @@ import torch
 
 import torchestra as dist
 from forking import Child
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.memory.heap import Heap
 from torchestra.errors import DistBackendError

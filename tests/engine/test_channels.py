@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchestra.engine import layout as at
 from torchestra.engine import p2p
-from torchestra.engine.memory import layout as at
 from torchestra.engine.p2p import layout
 from torchestra.engine.recorder import clock
 from torchestra.errors import DistBackendError, GroupAbortedError, GroupDestroyedError

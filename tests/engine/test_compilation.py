@@ -10,7 +10,7 @@ from types import FrameType, SimpleNamespace
 import numba
 import pytest
 
-from torchestra.engine.kernels import kernel_registry
+from torchestra.engine import kernel_registry
 from torchestra.engine.native import compilation
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import torchestra as dist
+from torchestra.engine import layout as at
 from torchestra.engine.memory import heap as heap_module
-from torchestra.engine.memory import layout as at
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.memory.heap import Heap
 from torchestra.errors import InvalidArgumentError

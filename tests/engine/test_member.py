@@ -17,15 +17,15 @@ from pathlib import Path
 
 import pytest
 
+from torchestra.engine import layout as at
+from torchestra.engine.failure.hang_report import describe_standing
 from torchestra.engine.failure.liveness import PeerProcesses, PeerThreads
 from torchestra.engine.failure.stack_reporter import Watcher
 from torchestra.engine.kernels import control
-from torchestra.engine.memory import layout as at
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.memory.arena import Arena, layout_for
-from torchestra.engine.rank_context import Member
 from torchestra.engine.recorder import callsites
 from torchestra.engine.recorder.callsites import call_site
-from torchestra.engine.recorder.hang_report import describe_standing
 from torchestra.errors import DistBackendError, GroupAbortedError, RankFailedError
 
 SOON = 20.0

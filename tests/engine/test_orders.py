@@ -17,9 +17,9 @@ from numba import njit
 import torchestra as dist
 from baton import Baton, Kernel, Stuck, rebuilt
 from thresholds import use_thresholds
+from torchestra.engine import layout as at
 from torchestra.engine.kernels import buffers, move, reduce
 from torchestra.engine.kernels.waiting import wait_for_step
-from torchestra.engine.memory import layout as at
 from torchestra.engine.native.atomics import load
 from worlds import outcomes, run
 

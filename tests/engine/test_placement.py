@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from torchestra.engine import layout as at
 from torchestra.engine.kernels import placement
-from torchestra.engine.memory import layout as at
 
 CORES = sorted(os.sched_getaffinity(0))
 

@@ -17,10 +17,10 @@ import torch
 from kernel_variants import Rule, broken, edited
 
 import torchestra as dist
+from torchestra.engine import layout as at
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.local import LocalEngine
-from torchestra.engine.memory import layout as at
 from torchestra.engine.native.compilation import Kernel
 from torchestra.engine.operations import Kind, pack
 from torchestra.types import ReduceOp

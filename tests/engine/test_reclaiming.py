@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import torchestra as dist
+from torchestra.engine import layout as at
+from torchestra.engine import reclaiming
 from torchestra.engine.kernels.buffers import SHARED_PATH
 from torchestra.engine.kernels.reductions import reduction
 from torchestra.engine.local import LocalEngine
-from torchestra.engine.memory import layout as at
-from torchestra.engine.memory import reclaiming
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.operations import Kind
-from torchestra.engine.rank_context import Member
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 from torchestra.types import ReduceOp
 from worlds import await_note, leave_note, processes, run

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from kernel_variants import Rule, broken, edited
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.recorder import recorder
 
 Words = npt.NDArray[np.int64]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import torchestra as dist
+from torchestra.engine import layout as at
 from torchestra.engine.kernels.selection import Choices
-from torchestra.engine.memory import layout as at
-from torchestra.engine.rank_context import Member
+from torchestra.engine.membership.rank_context import Member
 from worlds import run
 
 CHOICES = Choices(direct=1024, chunk=4096, share=2048)

@@ -11,10 +11,10 @@ import torch
 from kernel_variants import Rule, broken, edited
 
 import torchestra as dist
+from torchestra.engine import layout as at
 from torchestra.engine.kernels import move
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.local import LocalEngine
-from torchestra.engine.memory import layout as at
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.native.compilation import Kernel
 from worlds import KINDS, await_note, leave_note, run

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchestra as dist
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.errors import (
     InvalidArgumentError,
     InvalidArgumentTypeError,

@@ -14,7 +14,7 @@ import torch
 from simulated import host_processes, on_threads
 
 import torchestra as dist
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.recorder.trace import trace_of
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, RankFailedError
 from worlds import await_note, leave_note

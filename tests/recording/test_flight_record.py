@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.operations import DTYPE_BYTES
 from torchestra.engine.recorder import clock
 from torchestra.errors import (

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.memory.foreign import ForeignArena
 from torchestra.engine.recorder.flight_record import read_flight_record

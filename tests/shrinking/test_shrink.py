@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.world.new_groups import make_group
 from worlds import KINDS, Outcome, await_note, leave_note, outcomes, processes, run
 

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
+from torchestra.engine import layout as at
 from torchestra.engine.membership.agreement import State, Succession
-from torchestra.engine.memory import layout as at
 from torchestra.engine.memory.arena import Arena
 from torchestra.errors import RankExcludedError
 

@@ -24,6 +24,6 @@ def warm_up() -> None:
     Takes some 10 seconds the first time on a machine and well under a second afterwards; leaves no thread
     and opens nothing.
     """
-    from torchestra.engine.kernels.kernel_registry import load_kernels
+    from torchestra.engine.kernel_registry import load_kernels
 
     load_kernels()

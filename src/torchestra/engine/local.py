@@ -19,16 +19,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchestra.engine import layout as at
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.kernels.reductions import combine, reduction, scale, supports
 from torchestra.engine.kernels.selection import Choices
-from torchestra.engine.memory import layout as at
-from torchestra.engine.memory.reclaiming import reclaim
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.native.compilation import Kernel, entry_point
 from torchestra.engine.operations import DTYPE_NAMES, UNEVEN, Kind, pack
 from torchestra.engine.p2p import Mailbox, Transfer
-from torchestra.engine.rank_context import Member
+from torchestra.engine.reclaiming import reclaim
 from torchestra.engine.recorder.flight_record import FlightRecord, read_flight_record
 from torchestra.system.deadline import Deadline
 from torchestra.system.forking import forget_in_children, refusal

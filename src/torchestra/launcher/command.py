@@ -9,7 +9,7 @@ import socket
 import sys
 from functools import partial
 
-from torchestra.engine.memory.layout import RECORD_VARIABLE
+from torchestra.engine.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
 from torchestra.launcher.cores import usable_cores
 from torchestra.launcher.failure_report import (

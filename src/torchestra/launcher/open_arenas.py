@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from torchestra.engine.memory.layout import MEMORY_FILE
+from torchestra.engine.layout import MEMORY_FILE
 
 __all__ = ["PROC", "OpenArena", "open_arenas"]
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.p2p import Message, PostOffice
-from torchestra.engine.rank_context import Member
 from torchestra.rpc.shared_buffers import Lender
 from torchestra.rpc.transport import Office, Parts
 

@@ -19,8 +19,8 @@ import weakref
 import torch
 
 from torchestra.engine.kernels import control
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.memory.heap import Heap
-from torchestra.engine.rank_context import Member
 
 LEND_FROM = 1 << 15  # bytes; smaller memory goes through the channel
 _HEAD_BYTES = 128

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import CollectiveTimeoutError, InvalidArgumentError
 from torchestra.process_group import ProcessGroup

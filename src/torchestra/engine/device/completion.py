@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from torchestra.engine.rank_context import Member
+from torchestra.engine.membership.rank_context import Member
 from torchestra.errors import CollectiveTimeoutError, DistBackendError
 from torchestra.system.deadline import Deadline
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from torchestra.engine.device.completion import Flight, Watch
 from torchestra.engine.device.stream_scheduler import Lane
-from torchestra.engine.rank_context import Member
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import DistError
 from torchestra.system.deadline import Deadline

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.system.forking import forget_in_children

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 
 if TYPE_CHECKING:
-    from torchestra.engine.rank_context import Member
+    from torchestra.engine.membership.rank_context import Member
 
 __all__ = ["differing_thresholds"]
 

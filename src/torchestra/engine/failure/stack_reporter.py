@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from torchestra.engine import layout as at
 from torchestra.engine.kernels import control
-from torchestra.engine.memory import layout as at
 from torchestra.engine.recorder.callsites import call_site
 
 if TYPE_CHECKING:
-    from torchestra.engine.rank_context import Member
+    from torchestra.engine.membership.rank_context import Member
 
 __all__ = ["Watcher"]
 

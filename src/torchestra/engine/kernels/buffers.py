@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, memcpy, stream_line
 
 SLOTS, SLOT_BYTES, PIPES, PIPE_BYTES, SEQUENCE = at.SLOTS, at.SLOT_BYTES, at.PIPES, at.PIPE_BYTES, at.SEQUENCE

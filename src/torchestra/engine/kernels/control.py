@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from numba import njit
 
+from torchestra.engine import layout as at
 from torchestra.engine.kernels.waiting import (
     EVERYBODY,
     FUTEX,
@@ -15,7 +16,6 @@ from torchestra.engine.kernels.waiting import (
     publish,
     wait_for_step,
 )
-from torchestra.engine.memory import layout as at
 from torchestra.engine.native.atomics import (
     KERNEL_OPTIONS,
     compare_exchange,

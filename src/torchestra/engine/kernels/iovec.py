@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.native.atomics import KERNEL_OPTIONS, call_reduction, load, memcpy, store
 
 POINTERS, RANK, SIZE = at.POINTERS, at.RANK, at.SIZE

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from numba import njit
 
+from torchestra.engine import layout as at
 from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, copy_out, place, streams
 from torchestra.engine.kernels.waiting import (
     all_count,
@@ -25,7 +26,6 @@ from torchestra.engine.kernels.waiting import (
     shared_tensor,
     wait_for_step,
 )
-from torchestra.engine.memory import layout as at
 from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, memcpy, store, stream_fence
 
 RANK, SIZE, RESUME, SEQUENCE, SPLITS = at.RANK, at.SIZE, at.RESUME, at.SEQUENCE, at.SPLITS

@@ -22,7 +22,7 @@ import platform
 
 from numba import njit, types
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, load_acquire, store, store_release, syscall
 
 _SET_AFFINITY = {"x86_64": 203, "aarch64": 122, "riscv64": 122, "ppc64le": 222}.get(platform.machine(), 122)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from numba import njit
 
+from torchestra.engine import layout as at
 from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, place
 from torchestra.engine.kernels.iovec import copy_in, copy_out, reduce_in
 from torchestra.engine.kernels.waiting import (
@@ -26,7 +27,6 @@ from torchestra.engine.kernels.waiting import (
     shared_tensor,
     wait_for_step,
 )
-from torchestra.engine.memory import layout as at
 from torchestra.engine.native.atomics import KERNEL_OPTIONS, call_reduction, load, memcpy, store
 
 RANK, SIZE, RESUME, POINTERS, SOURCES = at.RANK, at.SIZE, at.RESUME, at.POINTERS, at.SOURCES

@@ -29,8 +29,8 @@ import platform
 
 from numba import njit
 
+from torchestra.engine import layout as at
 from torchestra.engine.kernels.placement import settle
-from torchestra.engine.memory import layout as at
 from torchestra.engine.native.atomics import (
     KERNEL_OPTIONS,
     fetch_add,

@@ -51,8 +51,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchestra.engine import layout as at
 from torchestra.engine.kernels import control
-from torchestra.engine.memory import layout as at
 from torchestra.engine.memory.arena import Arena
 from torchestra.errors import RankExcludedError
 

@@ -22,9 +22,9 @@ import socket
 import threading
 from typing import Protocol
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.memory.arena import Arena, layout_for
-from torchestra.engine.memory.listening import BoundedListener
+from torchestra.engine.memory.bounded_listener import BoundedListener
 from torchestra.errors import DistNetworkError
 from torchestra.store import HashStore, Store, TCPStore
 from torchestra.store.base import DEFAULT_STORE_TIMEOUT

@@ -29,13 +29,13 @@ from functools import partial
 
 import numpy as np
 
+from torchestra.engine import layout as at
 from torchestra.engine.kernels import move
 from torchestra.engine.kernels.selection import waiting_policy
-from torchestra.engine.memory import layout as at
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.memory.fd_passing import Admission, visit
 from torchestra.engine.operations import Kind, pack
-from torchestra.engine.rank_context import Member
 from torchestra.errors import (
     CollectiveTimeoutError,
     DistBackendError,

@@ -27,7 +27,7 @@ from torchestra.engine.failure.liveness import PeerThreads
 from torchestra.engine.kernels.selection import waiting_policy
 from torchestra.engine.membership.agreement import Round, State
 from torchestra.engine.membership.arena_transfer import Estate, Offer, Request, make_offer, make_request
-from torchestra.engine.rank_context import Member
+from torchestra.engine.membership.rank_context import Member
 from torchestra.errors import CollectiveTimeoutError, InvalidArgumentError
 from torchestra.store import Store
 

@@ -34,8 +34,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from torchestra.engine import layout as at
 from torchestra.engine.kernels import control
-from torchestra.engine.memory import layout as at
 from torchestra.engine.memory.mapping import MemoryFile, leave_out_of_core_dumps
 from torchestra.engine.p2p import channel_area_bytes
 from torchestra.engine.recorder.clock import Moment, best_clock

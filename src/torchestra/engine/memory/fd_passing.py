@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from torchestra.engine.memory.listening import BoundedListener
+from torchestra.engine.memory.bounded_listener import BoundedListener
 from torchestra.errors import CollectiveTimeoutError, DistBackendError
 from torchestra.store.base import interpreter_slice
 from torchestra.store.rate_limited import RateLimitedWarnings

@@ -12,7 +12,7 @@ import weakref
 
 import numpy as np
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.memory.mapping import close, holder, map_to_read
 from torchestra.engine.p2p.layout import channel_area_bytes
 from torchestra.errors import DistBackendError

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.memory.arena import Arena
 from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.system.forking import forget_in_children, refusal

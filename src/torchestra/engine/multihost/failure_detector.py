@@ -37,12 +37,12 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.peer_values import UNREADABLE, ranks_in, read_beat
 from torchestra.engine.multihost.remote_records import Answer, answer, understand
 from torchestra.engine.multihost.silence import BEATS_PER_BOUND, Watch
-from torchestra.engine.rank_context import Member
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.engine.recorder.flight_record import read_flight_record
 from torchestra.errors import DistError, InvalidArgumentError, RankFailedError, StoreTimeoutError

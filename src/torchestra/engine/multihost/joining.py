@@ -8,9 +8,10 @@ import time
 
 import torch
 
+from torchestra.engine import layout as at
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.joining import join, refuse
-from torchestra.engine.memory import layout as at
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.multihost import broadcast_gather
 from torchestra.engine.multihost.bridge import Bridge
 from torchestra.engine.multihost.bridge_selection import BRIDGE_VARIABLE, TRUST_VARIABLE, open_bridge
@@ -27,7 +28,6 @@ from torchestra.engine.multihost.letters import KEY_BYTES
 from torchestra.engine.multihost.mpi import close_at_exit, start_mpi
 from torchestra.engine.multihost.point_to_point import Messages
 from torchestra.engine.operations import Kind, pack
-from torchestra.engine.rank_context import Member
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import PrefixStore, Store
 

@@ -12,9 +12,9 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.native.compilation import entry_point
-from torchestra.engine.rank_context import Member
 from torchestra.engine.recorder import message_records
 
 __all__ = ["Entry", "MessageRecorder"]

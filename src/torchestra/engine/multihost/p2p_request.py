@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.multihost.message_recorder import Entry
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p import Transfer
-from torchestra.engine.rank_context import Member
 from torchestra.system.deadline import Deadline
 
 __all__ = ["Ahead", "P2PRequest", "Patient", "UnexpectedMessage"]

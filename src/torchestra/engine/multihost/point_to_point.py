@@ -27,7 +27,7 @@ from collections.abc import Callable
 import torch
 
 from torchestra.engine.dtypes import DTYPE_CODE
-from torchestra.engine.memory.layout import RECEIVED, SENT
+from torchestra.engine.layout import RECEIVED, SENT
 from torchestra.engine.multihost.bridge import Bridge, BridgeError
 from torchestra.engine.multihost.bridge_selection import open_bridge
 from torchestra.engine.multihost.correspondence import Correspondence

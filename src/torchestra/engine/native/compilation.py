@@ -29,7 +29,7 @@ _ENGINE = Path(__file__).parents[1]
 _QUIET_SECONDS = 2.0
 _LOCK_SECONDS = 120.0
 _LOOK_SECONDS = 0.02
-_WITHOUT_KERNELS = ("multihost",)
+_KERNEL_SOURCES = ("layout.py", "kernels/*.py", "native/*.py", "p2p/*.py", "recorder/*.py")
 # Several installations may share a cache directory: each has notes of its own.
 _INSTALLATION = hashlib.sha256(f"{_ENGINE} {platform.python_version()}".encode()).hexdigest()[:16]
 
@@ -48,11 +48,9 @@ def _machine() -> str:
 
 
 def _sources() -> str:
-    """Changes whenever a file of the engine does."""
+    """Return a digest that changes whenever a file does that kernels, or their constants, are written in."""
     digest = hashlib.sha256()
-    for source in sorted(_ENGINE.rglob("*.py")):
-        if source.parent.name in _WITHOUT_KERNELS:
-            continue
+    for source in sorted(source for pattern in _KERNEL_SOURCES for source in _ENGINE.glob(pattern)):
         digest.update(f"{source}:{source.stat().st_mtime_ns}".encode())
     return digest.hexdigest()
 

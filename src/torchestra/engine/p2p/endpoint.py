@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchestra.engine.memory.layout import DONE
+from torchestra.engine.layout import DONE
 from torchestra.engine.native.compilation import entry_point
 from torchestra.engine.p2p import endpoint_kernels
 from torchestra.engine.p2p import layout as w

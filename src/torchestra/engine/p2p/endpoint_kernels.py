@@ -31,7 +31,7 @@ from numba import njit, types
 
 from torchestra.engine.kernels.placement import settle
 from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE
-from torchestra.engine.memory.layout import DONE, PATIENCE, PENDING, SPINS, YIELDS
+from torchestra.engine.layout import DONE, PATIENCE, PENDING, SPINS, YIELDS
 from torchestra.engine.native.atomics import (
     KERNEL_OPTIONS,
     compare_exchange,

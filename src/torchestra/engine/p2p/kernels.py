@@ -11,7 +11,7 @@ from __future__ import annotations
 from numba import njit, types
 
 from torchestra.engine.kernels.placement import settle
-from torchestra.engine.memory.layout import (
+from torchestra.engine.layout import (
     ABORT,
     ABORTED,
     BACKGROUND,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchestra.engine.memory.layout import ABORTED, DONE, MISMATCH
+from torchestra.engine.layout import ABORTED, DONE, MISMATCH
 from torchestra.engine.p2p import kernels
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p.progress import CLOSE_SECONDS, LOOK_SECONDS, Traffic

@@ -22,7 +22,7 @@ from __future__ import annotations
 from numba import njit, types
 
 from torchestra.engine.kernels.buffers import streams
-from torchestra.engine.memory.layout import DONE
+from torchestra.engine.layout import DONE
 from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, memcpy, store, stream_fence
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p import ring

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchestra.engine.memory.layout import ABORTED, DONE
+from torchestra.engine.layout import ABORTED, DONE
 from torchestra.engine.native.compilation import entry_point
 from torchestra.engine.p2p import kernels
 from torchestra.engine.p2p import layout as w

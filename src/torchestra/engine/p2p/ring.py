@@ -39,7 +39,7 @@ from numba.extending import intrinsic
 
 from torchestra.engine.kernels.buffers import copy_out
 from torchestra.engine.kernels.waiting import FUTEX, FUTEX_WAIT, FUTEX_WAKE
-from torchestra.engine.memory.layout import PATIENCE
+from torchestra.engine.layout import PATIENCE
 from torchestra.engine.native.atomics import (
     KERNEL_OPTIONS,
     compare_exchange,

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.native.atomics import KERNEL_OPTIONS, clock_gettime, counter, load
 
 __all__ = ["COUNTER", "NANOSECONDS", "Moment", "TickScale", "best_clock", "now", "read_clock"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.recorder.flight_record import Readable, read_flight_record
 from torchestra.engine.recorder.trace import trace_of, write_trace
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchestra.arguments.annotations import checked
+from torchestra.engine import layout as at
 from torchestra.engine import operations
-from torchestra.engine.memory import layout as at
 from torchestra.engine.recorder import recorder
 from torchestra.engine.recorder.clock import COUNTER, NANOSECONDS, Moment, TickScale
 from torchestra.engine.recorder.trace import trace_of, write_trace

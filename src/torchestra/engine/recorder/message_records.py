@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from torchestra.engine.memory import layout as at
+from torchestra.engine import layout as at
 from torchestra.engine.native.atomics import KERNEL_OPTIONS, fetch_add, load, store, store_release
 from torchestra.engine.recorder.clock import now
 from torchestra.engine.recorder.recorder import write_entry

@@ -10,7 +10,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from torchestra.engine.memory.layout import RECORD_VARIABLE
+from torchestra.engine.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
 from torchestra.launcher.command import conclude
 from torchestra.launcher.failure_report import survived_report

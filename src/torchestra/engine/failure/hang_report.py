@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 
+from torchestra.engine import layout as at
 from torchestra.engine.failure.liveness import Peers
 from torchestra.engine.kernels import control
-from torchestra.engine.memory import layout as at
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.recorder.flight_record import RankRecord, read_rank, tick_scale
 

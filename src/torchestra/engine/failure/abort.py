@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from torchestra.engine import layout as at
 from torchestra.engine.kernels import control
-from torchestra.engine.memory import layout as at
 from torchestra.engine.memory.arena import Arena
 
 __all__ = ["abort_text", "write_abort_text"]

@@ -24,8 +24,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchestra.engine import layout as at
 from torchestra.engine import operations
-from torchestra.engine.failure.abort_text import write_abort_text
+from torchestra.engine.failure.abort import write_abort_text
+from torchestra.engine.failure.hang_report import describe_standing
 from torchestra.engine.failure.liveness import PeerProcesses, Peers, PeerThreads, process_space, process_start
 from torchestra.engine.failure.mismatches import differing_thresholds
 from torchestra.engine.failure.stack_reporter import Watcher
@@ -33,13 +35,11 @@ from torchestra.engine.kernels import control
 from torchestra.engine.kernels.placement import LOOK_EVERY
 from torchestra.engine.kernels.selection import cores_in_affinity
 from torchestra.engine.membership.agreement import Succession
-from torchestra.engine.memory import layout as at
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.memory.heap import Heap
 from torchestra.engine.recorder import recorder
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.engine.recorder.flight_dump import keep_record
-from torchestra.engine.recorder.hang_report import describe_standing
 from torchestra.engine.try_lock import TryLock
 from torchestra.errors import (
     CollectiveMismatchError,

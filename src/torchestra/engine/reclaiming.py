@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import time
 
+from torchestra.engine import layout as at
 from torchestra.engine import operations
 from torchestra.engine.failure.liveness import PeerThreads
 from torchestra.engine.kernels import control
-from torchestra.engine.memory import layout as at
+from torchestra.engine.membership.rank_context import Member
 from torchestra.engine.operations import Kind
-from torchestra.engine.rank_context import Member
 from torchestra.errors import DistBackendError
 
 __all__ = ["reclaim"]
