@@ -113,7 +113,7 @@ def compiling(what: str) -> Iterator[None]:
     on stderr says that compilation is going on.
     """
     place = chosen_directory()
-    folder = None if place is None else place.folder(_ENGINE / "compilation.py")
+    folder = None if place is None else place.folder(Path(__file__))
     own = f"torchestra-compiled-{what}-{_INSTALLATION}"
     current = f"{own}-{_sources()[:16]}"
     note = None if folder is None else folder / f"{current}-{_machine()}"
