@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -103,22 +104,60 @@ def test_a_lost_call_makes_no_value(to: int) -> None:
     as_workers(work, 2, lambda: options(kinds))
 
 
+def faulty_agent() -> FaultyAgent:
+    """Return this worker."""
+    agent = current.current_agent()
+    assert isinstance(agent, FaultyAgent)
+    return agent
+
+
+def send_late_calls() -> None:
+    """Send at once the calls of this worker that would be sent much later."""
+    for timer in tuple(faulty_agent()._timers):
+        timer.function()
+        timer.cancel()
+
+
 def test_a_late_call_is_late_for_who_does_not_wait_long() -> None:
     def work(rank: int) -> None:
         if rank:
             return
         with pytest.raises(RuntimeError, match="RPC ran for more than"):
             rpc.rpc_sync(worker_name(1), twice, (1,), timeout=0.05)
-        assert rpc.rpc_sync(worker_name(1), twice, (1,), timeout=0) == 2
+        send_late_calls()  # whose answer nobody waits for any more
+        late = rpc.rpc_async(worker_name(1), twice, (1,), timeout=0)
+        send_late_calls()
+        assert late.wait() == 2
         assert rpc.rpc_sync(worker_name(1), torch.neg, (torch.ones(1),)).item() == -1
+        faulty_agent()._late.clear()  # for shutdown(), which makes calls as well
+
+    as_workers(work, 2, lambda: options((), {} if dist.get_rank() else {"PYTHON_CALL": 600}))
+
+
+def test_a_reference_whose_creation_is_late_is_of_no_use() -> None:
+    def work(rank: int) -> None:
+        if rank:
+            return
         for to in (0, 1):
             rref = rpc.remote(worker_name(to), torch.neg, (torch.ones(1),), timeout=0.001)
             with pytest.raises(RuntimeError, match="RPC ran for more than"):
                 rref._get_future().wait()
+            send_late_calls()
             wait_until_pending_futures_and_users_flushed()
             with pytest.raises(RuntimeError, match="RRef creation"):
                 rref.to_here()
             if to:
                 wait_until_owners_and_forks_on_rank(1, 1, rank=1)
 
-    as_workers(work, 2, lambda: options((), {"PYTHON_CALL": 0.3, "SCRIPT_REMOTE_CALL": 0.3}))
+    as_workers(work, 2, lambda: options((), {"SCRIPT_REMOTE_CALL": 600}))
+
+
+def test_a_late_call_is_sent_when_its_time_has_come() -> None:
+    def work(rank: int) -> None:
+        if rank == 0:
+            began = time.monotonic()
+            assert rpc.rpc_sync(worker_name(1), twice, (1,)) == 2
+            assert time.monotonic() - began >= 0.1
+            assert not faulty_agent()._timers
+
+    as_workers(work, 2, lambda: options((), {"PYTHON_CALL": 0.1}))
