@@ -15,7 +15,7 @@ import torchestra as dist
 from torchestra.errors import DistBackendError, DistNetworkError, InvalidArgumentError
 from torchestra.rendezvous import rendezvous
 from torchestra.store.tcp.address import Address
-from torchestra.store.tcp.pool import patiently
+from torchestra.store.tcp.pool import retried
 from torchestra.system.limits import start_thread
 
 
@@ -37,9 +37,9 @@ def test_a_loopback_interface_that_is_down_is_said_so() -> None:
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
     with pytest.raises(DistNetworkError, match=r"127\.0\.0\.1:29500 .* the loopback interface .* is down"):
-        patiently(Address("127.0.0.1", 29500), connect, 3600.0)
+        retried(Address("127.0.0.1", 29500), connect, 3600.0)
     with pytest.raises(DistNetworkError, match="is the master"):
-        patiently(Address("192.0.2.1", 29500), connect, 0.01)
+        retried(Address("192.0.2.1", 29500), connect, 0.01)
 
 
 def test_a_world_of_millions_is_refused_at_once() -> None:

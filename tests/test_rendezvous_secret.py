@@ -12,7 +12,7 @@ import pytest
 from torchestra.errors import DistNetworkError, InvalidArgumentError, StoreTimeoutError
 from torchestra.rendezvous import Rendezvous, over_mpi, rendezvous
 from torchestra.store import TCPStore, TCPStoreServer
-from torchestra.store.tcp import tenants
+from torchestra.store.tcp import shared_server
 
 LONG = 60.0
 ELSEWHERE = "198.51.100.1"
@@ -122,5 +122,5 @@ def test_the_port_that_mpi_ranks_are_told_is_never_let_go_of(monkeypatch: pytest
         monkeypatch.undo()
         for thief in thieves:
             thief.close()
-        while tenants._kept:
-            tenants._kept.popitem()[1].end()
+        while shared_server._kept:
+            shared_server._kept.popitem()[1].end()

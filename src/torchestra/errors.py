@@ -85,7 +85,7 @@ class _Brief(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """A value as it is put in messages: on one line, not too long, and whatever its ``repr`` does."""
+    """Return a value as it is put in messages: on one line, not too long, and whatever its ``repr`` does."""
     try:
         text = _Brief().repr(value)
     except Exception:

@@ -22,7 +22,7 @@ LONGEST_TIMEOUT = 1e9
 
 
 def timeout_seconds(timeout: Timeout, name: str = "", parameter: str = "timeout") -> float:
-    """The duration in seconds.
+    """Return the duration in seconds.
 
     Args:
         timeout: the duration.
@@ -113,7 +113,7 @@ class ReduceOp:
 
     @classmethod
     def premul_sum(cls, factor: float) -> ReduceOp:
-        """A sum in which this rank's values are multiplied by ``factor`` before they are added."""
+        """Return a sum in which this rank's values are multiplied by ``factor`` before they are added."""
         if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
             raise InvalidArgumentTypeError(
                 f"ReduceOp.premul_sum: `factor` must be a number, got {shown(factor)}"

@@ -15,7 +15,7 @@ from torchestra.engine.multihost.failure_detector import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.host_discovery import find_hosts
 from torchestra.rendezvous.gathering import gather
 from torchestra.store import HashStore
-from torchestra.store.absence import absent
+from torchestra.store.missing_keys import absent
 from torchestra.store.secret import SECRET_VARIABLE
 from torchestra.world.registry import thread_rank
 

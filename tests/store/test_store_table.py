@@ -9,7 +9,7 @@ def test_a_set_wakes_only_the_waits_that_it_completes() -> None:
     """64 ranks that wait for different keys must not all look again at every set."""
     table, woken = Table(), []
     for number in range(64):
-        table.park([f"k{number}", "all"], lambda number=number: woken.append(number), values_only=False)
+        table.add_wait([f"k{number}", "all"], lambda number=number: woken.append(number), values_only=False)
     table.set("k3", b"")
     table.set("unrelated", b"")
     assert woken == []
@@ -22,7 +22,7 @@ def test_a_set_wakes_only_the_waits_that_it_completes() -> None:
 
 def test_a_key_deleted_before_the_others_come_is_waited_for_again() -> None:
     table, woken = Table(), []
-    table.park(["a", "b"], lambda: woken.append(table.get("a")), values_only=True)
+    table.add_wait(["a", "b"], lambda: woken.append(table.get("a")), values_only=True)
     table.set("a", b"1")
     table.delete("a")
     table.set("b", b"2")
@@ -33,10 +33,10 @@ def test_a_key_deleted_before_the_others_come_is_waited_for_again() -> None:
 
 def test_a_cancelled_wait_is_forgotten() -> None:
     table, woken = Table(), []
-    parked = table.park(["a", "b"], lambda: woken.append("park"), values_only=False)
-    popper = table.park_pop("q", lambda value: bool(woken.append("pop")))
+    waiting = table.add_wait(["a", "b"], lambda: woken.append("park"), values_only=False)
+    pop = table.add_pop("q", lambda value: bool(woken.append("pop")))
     table.set("a", b"1")
-    for wait in (parked, popper, parked, popper):
+    for wait in (waiting, pop, waiting, pop):
         table.cancel(wait)
     table.set("b", b"2")
     table.push("q", b"kept")
@@ -47,12 +47,12 @@ def test_a_cancelled_wait_is_forgotten() -> None:
 def test_who_waited_longest_for_a_queue_is_served_first() -> None:
     table, taken = Table(), []
 
-    def park(number: int) -> None:
+    def add_wait(number: int) -> None:
         def take(value: bytes) -> bool:
             taken.append((number, value))
             return True
 
-        table.park_pop("q", take)
+        table.add_pop("q", take)
 
     for number in range(3):
         park(number)
@@ -71,10 +71,10 @@ def test_a_value_that_could_not_be_delivered_goes_before_the_others() -> None:
 
 def test_a_value_is_not_lost_to_one_who_has_gone() -> None:
     table, taken = Table(), []
-    table.park_pop("q", lambda value: False)
-    table.park_pop("q", lambda value: not taken.append(value))
+    table.add_pop("q", lambda value: False)
+    table.add_pop("q", lambda value: not taken.append(value))
     table.push("q", b"1")
     assert taken == [b"1"]
-    table.park_pop("q", lambda value: False)
+    table.add_pop("q", lambda value: False)
     table.push("q", b"2")
     assert table.pop("q") == b"2"

@@ -41,7 +41,7 @@ def refuse_type(name: str, parameter: str, expected: str, value: object) -> NoRe
 
 
 def check_integer(value: object, parameter: str, name: str) -> int:
-    """An integer (:func:`is_integer`), as an int."""
+    """Return an integer (:func:`is_integer`), as an int."""
     if type(value) is int:
         return value
     if not is_integer(value):
@@ -50,14 +50,16 @@ def check_integer(value: object, parameter: str, name: str) -> int:
 
 
 def check_flag(value: object, parameter: str, name: str) -> bool:
-    """A boolean; 0 and 1 are taken as well."""
+    """Return a boolean; 0 and 1 are taken as well."""
     if not _is_flag(value):
         refuse_type(name, parameter, "a bool", value)
     return bool(value)
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an integer, NumPy's and those in tensors of one element included; not a boolean."""
+    """Return whether a value is an integer, NumPy's and those in tensors of one element included; not a
+    boolean.
+    """
     if isinstance(value, numbers.Integral):
         return not isinstance(value, bool)
     if not _is_array(value) or str(getattr(value, "dtype", "")) == "torch.bool":
@@ -109,7 +111,7 @@ class _Rule:
         self.expected = " or ".join(dict.fromkeys([*map(_words, self.branches), *(["None"] * self.optional)]))
 
     def taken(self, value: object, parameter: str, name: str) -> Any:
-        """The value, as the function is to have it; InvalidArgumentError if it is not taken."""
+        """Return the value, as the function is to have it; InvalidArgumentError if it is not taken."""
         if self.anything or (value is None and self.optional):
             return value
         if self.is_duration and not any(
@@ -129,7 +131,7 @@ class _Rule:
 
 
 def _accepts(hint: Any, value: object) -> bool:
-    """Whether a value is what an annotation, which is no union at its top, says."""
+    """Return whether a value is what an annotation, which is no union at its top, says."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in (Any, object) or isinstance(hint, TypeVar):
         return True
@@ -192,7 +194,7 @@ def _converted(hint: Any, value: Any) -> Any:
 
 
 def _words(hint: Any) -> str:
-    """An annotation as it is put in messages."""
+    """Return an annotation as it is put in messages."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in _UNIONS:
         return " or ".join(map(_words, arguments))

@@ -51,7 +51,7 @@ class OperationOptions:
     asyncOp: bool = True
 
     def seconds(self, name: str = "") -> float | None:
-        """The time-out in seconds, or None for the group's; InvalidArgumentError if it is no duration.
+        """Return the time-out in seconds, or None for the group's; InvalidArgumentError if it is no duration.
 
         Args:
             name: of the function that the options are for, for messages.

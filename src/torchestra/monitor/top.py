@@ -214,7 +214,7 @@ def _table(look: Look) -> Table:
 
 def _row(rank: RankRecord, rate: RankRates, alive: bool, now: float) -> list[str]:
     first = [str(rank.rank), str(rank.pid)]
-    if rank.presence == "absent":
+    if rank.presence == "missing_indices":
         return [*first, "", "has not come yet"]
     entry = rank.running_message or rank.last_operation
     number, doing, long = "", "nothing yet", ""

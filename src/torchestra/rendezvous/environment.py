@@ -53,7 +53,7 @@ class LaunchEnvironment:
 
 
 def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """Reads the environment.
+    """Read the environment.
 
     Args:
         variables: what to read; ``os.environ`` if None. Empty values count as not set.
@@ -125,7 +125,9 @@ def _launch(
 
 
 def _is_slurm_with_pmi(given: Mapping[str, str]) -> bool:
-    """Whether srun itself set the PMI variables, so that the richer SLURM ones are about the same ranks."""
+    """Return whether srun itself set the PMI variables, so that the richer SLURM ones are about the same
+    ranks.
+    """
     return (
         slurm.launched(given)
         and given["PMI_RANK"] == given["SLURM_PROCID"]
@@ -134,7 +136,7 @@ def _is_slurm_with_pmi(given: Mapping[str, str]) -> bool:
 
 
 def number(given: Mapping[str, str], name: str) -> int | None:
-    """The integer in a variable, None if it is not set."""
+    """Return the integer in a variable, None if it is not set."""
     if name not in given:
         return None
     try:

@@ -26,14 +26,14 @@ from collections.abc import Sequence
 
 from torchestra.errors import InvalidArgumentError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
-from torchestra.store.absence import absent
+from torchestra.store.missing_keys import missing_indices
 from torchestra.store.process import ProcessIdentity
 
 __all__ = ["gather"]
 
 
 def gather(store: Store, rank: int, world_size: int, seconds: float, hint: str = "") -> Store:
-    """Waits until all ranks have come, and returns a store that only these have.
+    """Wait until all ranks have come, and returns a store that only these have.
 
     Args:
         store: the same for all ranks.
@@ -62,7 +62,7 @@ def gather(store: Store, rank: int, world_size: int, seconds: float, hint: str =
             here.set("complete", b"1")
         here.wait(["complete"], seconds)
     except StoreTimeoutError:
-        missing = absent(here, _names(world_size))
+        missing = missing_indices(here, _names(world_size))
         dead = _dead(here, [other for other in range(world_size) if other not in missing])
         _sign_off(here, rank)
         if len(missing) == world_size - 1:
@@ -73,7 +73,7 @@ def gather(store: Store, rank: int, world_size: int, seconds: float, hint: str =
 
 
 def _current(worlds: Store, world_size: int) -> tuple[int, int]:
-    """The generation to join, and the number of its ranks, which is this rank's if it is the first."""
+    """Return the generation to join, and the number of its ranks, which is this rank's if it is the first."""
     said = worlds.compare_set("current", "", f"0 {world_size}").decode()
     while said.endswith(" 0"):
         said = worlds.compare_set("current", said, f"{said[:-2]} {world_size}").decode()
@@ -95,7 +95,7 @@ def _names(world_size: int) -> list[str]:
 
 
 def _sign(here: Store, rank: int) -> None:
-    """Writes down that this process is ``rank``, in place of one that is gone, not of one that lives."""
+    """Write down that this process is ``rank``, in place of one that is gone, not of one that lives."""
     me = ProcessIdentity.current()
     mine = me.encode().encode()
     holder = here.compare_set(_name(rank), "", mine)
@@ -110,7 +110,7 @@ def _sign(here: Store, rank: int) -> None:
 
 
 def _dead(here: Store, signed: Sequence[int]) -> list[int]:
-    """Those of the ranks whose process came and is known to have died since."""
+    """Return those of the ranks whose process came and is known to have died since."""
     names = here.multi_get([_name(rank) for rank in signed])
     return [rank for rank, name in zip(signed, names, strict=True) if _identity(name).is_dead()]
 

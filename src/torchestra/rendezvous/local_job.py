@@ -27,7 +27,7 @@ _JOB_VARIABLES = ("PMIX_NAMESPACE", "I_MPI_HYDRA_UUID", "PMI_JOBID")
 
 
 def meeting_point(given: Mapping[str, str], source: str) -> str:
-    """The ``unix:@name`` at which the ranks that the launcher ``source`` started on this host meet.
+    """Return the ``unix:@name`` at which the ranks that the launcher ``source`` started on this host meet.
 
     Raises:
         InvalidArgumentError: this system has no abstract Unix sockets.
@@ -47,7 +47,7 @@ def meeting_point(given: Mapping[str, str], source: str) -> str:
 
 
 def _launcher(variable: str) -> int:
-    """The nearest ancestor whose environment lacks ``variable``."""
+    """Return the nearest ancestor whose environment lacks ``variable``."""
     pid = os.getppid()
     while pid > 1:
         try:

@@ -18,7 +18,7 @@ from torchestra.store import FileStore, PrefixStore, Store, TCPStore
 from torchestra.store.base import check_integer, nap
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE, Secret, job_secret
 from torchestra.store.tcp.address import Address
-from torchestra.store.tcp.tenants import keep_server
+from torchestra.store.tcp.shared_server import keep_server
 from torchestra.store.torch_agent import TorchStore, connect_to_agent
 from torchestra.types import Timeout, timeout_seconds
 
@@ -119,7 +119,7 @@ def _split(place: str) -> SplitResult:
 
 
 def _settled(name: str, argument: int, query: Mapping[str, str], environment: int | None, scheme: str) -> int:
-    """The rank or world size: the argument, else what the address says, else the environment."""
+    """Return the rank or world size: the argument, else what the address says, else the environment."""
     argument = check_integer(name, argument)
     if name in query:
         if not query[name].isdigit():
@@ -186,7 +186,7 @@ def _by_address(parts: SplitResult, rank: int, secret: bytes | None) -> Opener:
 
 
 def _by_environment(launch: LaunchEnvironment, rank: int, world_size: int, secret: bytes | None) -> Opener:
-    """Where the launcher means the ranks to meet."""
+    """Return where the launcher means the ranks to meet."""
     variables = os.environ
     served = variables.get("TORCHESTRA_STORE")
     if served and launch.source != "torchrun":
@@ -249,7 +249,7 @@ def _served_by_rank_0(host: str, port: int, rank: int, secret: bytes | None) -> 
 
 
 def _hint(store: Store) -> str:
-    """What else may be the matter if ranks do not come."""
+    """Return what else may be the matter if ranks do not come."""
     if isinstance(store, TCPStore) and store.secret is None:
         return f" Ranks on other hosts, or of other users, cannot come without {SECRET_VARIABLE}."
     if isinstance(store, FileStore):
@@ -258,7 +258,7 @@ def _hint(store: Store) -> str:
 
 
 def _met(opener: Opener, rank: int, world_size: int, seconds: float) -> tuple[Store, Store]:
-    """The store that was opened, and the part of it that belongs to this world."""
+    """Return the store that was opened, and the part of it that belongs to this world."""
     deadline = time.monotonic() + seconds
     opened = opener(seconds)
     while True:

@@ -23,7 +23,7 @@ from torchestra.store import TCPStore
 from torchestra.store.base import nap
 from torchestra.store.secret import SECRET_ADVICE
 from torchestra.store.tcp.address import Address, dial
-from torchestra.store.tcp.tenants import keep_server
+from torchestra.store.tcp.shared_server import keep_server
 from torchestra.transport.addresses import interface_address
 
 __all__ = ["open_over_mpi"]
@@ -49,7 +49,8 @@ _place: _Place | None = None
 
 
 def open_over_mpi(rank: int, world_size: int, secret: bytes | None, seconds: float) -> TCPStore:
-    """The store of rank 0. Must be called by every rank of mpiexec; the first time, they wait for each other.
+    """Return the store of rank 0. Must be called by every rank of mpiexec; the first time, they wait for each
+    other.
 
     Args:
         rank, world_size: this rank, and how many there are: mpiexec's.
@@ -89,7 +90,9 @@ def _serve(secret: bytes | None) -> _Place:
 
 
 def own_addresses() -> list[str]:
-    """The IPv4 addresses of this host, those that its name stands for first, and loopback addresses last."""
+    """Return the IPv4 addresses of this host, those that its name stands for first, and loopback addresses
+    last.
+    """
     found: list[str] = []
     with contextlib.suppress(OSError):
         found += socket.gethostbyname_ex(socket.gethostname())[2]
@@ -100,7 +103,7 @@ def own_addresses() -> list[str]:
 
 
 def _told(mpi: Any, own: _Place | None, deadline: float) -> _Place:
-    """What rank 0 tells all."""
+    """Return what rank 0 tells all."""
     block = bytearray(_BLOCK)
     if own is not None:
         text = json.dumps(own).encode()
@@ -114,7 +117,7 @@ def _told(mpi: Any, own: _Place | None, deadline: float) -> _Place:
 
 
 def _reached(place: _Place, secret: bytes, rank: int, deadline: float) -> TCPStore:
-    """A store at the first address of rank 0 that answers."""
+    """Return a store at the first address of rank 0 that answers."""
     failure = ""
     while True:
         for address in place.addresses:

@@ -16,7 +16,7 @@ _LOWEST_PORT, _PORTS = 10_000, 20_000
 
 
 def launched(given: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of its tasks.
+    """Return whether srun started this process as one of its tasks.
 
     A batch script, and what it runs without srun, also sees SLURM_PROCID (0) and SLURM_NTASKS (of the whole
     allocation), but no step.
@@ -30,7 +30,7 @@ def launched(given: Mapping[str, str]) -> bool:
 
 
 def first_host(given: Mapping[str, str]) -> str | None:
-    """The host that task 0 is on, None if no list of hosts is given."""
+    """Return the host that task 0 is on, None if no list of hosts is given."""
     listed = (
         given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST") or given.get("SLURM_NODELIST")
     )
@@ -38,7 +38,7 @@ def first_host(given: Mapping[str, str]) -> str | None:
 
 
 def hosts(nodelist: str) -> Iterator[str]:
-    """The hosts in a compressed list: ``a[01-02,7],b`` is a01, a02, a7, b.
+    """Yield the hosts in a compressed list: ``a[01-02,7],b`` is a01, a02, a7, b.
 
     Raises:
         InvalidArgumentError: a bracket is not closed, or a range is not one of numbers.
@@ -65,7 +65,7 @@ def _numbers(ranges: str) -> Iterator[str]:
 
 
 def tasks_on_this_host(given: Mapping[str, str], tasks: int | None) -> int | None:
-    """How many of the step's tasks are on this host; None if Slurm does not say.
+    """Return how many of the step's tasks are on this host; None if Slurm does not say.
 
     Slurm lists the counts by host, in the form ``2(x3),1``; a step on one host has one count.
     """
@@ -83,13 +83,13 @@ def tasks_on_this_host(given: Mapping[str, str], tasks: int | None) -> int | Non
 
 
 def job_name(given: Mapping[str, str]) -> str | None:
-    """What tells this step from all others of the cluster, None if there is no job number."""
+    """Return what tells this step from all others of the cluster, None if there is no job number."""
     job = given.get("SLURM_JOB_ID") or given.get("SLURM_JOBID")
     return f"slurm {job} {_step(given) or 0}" if job else None
 
 
 def derived_port(given: Mapping[str, str]) -> int | None:
-    """A port that all tasks of the step compute alike, and other steps, as a rule, otherwise.
+    """Return a port that all tasks of the step compute alike, and other steps, as a rule, otherwise.
 
     It is below the range that systems give to outgoing connections.
     """

@@ -27,7 +27,7 @@ from torchestra.rpc.router import Roads
 from torchestra.rpc.termination import Closing
 from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.store import PrefixStore
-from torchestra.store.absence import absent
+from torchestra.store.missing_keys import missing_indices
 from torchestra.types import timeout_seconds
 
 _MEETING_SECONDS = 1800.0
@@ -136,7 +136,7 @@ def _meet(store: PrefixStore, name: str, rank: int, size: int, seconds: float) -
             store.set("names", json.dumps([each.decode() for each in told]))
         names: list[str] = json.loads(store.await_values(["names"], limit)[0])
     except StoreTimeoutError:
-        missing = absent(store, keys)
+        missing = missing_indices(store, keys)
         raise StoreTimeoutError(
             f"init_rpc: {_named(missing) if missing else 'the last worker'} of {size} did not come to {store}"
             f" within {seconds:g} s (seen from worker {name!r}, rank {rank}): are all running, and do all use"

@@ -24,17 +24,17 @@ class UnauthenticatedValueError(DistStoreError):
 
 
 def prove(secret: bytes, key: str, content: bytes) -> bytes:
-    """A piece of the value of a key, with its proof."""
+    """Return a piece of the value of a key, with its proof."""
     return _MAGIC + _HEAD.pack(len(content), proof(secret, _PURPOSE, key.encode(), content)) + content
 
 
 def is_authenticated(value: bytes) -> bool:
-    """Whether a value bears a proof, right or wrong."""
+    """Return whether a value bears a proof, right or wrong."""
     return value.startswith(_MAGIC)
 
 
 def open_pieces(secret: bytes, key: str, value: bytes) -> bytes | None:
-    """What was written under a key, without the proofs; None if a piece has none, or a wrong one.
+    """Return what was written under a key, without the proofs; None if a piece has none, or a wrong one.
 
     A value of no pieces is nobody's: an empty one is written as a piece, too.
     """

@@ -54,7 +54,7 @@ class Store:
 
     @property
     def secret(self) -> bytes | None:
-        """What the ranks that meet in this store prove to each other before they share memory.
+        """Return what the ranks that meet in this store prove to each other before they share memory.
 
         It may be set; else it is the environment's, TORCHESTRA_SECRET, or None if there is none.
         """
@@ -65,11 +65,11 @@ class Store:
         self._secret = job_secret(secret)
 
     def set(self, key: str, value: Value) -> None:
-        """Stores ``value`` under ``key``, in place of what was there."""
+        """Store ``value`` under ``key``, in place of what was there."""
         raise _unsupported(self, "set")
 
     def get(self, key: str) -> bytes:
-        """The value of ``key``, which is waited for.
+        """Return the value of ``key``, which is waited for.
 
         Raises:
             StoreTimeoutError: it did not come within :attr:`timeout`.
@@ -77,7 +77,7 @@ class Store:
         raise _unsupported(self, "get")
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
-        """Sets ``key`` to ``desired_value`` if its value is ``expected_value``, as one step.
+        """Set ``key`` to ``desired_value`` if its value is ``expected_value``, as one step.
 
         A key that does not exist is created if ``expected_value`` is empty, and left alone otherwise.
 
@@ -87,19 +87,19 @@ class Store:
         raise _unsupported(self, "compare_set")
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether every one of ``keys`` is there now (as a value, or as a queue that is not empty)."""
+        """Return whether every one of ``keys`` is there now (as a value, or as a queue that is not empty)."""
         raise _unsupported(self, "check")
 
     def delete_key(self, key: str) -> bool:
-        """Removes ``key`` (value and queue). Returns whether there was one."""
+        """Remove ``key`` (value and queue). Returns whether there was one."""
         raise _unsupported(self, "delete_key")
 
     def list_keys(self) -> list[str]:
-        """The keys that hold a value, in no particular order. Queues are not listed."""
+        """Return the keys that hold a value, in no particular order. Queues are not listed."""
         raise _unsupported(self, "list_keys")
 
     def num_keys(self) -> int:
-        """How many keys :meth:`list_keys` lists.
+        """Return how many keys :meth:`list_keys` lists.
 
         Keys that a store keeps for its own purposes do not count: after ``set`` of two keys it is 2 for
         every kind of store (torch's TCPStore and FileStore may say 3).
@@ -107,7 +107,7 @@ class Store:
         return len(self.list_keys())
 
     def add(self, key: str, amount: int) -> int:
-        """Adds ``amount`` to the number under ``key`` (0 if there is none), as one step.
+        """Add ``amount`` to the number under ``key`` (0 if there is none), as one step.
 
         The number is kept as decimal text, so that ``get`` returns ``b"6"``.
 
@@ -120,11 +120,11 @@ class Store:
         raise _unsupported(self, "add")
 
     def append(self, key: str, value: Value) -> None:
-        """Adds ``value`` at the end of what ``key`` holds (nothing, if it does not exist), as one step."""
+        """Add ``value`` at the end of what ``key`` holds (nothing, if it does not exist), as one step."""
         raise _unsupported(self, "append")
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        """Returns as soon as all ``keys`` are there.
+        """Return as soon as all ``keys`` are there.
 
         Args:
             keys: the keys; none is a wait that is over at once.
@@ -143,7 +143,7 @@ class Store:
             raise missing_keys_error(self, missing, seconds)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of ``keys`` in their order, waiting for all of them up to :attr:`timeout`.
+        """Return the values of ``keys`` in their order, waiting for all of them up to :attr:`timeout`.
 
         Raises:
             StoreTimeoutError: some did not come in time.
@@ -170,7 +170,7 @@ class Store:
         return self.multi_get(keys)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
-        """Sets each key to the value at the same place in ``values``.
+        """Set each key to the value at the same place in ``values``.
 
         Raises:
             InvalidArgumentError: there are more of the one than of the other; nothing is set.
@@ -179,11 +179,11 @@ class Store:
             self.set(key, value)
 
     def queue_push(self, key: str, value: Value) -> None:
-        """Puts ``value`` at the end of the queue ``key``. Queues and values have separate contents."""
+        """Put ``value`` at the end of the queue ``key``. Queues and values have separate contents."""
         raise _unsupported(self, "queue_push")
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Takes the oldest value from the queue ``key``; of several that wait, the first is served first.
+        """Take the oldest value from the queue ``key``; of several that wait, the first is served first.
 
         Args:
             key: the queue.
@@ -196,11 +196,11 @@ class Store:
         raise _unsupported(self, "queue_pop")
 
     def queue_len(self, key: str) -> int:
-        """How many values the queue ``key`` holds; 0 if there is no such queue."""
+        """Return how many values the queue ``key`` holds; 0 if there is no such queue."""
         raise _unsupported(self, "queue_len")
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Returns when ``world_size`` callers have come with this ``key``.
+        """Return when ``world_size`` callers have come with this ``key``.
 
         The key may be used for another round afterwards, unless one ended in a time-out.
 
@@ -231,24 +231,26 @@ class Store:
             ) from None
 
     def clone(self) -> Store:
-        """Another store object on the same data, with a time-out of its own (at first this one's)."""
+        """Return another store object on the same data, with a time-out of its own (at first this one's)."""
         return copy.copy(self)
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Sets how long :meth:`get`, :meth:`wait` and the other waits may take: a timedelta or seconds."""
+        """Set how long :meth:`get`, :meth:`wait` and the other waits may take: a timedelta or seconds."""
         self._timeout = timedelta(seconds=timeout_seconds(timeout, f"{type(self).__name__}.set_timeout"))
 
     @property
     def timeout(self) -> timedelta:
-        """How long a wait may take when it is not told otherwise; 300 seconds at first."""
+        """Return how long a wait may take when it is not told otherwise; 300 seconds at first."""
         return self._timeout
 
     def has_extended_api(self) -> bool:
-        """Whether ``append``, ``multi_get`` and ``multi_set`` are there, as in all stores of torchestra."""
+        """Return whether ``append``, ``multi_get`` and ``multi_set`` are there, as in all stores of
+        torchestra.
+        """
         return type(self).append is not Store.append
 
     def close(self) -> None:
-        """Gives back what the store holds (connections, a server, its share in a file) now.
+        """Give back what the store holds (connections, a server, its share in a file) now.
 
         Garbage collection and the end of the process do it otherwise. Closing twice is no error.
         """
@@ -330,7 +332,7 @@ def parse_number(key: str, value: bytes) -> int:
 
 
 def missing_keys_error(store: Store, missing: Sequence[str], seconds: float) -> StoreTimeoutError:
-    """The error for keys that did not come to ``store`` within ``seconds``."""
+    """Return the error for keys that did not come to ``store`` within ``seconds``."""
     named = ", ".join(repr(key) for key in missing[:8])
     if len(missing) > 8:
         named += f" and {len(missing) - 8} more"
@@ -341,7 +343,7 @@ def missing_keys_error(store: Store, missing: Sequence[str], seconds: float) -> 
 
 
 def interpreter_slice(remaining: float) -> float:
-    """How long a call into C may block: short on the main thread, because signals are handled there.
+    """Return how long a call into C may block: short on the main thread, because signals are handled there.
 
     On the others there is nothing to do in between, and thousands may wait.
     """
@@ -355,7 +357,7 @@ def pauses(seconds: float) -> Iterator[None]:
 
 
 def nap(seconds: float) -> None:
-    """Sleeps, in slices short enough for signals to be handled."""
+    """Sleep, in slices short enough for signals to be handled."""
     until = time.monotonic() + seconds
     while (remaining := until - time.monotonic()) > 0:
         time.sleep(interpreter_slice(remaining))

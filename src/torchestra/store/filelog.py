@@ -48,14 +48,14 @@ class DamagedLogError(Exception):
 
 
 def encode(kind: Kind, key: str, value: bytes = b"") -> bytes:
-    """One record."""
+    """Return one record."""
     name = key.encode()
     head = _HEAD.pack(kind, len(name), len(value), zlib.crc32(value, zlib.crc32(name)))
     return b"".join((head, _CHECK.pack(zlib.crc32(head)), name, value))
 
 
 def scan(data: bytes) -> Iterator[tuple[Kind, str, bytes, int]]:
-    """The complete records at the start of ``data``: kind, key, value, and where each ends.
+    """Yield the complete records at the start of ``data``: kind, key, value, and where each ends.
 
     Raises:
         DamagedLogError: a record is there but wrong; its argument is the position.

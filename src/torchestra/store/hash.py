@@ -19,7 +19,7 @@ from torchestra.store.base import (
     interpreter_slice,
     missing_keys_error,
 )
-from torchestra.store.table import Parked, Popper, Table
+from torchestra.store.table import PendingPop, PendingWait, Table
 from torchestra.types import Timeout
 
 __all__ = ["HashStore"]
@@ -86,8 +86,8 @@ class HashStore(Store):
         with self._lock:
             if not self._table.missing(keys):
                 return
-            parked = self._table.park(keys, came.set, values_only=False)
-        self._await(came, parked, self._seconds(timeout))
+            wait = self._table.add_wait(keys, came.set, values_only=False)
+        self._await(came, wait, self._seconds(timeout))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         keys = check_keys(keys)
@@ -103,8 +103,8 @@ class HashStore(Store):
             if not self._table.missing_values(keys):
                 collect()
                 return found
-            parked = self._table.park(keys, collect, values_only=True)
-        self._await(came, parked, self._seconds(None))
+            wait = self._table.add_wait(keys, collect, values_only=True)
+        self._await(came, wait, self._seconds(None))
         return found
 
     def queue_push(self, key: str, value: Value) -> None:
@@ -129,13 +129,13 @@ class HashStore(Store):
                 return value
             if not block:
                 raise QueueEmptyError(f"queue {key!r} of {self} is empty")
-            popper = self._table.park_pop(key, take)
+            pop = self._table.add_pop(key, take)
 
         def give_back() -> None:
             for value in taken:
                 self._table.push(key, value, front=True)
 
-        self._await(came, popper, self._seconds(None), give_back)
+        self._await(came, pop, self._seconds(None), give_back)
         return taken[0]
 
     def queue_len(self, key: str) -> int:
@@ -146,7 +146,7 @@ class HashStore(Store):
     def _await(
         self,
         came: threading.Event,
-        wait: Parked | Popper,
+        wait: PendingWait | PendingPop,
         seconds: float,
         interrupted: Callable[[], None] | None = None,
     ) -> None:
@@ -164,6 +164,6 @@ class HashStore(Store):
         with self._lock:
             if came.is_set():
                 return
-            missing = [wait.key] if isinstance(wait, Popper) else sorted(wait.missing)
+            missing = [wait.key] if isinstance(wait, PendingPop) else sorted(wait.missing)
             self._table.cancel(wait)
         raise missing_keys_error(self, missing, seconds)

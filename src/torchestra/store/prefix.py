@@ -44,7 +44,7 @@ class PrefixStore(Store):
 
     @property
     def prefix(self) -> str:
-        """What is put before the keys, without the ``/``."""
+        """Return what is put before the keys, without the ``/``."""
         return self._prefix
 
     @property
@@ -56,7 +56,7 @@ class PrefixStore(Store):
         self._secret = job_secret(secret)
 
     def full_key(self, key: str) -> str:
-        """The key with all prefixes: what it is called in the innermost store."""
+        """Return the key with all prefixes: what it is called in the innermost store."""
         inner = self._store
         return inner.full_key(self._full(key)) if isinstance(inner, PrefixStore) else self._full(key)
 

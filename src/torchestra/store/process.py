@@ -28,12 +28,12 @@ class ProcessIdentity:
 
     @classmethod
     def current(cls) -> ProcessIdentity:
-        """The calling process."""
+        """Return the calling process."""
         return _own()
 
     @classmethod
     def decode(cls, text: str) -> ProcessIdentity:
-        """The identity that :meth:`encode` wrote.
+        """Return the identity that :meth:`encode` wrote.
 
         Raises:
             ValueError: it did not write this.
@@ -42,15 +42,15 @@ class ProcessIdentity:
         return cls(hostname, int(pid), int(started), space)
 
     def encode(self) -> str:
-        """One line of text."""
+        """Return one line of text."""
         return f"{self.hostname} {self.pid} {self.started} {self.space}"
 
     def is_dead(self) -> bool:
-        """Whether the process is known to have ended; False if it lives or cannot be seen from here."""
+        """Return whether the process is known to have ended; False if it cannot be seen from here."""
         return self._is_visible() and start_time(self.pid) != self.started
 
     def is_alive(self) -> bool:
-        """Whether the process is known to live; False if it ended or cannot be seen from here."""
+        """Return whether the process is known to live; False if it ended or cannot be seen from here."""
         return self._is_visible() and start_time(self.pid) == self.started
 
     def _is_visible(self) -> bool:
@@ -87,19 +87,19 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def start_time(pid: int) -> int | None:
-    """The start of a process in clock ticks since boot; None if it has ended or is a zombie."""
+    """Return the start of a process in clock ticks since boot; None if it has ended or is a zombie."""
     fields = _status(pid)
     return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def parent_of(pid: int) -> int | None:
-    """The process that a process is a child of; None if it has ended."""
+    """Return the process that a process is a child of; None if it has ended."""
     fields = _status(pid)
     return int(fields[1]) if fields else None
 
 
 def _status(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat from the state on; none if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name, in parentheses, may hold anything; the fields of interest come after it.

@@ -16,7 +16,7 @@ Secret = Union[str, bytes, None]
 
 
 def job_secret(secret: Secret) -> bytes | None:
-    """The secret as bytes: the argument, else the environment variable TORCHESTRA_SECRET, else none.
+    """Return the secret as bytes: the argument, else the environment variable TORCHESTRA_SECRET, else none.
 
     Raises:
         InvalidArgumentError: the argument is neither a string nor bytes, or is empty.

@@ -67,7 +67,7 @@ class SharedFile:
         self._closed = False
 
     def join(self, owner: object) -> None:
-        """Counts this user in, until :meth:`leave`, the collection of ``owner`` or the process's end."""
+        """Count this user in, until :meth:`leave`, the collection of ``owner`` or the process's end."""
         with self._mutex:
             while True:
                 with self._opened(create=True) as descriptor, self._locked(descriptor, fcntl.LOCK_EX):
@@ -85,7 +85,7 @@ class SharedFile:
         weakref.finalize(owner, self.leave)
 
     def leave(self) -> None:
-        """Counts this user out, and deletes the file if it was the last. Closed afterwards."""
+        """Count this user out, and deletes the file if it was the last. Closed afterwards."""
         with self._mutex:
             if self._closed or self._pid != os.getpid():
                 return
@@ -118,7 +118,7 @@ class SharedFile:
                 yield Writer(self, descriptor)
 
     def append(self, descriptor: int, changes: Sequence[Change]) -> None:
-        """Writes records at the end and applies them. Only under the exclusive lock, after a replay."""
+        """Write records at the end and applies them. Only under the exclusive lock, after a replay."""
         data = b"".join(encode(*change) for change in changes)
         self._write(descriptor, data, self._offset)
         self._offset += len(data)
@@ -212,7 +212,7 @@ class SharedFile:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     def _is_current(self, descriptor: int) -> bool:
-        """Whether the path still leads to the file that was opened."""
+        """Return whether the path still leads to the file that was opened."""
         mine = os.fstat(descriptor)
         try:
             named = os.stat(self.path)
@@ -278,7 +278,7 @@ class SharedFile:
             self._members.pop(key, None)
 
     def _is_left_behind(self) -> bool:
-        """Whether the file belongs to a job whose last processes were killed."""
+        """Return whether the file belongs to a job whose last processes were killed."""
         if self._world_size < 0 or not self._members:
             return False
         return all(member.is_dead() for member in self._members.values())

@@ -1,13 +1,13 @@
 """What a store remembers, and who waits for it.
 
-A :class:`Table` is the contents of a store: values, queues, and the parked waits. It knows no threads,
+A :class:`Table` is the contents of a store: values, queues, and the waiting waits. It knows no threads,
 sockets or files; whoever owns it (HashStore under a lock, the TCP server in its one thread, FileStore
 while it holds the file) calls it from one place at a time.
 
-A parked wait is indexed by each key it still misses, so a ``set`` touches only the waits it concerns:
+A waiting wait is indexed by each key it still misses, so a ``set`` touches only the waits it concerns:
 64 ranks that wait for different keys do not wake each other.
 
-Invariants: a :class:`Parked` is in the index under exactly its ``missing`` keys; ``ready`` is called
+Invariants: a :class:`PendingWait` is in the index under exactly its ``missing`` keys; ``ready`` is called
 once, when none is missing, from inside the operation that brought the last one, and never after
 :meth:`Table.cancel`.
 """
@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 
 from torchestra.store.base import INTERNAL_PREFIX, parse_number
 
-__all__ = ["Parked", "Popper", "Table"]
+__all__ = ["PendingPop", "PendingWait", "Table"]
 
 
-class Parked:
+class PendingWait:
     """A wait for several keys that are not all there yet."""
 
     __slots__ = ("keys", "missing", "ready")
@@ -33,7 +33,7 @@ class Parked:
         self.ready = ready
 
 
-class Popper:
+class PendingPop:
     """A wait for the next value of a queue; ``take`` is called with it, and returns whether it took it."""
 
     __slots__ = ("key", "take")
@@ -49,22 +49,22 @@ class Table:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
-        self._parked: dict[str, dict[Parked, None]] = {}
-        self._poppers: dict[str, deque[Popper]] = {}
+        self._waits: dict[str, dict[PendingWait, None]] = {}
+        self._pops: dict[str, deque[PendingPop]] = {}
 
     def __contains__(self, key: str) -> bool:
         return key in self._values or key in self._queues
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """Those of ``keys`` that are neither a value nor a queue with something in it."""
+        """Return those of ``keys`` that are neither a value nor a queue with something in it."""
         return [key for key in keys if key not in self]
 
     def missing_values(self, keys: Sequence[str]) -> list[str]:
-        """Those of ``keys`` that hold no value."""
+        """Return those of ``keys`` that hold no value."""
         return [key for key in keys if key not in self._values]
 
     def listed(self) -> list[str]:
-        """The keys with a value, without those that stores keep for themselves."""
+        """Return the keys with a value, without those that stores keep for themselves."""
         return [key for key in self._values if not key.startswith(INTERNAL_PREFIX)]
 
     def get(self, key: str) -> bytes | None:
@@ -75,7 +75,7 @@ class Table:
         self._arrived(key)
 
     def sum(self, key: str, amount: int) -> int:
-        """The number under ``key``, 0 if there is none, plus ``amount``."""
+        """Return the number under ``key``, 0 if there is none, plus ``amount``."""
         old = self._values.get(key)
         return (0 if old is None else parse_number(key, old)) + amount
 
@@ -88,7 +88,7 @@ class Table:
         self.set(key, self._values.get(key, b"") + tail)
 
     def compared(self, key: str, expected: bytes) -> bool:
-        """Whether a compare_set that expects ``expected`` goes through."""
+        """Return whether a compare_set that expects ``expected`` goes through."""
         return self._values.get(key, b"") == expected
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
@@ -103,15 +103,15 @@ class Table:
         return held_value or held_queue
 
     def push(self, key: str, value: bytes, *, front: bool = False) -> None:
-        """Gives ``value`` to who has waited longest for it, or puts it in the queue.
+        """Give ``value`` to who has waited longest for it, or puts it in the queue.
 
         ``front`` puts it before the others, for a value that was taken but could not be delivered.
         """
-        while poppers := self._poppers.get(key):
-            popper = poppers.popleft()
-            if not poppers:
-                del self._poppers[key]
-            if popper.take(value):
+        while pops := self._pops.get(key):
+            pop = pops.popleft()
+            if not pops:
+                del self._pops[key]
+            if pop.take(value):
                 return
         queue = self._queues.setdefault(key, deque())
         if front:
@@ -130,71 +130,71 @@ class Table:
         return value
 
     def first(self, key: str) -> bytes | None:
-        """What :meth:`pop` would return."""
+        """Return what :meth:`pop` would return."""
         queue = self._queues.get(key)
         return None if queue is None else queue[0]
 
     def queue_len(self, key: str) -> int:
         return len(self._queues.get(key, ()))
 
-    def park(self, keys: Sequence[str], ready: Callable[[], object], *, values_only: bool) -> Parked:
-        """Has ``ready`` called when all ``keys`` are there; at least one must be missing now.
+    def add_wait(self, keys: Sequence[str], ready: Callable[[], object], *, values_only: bool) -> PendingWait:
+        """Have ``ready`` called when all ``keys`` are there; at least one must be missing now.
 
         Args:
             keys: what is waited for.
             ready: called from inside the operation that brings the last key; must not raise.
             values_only: a queue under the key does not count (for ``get``).
         """
-        parked = _ParkedForValues(keys, ready) if values_only else Parked(keys, ready)
-        self._index(parked)
-        return parked
+        waiting = _PendingGet(keys, ready) if values_only else PendingWait(keys, ready)
+        self._index(waiting)
+        return waiting
 
-    def park_pop(self, key: str, take: Callable[[bytes], bool]) -> Popper:
-        """Has ``take`` called with the next value pushed to the queue ``key``, which must be empty now.
+    def add_pop(self, key: str, take: Callable[[bytes], bool]) -> PendingPop:
+        """Have ``take`` called with the next value pushed to the queue ``key``, which must be empty now.
 
         It returns whether it took the value; if not, because the one who waited has gone, the value goes to
         the next. Either way this wait is over.
         """
-        popper = Popper(key, take)
-        self._poppers.setdefault(key, deque()).append(popper)
-        return popper
+        pop = PendingPop(key, take)
+        self._pops.setdefault(key, deque()).append(pop)
+        return pop
 
-    def cancel(self, wait: Parked | Popper) -> None:
-        """Forgets a parked wait. One that is over already is left alone."""
-        if isinstance(wait, Popper):
-            poppers = self._poppers.get(wait.key)
-            if poppers and wait in poppers:
-                poppers.remove(wait)
-                if not poppers:
-                    del self._poppers[wait.key]
+    def cancel(self, wait: PendingWait | PendingPop) -> None:
+        """Forget a waiting wait. One that is over already is left alone."""
+        if isinstance(wait, PendingPop):
+            pops = self._pops.get(wait.key)
+            if pops and wait in pops:
+                pops.remove(wait)
+                if not pops:
+                    del self._pops[wait.key]
             return
         for key in wait.missing:
-            waits = self._parked[key]
+            waits = self._waits[key]
             del waits[wait]
             if not waits:
-                del self._parked[key]
+                del self._waits[key]
         wait.missing = set()
 
-    def _still_missing(self, parked: Parked) -> list[str]:
-        if isinstance(parked, _ParkedForValues):
-            return self.missing_values(parked.keys)
-        return self.missing(parked.keys)
+    def _still_missing(self, waiting: PendingWait) -> list[str]:
+        if isinstance(waiting, _PendingGet):
+            return self.missing_values(waiting.keys)
+        return self.missing(waiting.keys)
 
-    def _index(self, parked: Parked) -> None:
-        parked.missing = set(self._still_missing(parked))
-        for key in parked.missing:
-            self._parked.setdefault(key, {})[parked] = None
+    def _index(self, waiting: PendingWait) -> None:
+        waiting.missing = set(self._still_missing(waiting))
+        for key in waiting.missing:
+            self._waits.setdefault(key, {})[waiting] = None
 
     def _arrived(self, key: str) -> None:
-        for parked in self._parked.pop(key, ()):
-            parked.missing.discard(key)
-            if parked.missing:
+        for waiting in self._waits.pop(key, ()):
+            waiting.missing.discard(key)
+            if waiting.missing:
                 continue
             # A key that had come may have been deleted since, so the whole list is looked at again.
-            self._index(parked)
-            if not parked.missing:
-                parked.ready()
+            self._index(waiting)
+            if not waiting.missing:
+                waiting.ready()
 
 
-class _ParkedForValues(Parked):
+class _PendingGet(PendingWait):
     __slots__ = ()

@@ -33,7 +33,7 @@ from torchestra.store.base import (
 )
 from torchestra.store.secret import SECRET_ADVICE
 from torchestra.store.tcp.address import Address, dial
-from torchestra.store.tcp.pool import patiently
+from torchestra.store.tcp.pool import retried
 from torchestra.types import Timeout, timeout_seconds
 
 __all__ = ["TorchStore", "connect_to_agent"]
@@ -150,7 +150,7 @@ class TorchStore(Store):
 
 
 def connect_to_agent(host: str, port: int, timeout: Timeout, secret: bytes | None = None) -> TorchStore:
-    """A client of the store that torchrun's agent serves.
+    """Return a client of the store that torchrun's agent serves.
 
     Args:
         host: MASTER_ADDR.
@@ -167,7 +167,7 @@ def connect_to_agent(host: str, port: int, timeout: Timeout, secret: bytes | Non
     started = time.monotonic()
     seconds = timeout_seconds(timeout)
     # torch's constructor waits for the server in C++, so it is called only when there is one.
-    patiently(address, lambda deadline: dial(address, deadline, secured=True).close(), seconds)
+    retried(address, lambda deadline: dial(address, deadline, secured=True).close(), seconds)
     remaining = max(1.0, min(seconds - (time.monotonic() - started), _REQUEST_SECONDS))
     try:
         store = TCPStore(host, port, world_size=None, is_master=False, timeout=timedelta(seconds=remaining))

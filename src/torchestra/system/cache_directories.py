@@ -37,7 +37,7 @@ class Directory(NamedTuple):
     why: str
 
     def folder(self, source: Path) -> Path:
-        """Where what is compiled of the functions of a source file is kept."""
+        """Return where what is compiled of the functions of a source file is kept."""
         if self.root is None:
             return source.parent / "__pycache__"
         digest = hashlib.sha256(str(source.parent).encode()).hexdigest()[:16]
@@ -45,7 +45,7 @@ class Directory(NamedTuple):
 
 
 def candidates() -> Iterator[Directory]:
-    """The places to be asked for, best first: Numba's, and where all of these cannot be used, others."""
+    """Yield the places to try, best first: Numba's, and where all of these cannot be used, others."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         yield Directory(Path(chosen).absolute(), "NUMBA_CACHE_DIR")
     yield Directory(None, "the installation")
@@ -66,7 +66,7 @@ def _own_name() -> str:
 
 
 def choose() -> tuple[Directory | None, list[str]]:
-    """The first place that can be used, made if missing, if there is any; why those before it are not."""
+    """Return the first place that can be used, made if missing, and why those before it cannot."""
     refused: list[str] = []
     for place in candidates():
         folder = place.folder(ENGINE / "compilation.py")
@@ -139,7 +139,7 @@ def _distrusted(path: Path, found: os.stat_result, *, is_last: bool) -> str:
 
 
 def can_be_trusted(found: os.stat_result) -> bool:
-    """Whether nobody but this user and root can have written a file."""
+    """Return whether nobody but this user and root can have written a file."""
     mode = found.st_mode
     return stat.S_ISREG(mode) and _is_ours(found.st_uid) and not mode & _OTHERS_WRITE
 

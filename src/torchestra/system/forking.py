@@ -32,17 +32,17 @@ _forks = 0
 
 
 def forget_in_children(holder: Forgettable) -> None:
-    """Has ``holder.forget()`` called in every child forked from now on, for as long as it exists."""
+    """Have ``holder.forget()`` called in every child forked from now on, for as long as it exists."""
     _held.add(holder)
 
 
 def forks_so_far() -> int:
-    """How many forks lie between the process that imported this and the calling one: more in a child."""
+    """Return how many forks lie between the process that imported this and the calling one."""
     return _forks
 
 
 def refusal(what: str) -> ForkedProcessError:
-    """The error for ``what``, which only the parent may do."""
+    """Return the error for ``what``, which only the parent may do."""
     return ForkedProcessError(
         f"{what} in process {os.getpid()}, which was forked from this rank later on and is no rank itself:"
         " call it in the rank only, or init_process_group() here for a world of this process's own"

@@ -32,7 +32,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def no_descriptors(what: str) -> DistBackendError:
-    """The error for ``what``, for which no file descriptor is left."""
+    """Return the error for ``what``, for which no file descriptor is left."""
     return DistBackendError(
         f"{what}: process {os.getpid()} has as many files open as it may (ulimit -n:"
         f" {_told(resource.RLIMIT_NOFILE)}); raise the limit, or have fewer ranks or groups"

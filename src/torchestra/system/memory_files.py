@@ -17,7 +17,7 @@ _MFD_NOEXEC_SEAL = 0x8  # since Linux 6.3; some systems refuse memory files with
 
 
 def make_memory_file(name: str) -> int:
-    """A new file, empty, that nobody finds by a name; its descriptor.
+    """Return a new file, empty, that nobody finds by a name; its descriptor.
 
     It is made by ``memfd_create`` where the system has that and lets this process call it (gVisor and strict
     seccomp filters may not); otherwise it is one in /dev/shm, mode 0600, which is unlinked at once. That
@@ -49,7 +49,7 @@ def make_memory_file(name: str) -> int:
 
 
 def is_sealed(descriptor: int, seals: int) -> bool:
-    """Whether a file has these seals; False where it is of a kind that has none."""
+    """Return whether a file has these seals; False where it is of a kind that has none."""
     try:
         return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & seals == seals
     except OSError:
@@ -57,7 +57,7 @@ def is_sealed(descriptor: int, seals: int) -> bool:
 
 
 def is_sealable(descriptor: int) -> bool:
-    """Whether a file that :func:`make_memory_file` has made is of the first kind."""
+    """Return whether a file that :func:`make_memory_file` has made is of the first kind."""
     try:
         return not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
     except OSError:

@@ -16,7 +16,7 @@ __all__ = ["FlightEntry", "FlightRecord", "HostRecord", "RankRecord", "flight_re
 
 @checked
 def flight_record(group: AnyGroup | None = None) -> FlightRecord:
-    """The last 256 collectives and 256 messages of every rank of a group, with times and sizes.
+    """Return the last 256 collectives and 256 messages of every rank of a group, with times and sizes.
 
     Called by any one rank; the programs of the others know nothing of it. What ranks did that have died since
     is told too, and everything stays readable when the group was aborted or destroyed. Ranks record always,

@@ -42,7 +42,7 @@ class GroupCall(NamedTuple):
     groups: Mapping[str, Sequence[int]]
 
     def encode(self) -> bytes:
-        """The call as bytes, short for ranks that are evenly spaced."""
+        """Return the call as bytes, short for ranks that are evenly spaced."""
         lists = [compact(ranks) for ranks in self.groups.values()]
         told = [
             {"range": [ranks.start, ranks.stop, ranks.step]} if isinstance(ranks, range) else ranks
@@ -52,7 +52,7 @@ class GroupCall(NamedTuple):
 
     @staticmethod
     def decode(text: bytes) -> GroupCall:
-        """The call of :meth:`encode`."""
+        """Return the call of :meth:`encode`."""
         function, rank, names, told = json.loads(text[len(_CALL) :])
         lists = [range(*ranks["range"]) if isinstance(ranks, dict) else tuple(ranks) for ranks in told]
         return GroupCall(function, rank, dict(zip(names, lists, strict=True)))
@@ -63,7 +63,7 @@ class GroupCall(NamedTuple):
         return [compact(ranks) for ranks in self.groups.values()]
 
     def difference(self, first: GroupCall) -> str:
-        """What to say of two calls that should be one; empty if they are."""
+        """Return what to say of two calls that should be one; empty if they are."""
         if (self.function, self.lists) == (first.function, first.lists):
             return ""
         other = "it" if first.function == self.function else first.function
@@ -121,7 +121,7 @@ def _text(lists: Sequence[Sequence[int]]) -> str:
 
 
 def _detail(mine: Sequence[Sequence[int]], first: Sequence[Sequence[int]]) -> str:
-    """Where two calls differ, if that cannot be seen in their lists as they are shown."""
+    """Return where two calls differ, if that cannot be seen in their lists as they are shown."""
     if len(mine) != len(first):
         return f" ({len(mine)} and {len(first)} groups)" if len(mine) > 1 or len(first) > 1 else ""
     if mine == first:

@@ -42,7 +42,7 @@ _NO_WISH = Wish()
 
 
 def default_group() -> ProcessGroup:
-    """The default group of the calling rank.
+    """Return the default group of the calling rank.
 
     Raises:
         NotInitializedError: there is none.
@@ -56,12 +56,12 @@ def default_group() -> ProcessGroup:
 
 
 def is_available() -> bool:
-    """Whether torchestra can be used here: always."""
+    """Return whether torchestra can be used here: always."""
     return True
 
 
 def is_initialized() -> bool:
-    """Whether this rank has a default group."""
+    """Return whether this rank has a default group."""
     return current_world().default is not None
 
 
@@ -205,7 +205,7 @@ def _replace(world: World, tag: str, old: ProcessGroup, new: ProcessGroup) -> No
 
 
 def _alone(store: Store | None, rank: int, world_size: int) -> tuple[Store, int, int]:
-    """The store, rank and world size of a fake world: whoever is in it meets nobody."""
+    """Return the store, rank and world size of a fake world: whoever is in it meets nobody."""
     if not 0 <= rank < world_size < _MOST_PRETENDED:
         raise InvalidArgumentError(
             'backend "fake" needs rank= and world_size=, with rank from 0 to world_size - 1; got'
@@ -215,7 +215,7 @@ def _alone(store: Store | None, rank: int, world_size: int) -> tuple[Store, int,
 
 
 def time_limit(timeout: Timeout | None, options: Any, otherwise: Timeout) -> float:
-    """The time-out of a group in seconds: as given, or in its options, or else another one."""
+    """Return the time-out of a group in seconds: as given, or in its options, or else another one."""
     if options is not None and not isinstance(options, GroupOptions):
         raise InvalidArgumentError(f"pg_options must be a torchestra.GroupOptions, got {options!r}")
     if timeout is None:
@@ -312,29 +312,29 @@ def _any_group(group: object, name: str) -> AnyGroup:
 
 
 def get_rank(group: AnyGroup | None = None) -> int:
-    """This rank's number in the group (default: the default group), or -1 if it is not in it."""
+    """Return this rank's number in the group (default: the default group), or -1 if it is not in it."""
     return (default_group() if group is None else _any_group(group, "get_rank")).rank()
 
 
 def get_world_size(group: AnyGroup | None = None) -> int:
-    """How many ranks the group has (default: the default group), or -1 if this rank is not in it."""
+    """Return how many ranks the group has (default: the default group), or -1 if this rank is not in it."""
     return (default_group() if group is None else _any_group(group, "get_world_size")).size()
 
 
 def get_process_group_ranks(group: AnyGroup | None = None) -> list[int]:
-    """The global ranks of the group, in the order of their numbers in it."""
+    """Return the global ranks of the group, in the order of their numbers in it."""
     return list((default_group() if group is None else _any_group(group, "get_process_group_ranks")).ranks)
 
 
 @checked
 def get_group_rank(group: AnyGroup, global_rank: int) -> int:
-    """The number in ``group`` of a global rank; InvalidArgumentError if it is not in it."""
+    """Return the number in ``group`` of a global rank; InvalidArgumentError if it is not in it."""
     return _registered(group, "get_group_rank").to_group_rank(global_rank, "global_rank", "get_group_rank")
 
 
 @checked
 def get_global_rank(group: AnyGroup, group_rank: int) -> int:
-    """The global number of a rank of ``group``; InvalidArgumentError if there is none."""
+    """Return the global number of a rank of ``group``; InvalidArgumentError if there is none."""
     return _registered(group, "get_global_rank").to_global_rank(group_rank, "group_rank", "get_global_rank")
 
 

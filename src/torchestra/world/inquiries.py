@@ -45,7 +45,8 @@ default_pg_timeout = DEFAULT_TIMEOUT
 
 @checked
 def is_backend_available(backend: str) -> bool:
-    """Whether :func:`torchestra.init_process_group` takes a backend of this name, ``"cpu:..."`` included.
+    """Return whether :func:`torchestra.init_process_group` takes a backend of this name, ``"cpu:..."``
+    included.
 
     Of torch's backends NCCL is among them where this torch has it. What Gloo does torchestra does itself.
     """
@@ -84,7 +85,8 @@ def is_xccl_available() -> bool:
 
 @checked
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """The backend that is used for tensors on a device where none is named: the calling rank's, for the CPU.
+    """Return the backend that is used for tensors on a device where none is named: the calling rank's, for
+    the CPU.
 
     Raises:
         InvalidArgumentError: there is none for this kind of device.
@@ -102,7 +104,7 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 
 @checked
 def get_backend(group: AnyGroup | None = None) -> str:
-    """The backend's name: ``"native"``, ``"threads"`` or ``"fake"``."""
+    """Return the backend's name: ``"native"``, ``"threads"`` or ``"fake"``."""
     chosen = default_group() if group is None else group
     if isinstance(chosen, NonMember):
         raise InvalidArgumentError(f"get_backend: Invalid process group specified: this rank is {chosen!r}")
@@ -111,7 +113,7 @@ def get_backend(group: AnyGroup | None = None) -> str:
 
 @checked
 def get_backend_config(group: AnyGroup | None = None) -> str:
-    """Which backend the group (default: the default group) has for which device: ``"cpu:native"``, or
+    """Return which backend the group (default: the default group) has for which device: ``"cpu:native"``, or
     ``"cpu:native,cuda:nccl"`` where it delegates operations on CUDA tensors to NCCL.
 
     Raises:
@@ -125,17 +127,17 @@ def get_backend_config(group: AnyGroup | None = None) -> str:
 
 @checked
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Whether a reduce operation is defined for complex tensors."""
+    """Return whether a reduce operation is defined for complex tensors."""
     return LocalEngine.reduces(torch.complex64, reduceOp)
 
 
 def is_torchelastic_launched() -> bool:
-    """Whether this process was started by torchrun (torch's elastic agent)."""
+    """Return whether this process was started by torchrun (torch's elastic agent)."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def get_pg_count() -> int:
-    """How many groups this rank has made or seen made, the default group and destroyed ones included.
+    """Return how many groups this rank has made or seen made, the default group and destroyed ones included.
 
     Not counted are those that only their members make.
     """
@@ -182,7 +184,7 @@ def _member(group: AnyGroup | None) -> ProcessGroup:
 
 @checked
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This rank's number among those of its host, as the launcher says.
+    """Return this rank's number among those of its host, as the launcher says.
 
     Raises:
         NotInitializedError: the launcher does not say, and there is no ``fallback_rank``.

@@ -120,7 +120,7 @@ class World:
         self.inherited = False
 
     def group(self, name: str) -> ProcessGroup:
-        """The group of a name.
+        """Return the group of a name.
 
         Raises:
             NotInitializedError: this rank has none of that name.
@@ -135,12 +135,12 @@ class World:
         return found
 
     def tag_of(self, group: ProcessGroup) -> str:
-        """The tag of a group; one made from its name where it was given none."""
+        """Return the tag of a group; one made from its name where it was given none."""
         return self._tags.get(group.group_name, _BY_NAME + group.group_name)
 
     def find(self, ranks: Sequence[int], tag: str = "") -> ProcessGroup | None:
-        """The group of these global ranks, in any order, that has the tag; without a tag, the first that
-        was given none. None if there is none.
+        """Return the group of these global ranks, in any order, that has the tag; without a tag, the first
+        that was given none. None if there is none.
         """
         if tag.startswith(_BY_NAME):
             candidates = [group for group in (self.groups.get(tag[len(_BY_NAME) :]),) if group is not None]
@@ -156,7 +156,7 @@ def _same_ranks(first: Sequence[int], second: Sequence[int]) -> bool:
 
 
 def compact(ranks: Sequence[int]) -> Sequence[int]:
-    """The same ranks as a range if they are evenly spaced, else as a tuple."""
+    """Return the same ranks as a range if they are evenly spaced, else as a tuple."""
     if isinstance(ranks, range):
         return ranks
     given = tuple(ranks)
@@ -168,7 +168,7 @@ def compact(ranks: Sequence[int]) -> Sequence[int]:
 
 
 def label(ranks: Sequence[int]) -> str:
-    """A short text for some ranks, in this order, that no others have."""
+    """Return a short text for some ranks, in this order, that no others have."""
     if len(ranks) <= _SHORT:
         return "-".join(map(str, ranks))
     spaced = compact(ranks)
@@ -181,7 +181,7 @@ _process_world = World()
 
 
 def current_world() -> World:
-    """The registry of the rank that the calling thread belongs to."""
+    """Return the registry of the rank that the calling thread belongs to."""
     here = current_thread_rank()
     return _process_world if here is None else cast(World, here.world)
 

@@ -45,7 +45,7 @@ from torchestra.errors import (
     StoreTimeoutError,
 )
 from torchestra.store import FileStore, HashStore, PrefixStore, Store, TCPStore
-from torchestra.store.absence import absent
+from torchestra.store.missing_keys import missing_indices
 from torchestra.system.limits import check_free_descriptors, naming_limits, start_thread
 from torchestra.system.memory_files import make_memory_file
 
@@ -212,7 +212,7 @@ class _Visit:
 
     def late(self, known: Sequence[int] | None = None) -> CollectiveTimeoutError:
         """The error that says who has not come, which may be known."""
-        missing = tuple(known or absent(self.store, [f"here/{peer}" for peer in range(self.size)]))
+        missing = tuple(known or missing_indices(self.store, [f"here/{peer}" for peer in range(self.size)]))
         who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "a rank"
         return CollectiveTimeoutError(
             f"{who} of group {self.name!r} did not come within {self.seconds:.1f} s (seen from rank"

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 State = Literal["running", "done", "failed"]
-Presence = Literal["absent", "present", "left", "unknown"]
+Presence = Literal["missing_indices", "present", "left", "unknown"]
 
 _MOST_RANKS = 1 << 20  # of a group; if it says more, what says so is damaged
 _PRESENCE: dict[int, Presence] = {at.PRESENT: "present", at.LEFT: "left"}
@@ -120,7 +120,7 @@ class RankRecord:
     Attributes:
         rank: in the group's numbering.
         pid: its process, 0 if it has not come.
-        presence: ``"present"`` (which it stays when it dies), ``"left"`` the group, or ``"absent"``;
+        presence: ``"present"`` (which it stays when it dies), ``"left"`` the group, or ``"missing_indices"``;
             ``"unknown"``, and nothing else is known, where its host did not answer.
         operations: its last collectives, at most 256.
         messages: its last sends and receives, at most 256.
@@ -305,7 +305,7 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
     return RankRecord(
         rank=numbers[rank],
         pid=arena.word(control + at.PROCESS),
-        presence=_PRESENCE.get(arena.word(control + at.STATE), "absent"),
+        presence=_PRESENCE.get(arena.word(control + at.STATE), "missing_indices"),
         operations=tuple(_operation(row, scale, numbers) for row in operations_[-last:]),
         messages=tuple(_message(row, scale, ranks) for row, ranks in messages[-last:]),
         operations_begun=operations_[-1][at.STAMP // 8] if operations_ else 0,

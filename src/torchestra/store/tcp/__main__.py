@@ -12,7 +12,7 @@ from torchestra.store.tcp.server import TCPStoreServer
 
 
 def main() -> None:
-    """Serves until SIGINT or SIGTERM; the first line of output is the address."""
+    """Serve until SIGINT or SIGTERM; the first line of output is the address."""
     parser = argparse.ArgumentParser(
         prog="python -m torchestra.store.tcp",
         description="Serve a store to TCPStore clients. The environment variable TORCHESTRA_SECRET, if set, "

@@ -34,7 +34,9 @@ _LONGEST_UNIX = 107 + len("unix:@") - 1  # sun_path has room for as many bytes a
 
 
 def _can_be_looked_up(host: str) -> bool:
-    """Whether the system can be asked for a host: of other texts ``getaddrinfo`` says nothing sensible."""
+    """Return whether the system can be asked for a host: of other texts ``getaddrinfo`` says nothing
+    sensible.
+    """
     if host.startswith(_UNIX):
         return "\0" not in host and len(host.encode(errors="replace")) <= _LONGEST_UNIX
     try:
@@ -52,7 +54,7 @@ class Address:
 
     @classmethod
     def checked(cls, host: str, port: int, *, listening: bool) -> Address:
-        """An address from a user's arguments.
+        """Return an address from a user's arguments.
 
         Raises:
             InvalidArgumentError: the host is not a name, or the port not one of 0 to 65535 (0 only where
@@ -85,7 +87,7 @@ class Address:
         return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)
 
     def reached(self, *, secured: bool) -> list[tuple[int, Any]]:
-        """The ways to reach it that may be used: all, or without a secret those within this host.
+        """Return the ways to reach it that may be used: all, or without a secret those within this host.
 
         Raises:
             OSError: the name is unknown.
@@ -104,14 +106,14 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether every way leads to the loopback interface, so that other hosts cannot be meant."""
+        """Return whether every way leads to the loopback interface, so that other hosts cannot be meant."""
         with contextlib.suppress(OSError):
             return self.is_unix or all(is_loopback(where) for _, where in self.resolved())
         return False
 
     @property
     def _is_name(self) -> bool:
-        """Whether it is the name of a host, not a number and not ``localhost``."""
+        """Return whether it is the name of a host, not a number and not ``localhost``."""
         try:
             ipaddress.ip_address(self.host.partition("%")[0])
         except ValueError:
@@ -125,7 +127,7 @@ class Address:
 
 
 def listen(address: Address, *, secured: bool) -> socket.socket:
-    """A listening socket on the interface that ``address`` names, on no other.
+    """Return a listening socket on the interface that ``address`` names, on no other.
 
     Args:
         address: where to listen.
@@ -157,7 +159,7 @@ def listen(address: Address, *, secured: bool) -> socket.socket:
 
 
 def _within_host(address: Address, family: int, where: Any) -> Any:
-    """Where to listen without a secret."""
+    """Return where to listen without a secret."""
     if is_unspecified(where):
         raise DistNetworkError(
             f"TCPStore cannot listen on {address}, which is every interface, without a secret; "
@@ -190,7 +192,7 @@ def _bound(family: int, where: Any) -> socket.socket:
 
 
 def dial(address: Address, deadline: float, *, secured: bool) -> socket.socket:
-    """Connects once, to the first of the host's addresses that answers.
+    """Connect once, to the first of the host's addresses that answers.
 
     Raises:
         OSError: nobody listens, the name is unknown, or the deadline has come.
@@ -234,7 +236,7 @@ def _connect(connection: socket.socket, where: Any, deadline: float) -> None:
 
 
 def wait_ready(connection: socket.socket, events: int, remaining: float) -> bool:
-    """Waits a short while, at most ``remaining`` seconds, for ``POLLIN`` or ``POLLOUT``, or a failure."""
+    """Wait a short while, at most ``remaining`` seconds, for ``POLLIN`` or ``POLLOUT``, or a failure."""
     if connection.fileno() < 0:
         raise OSError(errno.EBADF, "the connection was closed")
     poller = select.poll()

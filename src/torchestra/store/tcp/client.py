@@ -25,10 +25,10 @@ from torchestra.store.base import (
 )
 from torchestra.store.secret import Secret, job_secret
 from torchestra.store.tcp.address import Address
-from torchestra.store.tcp.pool import GRACE_SECONDS, ConnectionPool, senseless
+from torchestra.store.tcp.pool import GRACE_SECONDS, ConnectionPool, invalid_reply
 from torchestra.store.tcp.protocol import Reply, Request
 from torchestra.store.tcp.server import TCPStoreServer
-from torchestra.store.tcp.tenants import Tenancy
+from torchestra.store.tcp.shared_server import ServerLease
 from torchestra.types import Timeout
 
 __all__ = ["TCPStore"]
@@ -98,12 +98,12 @@ class TCPStore(Store):
             )
         known = job_secret(secret)
         address = Address.checked(host_name, port, listening=is_master)
-        tenancy = Tenancy(address, known, master_listen_fd, shared=multi_tenant) if is_master else None
-        self._server: TCPStoreServer | None = tenancy.server if tenancy else None
+        lease = ServerLease(address, known, master_listen_fd, shared=multi_tenant) if is_master else None
+        self._server: TCPStoreServer | None = lease.server if lease else None
         self._address = Address(address.host, self._server.port) if self._server else address
         self._secret = known
         self._pool = ConnectionPool(self._address, known, own=is_master)
-        self._finalizer = weakref.finalize(self, _shut, self._pool, tenancy)
+        self._finalizer = weakref.finalize(self, _shut, self._pool, lease)
         try:
             self._pool.connect(self.timeout.total_seconds())
             if world_size is not None and world_size > 0:
@@ -164,7 +164,7 @@ class TCPStore(Store):
         try:
             return [key.decode() for key in self._ask(Request.LIST, [], None)]
         except UnicodeDecodeError as error:
-            raise senseless(self._address, str(error)) from None
+            raise invalid_reply(self._address, str(error)) from None
 
     def queue_push(self, key: str, value: Value) -> None:
         check_key(key)
@@ -184,7 +184,8 @@ class TCPStore(Store):
         return self._number(Request.QUEUE_LENGTH, [key.encode()])
 
     def clone(self) -> Store:
-        """A client of the same server, with a time-out and connections of its own, from the first request on.
+        """Return a client of the same server, with a time-out and connections of its own, from the first
+        request on.
 
         Groups make clones for threads that may never ask anything, and a server has only so many connections.
         """
@@ -201,7 +202,7 @@ class TCPStore(Store):
         return f"TCPStore({self._address})"
 
     def _ask(self, request: Request, fields: list[bytes], count: int | None = 1) -> list[bytes]:
-        """The fields of the answer, of which there must be ``count``, if that is not None."""
+        """Return the fields of the answer, of which there must be ``count``, if that is not None."""
         return self._fields(*self._request(request, fields, self._seconds(None)), count)
 
     def _ask_and_wait(self, request: Request, keys: list[str], seconds: float) -> list[bytes]:
@@ -216,7 +217,7 @@ class TCPStore(Store):
         try:
             return int(answer)
         except ValueError:
-            raise senseless(self._address, f"{answer[:40]!r} in place of a number") from None
+            raise invalid_reply(self._address, f"{answer[:40]!r} in place of a number") from None
 
     def _request(self, request: Request, fields: list[bytes], seconds: float) -> tuple[int, list[bytes]]:
         code, found = self._pool.request(request, fields, seconds, GRACE_SECONDS)
@@ -226,11 +227,11 @@ class TCPStore(Store):
 
     def _fields(self, code: int, found: list[bytes], count: int | None) -> list[bytes]:
         if code != Reply.OK or (count is not None and len(found) != count):
-            raise senseless(self._address, f"code {code} with {len(found)} fields")
+            raise invalid_reply(self._address, f"code {code} with {len(found)} fields")
         return found
 
     def _report_for_work(self, world_size: int, wait: bool) -> None:
-        """Counts this store in; the last of a round says so under a key that the master waits for."""
+        """Count this store in; the last of a round says so under a key that the master waits for."""
         started = time.monotonic()
         number = self._number(Request.ADD, [_WORKERS.encode(), b"1"])
         turn = (number - 1) // world_size
@@ -251,7 +252,7 @@ class TCPStore(Store):
             ) from None
 
 
-def _shut(pool: ConnectionPool, tenancy: Tenancy | None) -> None:
+def _shut(pool: ConnectionPool, lease: ServerLease | None) -> None:
     pool.close()
-    if tenancy is not None:
-        tenancy.end()
+    if lease is not None:
+        lease.end()

@@ -60,7 +60,7 @@ class Connection:
             raise
 
     def request(self, code: int, fields: Sequence[bytes], deadline: float) -> tuple[int, list[bytes]]:
-        """Sends a request and returns the reply's code and fields.
+        """Send a request and returns the reply's code and fields.
 
         Raises:
             InvalidArgumentError: the request is too large; nothing has been sent.
@@ -79,11 +79,11 @@ class Connection:
             self._receive(deadline)
 
     def close(self) -> None:
-        """Ends the connection; the server forgets what it waited for."""
+        """End the connection; the server forgets what it waited for."""
         self._socket.close()
 
     def interrupt(self) -> None:
-        """Ends the request that another thread has under way with an error there."""
+        """End the request that another thread has under way with an error there."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -137,7 +137,7 @@ class Connection:
         )
 
     def _server_hello(self, deadline: float) -> Hello:
-        while len(self._decoder) < HELLO_SIZE and Hello.plausible(self._decoder.start(), from_client=False):
+        while len(self._decoder) < HELLO_SIZE and Hello.could_be(self._decoder.start(), from_client=False):
             self._receive(deadline)
         try:
             return Hello.decode((self._decoder.take(HELLO_SIZE) or b"").ljust(HELLO_SIZE), from_client=False)
@@ -168,7 +168,7 @@ class Connection:
         while data is None:
             if wait_ready(self._socket, select.POLLIN, _remaining(deadline)):
                 with contextlib.suppress(BlockingIOError):
-                    data = self._socket.recv(self._decoder.appetite(_CHUNK))
+                    data = self._socket.recv(self._decoder.bytes_wanted(_CHUNK))
         if not data:
             raise ConnectionResetError("the server closed the connection")
         self._decoder.feed(data)

@@ -33,19 +33,19 @@ _ANSWER = struct.Struct("=BB2x48x3II")
 
 
 def is_loopback(where: Any) -> bool:
-    """Whether a socket address (of TCP) is reached from this host only."""
+    """Return whether a socket address (of TCP) is reached from this host only."""
     address = ipaddress.ip_address(where[0].partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
 
 
 def is_unspecified(where: Any) -> bool:
-    """Whether a socket address means every interface."""
+    """Return whether a socket address means every interface."""
     return ipaddress.ip_address(where[0].partition("%")[0]).is_unspecified
 
 
 def is_own(family: int, where: Any) -> bool:
-    """Whether a socket address is one of this host's: what is sent to it would also be sent from it.
+    """Return whether a socket address is one of this host's: what is sent to it would also be sent from it.
 
     Nothing is sent to find out.
     """
@@ -61,12 +61,12 @@ def is_own(family: int, where: Any) -> bool:
 
 
 def loopback_of(family: int, where: Any) -> Any:
-    """The same port at the loopback interface; an address that is there already stays as it is."""
+    """Return the same port at the loopback interface; an address that is there already stays as it is."""
     return where if is_loopback(where) else (_LOOPBACK[socket.AddressFamily(family)], *where[1:2])
 
 
 def peer_user(connection: socket.socket) -> int | None:
-    """The user id of the process at the other end of a connection within this host.
+    """Return the user id of the process at the other end of a connection within this host.
 
     Returns:
         None if the kernel does not tell, as it does not of a connection to another host. :data:`CLOSED` if
@@ -87,7 +87,9 @@ def peer_user(connection: socket.socket) -> int | None:
 
 
 def _owner(family: int, end: Any, other: Any) -> int | None:
-    """The user of a TCP socket by its two addresses; CLOSED if it is being closed, None if there is none."""
+    """Return the user of a TCP socket by its two addresses; CLOSED if it is being closed, None if there is
+    none.
+    """
     ports = struct.pack("!HH", end[1], other[1])
     addresses = [
         socket.inet_pton(family, host[0].partition("%")[0]).ljust(16, b"\0") for host in (end, other)

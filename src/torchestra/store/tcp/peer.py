@@ -8,7 +8,7 @@ import socket
 from collections import deque
 from collections.abc import Iterable
 
-from torchestra.store.table import Parked, Popper
+from torchestra.store.table import PendingPop, PendingWait
 from torchestra.store.tcp.protocol import (
     HELLO_SIZE,
     REFUSAL,
@@ -53,7 +53,7 @@ class Peer:
     def __init__(self, connection: socket.socket, secret: bytes | None, stranger: int | None = None) -> None:
         self.connection = connection
         self.stage = Stage.HELLO
-        self.wait: Parked | Popper | None = None
+        self.wait: PendingWait | PendingPop | None = None
         self.deadline: float | None = None
         self.closed = False
         self.own = False
@@ -66,22 +66,22 @@ class Peer:
 
     @property
     def is_stranger(self) -> bool:
-        """Whether the handshake is not over."""
+        """Return whether the handshake is not over."""
         return self.stage is not Stage.READY
 
     @property
     def sending(self) -> bool:
-        """Whether something that is to go out has not gone yet; nothing is read meanwhile."""
+        """Return whether something that is to go out has not gone yet; nothing is read meanwhile."""
         return bool(self._outbox)
 
     @property
     def has_more(self) -> bool:
-        """Whether bytes have come that belong to no request answered or parked so far."""
+        """Return whether bytes have come that belong to no request answered or parked so far."""
         return len(self._decoder) > 0
 
     @property
     def has_gone(self) -> bool:
-        """Whether the client has hung up, as far as is known here; asked of those who wait."""
+        """Return whether the client has hung up, as far as is known here; asked of those who wait."""
         try:
             return not self.connection.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -90,7 +90,7 @@ class Peer:
             return True
 
     def receive(self) -> None:
-        """Takes in what has come, up to a quarter of a megabyte, so that the others get their turn.
+        """Take in what has come, up to a quarter of a megabyte, so that the others get their turn.
 
         Of a stranger no more than the next step of the handshake has.
         """
@@ -105,12 +105,12 @@ class Peer:
             raise ProtocolError("a request came while another one was waiting")
 
     def send(self, buffers: Iterable[Buffer]) -> None:
-        """Sends what the socket takes and keeps the rest for :meth:`flush`."""
+        """Send what the socket takes and keeps the rest for :meth:`flush`."""
         self._outbox.extend(memoryview(buffer) for buffer in buffers)
         self.flush()
 
     def flush(self) -> None:
-        """Goes on sending."""
+        """Go on sending."""
         while self._outbox:
             buffer = self._outbox[0]
             try:
@@ -123,13 +123,13 @@ class Peer:
                 self._outbox[0] = buffer[sent:]
 
     def shake_hands(self) -> bool:
-        """Goes through as much of the handshake as has come; returns whether there was progress."""
+        """Go through as much of the handshake as has come; returns whether there was progress."""
         if self.stage is Stage.HELLO:
             return self._greet()
         return self._verify()
 
     def name(self) -> str:
-        """Where the other end is, for messages."""
+        """Return where the other end is, for messages."""
         try:
             where = self.connection.getpeername()
         except OSError:
@@ -137,16 +137,16 @@ class Peer:
         return f"a client at {where[0]}:{where[1]}" if isinstance(where, tuple) else "a client on this host"
 
     def next_message(self) -> tuple[int, list[bytes]] | None:
-        """The next request, if it has come as a whole."""
+        """Return the next request, if it has come as a whole."""
         return self._decoder.message()
 
     def _wanted(self) -> int:
         if self.stage is Stage.READY:
-            return self._decoder.appetite(_CHUNK)
+            return self._decoder.bytes_wanted(_CHUNK)
         return (HELLO_SIZE if self.stage is Stage.HELLO else PROOF_BYTES) - len(self._decoder)
 
     def _greet(self) -> bool:
-        if not Hello.plausible(self._decoder.start(), from_client=True):
+        if not Hello.could_be(self._decoder.start(), from_client=True):
             raise ProtocolError("a stranger")
         data = self._decoder.take(HELLO_SIZE)
         if data is None:

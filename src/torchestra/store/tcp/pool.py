@@ -21,12 +21,12 @@ from torchestra.store.tcp.connection import Connection
 from torchestra.store.tcp.protocol import ProtocolError
 from torchestra.system.forking import forget_in_children
 
-__all__ = ["GRACE_SECONDS", "ConnectionPool", "patiently", "senseless"]
+__all__ = ["GRACE_SECONDS", "ConnectionPool", "invalid_reply", "retried"]
 
 GRACE_SECONDS = 10.0
 _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 0.5
-_PATIENCE = 10.0
+_SILENCE_LIMIT_S = 10.0
 _SHORTEST_ATTEMPT = 0.5
 
 _LOOPBACK = ("localhost", "127.0.0.1")  # IPv6 may be switched off where nothing is wrong
@@ -56,7 +56,7 @@ class ConnectionPool:
         forget_in_children(self)
 
     def connect(self, seconds: float) -> None:
-        """Makes sure that there is a server; waits for it to start, up to ``seconds``.
+        """Make sure that there is a server; waits for it to start, up to ``seconds``.
 
         Raises:
             DistNetworkError: there is none, or it will not have us.
@@ -66,7 +66,7 @@ class ConnectionPool:
     def request(
         self, code: int, fields: Sequence[bytes], seconds: float, grace: float = 0.0
     ) -> tuple[int, list[bytes]]:
-        """The reply to a request.
+        """Return the reply to a request.
 
         Args:
             code: the request.
@@ -94,13 +94,13 @@ class ConnectionPool:
                     "the process it ran in (rank 0's, as a rule) has ended or closed the store"
                 ) from error
             if isinstance(error, ProtocolError):
-                raise senseless(self._address, str(error)) from error
+                raise invalid_reply(self._address, str(error)) from error
             raise
         self._give_back(connection)
         return reply
 
     def close(self) -> None:
-        """Closes all connections, also those in use; later requests are refused."""
+        """Close all connections, also those in use; later requests are refused."""
         with self._lock:
             self._closed = True
             for connection in self._idle:
@@ -143,23 +143,23 @@ class ConnectionPool:
             self._all.discard(connection)
 
     def _opened(self, seconds: float) -> Connection:
-        return patiently(
+        return retried(
             self._address,
             lambda deadline: Connection(self._address, self._secret, deadline, own=self._own),
             seconds,
         )
 
 
-def senseless(address: Address, what: str) -> DistNetworkError:
-    """The error that an answer of the server makes no sense."""
+def invalid_reply(address: Address, what: str) -> DistNetworkError:
+    """Return the error that an answer of the server makes no sense."""
     return DistNetworkError(
         f"the server of TCPStore({address}) gave an answer that makes no sense ({what}); "
         "use the same torchestra on all ranks"
     )
 
 
-def patiently(address: Address, connect: Callable[[float], _T], seconds: float) -> _T:
-    """Connects, again and again until it works: the server may start later than its clients.
+def retried(address: Address, connect: Callable[[float], _T], seconds: float) -> _T:
+    """Connect, again and again until it works: the server may start later than its clients.
 
     Args:
         address: where, for messages.
@@ -190,7 +190,7 @@ def patiently(address: Address, connect: Callable[[float], _T], seconds: float) 
                 f"no store answered at {address} within {round(seconds, 2):g} s ({reason}); is the master "
                 "(rank 0) running, and are MASTER_ADDR and MASTER_PORT its address?"
             )
-        if not warned and now - started > _PATIENCE:
+        if not warned and now - started > _SILENCE_LIMIT_S:
             warned = True
             _log.warning("still trying to reach a store at %s (%s)", address, reason)
         nap(pause)

@@ -68,7 +68,7 @@ _LENGTH = struct.Struct(">I")
 _CLIENT_MAGIC = b"tstr"
 _SERVER_MAGIC = b"TSTR"
 
-_LEAST_APPETITE = 4096
+_LEAST_WANTED = 4096
 
 Buffer = Union[bytes, memoryview]
 
@@ -127,27 +127,27 @@ class Hello:
         self.own = own
 
     def encode(self, *, from_client: bool) -> bytes:
-        """The message."""
+        """Return the message."""
         magic = _CLIENT_MAGIC if from_client else _SERVER_MAGIC
         return _HELLO.pack(magic, self.version, self.method, self.own, self.nonce)
 
     @classmethod
     def decode(cls, data: bytes, *, from_client: bool) -> Hello:
-        """Reads a hello; raises :class:`ProtocolError` if it is something else."""
+        """Read a hello; raises :class:`ProtocolError` if it is something else."""
         magic, version, method, own, nonce = _HELLO.unpack(data)
         if magic != (_CLIENT_MAGIC if from_client else _SERVER_MAGIC):
             raise ProtocolError(f"not a hello: {magic!r}")
         return cls(method, nonce, version, own=own == 1)
 
     @staticmethod
-    def plausible(start: bytes | bytearray, *, from_client: bool) -> bool:
-        """Whether an incomplete message can become a hello."""
+    def could_be(start: bytes | bytearray, *, from_client: bool) -> bool:
+        """Return whether an incomplete message can become a hello."""
         magic = _CLIENT_MAGIC if from_client else _SERVER_MAGIC
         return magic.startswith(bytes(start[: len(magic)]))
 
 
 def encode(code: int, fields: Sequence[bytes]) -> list[Buffer]:
-    """A message as buffers to be sent one after the other; large fields are not copied.
+    """Return a message as buffers to be sent one after the other; large fields are not copied.
 
     Raises:
         ProtocolError: it would be larger than :data:`MAX_MESSAGE`, or have more than :data:`MAX_FIELDS`.
@@ -172,7 +172,7 @@ def encode(code: int, fields: Sequence[bytes]) -> list[Buffer]:
 
 
 def number(field: bytes) -> int:
-    """The number in a field; raises :class:`ProtocolError` if it is none of a sensible length."""
+    """Return the number in a field; raises :class:`ProtocolError` if it is none of a sensible length."""
     try:
         if len(field) > 40:
             raise ValueError
@@ -190,23 +190,23 @@ class Decoder:
     def __len__(self) -> int:
         return len(self._buffer)
 
-    def appetite(self, most: int) -> int:
-        """How many bytes to receive next: what is lacking of a message of known length, within bounds.
+    def bytes_wanted(self, most: int) -> int:
+        """Return how many bytes to receive next: what is lacking of a message of known length, within bounds.
 
         Room for them is made and given back again, which costs much more for a megabyte than for a short
         message.
         """
         if len(self._buffer) < _HEAD.size:
-            return _LEAST_APPETITE
+            return _LEAST_WANTED
         _, size = _HEAD.unpack_from(self._buffer)
-        return min(most, max(_LEAST_APPETITE, int(_HEAD.size + size - len(self._buffer))))
+        return min(most, max(_LEAST_WANTED, int(_HEAD.size + size - len(self._buffer))))
 
     def feed(self, data: Buffer) -> None:
-        """Adds what was received."""
+        """Add what was received."""
         self._buffer += data
 
     def take(self, size: int) -> bytes | None:
-        """The next ``size`` bytes, or None if they are not all there."""
+        """Return the next ``size`` bytes, or None if they are not all there."""
         if len(self._buffer) < size:
             return None
         taken = bytes(self._buffer[:size])
@@ -218,7 +218,7 @@ class Decoder:
         return bytes(self._buffer[:4])
 
     def message(self) -> tuple[int, list[bytes]] | None:
-        """The next message, or None if it is not all there.
+        """Return the next message, or None if it is not all there.
 
         Raises:
             ProtocolError: it is too large, has too many fields, or they do not add up.

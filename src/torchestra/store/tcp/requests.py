@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Union
 
 from torchestra.errors import InvalidArgumentError
-from torchestra.store.table import Parked, Popper, Table
+from torchestra.store.table import PendingPop, PendingWait, Table
 from torchestra.store.tcp.protocol import ProtocolError, Reply, Request, number
 
 __all__ = ["Outcome", "Waiting", "answer"]
@@ -22,12 +22,12 @@ Waker = Callable[[Outcome], bool]
 class Waiting:
     """The request is parked; its waker will be called, or it is to be cancelled after ``seconds``."""
 
-    wait: Parked | Popper
+    wait: PendingWait | PendingPop
     seconds: float
 
 
 def answer(table: Table, code: int, fields: Sequence[bytes], wake: Waker) -> Outcome | Waiting:
-    """Carries out a request.
+    """Carry out a request.
 
     Args:
         table: what the store holds.
@@ -67,7 +67,7 @@ def _get(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome | Waitin
     seconds = number(milliseconds) / 1000
     if not table.missing_values(keys):
         return values()
-    return Waiting(table.park(keys, lambda: wake(values()), values_only=True), seconds)
+    return Waiting(table.add_wait(keys, lambda: wake(values()), values_only=True), seconds)
 
 
 def _wait(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome | Waiting:
@@ -76,7 +76,7 @@ def _wait(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome | Waiti
     seconds = number(milliseconds) / 1000
     if not table.missing(keys):
         return Reply.OK, []
-    return Waiting(table.park(keys, lambda: wake((Reply.OK, [])), values_only=False), seconds)
+    return Waiting(table.add_wait(keys, lambda: wake((Reply.OK, [])), values_only=False), seconds)
 
 
 def _add(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:
@@ -124,7 +124,7 @@ def _pop(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome | Waitin
         return Reply.OK, [value]
     if seconds is None:
         return Reply.EMPTY, []
-    return Waiting(table.park_pop(key, lambda value: wake((Reply.OK, [value]))), seconds)
+    return Waiting(table.add_pop(key, lambda value: wake((Reply.OK, [value]))), seconds)
 
 
 def _queue_length(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:

@@ -33,7 +33,7 @@ from torchestra.errors import DistNetworkError, InvalidArgumentError
 from torchestra.store.base import pauses
 from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.store.secret import SECRET_ADVICE, Secret, job_secret
-from torchestra.store.table import Popper, Table
+from torchestra.store.table import PendingPop, Table
 from torchestra.store.tcp.address import Address, listen, tune
 from torchestra.store.tcp.locality import is_loopback, peer_user
 from torchestra.store.tcp.peer import Peer
@@ -121,21 +121,21 @@ class TCPStoreServer:
 
     @property
     def closed(self) -> bool:
-        """Whether it serves no more."""
+        """Return whether it serves no more."""
         return self._closing
 
     def uses_secret(self, secret: bytes | None) -> bool:
-        """Whether ``secret`` is the one clients must prove."""
+        """Return whether ``secret`` is the one clients must prove."""
         return self._secret == secret
 
     def linger(self, seconds: float) -> None:
-        """Waits, at most so many seconds, until no client from another process is connected."""
+        """Wait, at most so many seconds, until no client from another process is connected."""
         for _ in pauses(seconds):
             if self._closing or not any(not (peer.own or peer.is_stranger) for peer in list(self._peers)):
                 return
 
     def close(self) -> None:
-        """Ends every connection and frees the port. Closing twice is no error."""
+        """End every connection and frees the port. Closing twice is no error."""
         if self._closing:
             return
         self._closing = True
@@ -186,7 +186,7 @@ class TCPStoreServer:
             end.close()
 
     def _guarded(self, peer: Peer, action: Callable[[Peer], None]) -> None:
-        """Runs an action for a peer; what goes wrong ends that peer's connection and nothing else."""
+        """Run an action for a peer; what goes wrong ends that peer's connection and nothing else."""
         if peer.closed:
             return
         try:
@@ -252,7 +252,7 @@ class TCPStoreServer:
         return wake
 
     def _deliver_woken(self) -> None:
-        """Answers the waits that a request has ended, before that request itself is answered."""
+        """Answer the waits that a request has ended, before that request itself is answered."""
         woken, self._woken = self._woken, []
         for peer, outcome in woken:
             self._guarded(peer, partial(self._settle, outcome=outcome))
@@ -317,7 +317,9 @@ class TCPStoreServer:
             self._resume_at = time.monotonic()
 
     def _other_user(self, connection: socket.socket) -> int | None:
-        """The user at the other end, if it is another one and that matters: with a secret, TCP is for all."""
+        """Return the user at the other end, if it is another one and that matters: with a secret, TCP is for
+        all.
+        """
         if connection.family != socket.AF_UNIX and self._secret is not None:
             return None
         user = peer_user(connection)
@@ -364,7 +366,7 @@ class TCPStoreServer:
     def _give_up_waiting(self, peer: Peer) -> None:
         wait = peer.wait
         assert wait is not None
-        missing = [wait.key] if isinstance(wait, Popper) else sorted(wait.missing)
+        missing = [wait.key] if isinstance(wait, PendingPop) else sorted(wait.missing)
         self._table.cancel(wait)
         self._settle(peer, (Reply.MISSING, [key.encode() for key in missing]))
 

@@ -10,23 +10,23 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.server import TCPStoreServer
 
-__all__ = ["Tenancy", "keep_server"]
+__all__ = ["ServerLease", "keep_server"]
 
 _FAREWELL_SECONDS = 3.0
 
 _lock = threading.RLock()
 _shared: dict[Address, tuple[TCPStoreServer, set[int]]] = {}
-_kept: dict[Address, Tenancy] = {}
+_kept: dict[Address, ServerLease] = {}
 
 
-class Tenancy:
-    """A master's right to a server. A shared server ends with its last tenant.
+class ServerLease:
+    """A master's right to a server. A shared server ends with its last lease.
 
     Args:
         address: where to listen.
         secret: what clients must prove to know.
         listen_fd: a bound socket to listen on.
-        shared: whether to use, and to be, a server that other tenants of this address use.
+        shared: whether to use, and to be, a server that other masters at this address use.
 
     Raises:
         DistNetworkError: the port is in use by something else.
@@ -51,27 +51,28 @@ class Tenancy:
                 raise InvalidArgumentError(
                     f"the server at {address} is shared in this process with another secret"
                 )
-            self.server, tenants = found
+            self.server, leases = found
             self._key = Address(address.host, self.server.port)
-            tenants.add(id(self))
+            leases.add(id(self))
 
     def end(self) -> None:
-        """Gives the right up; closes the server if it was the last."""
+        """Give the right up; closes the server if it was the last."""
         if self._key is None:
             self.server.close()
             return
         with _lock:
-            server, tenants = _shared.get(self._key, (None, set()))
+            server, leases = _shared.get(self._key, (None, set()))
             if server is not self.server:
                 return
-            tenants.discard(id(self))
-            if not tenants:
+            leases.discard(id(self))
+            if not leases:
                 del _shared[self._key]
                 self.server.close()
 
 
 def keep_server(host: str, port: int, secret: bytes | None) -> int:
-    """Has the shared server at an address run until the process ends, starting it if there is none; its port.
+    """Have the shared server at an address run until the process ends, starting it if there is none; its
+    port.
 
     The others may come again for another world at any time after this process left the last one, so the
     server must not end in between. And they may have something to ask when this process is done already,
@@ -90,7 +91,7 @@ def keep_server(host: str, port: int, secret: bytes | None) -> int:
     with _lock:
         kept = _kept.get(address)
         if kept is None or kept.server.closed:
-            kept = Tenancy(address, secret, shared=True)
+            kept = ServerLease(address, secret, shared=True)
             address = Address(host, kept.server.port)
             _kept[address] = kept
             # Other than atexit, this is also called at the end of a multiprocessing child.

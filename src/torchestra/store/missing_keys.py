@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torchestra.store.base import Store
 
-__all__ = ["absent"]
+__all__ = ["missing_indices"]
 
 
-def absent(store: Store, keys: Sequence[str]) -> list[int]:
-    """The indices of the keys that the store does not have, in ascending order.
+def missing_indices(store: Store, keys: Sequence[str]) -> list[int]:
+    """Return the indices of the keys that the store does not have, in ascending order.
 
     A store only says whether all of some keys are there, so they are halved where they are not: m absent ones
     of n cost O(m log n) requests.
