@@ -55,7 +55,7 @@ def test_who_waited_longest_for_a_queue_is_served_first() -> None:
         table.add_pop("q", take)
 
     for number in range(3):
-        park(number)
+        add_wait(number)
     for value in (b"a", b"b", b"c", b"d"):
         table.push("q", value)
     assert taken == [(0, b"a"), (1, b"b"), (2, b"c")]
