@@ -33,8 +33,8 @@ class AliasFinder:
         self._table = table
 
     def install(self) -> None:
-        """Have ``import`` find the modules from now on, after those that are files."""
-        sys.meta_path.append(self)
+        """Have ``import`` find the modules from now on, before folders that an older version left behind."""
+        sys.meta_path.insert(0, self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
