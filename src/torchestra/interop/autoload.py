@@ -1,4 +1,4 @@
-"""What ``import torch`` runs of torchestra, by the entry point in the group ``torch.backends``.
+"""Run by ``import torch``, which finds it by the entry point in the group ``torch.backends``.
 
 It makes the backend's name known to torch.distributed and imports nothing that is not loaded already: the
 engine is loaded when a group is made. Whatever goes wrong here, torch is imported all the same.
@@ -10,10 +10,9 @@ import sys
 import warnings
 from typing import Any
 
-BACKEND = "torchestra"
-"""The name of the backend."""
+from torchestra.interop.registration import BACKEND, register_backend
 
-__all__ = ["BACKEND", "autoload", "register"]
+__all__ = ["autoload", "register"]
 
 
 def autoload() -> None:
@@ -31,19 +30,11 @@ def autoload() -> None:
 
 
 def register() -> None:
-    """Make ``"torchestra"`` known to torch.distributed as a backend; doing it again changes nothing.
-
-    It serves tensors of the CPU, and those of CUDA where torch has that (through pinned memory). What other
-    backends are the default for stays with them.
-    """
-    import torch
-    from torch.distributed.distributed_c10d import Backend
-
-    devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
-    Backend.register_backend(BACKEND, _make, extended_api=True, devices=devices)
+    """Make the backend known, without loading the engine."""
+    register_backend(_create)
 
 
-def _make(options: Any, backend_options: Any) -> Any:
-    from torchestra.interop.torch_distributed.making import make
+def _create(options: Any, backend_options: Any) -> Any:
+    from torchestra.interop.torch_distributed.group import create_group  # loads the engine
 
-    return make(options, backend_options)
+    return create_group(options, backend_options)

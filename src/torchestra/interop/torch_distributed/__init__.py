@@ -8,11 +8,21 @@ See docs/interop.md.
 
 from __future__ import annotations
 
-from torchestra.interop.autoload import BACKEND, register
-from torchestra.interop.torch_distributed.group import TorchestraGroup
+from torchestra.interop.registration import BACKEND, register_backend
+from torchestra.interop.torch_distributed.group import TorchestraGroup, create_group
 from torchestra.interop.torch_distributed.inner import inner_group, monitored_barrier
 from torchestra.interop.torch_distributed.works import TorchestraWork
 
 __all__ = ["BACKEND", "TorchestraGroup", "TorchestraWork", "inner_group", "monitored_barrier", "register"]
+
+
+def register() -> None:
+    """Make ``"torchestra"`` known to torch.distributed as a backend, as importing this module does.
+
+    It serves tensors of the CPU, and those of CUDA where torch has that (through pinned memory). What other
+    backends are the default for stays with them.
+    """
+    register_backend(create_group)
+
 
 register()

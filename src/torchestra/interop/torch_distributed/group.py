@@ -17,14 +17,14 @@ from torch._C import _distributed_c10d as c10d
 from torchestra.arguments.options import GroupOptions
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.host_staging import POSSIBLE
-from torchestra.interop.autoload import BACKEND
-from torchestra.interop.torch_distributed.meeting import meet
-from torchestra.interop.torch_distributed.operations import Block, Operations
+from torchestra.interop.registration import BACKEND
+from torchestra.interop.torch_distributed.operations import CoalescedBlock, Operations
 from torchestra.interop.torch_distributed.other_devices import Membership, backends_by_device, group_on
+from torchestra.interop.torch_distributed.rendezvous import rendezvous
 from torchestra.process_group import ProcessGroup
 from torchestra.types import Timeout
 
-__all__ = ["TorchestraGroup"]
+__all__ = ["TorchestraGroup", "create_group"]
 
 _Base: Any = distributed.ProcessGroup  # whose annotations leave out half of what its methods take
 
@@ -58,12 +58,12 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         self._rank, self._size = inner.rank(), inner.size()
         self._name = inner.group_name
         self._description = "undefined"
-        # Of whom torch has been asked to serve each device; known once torch has entered the group.
-        self._asked: dict[str, str] | None = None
-        self._others: dict[str, distributed.ProcessGroup] = {}
-        # What the short ways use, once it is known that the group is to serve the CPU.
-        self._quick: Communicator | None = None
-        self._block: Block | None = None
+        # The backend that torch was asked for by device; known once torch has entered the group.
+        self._requested: dict[str, str] | None = None
+        self._device_groups: dict[str, distributed.ProcessGroup] = {}
+        # Used by the fast paths, once it is known that the group is to serve the CPU.
+        self._fast_path: Communicator | None = None
+        self._block: CoalescedBlock | None = None
 
     # -- what it is
 
@@ -121,7 +121,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     def set_timeout(self, timeout: Timeout) -> None:
         """Change how long later operations may wait. Concerns this rank only."""
         self.inner.set_timeout(timeout)
-        for other in self._others.values():
+        for other in self._device_groups.values():
             other.set_timeout(self.inner.timeout)
 
     _set_default_timeout = set_timeout
@@ -136,7 +136,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        devices = self._asked or backends_by_device(self) or ("cpu", "cuda")
+        devices = self._requested or backends_by_device(self) or ("cpu", "cuda")
         return [torch.device(device) for device in devices if device != "cuda" or torch.cuda.is_available()]
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -149,11 +149,11 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
 
     def _other_group_on(self, device: str) -> Any:
         """The group that serves a device where that is not this one. To be called by all ranks."""
-        self._ask_torch()
-        backend = BACKEND if self._asked is None else self._asked.get(device, BACKEND)
+        self._read_requested()
+        backend = BACKEND if self._requested is None else self._requested.get(device, BACKEND)
         if backend == BACKEND:
             return None
-        if device not in self._others:
+        if device not in self._device_groups:
             member = Membership(
                 self._store,
                 self._rank,
@@ -164,14 +164,14 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
                 self._description,
                 self._backend_options,
             )
-            self._others[device] = group_on(device, backend, member)
-        return self._others[device]
+            self._device_groups[device] = group_on(device, backend, member)
+        return self._device_groups[device]
 
-    def _ask_torch(self) -> None:
-        if self._asked is None:
-            self._asked = backends_by_device(self)
-        if self._asked is not None and self._asked.get("cpu") == BACKEND:
-            self._quick = self.inner.communicator
+    def _read_requested(self) -> None:
+        if self._requested is None:
+            self._requested = backends_by_device(self)
+        if self._requested is not None and self._requested.get("cpu") == BACKEND:
+            self._fast_path = self.inner.communicator
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether torch may have tensors of a device allocated by the group: no."""
@@ -212,7 +212,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         asked.timeout = self.inner.timeout if timeout is None else timeout
         asked.group_id = name
         asked.global_ranks_in_group = [self.inner.ranks[rank] for rank in members]
-        group = TorchestraGroup(meet(asked), asked.store, self._backend_options)
+        group = TorchestraGroup(rendezvous(asked), asked.store, self._backend_options)
         group.setGroupName(name)
         group.setGroupDesc(group_desc or f"{self._description}:split")
         return group
@@ -222,7 +222,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         communicator = self.inner.communicator
         if not communicator.closed:
             communicator.engine.member.abort(f"rank {self._rank} has aborted the group")
-        for other in self._others.values():
+        for other in self._device_groups.values():
             other.abort()
         self.shutdown()
 
@@ -230,10 +230,20 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         """Leave the group; operations that are queued are run first."""
         if not self.inner.communicator.closed:
             self.inner.destroy()
-        for other in self._others.values():
+        for other in self._device_groups.values():
             other.shutdown()
-        self._others.clear()
+        self._device_groups.clear()
 
     def __repr__(self) -> str:
         place = f"rank {self._rank} of {self._size}"
         return f"<TorchestraGroup {self._name!r}: {place}>"
+
+
+def create_group(options: Any, backend_options: Any) -> TorchestraGroup:
+    """Make a group, as torch.distributed has it made; returns when all its ranks have come.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``: store, rank, size, time-out, name and ranks.
+        backend_options: the ``pg_options`` of the call, which only backends of other devices use.
+    """
+    return TorchestraGroup(rendezvous(options), options.store, backend_options)

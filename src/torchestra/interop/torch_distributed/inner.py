@@ -14,7 +14,7 @@ __all__ = ["inner_group", "monitored_barrier"]
 
 
 def inner_group(group: distributed.ProcessGroup | None = None) -> ProcessGroup:
-    """The :class:`torchestra.ProcessGroup` that a group of torch.distributed runs on.
+    """Return the :class:`torchestra.ProcessGroup` that a group of torch.distributed runs on.
 
     Its ranks, memory, statistics and operations can be used beside torch.distributed's, in one order.
 
@@ -24,10 +24,7 @@ def inner_group(group: distributed.ProcessGroup | None = None) -> ProcessGroup:
     Raises:
         InvalidArgumentError: the group has another backend.
     """
-    chosen = distributed.group.WORLD if group is None else group
-    if not isinstance(chosen, TorchestraGroup):
-        raise InvalidArgumentError(f'{chosen!r} is no group of backend "torchestra"')
-    return chosen.inner
+    return _torchestra_group(group).inner
 
 
 def monitored_barrier(
@@ -35,9 +32,9 @@ def monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """``torch.distributed.monitored_barrier``, which itself serves groups named "gloo" only.
+    """Wait until all ranks of the group have called this; else rank 0 says which are missing.
 
-    To be called by all ranks of the group. Returns when all have; else rank 0 says who is missing.
+    ``torch.distributed.monitored_barrier`` itself serves groups named "gloo" only.
 
     Args:
         group: default: the default group.
@@ -48,7 +45,11 @@ def monitored_barrier(
         RuntimeError: not all came, or some are dead.
         InvalidArgumentError: the group has another backend.
     """
+    _torchestra_group(group).monitored_barrier(timeout, wait_all_ranks)
+
+
+def _torchestra_group(group: distributed.ProcessGroup | None) -> TorchestraGroup:
     chosen = distributed.group.WORLD if group is None else group
     if not isinstance(chosen, TorchestraGroup):
         raise InvalidArgumentError(f'{chosen!r} is no group of backend "torchestra"')
-    chosen.monitored_barrier(timeout, wait_all_ranks)
+    return chosen

@@ -2,9 +2,9 @@
 
 torch.distributed's Python calls these methods directly; its C++ parts (the reducer of
 DistributedDataParallel, functional collectives) through pybind11, which finds them by name. So they have
-torch's names and take torch's options. Most are handed to the same method of a
-:class:`torchestra.ProcessGroup`. The commonest have short ways, since a small operation takes less time than
-torch.distributed's own Python around it.
+torch's names and take torch's options. Most call the same method of a :class:`torchestra.ProcessGroup`; they
+are derived from the table of operations. The commonest have fast paths, since a small operation takes less
+time than torch.distributed's own Python around it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch._C import _distributed_c10d as c10d
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.queue import Step, describe_steps
 from torchestra.communicator.work import Work
+from torchestra.engine.operations import COLLECTIVES
 from torchestra.errors import DistError
 from torchestra.interop.torch_distributed.errors import as_torch_error
 from torchestra.interop.torch_distributed.options import in_our_terms, reduction
@@ -33,27 +34,7 @@ _SUM: Any = c10d.ReduceOp.SUM
 _UNSET = timedelta(milliseconds=-1)
 
 
-def _handed_on(torch_name: str, name: str) -> Callable[..., Any]:
-    """The method of torch's name that calls torchestra's."""
-
-    def method(self: Operations, *args: Any, **kwargs: Any) -> Any:
-        other = self._other_group_for([*args, *kwargs.values()])
-        if other is not None:
-            return getattr(other, torch_name)(*args, **kwargs)
-        try:
-            work = getattr(self.inner, name)(
-                *map(in_our_terms, args), **{key: in_our_terms(value) for key, value in kwargs.items()}
-            )
-        except DistError as error:
-            raise as_torch_error(error) from error.__cause__
-        return TorchestraWork(work)
-
-    method.__name__ = torch_name
-    method.__doc__ = f"See :meth:`torchestra.ProcessGroup.{name}`."
-    return method
-
-
-class Block:
+class CoalescedBlock:
     """Operations that are being coalesced: collectives that wait for its end, and messages that do not."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -81,7 +62,7 @@ class Block:
 
 
 class Operations:
-    """What a group of torch.distributed can do; to be called by all ranks in one order, messages apart.
+    """Runs the operations of a group of torch.distributed, which all ranks call in one order, messages apart.
 
     Attributes:
         inner: the group of torchestra.
@@ -89,83 +70,89 @@ class Operations:
 
     inner: ProcessGroup
     _size: int
-    _quick: Communicator | None
-    _block: Block | None
+    _fast_path: Communicator | None
+    _block: CoalescedBlock | None
 
     def _other_group_on(self, device: str) -> Any:
-        """The group that serves a type of device where that is not this one, or None."""
+        """Return the group that serves a type of device where that is not this one, or None."""
         raise NotImplementedError
 
     def _other_group_for(self, values: Sequence[Any]) -> Any:
-        """The group that serves the first tensor among an operation's arguments, if not this one."""
+        """Return the group that serves the first tensor among an operation's arguments, if not this one."""
         tensor = _first_tensor(values)
         return None if tensor is None else self._other_group_on(tensor.device.type)
 
+    # -- fast paths, and the way for what they do not serve
+
+    def _begin(self, operation: Callable[..., Work | None], filled: Any, opts: Any, *args: Any) -> Any:
+        """Begin an operation of the communicator, by the options that all operations have."""
+        timeout = opts.timeout
+        try:
+            work = operation(*args, opts.asyncOp, None if timeout == _UNSET else timeout.total_seconds())
+        except DistError as error:
+            raise as_torch_error(error) from error.__cause__
+        return FinishedWork(filled) if work is None else TorchestraWork(work)
+
+    def _forward(self, name: str, torch_name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the same method of torchestra's group, or torch's of the group that serves the device."""
+        other = self._other_group_for([*args, *kwargs.values()])
+        if other is not None:
+            return getattr(other, torch_name)(*args, **kwargs)
+        try:
+            work = getattr(self.inner, name)(
+                *map(in_our_terms, args), **{key: in_our_terms(value) for key, value in kwargs.items()}
+            )
+        except DistError as error:
+            raise as_torch_error(error) from error.__cause__
+        return TorchestraWork(work)
+
     def allreduce(self, tensors: Any = None, opts: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Replace the tensor on every rank by the reduction of all ranks' tensors."""
-        quick = self._quick
+        fast = self._fast_path
         if (
-            quick is not None
+            fast is not None
             and opts.__class__ is c10d.AllreduceOptions
             and tensors.__class__ is list
             and len(tensors) == 1
             and tensors[0].is_cpu
         ):
-            op = opts.reduceOp
-            chosen = ReduceOp.SUM if op == _SUM else reduction(op)
-            try:
-                work = quick.all_reduce(tensors[0], chosen, opts.asyncOp, _seconds(opts))
-            except DistError as error:
-                raise as_torch_error(error) from error.__cause__
-            return FinishedWork(tensors) if work is None else TorchestraWork(work)
-        return self._allreduce(tensors, opts, *args, **kwargs)
+            op = ReduceOp.SUM if opts.reduceOp == _SUM else reduction(opts.reduceOp)
+            return self._begin(fast.all_reduce, tensors, opts, tensors[0], op)
+        return self._forward("allreduce", "allreduce", (tensors, opts, *args), kwargs)
 
     def broadcast(self, tensors: Any = None, opts: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Replace every rank's tensor by the root's."""
-        quick = self._quick
+        fast = self._fast_path
         if (
-            quick is not None
+            fast is not None
             and opts.__class__ is c10d.BroadcastOptions
             and tensors.__class__ is list
             and len(tensors) == 1
             and tensors[0].is_cpu
             and 0 <= opts.rootRank < self._size
         ):
-            try:
-                work = quick.broadcast(tensors[0], opts.rootRank, opts.asyncOp, _seconds(opts))
-            except DistError as error:
-                raise as_torch_error(error) from error.__cause__
-            return FinishedWork(tensors) if work is None else TorchestraWork(work)
-        return self._broadcast(tensors, opts, *args, **kwargs)
+            return self._begin(fast.broadcast, tensors, opts, tensors[0], opts.rootRank)
+        return self._forward("broadcast", "broadcast", (tensors, opts, *args), kwargs)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
         """Put every rank's tensor, one after the other, into the output."""
-        quick = self._quick
-        if quick is not None and opts.__class__ is c10d.AllgatherOptions and output.is_cpu and input.is_cpu:
-            try:
-                work = quick.all_gather_into_tensor(output, input, opts.asyncOp, _seconds(opts))
-            except DistError as error:
-                raise as_torch_error(error) from error.__cause__
-            return FinishedWork([output]) if work is None else TorchestraWork(work)
-        return self._all_gather_single(output, input, opts)
+        fast = self._fast_path
+        if fast is not None and opts.__class__ is c10d.AllgatherOptions and output.is_cpu and input.is_cpu:
+            return self._begin(fast.all_gather_into_tensor, [output], opts, output, input)
+        return self._forward("allgather_into_tensor", "all_gather_single", (output, input, opts), {})
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
         """Reduce the ranks' inputs, and put this rank's piece of the result into its output."""
-        quick = self._quick
+        fast = self._fast_path
         if (
-            quick is not None
+            fast is not None
             and opts.__class__ is c10d.ReduceScatterOptions
             and output.is_cpu
             and input.is_cpu
         ):
-            op = opts.reduceOp
-            chosen = ReduceOp.SUM if op == _SUM else reduction(op)
-            try:
-                work = quick.reduce_scatter_tensor(output, input, chosen, opts.asyncOp, _seconds(opts))
-            except DistError as error:
-                raise as_torch_error(error) from error.__cause__
-            return FinishedWork([output]) if work is None else TorchestraWork(work)
-        return self._reduce_scatter_single(output, input, opts)
+            op = ReduceOp.SUM if opts.reduceOp == _SUM else reduction(opts.reduceOp)
+            return self._begin(fast.reduce_scatter_tensor, [output], opts, output, input, op)
+        return self._forward("reduce_scatter_tensor", "reduce_scatter_single", (output, input, opts), {})
 
     def all_to_all_single(
         self,
@@ -177,58 +164,27 @@ class Operations:
         **kwargs: Any,
     ) -> Any:
         """Send each rank a range of the input's rows, and receive a range of the output's from each."""
-        quick = self._quick
+        fast = self._fast_path
         if (
-            quick is not None
+            fast is not None
             and opts.__class__ is c10d.AllToAllOptions
             and not output_split_sizes
             and not input_split_sizes
             and output.is_cpu
             and input.is_cpu
         ):
-            try:
-                work = quick.all_to_all_single(output, input, None, None, opts.asyncOp, _seconds(opts))
-            except DistError as error:
-                raise as_torch_error(error) from error.__cause__
-            return FinishedWork([output]) if work is None else TorchestraWork(work)
-        return self._all_to_all_single(output, input, output_split_sizes, input_split_sizes, opts, **kwargs)
+            return self._begin(fast.all_to_all_single, [output], opts, output, input, None, None)
+        args = (output, input, output_split_sizes, input_split_sizes, opts)
+        return self._forward("alltoall_base", "all_to_all_single", args, kwargs)
 
     def barrier(self, opts: Any = None, **kwargs: Any) -> Any:
-        """Be done when every rank has called this, and all that it called before is done."""
-        quick = self._quick
-        if quick is not None and opts.__class__ is c10d.BarrierOptions:
-            try:
-                work = quick.barrier(opts.asyncOp, _seconds(opts))
-            except DistError as error:
-                raise as_torch_error(error) from error.__cause__
-            return FinishedWork([]) if work is None else TorchestraWork(work)
-        return self._barrier(opts, **kwargs)
+        """Wait until every rank has called this, and all that it called before is done."""
+        fast = self._fast_path
+        if fast is not None and opts.__class__ is c10d.BarrierOptions:
+            return self._begin(fast.barrier, [], opts)
+        return self._forward("barrier", "barrier", (opts,), kwargs)
 
-    _allreduce = _handed_on("allreduce", "allreduce")
-    _broadcast = _handed_on("broadcast", "broadcast")
-    _all_gather_single = _handed_on("all_gather_single", "allgather_into_tensor")
-    _reduce_scatter_single = _handed_on("reduce_scatter_single", "reduce_scatter_tensor")
-    _all_to_all_single = _handed_on("all_to_all_single", "alltoall_base")
-    _barrier = _handed_on("barrier", "barrier")
-    allreduce_coalesced = _handed_on("allreduce_coalesced", "allreduce_coalesced")
-    reduce = _handed_on("reduce", "reduce")
-    allgather = _handed_on("allgather", "allgather")
-    allgather_coalesced = _handed_on("allgather_coalesced", "allgather_coalesced")
-    all_gather_single_coalesced = _handed_on("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-    gather = _handed_on("gather", "gather")
-    scatter = _handed_on("scatter", "scatter")
-    reduce_scatter = _handed_on("reduce_scatter", "reduce_scatter")
-    reduce_scatter_single_coalesced = _handed_on(
-        "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
-    )
-    alltoall = _handed_on("alltoall", "alltoall")
-
-    # Earlier versions of torch call them by these names.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    # -- messages, and the rest
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
         """Begin to send a tensor to a rank of the group; to be called by the two ranks only."""
@@ -267,7 +223,7 @@ class Operations:
             return
         if self._block is not None:
             self._block.drop()  # torch's manager does not end its block if an exception leaves it
-        self._block = Block(self.inner)
+        self._block = CoalescedBlock(self.inner)
 
     def _end_coalescing(self, device: torch.device) -> Any:
         if (other := self._other_group_on(torch.device(device).type)) is not None:
@@ -278,12 +234,6 @@ class Operations:
         return TorchestraWork(block.run())
 
 
-def _seconds(opts: Any) -> float | None:
-    """The time-out of an operation's options, None for the group's."""
-    timeout = opts.timeout
-    return None if timeout == _UNSET else timeout.total_seconds()
-
-
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -291,3 +241,26 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
         if isinstance(value, (list, tuple)) and (found := _first_tensor(value)) is not None:
             return found
     return None
+
+
+def _forwarding(name: str, torch_name: str) -> Callable[..., Any]:
+    def method(self: Operations, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(name, torch_name, args, kwargs)
+
+    method.__name__ = torch_name
+    method.__doc__ = f"See :meth:`torchestra.ProcessGroup.{name}`."
+    return method
+
+
+def _add_methods(name: str, torch_names: Sequence[str]) -> None:
+    """Give :class:`Operations` the method of torchestra's name by all of torch's names for it."""
+    known = next((vars(Operations)[each] for each in torch_names if each in vars(Operations)), None)
+    for torch_name in torch_names:
+        if torch_name not in vars(Operations):
+            setattr(Operations, torch_name, known or _forwarding(name, torch_name))
+
+
+for _row in COLLECTIVES.values():
+    _add_methods(_row.method, [_row.method, *_row.method_aliases])
+    if _row.coalesced:
+        _add_methods(_row.coalesced, [_row.coalesced, *(f"{alias}_coalesced" for alias in _row.aliases)])

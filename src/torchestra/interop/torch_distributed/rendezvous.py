@@ -1,4 +1,4 @@
-"""How the ranks of a group of torch.distributed meet, and which kind they are."""
+"""Meeting the ranks of a group of torch.distributed, which may be threads or processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torchestra.process_group import ProcessGroup
 from torchestra.store.secret import job_secret
 from torchestra.store.torch_agent import TorchStore
 
-__all__ = ["meet"]
+__all__ = ["rendezvous"]
 
 
-def meet(options: Any) -> ProcessGroup:
+def rendezvous(options: Any) -> ProcessGroup:
     """Meet the other ranks.
 
     Raises:
