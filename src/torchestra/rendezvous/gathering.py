@@ -32,14 +32,14 @@ from torchestra.store.process import ProcessIdentity
 __all__ = ["gather"]
 
 
-def gather(store: Store, rank: int, world_size: int, seconds: float, hint: str = "") -> Store:
+def gather(store: Store, rank: int, world_size: int, timeout_s: float, hint: str = "") -> Store:
     """Wait until all ranks have come, and returns a store that only these have.
 
     Args:
         store: the same for all ranks.
         rank: this rank.
         world_size: how many there are.
-        seconds: how long to wait for the others.
+        timeout_s: how long to wait for the others.
         hint: what to add to the message if some do not come.
 
     Raises:
@@ -60,14 +60,14 @@ def gather(store: Store, rank: int, world_size: int, seconds: float, hint: str =
         if signed >= world_size and here.check(_names(world_size)) and not _dead(here, range(world_size)):
             _open(worlds, generation, generation + 1, world_size)
             here.set("complete", b"1")
-        here.wait(["complete"], seconds)
+        here.wait(["complete"], timeout_s)
     except StoreTimeoutError:
         missing = missing_indices(here, _names(world_size))
         dead = _dead(here, [other for other in range(world_size) if other not in missing])
         _sign_off(here, rank)
         if len(missing) == world_size - 1:
             _open(worlds, generation, generation, world_size)
-        told = _who_is_missing(missing, dead, store, rank, world_size, seconds)
+        told = _who_is_missing(missing, dead, store, rank, world_size, timeout_s)
         raise StoreTimeoutError(told + hint) from None
     return PrefixStore(str(generation), store)
 
@@ -127,9 +127,9 @@ def _sign_off(here: Store, rank: int) -> None:
 
 
 def _who_is_missing(
-    missing: list[int], dead: list[int], store: Store, rank: int, world_size: int, seconds: float
+    missing: list[int], dead: list[int], store: Store, rank: int, world_size: int, timeout_s: float
 ) -> str:
-    waited = f"rank {rank} of {world_size} waited {round(seconds, 2):g} s at {store}"
+    waited = f"rank {rank} of {world_size} waited {round(timeout_s, 2):g} s at {store}"
     if not missing and not dead:
         return f"{waited}; the last ranks came just then, so the time-out is too short"
     told = []

@@ -81,7 +81,7 @@ def rendezvous(
         DistNetworkError: rank 0 was not reached in time, or cannot listen.
         StoreTimeoutError: some ranks did not come in time; it names them.
     """
-    seconds = timeout_seconds(timeout)
+    timeout_s = timeout_seconds(timeout)
     place = "store:" if store is not None else init_method or "env://"
     parts = _split(place)
     query = dict(parse_qsl(parts.query))
@@ -99,10 +99,10 @@ def rendezvous(
         )
     if store is not None:
         shared = store if isinstance(store, Store) else TorchStore(store, proves=job_secret(secret))
-        own = gather(shared, rank, world_size, seconds)
+        own = gather(shared, rank, world_size, timeout_s)
     else:
         opener = _opener(place, parts, launch, rank, world_size, job_secret(secret))
-        opened, own = _met(opener, rank, world_size, seconds)
+        opened, own = _met(opener, rank, world_size, timeout_s)
         opened.set_timeout(timeout)
     if secret is not None:
         own.secret = secret
@@ -192,18 +192,18 @@ def _by_environment(launch: LaunchEnvironment, rank: int, world_size: int, secre
     if served and launch.source != "torchrun":
         host, port = _host_and_port("TORCHESTRA_STORE", served)
         # It has the secret that the launcher gave to all, whatever the ranks' own is.
-        return lambda seconds: TCPStore(host, port, timeout=seconds)
+        return lambda timeout_s: TCPStore(host, port, timeout=timeout_s)
     on_this_host = launch.world_size is not None and launch.local_world_size == launch.world_size
     if launch.source in _LAUNCHERS_WITHOUT_ADDRESS and on_this_host and not variables.get("MASTER_ADDR"):
         return _served_by_rank_0(meeting_point(variables, launch.source), 0, rank, secret)
     if launch.source in _MPI and not variables.get("MASTER_ADDR") and not why_no_mpi():
-        return lambda seconds: open_over_mpi(rank, world_size, secret, seconds)
+        return lambda timeout_s: open_over_mpi(rank, world_size, secret, timeout_s)
     host, port = _master(launch)
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         run = variables.get("TORCHELASTIC_RUN_ID", "")
         attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"torchestra/{run}/{attempt}"
-        return lambda seconds: PrefixStore(prefix, connect_to_agent(host, port, seconds, secret))
+        return lambda timeout_s: PrefixStore(prefix, connect_to_agent(host, port, timeout_s, secret))
     several_hosts = None not in (launch.world_size, launch.local_world_size) and not on_this_host
     if several_hosts and secret is None and not Address(host, port).is_local:
         raise InvalidArgumentError(
@@ -238,12 +238,12 @@ def _host_and_port(variable: str, value: str) -> tuple[str, int]:
 def _served_by_rank_0(host: str, port: int, rank: int, secret: bytes | None) -> Opener:
     address = Address.checked(host, port, listening=rank == 0)
     if rank != 0:
-        return lambda seconds: TCPStore(host, port, timeout=seconds, secret=secret)
+        return lambda timeout_s: TCPStore(host, port, timeout=timeout_s, secret=secret)
 
-    def open_as_master(seconds: float) -> Store:
+    def open_as_master(timeout_s: float) -> Store:
         if address.is_unix or address.port != 0:
             keep_server(host, port, secret)
-        return TCPStore(host, port, is_master=True, multi_tenant=True, timeout=seconds, secret=secret)
+        return TCPStore(host, port, is_master=True, multi_tenant=True, timeout=timeout_s, secret=secret)
 
     return open_as_master
 
@@ -257,10 +257,10 @@ def _hint(store: Store) -> str:
     return ""
 
 
-def _met(opener: Opener, rank: int, world_size: int, seconds: float) -> tuple[Store, Store]:
+def _met(opener: Opener, rank: int, world_size: int, timeout_s: float) -> tuple[Store, Store]:
     """Return the store that was opened, and the part of it that belongs to this world."""
-    deadline = time.monotonic() + seconds
-    opened = opener(seconds)
+    deadline = time.monotonic() + timeout_s
+    opened = opener(timeout_s)
     while True:
         try:
             remaining = max(0.0, deadline - time.monotonic())
@@ -278,5 +278,5 @@ def _met(opener: Opener, rank: int, world_size: int, seconds: float) -> tuple[St
         except DistNetworkError as error:
             raise DistNetworkError(
                 f"rank {rank} of {world_size}, while it waited for the others: {lost}; and no other store "
-                f"came within {seconds:g} s"
+                f"came within {timeout_s:g} s"
             ) from error

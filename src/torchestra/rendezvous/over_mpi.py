@@ -48,14 +48,14 @@ _lock = threading.Lock()
 _place: _Place | None = None
 
 
-def open_over_mpi(rank: int, world_size: int, secret: bytes | None, seconds: float) -> TCPStore:
+def open_over_mpi(rank: int, world_size: int, secret: bytes | None, timeout_s: float) -> TCPStore:
     """Return the store of rank 0. Must be called by every rank of mpiexec; the first time, they wait for each
     other.
 
     Args:
         rank, world_size: this rank, and how many there are: mpiexec's.
         secret: the job's, where it has one.
-        seconds: how long to wait.
+        timeout_s: how long to wait.
 
     Raises:
         InvalidArgumentError: the rank, or their number, is not that of MPI.
@@ -64,8 +64,8 @@ def open_over_mpi(rank: int, world_size: int, secret: bytes | None, seconds: flo
         DistBackendError, ImportError: MPI cannot be used.
     """
     global _place
-    deadline = time.monotonic() + seconds
-    mpi = start_mpi(seconds, world_size)
+    deadline = time.monotonic() + timeout_s
+    mpi = start_mpi(timeout_s, world_size)
     world = mpi.COMM_WORLD
     if (world.rank, world.size) != (rank, world_size):
         raise InvalidArgumentError(

@@ -134,13 +134,13 @@ class Store:
             StoreTimeoutError: some did not come in time; it names them.
         """
         keys = check_keys(keys)
-        seconds = self._seconds(timeout)
-        for _ in pauses(seconds):
+        timeout_s = self._seconds(timeout)
+        for _ in pauses(timeout_s):
             if self.check(keys):
                 return
         missing = [key for key in keys if not self.check([key])]
         if missing:
-            raise missing_keys_error(self, missing, seconds)
+            raise missing_keys_error(self, missing, timeout_s)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of ``keys`` in their order, waiting for all of them up to :attr:`timeout`.
@@ -216,17 +216,17 @@ class Store:
         world_size = check_integer("world_size", world_size)
         if world_size < 1:
             raise InvalidArgumentError(f"a barrier needs a world_size of at least 1, got {world_size}")
-        seconds = self._seconds(timeout)
+        timeout_s = self._seconds(timeout)
         number = self.add(f"{key}/num_members", 1)
         turn = (number - 1) // world_size
         if number % world_size == 0:
             self.set(f"{key}/last_member/{turn}", b"1")
         try:
-            self.wait([f"{key}/last_member/{turn}"], seconds)
+            self.wait([f"{key}/last_member/{turn}"], timeout_s)
         except StoreTimeoutError:
             came = self.add(f"{key}/num_members", 0) - turn * world_size
             raise StoreTimeoutError(
-                f"barrier {key!r} of {self}: {came} of {world_size} came within {seconds:g} s; "
+                f"barrier {key!r} of {self}: {came} of {world_size} came within {timeout_s:g} s; "
                 "the others are late, stuck or gone"
             ) from None
 
@@ -331,13 +331,13 @@ def parse_number(key: str, value: bytes) -> int:
         raise InvalidArgumentError(f"add needs a number, but key {key!r} holds {shown!r}") from None
 
 
-def missing_keys_error(store: Store, missing: Sequence[str], seconds: float) -> StoreTimeoutError:
-    """Return the error for keys that did not come to ``store`` within ``seconds``."""
+def missing_keys_error(store: Store, missing: Sequence[str], timeout_s: float) -> StoreTimeoutError:
+    """Return the error for keys that did not come to ``store`` within ``timeout_s``."""
     named = ", ".join(repr(key) for key in missing[:8])
     if len(missing) > 8:
         named += f" and {len(missing) - 8} more"
     return StoreTimeoutError(
-        f"wait timeout after {seconds * 1000:.0f}ms, keys: {named} did not come to {store}; the rank that"
+        f"wait timeout after {timeout_s * 1000:.0f}ms, keys: {named} did not come to {store}; the rank that"
         " sets it is late, stuck or gone; look at its output, or raise the time-out"
     )
 
@@ -351,14 +351,14 @@ def interpreter_slice(remaining: float) -> float:
     return max(0.0, min(remaining, longest))
 
 
-def pauses(seconds: float) -> Iterator[None]:
-    """Yield at once, then after pauses that grow from 1 ms to 50 ms, a last time after ``seconds``."""
-    return Deadline(seconds).polls(0.001, _INTERPRETER_SLICE)
+def pauses(timeout_s: float) -> Iterator[None]:
+    """Yield at once, then after pauses that grow from 1 ms to 50 ms, a last time after ``timeout_s``."""
+    return Deadline(timeout_s).polls(0.001, _INTERPRETER_SLICE)
 
 
-def nap(seconds: float) -> None:
+def nap(timeout_s: float) -> None:
     """Sleep, in slices short enough for signals to be handled."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + timeout_s
     while (remaining := until - time.monotonic()) > 0:
         time.sleep(interpreter_slice(remaining))
 

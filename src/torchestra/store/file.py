@@ -83,25 +83,25 @@ class FileStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         keys = check_keys(keys)
-        seconds = self._seconds(None)
+        timeout_s = self._seconds(None)
         missing = keys
-        for _ in pauses(seconds):
+        for _ in pauses(timeout_s):
             with self._file.reading() as table:
                 missing = table.missing_values(keys)
                 if not missing:
                     return [value for value in map(table.get, keys) if value is not None]
-        raise missing_keys_error(self, missing, seconds)
+        raise missing_keys_error(self, missing, timeout_s)
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         keys = check_keys(keys)
-        seconds = self._seconds(timeout)
+        timeout_s = self._seconds(timeout)
         missing = keys
-        for _ in pauses(seconds):
+        for _ in pauses(timeout_s):
             with self._file.reading() as table:
                 missing = table.missing(keys)
                 if not missing:
                     return
-        raise missing_keys_error(self, missing, seconds)
+        raise missing_keys_error(self, missing, timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
         keys = check_keys(keys)
@@ -152,8 +152,8 @@ class FileStore(Store):
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         check_key(key)
-        seconds = self._seconds(None) if block else 0.0
-        for _ in pauses(seconds):
+        timeout_s = self._seconds(None) if block else 0.0
+        for _ in pauses(timeout_s):
             if self.queue_len(key) == 0:
                 continue
             with self._file.writing() as write:
@@ -162,7 +162,7 @@ class FileStore(Store):
                     write([(Kind.POP, key, b"")])
                     return value
         if block:
-            raise missing_keys_error(self, [key], seconds)
+            raise missing_keys_error(self, [key], timeout_s)
         raise QueueEmptyError(f"queue {key!r} of {self} is empty")
 
     def queue_len(self, key: str) -> int:

@@ -147,10 +147,10 @@ class HashStore(Store):
         self,
         came: threading.Event,
         wait: PendingWait | PendingPop,
-        seconds: float,
+        timeout_s: float,
         interrupted: Callable[[], None] | None = None,
     ) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + timeout_s
         try:
             while not came.wait(interpreter_slice(deadline - time.monotonic())):
                 if time.monotonic() >= deadline:
@@ -166,4 +166,4 @@ class HashStore(Store):
                 return
             missing = [wait.key] if isinstance(wait, PendingPop) else sorted(wait.missing)
             self._table.cancel(wait)
-        raise missing_keys_error(self, missing, seconds)
+        raise missing_keys_error(self, missing, timeout_s)

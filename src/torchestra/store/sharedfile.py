@@ -18,7 +18,6 @@ import fcntl
 import os
 import stat
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -26,6 +25,7 @@ from torchestra.errors import DistStoreError, InvalidArgumentError
 from torchestra.store.filelog import HEADER_SIZE, MAGIC, DamagedLogError, Kind, encode, scan
 from torchestra.store.process import ProcessIdentity
 from torchestra.store.table import Table
+from torchestra.system.deadline import Deadline
 
 __all__ = ["SharedFile", "Writer"]
 
@@ -186,12 +186,10 @@ class SharedFile:
         )
 
     @contextlib.contextmanager
-    def _locked(self, descriptor: int, kind: int, seconds: float | None = None) -> Iterator[None]:
+    def _locked(self, descriptor: int, kind: int, timeout_s: float | None = None) -> Iterator[None]:
         # Not a blocking flock: signals must get through to the main thread, and time must end.
-        seconds = _LOCK_SECONDS if seconds is None else seconds
-        deadline = time.monotonic() + seconds
-        pause = 0.0002
-        while True:
+        timeout_s = _LOCK_SECONDS if timeout_s is None else timeout_s
+        for _ in Deadline(timeout_s).polls(0.0002, 0.02):
             try:
                 fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
                 break
@@ -200,12 +198,10 @@ class SharedFile:
                     raise DistStoreError(
                         f"FileStore cannot lock {self.path}: {error.strerror}; the file system lacks flock"
                     ) from error
-            if time.monotonic() >= deadline:
-                raise DistStoreError(
-                    f"FileStore({self.path}) was locked by another process for {seconds:g} s; is one stopped?"
-                )
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.02)
+        else:
+            raise DistStoreError(
+                f"FileStore({self.path}) was locked by another process for {timeout_s:g} s; is it stopped?"
+            )
         try:
             yield
         finally:

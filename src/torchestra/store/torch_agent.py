@@ -165,10 +165,10 @@ def connect_to_agent(host: str, port: int, timeout: Timeout, secret: bytes | Non
 
     address = Address.checked(host, port, listening=False)
     started = time.monotonic()
-    seconds = timeout_seconds(timeout)
+    timeout_s = timeout_seconds(timeout)
     # torch's constructor waits for the server in C++, so it is called only when there is one.
-    retried(address, lambda deadline: dial(address, deadline, secured=True).close(), seconds)
-    remaining = max(1.0, min(seconds - (time.monotonic() - started), _REQUEST_SECONDS))
+    retried(address, lambda deadline: dial(address, deadline, secured=True).close(), timeout_s)
+    remaining = max(1.0, min(timeout_s - (time.monotonic() - started), _REQUEST_SECONDS))
     try:
         store = TCPStore(host, port, world_size=None, is_master=False, timeout=timedelta(seconds=remaining))
     except RuntimeError as error:

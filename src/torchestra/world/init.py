@@ -140,7 +140,7 @@ def make_world(
             "trying to initialize the default process group twice! Call destroy_process_group() first"
         )
     wish = wish_of(backend, device_id)
-    seconds = time_limit(timeout, pg_options if maker is None else None, DEFAULT_TIMEOUT)
+    timeout_s = time_limit(timeout, pg_options if maker is None else None, DEFAULT_TIMEOUT)
     here = current_thread_rank()
     chosen = choose_backend(backend)
     if store is not None and init_method is not None:
@@ -154,7 +154,7 @@ def make_world(
             init_method,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=timeout_s),
             store=store,
             secret=secret,
         )
@@ -167,7 +167,7 @@ def make_world(
         rank=rank,
         name=DEFAULT_NAME,
         backend=chosen,
-        seconds=seconds,
+        timeout_s=timeout_s,
         description=group_name or "default_pg",
         maker=maker,
         wish=wish,
@@ -229,7 +229,7 @@ def start_group(
     rank: int,
     name: str,
     backend: str,
-    seconds: float,
+    timeout_s: float,
     description: str,
     deferred: bool = False,
     hosts: Hosts | None = None,
@@ -245,32 +245,32 @@ def start_group(
         rank: this one's number in the group.
         name: of the group, never used before.
         backend, hosts, wish, agreement: as start() in process_group/starting.py has them.
-        seconds: the group's time-out.
+        timeout_s: the group's time-out.
         description: the group's.
         deferred: return at once; the members meet in their first operation.
         maker: what makes the group instead of a backend.
     """
     if maker is not None:
-        made = maker(store, ranks, rank, name, seconds)
+        made = maker(store, ranks, rank, name, timeout_s)
         made.group_desc = description
         return made
     size = len(ranks)
     program = current_world().thread
 
-    def meet(seconds: float) -> Communicator:
+    def meet(timeout_s: float) -> Communicator:
         return start(
-            store, rank, size, name, seconds, backend, program, hosts, wish=wish, agreement=agreement
+            store, rank, size, name, timeout_s, backend, program, hosts, wish=wish, agreement=agreement
         )
 
     def made_of(communicator: Communicator) -> ProcessGroup:
-        options = GroupOptions(seconds, backend=backend)
+        options = GroupOptions(timeout_s, backend=backend)
         return ProcessGroup(
             store, rank, size, options, ranks=ranks, description=description, communicator=communicator
         )
 
     if not deferred:
-        return made_of(meet(seconds))
-    placeholder = DeferredCommunicator(rank, size, name, seconds, meet)
+        return made_of(meet(timeout_s))
+    placeholder = DeferredCommunicator(rank, size, name, timeout_s, meet)
     group = made_of(cast(Communicator, placeholder))
     placeholder.replace = lambda made: setattr(group, "communicator", made)
     return group

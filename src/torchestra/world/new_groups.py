@@ -157,7 +157,7 @@ class _Terms(NamedTuple):
     world: World
     parent: ProcessGroup
     backend: str
-    seconds: float
+    timeout_s: float
     maker: GroupMaker | None
     wish: Wish
 
@@ -181,8 +181,8 @@ def _terms(
         raise InvalidArgumentError(
             f"new_group: backend {backend!r} differs from the default group's {parent.backend!r}"
         )
-    seconds = time_limit(timeout, pg_options if maker is None else None, parent.timeout)
-    return _Terms(world, parent, own, seconds, maker, wish)
+    timeout_s = time_limit(timeout, pg_options if maker is None else None, parent.timeout)
+    return _Terms(world, parent, own, timeout_s, maker, wish)
 
 
 def _name_in(parent: ProcessGroup, name: str) -> str:
@@ -245,7 +245,7 @@ def _make_named(
         rank=ranks.index(parent.rank()),
         name=name,
         backend=terms.backend,
-        seconds=terms.seconds,
+        timeout_s=terms.timeout_s,
         description=group_desc or "undefined",
         deferred=deferred,
         hosts=None if parent.maker is not None else hosts_of(parent.communicator, ranks),

@@ -205,11 +205,11 @@ class TCPStore(Store):
         """Return the fields of the answer, of which there must be ``count``, if that is not None."""
         return self._fields(*self._request(request, fields, self._seconds(None)), count)
 
-    def _ask_and_wait(self, request: Request, keys: list[str], seconds: float) -> list[bytes]:
-        milliseconds = str(math.ceil(seconds * 1000)).encode()
-        code, found = self._request(request, [milliseconds, *(key.encode() for key in keys)], seconds)
+    def _ask_and_wait(self, request: Request, keys: list[str], timeout_s: float) -> list[bytes]:
+        milliseconds = str(math.ceil(timeout_s * 1000)).encode()
+        code, found = self._request(request, [milliseconds, *(key.encode() for key in keys)], timeout_s)
         if code == Reply.MISSING:
-            raise missing_keys_error(self, [key.decode(errors="replace") for key in found], seconds)
+            raise missing_keys_error(self, [key.decode(errors="replace") for key in found], timeout_s)
         return self._fields(code, found, 0 if request == Request.WAIT else len(keys))
 
     def _number(self, request: Request, fields: list[bytes]) -> int:
@@ -219,8 +219,8 @@ class TCPStore(Store):
         except ValueError:
             raise invalid_reply(self._address, f"{answer[:40]!r} in place of a number") from None
 
-    def _request(self, request: Request, fields: list[bytes], seconds: float) -> tuple[int, list[bytes]]:
-        code, found = self._pool.request(request, fields, seconds, GRACE_SECONDS)
+    def _request(self, request: Request, fields: list[bytes], timeout_s: float) -> tuple[int, list[bytes]]:
+        code, found = self._pool.request(request, fields, timeout_s, GRACE_SECONDS)
         if code == Reply.REFUSED and len(found) == 1:
             raise InvalidArgumentError(f"{self}: {found[0].decode(errors='replace')}")
         return code, found
@@ -240,9 +240,9 @@ class TCPStore(Store):
             self._ask(Request.SET, [complete.encode(), b"1"], 0)
         if not wait:
             return
-        seconds = max(0.0, self.timeout.total_seconds() - (time.monotonic() - started))
+        timeout_s = max(0.0, self.timeout.total_seconds() - (time.monotonic() - started))
         try:
-            self._ask_and_wait(Request.WAIT, [complete], seconds)
+            self._ask_and_wait(Request.WAIT, [complete], timeout_s)
         except StoreTimeoutError:
             came = self._number(Request.ADD, [_WORKERS.encode(), b"0"]) - turn * world_size
             raise StoreTimeoutError(

@@ -55,37 +55,37 @@ class ConnectionPool:
         self._closed = False
         forget_in_children(self)
 
-    def connect(self, seconds: float) -> None:
-        """Make sure that there is a server; waits for it to start, up to ``seconds``.
+    def connect(self, timeout_s: float) -> None:
+        """Make sure that there is a server; waits for it to start, up to ``timeout_s``.
 
         Raises:
             DistNetworkError: there is none, or it will not have us.
         """
-        self._give_back(self._take(seconds))
+        self._give_back(self._take(timeout_s))
 
     def request(
-        self, code: int, fields: Sequence[bytes], seconds: float, grace: float = 0.0
+        self, code: int, fields: Sequence[bytes], timeout_s: float, grace: float = 0.0
     ) -> tuple[int, list[bytes]]:
         """Return the reply to a request.
 
         Args:
             code: the request.
             fields: its fields.
-            seconds: how long connecting, and then the reply, may take.
+            timeout_s: how long connecting, and then the reply, may take.
             grace: how much longer the reply may take, because the server itself waits so many seconds.
 
         Raises:
             DistNetworkError: the connection was lost, or no reply came.
             InvalidArgumentError: the request is too large; nothing has been sent.
         """
-        connection = self._take(seconds)
+        connection = self._take(timeout_s)
         try:
-            reply = connection.request(code, fields, time.monotonic() + seconds + grace)
+            reply = connection.request(code, fields, time.monotonic() + timeout_s + grace)
         except BaseException as error:
             self._discard(connection)
             if isinstance(error, TimeoutError):
                 raise DistNetworkError(
-                    f"the server of TCPStore({self._address}) gave no answer within {seconds + grace:g} s; "
+                    f"the server of TCPStore({self._address}) gave no answer within {timeout_s + grace:g} s; "
                     "its process is stopped or overloaded, or the network is down"
                 ) from error
             if isinstance(error, OSError):
@@ -119,13 +119,13 @@ class ConnectionPool:
         self._all = set()
         self._idle = []
 
-    def _take(self, seconds: float) -> Connection:
+    def _take(self, timeout_s: float) -> Connection:
         with self._lock:
             if self._closed:
                 raise DistStoreError(f"TCPStore({self._address}) is closed")
             if self._idle:
                 return self._idle.pop()
-        connection = self._opened(seconds)
+        connection = self._opened(timeout_s)
         with self._lock:
             self._all.add(connection)
         return connection
@@ -142,11 +142,11 @@ class ConnectionPool:
         with self._lock:
             self._all.discard(connection)
 
-    def _opened(self, seconds: float) -> Connection:
+    def _opened(self, timeout_s: float) -> Connection:
         return retried(
             self._address,
             lambda deadline: Connection(self._address, self._secret, deadline, own=self._own),
-            seconds,
+            timeout_s,
         )
 
 
@@ -158,19 +158,19 @@ def invalid_reply(address: Address, what: str) -> DistNetworkError:
     )
 
 
-def retried(address: Address, connect: Callable[[float], _T], seconds: float) -> _T:
+def retried(address: Address, connect: Callable[[float], _T], timeout_s: float) -> _T:
     """Connect, again and again until it works: the server may start later than its clients.
 
     Args:
         address: where, for messages.
         connect: makes one attempt, given the deadline; raises OSError if another one makes sense.
-        seconds: how long to go on.
+        timeout_s: how long to go on.
 
     Raises:
         DistNetworkError: no attempt succeeded in time, or none can, because the loopback interface is down.
     """
     started = time.monotonic()
-    deadline = started + seconds
+    deadline = started + timeout_s
     pause = _FIRST_PAUSE
     warned = False
     while True:
@@ -187,7 +187,7 @@ def retried(address: Address, connect: Callable[[float], _T], seconds: float) ->
         now = time.monotonic()
         if now + pause >= deadline:
             raise DistNetworkError(
-                f"no store answered at {address} within {round(seconds, 2):g} s ({reason}); is the master "
+                f"no store answered at {address} within {round(timeout_s, 2):g} s ({reason}); is the master "
                 "(rank 0) running, and are MASTER_ADDR and MASTER_PORT its address?"
             )
         if not warned and now - started > _SILENCE_LIMIT_S:

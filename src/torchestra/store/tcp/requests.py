@@ -20,10 +20,10 @@ Waker = Callable[[Outcome], bool]
 
 @dataclass(frozen=True)
 class Waiting:
-    """The request is parked; its waker will be called, or it is to be cancelled after ``seconds``."""
+    """The request is parked; its waker will be called, or it is to be cancelled after ``timeout_s``."""
 
     wait: PendingWait | PendingPop
-    seconds: float
+    timeout_s: float
 
 
 def answer(table: Table, code: int, fields: Sequence[bytes], wake: Waker) -> Outcome | Waiting:
@@ -64,19 +64,19 @@ def _get(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome | Waitin
     def values() -> Outcome:
         return Reply.OK, [value for value in map(table.get, keys) if value is not None]
 
-    seconds = number(milliseconds) / 1000
+    timeout_s = number(milliseconds) / 1000
     if not table.missing_values(keys):
         return values()
-    return Waiting(table.add_wait(keys, lambda: wake(values()), values_only=True), seconds)
+    return Waiting(table.add_wait(keys, lambda: wake(values()), values_only=True), timeout_s)
 
 
 def _wait(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome | Waiting:
     milliseconds, *names = fields
     keys = [name.decode() for name in names]
-    seconds = number(milliseconds) / 1000
+    timeout_s = number(milliseconds) / 1000
     if not table.missing(keys):
         return Reply.OK, []
-    return Waiting(table.add_wait(keys, lambda: wake((Reply.OK, [])), values_only=False), seconds)
+    return Waiting(table.add_wait(keys, lambda: wake((Reply.OK, [])), values_only=False), timeout_s)
 
 
 def _add(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:
@@ -118,13 +118,13 @@ def _push(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:
 def _pop(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome | Waiting:
     milliseconds, name = fields
     key = name.decode()
-    seconds = number(milliseconds) / 1000 if milliseconds else None
+    timeout_s = number(milliseconds) / 1000 if milliseconds else None
     value = table.pop(key)
     if value is not None:
         return Reply.OK, [value]
-    if seconds is None:
+    if timeout_s is None:
         return Reply.EMPTY, []
-    return Waiting(table.add_pop(key, lambda value: wake((Reply.OK, [value]))), seconds)
+    return Waiting(table.add_pop(key, lambda value: wake((Reply.OK, [value]))), timeout_s)
 
 
 def _queue_length(table: Table, fields: Sequence[bytes], wake: Waker) -> Outcome:

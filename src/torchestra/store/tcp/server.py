@@ -128,9 +128,9 @@ class TCPStoreServer:
         """Return whether ``secret`` is the one clients must prove."""
         return self._secret == secret
 
-    def linger(self, seconds: float) -> None:
+    def linger(self, timeout_s: float) -> None:
         """Wait, at most so many seconds, until no client from another process is connected."""
-        for _ in pauses(seconds):
+        for _ in pauses(timeout_s):
             if self._closing or not any(not (peer.own or peer.is_stranger) for peer in list(self._peers)):
                 return
 
@@ -230,7 +230,7 @@ class TCPStoreServer:
             peer.wait = outcome.wait
             if peer.has_more:
                 raise ProtocolError("a request came while another one was waiting")
-            self._set_deadline(peer, time.monotonic() + outcome.seconds)
+            self._set_deadline(peer, time.monotonic() + outcome.timeout_s)
             return
         peer.wait = None
         peer.deadline = None
