@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torchestra.engine.membership import joining
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory import fd_passing
 from torchestra.engine.memory.fd_passing import fetch
 from torchestra.engine.multihost import host_discovery
@@ -166,13 +166,13 @@ class Rank:
             self.warden.start()
         self._note()
 
-    def _fetch_memory(self, store: PrefixStore, place: int, size: int) -> Member | None:
+    def _fetch_memory(self, store: PrefixStore, place: int, size: int) -> RankContext | None:
         """What the first rank of a host has made. The others do not map it: so many would not fit."""
         deadline = time.monotonic() + LIMIT
         if place == 0:
             with TURN.given_away():
                 arena = joining._meet_processes(store, place, size, "default", deadline)
-            return Member(arena, place, "default", spins=0, yields=1)
+            return RankContext(arena, place, "default", spins=0, yields=1)
         _, invitation = joining._ask_for_arena(store, place, size, "default", deadline)
         os.close(fetch(invitation, store.secret, place, "default", deadline))
         return None

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-from numba import njit, types
+from numba import njit
 from numba.core.dispatcher import Dispatcher
 
 from torchestra.engine import kernel_registry
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.local import LocalEngine
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.native.compilation import entry_point
 
 Kernel = Callable[..., int]
@@ -77,7 +77,7 @@ class Baton:
             self._playing.discard(rank)
             self._pick()
 
-    def _in_turn(self, member: Member, kernel: Kernel) -> Kernel:
+    def _in_turn(self, member: RankContext, kernel: Kernel) -> Kernel:
         rank, arena = member.rank, member.arena
 
         def call(*arguments: int) -> int:
@@ -126,6 +126,6 @@ def rebuilt(module: ModuleType, name: str, **replaced: Any) -> Kernel:
             function = FunctionType(value.py_func.__code__, scope, own)
             scope[own] = njit(nogil=True, error_model="numpy")(function)
     kernel = scope[name]
-    kernel.compile((types.int64,) * kernel_registry._KERNELS[vars(module)[name]])
+    kernel.compile(kernel_registry.signature(vars(module)[name]))
     kernel.disable_compile()
     return entry_point(kernel)

@@ -19,7 +19,7 @@ SOON = 20.0
 class Alone:
     """A rank of a group in which nobody dies."""
 
-    own_number, size = 0, 1
+    group_rank, size = 0, 1
 
     def check(self, *_: Any, **__: Any) -> None:
         return None

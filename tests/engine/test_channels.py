@@ -79,7 +79,7 @@ class Ranks:
                 (at.ABORT, address),
                 (at.SPINS, spins),
                 (at.YIELDS, yields),
-                (at.PATIENCE, self.patience.ctypes.data),
+                (at.POLL_INTERVAL, self.patience.ctypes.data),
                 (at.STREAM_ABOVE, 1 << 19),
                 (at.RECORD, self.records[rank].ctypes.data),
                 (at.CLOCK, clock.NANOSECONDS),
@@ -370,8 +370,8 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
             'PIECES_AT_ONCE = 8\nusleep = types.ExternalFunction("usleep", types.int64(types.int64))\n',
         ),
         (
-            "    bell = load(state + w.BELLS) + rank * w.BELL_BYTES\n    if load",
-            "    bell = load(state + w.BELLS) + rank * w.BELL_BYTES\n"
+            "    bell = load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES\n    if load",
+            "    bell = load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES\n"
             f"    if load(state + {BREAK}) & 28 != {NO_BELL} and load",
         ),
         (
@@ -493,7 +493,7 @@ def test_a_lost_wake_up_is_seen(breakable: ModuleType, how: int, size: int) -> N
     for rank, mailbox in enumerate(ranks.mailboxes):
         mailbox._words[BREAK // 8] = NOTHING
         # Whose bell was rung too early looks awake; without this, closing would not wake it either.
-        ranks._memory[layout.PAGE + rank * layout.BELL_BYTES + layout.SLEEPING] = 1
+        ranks._memory[layout.PAGE + rank * layout.DOORBELL_BYTES + layout.SLEEPING] = 1
     ranks.close()
     player.join(LIMIT)
     assert failures

@@ -76,7 +76,12 @@ def fails(size: int, cases: tuple[Case, ...], kernels: dict[str, Kernel], tries:
     return False
 
 
-SLOTS, SLOT_BYTES, PIPES, PIPE_BYTES = at.SLOTS, at.SLOT_BYTES, at.PIPES, at.PIPE_BYTES
+SLOTS, SLOT_BYTES, CHUNK_BUFFERS, CHUNK_BUFFER_BYTES = (
+    at.SLOTS,
+    at.SLOT_BYTES,
+    at.CHUNK_BUFFERS,
+    at.CHUNK_BUFFER_BYTES,
+)
 
 
 @njit
@@ -92,7 +97,7 @@ def one_pipe(context, rank, chunk):
     """buffers.buffer_of with one pipe instead of several: a chunk is written where others still read."""
     if chunk == 0:
         return buffers.buffer_of(context, rank, chunk)
-    return load(context + PIPES) + rank * 3 * load(context + PIPE_BYTES)
+    return load(context + CHUNK_BUFFERS) + rank * 3 * load(context + CHUNK_BUFFER_BYTES)
 
 
 @njit
@@ -100,7 +105,7 @@ def two_pipes(context, rank, chunk):
     """buffers.buffer_of with two pipes instead of three: the pieces of the last chunk begin elsewhere."""
     if chunk == 0:
         return buffers.buffer_of(context, rank, chunk)
-    return load(context + PIPES) + (rank * 3 + chunk % 2) * load(context + PIPE_BYTES)
+    return load(context + CHUNK_BUFFERS) + (rank * 3 + chunk % 2) * load(context + CHUNK_BUFFER_BYTES)
 
 
 @njit

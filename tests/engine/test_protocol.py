@@ -64,21 +64,21 @@ def chunked_all_reduce(engine: LocalEngine, turn: int) -> bool:
     return all_reduce(engine, turn, CHUNKED)
 
 
-def all_reduce_parts(engine: LocalEngine, turn: int, length: int) -> bool:
+def all_reduce_iovec(engine: LocalEngine, turn: int, length: int) -> bool:
     """Tensors of many lengths, none among them, count as one."""
     whole = values(engine.rank, turn, length)
     lengths = [1, 0, length // 3, 2, length // 2]
     tensors = [part.clone() for part in whole.split([*lengths, length - sum(lengths)])]
-    engine.all_reduce_parts(tensors, engine.plan(Kind.all_reduce, torch.int64, ReduceOp.SUM), SECONDS)
+    engine.all_reduce_iovec(tensors, engine.plan(Kind.all_reduce, torch.int64, ReduceOp.SUM), SECONDS)
     return torch.equal(torch.cat(tensors), sum(values(rank, turn, length) for rank in range(engine.size)))
 
 
-def direct_all_reduce_parts(engine: LocalEngine, turn: int) -> bool:
-    return all_reduce_parts(engine, turn, DIRECT)
+def direct_all_reduce_iovec(engine: LocalEngine, turn: int) -> bool:
+    return all_reduce_iovec(engine, turn, DIRECT)
 
 
-def chunked_all_reduce_parts(engine: LocalEngine, turn: int) -> bool:
-    return all_reduce_parts(engine, turn, CHUNKED)
+def chunked_all_reduce_iovec(engine: LocalEngine, turn: int) -> bool:
+    return all_reduce_iovec(engine, turn, CHUNKED)
 
 
 def all_reduce_in_place(engine: LocalEngine, turn: int) -> bool:
@@ -137,8 +137,8 @@ def reduce_scatter(engine: LocalEngine, turn: int) -> bool:
 TURNS = (
     direct_all_reduce,
     chunked_all_reduce,
-    direct_all_reduce_parts,
-    chunked_all_reduce_parts,
+    direct_all_reduce_iovec,
+    chunked_all_reduce_iovec,
     all_reduce_in_place,
     short_all_gather,
     all_gather,
@@ -165,7 +165,7 @@ def stress(turn: Turn, rule: Rule | None) -> int:
     """Over worlds of two and three threads; in how many rounds any rank had wrong results."""
     kernels = {
         "all_reduce_kernel": edited(reduce.all_reduce),
-        "_all_reduce_parts": edited(reduce.all_reduce_parts),
+        "_all_reduce_iovec": edited(reduce.all_reduce_iovec),
         "_share": edited(move.share),
         "_exchange": edited(move.exchange),
         "_reduce_scatter_even": edited(reduce.reduce_scatter_even),
@@ -186,7 +186,7 @@ def check(turn: Turn, rule: Rule) -> None:
     [
         direct_all_reduce,
         chunked_all_reduce,
-        direct_all_reduce_parts,
+        direct_all_reduce_iovec,
         short_all_gather,
         exchange,
         reduce_scatter,
@@ -198,7 +198,7 @@ def test_what_was_written_before_a_rank_arrived_is_there(turn: Turn) -> None:
 
 
 @pytest.mark.parametrize(
-    "turn", [chunked_all_reduce, chunked_all_reduce_parts, all_gather, exchange, reduce_scatter]
+    "turn", [chunked_all_reduce, chunked_all_reduce_iovec, all_gather, exchange, reduce_scatter]
 )
 def test_what_was_written_before_a_later_step_is_there(turn: Turn) -> None:
     """waiting.py: "publishes a step when everything it wrote for that step is in place"; here from 2 on."""
@@ -251,14 +251,14 @@ def test_the_kernels_as_they_are_never_give_wrong_data(kind: str, size: int) -> 
 
 def false_mismatches(barrier: Kernel) -> int:
     """On one rank: how often barriers of which all ranks say the same, each time another thing, mismatch."""
-    member = setup().member
-    plan = np.array([member.context, pack(Kind.barrier), 0, 0, -1], dtype=np.int64)
+    context = setup().member
+    plan = np.array([context.address, pack(Kind.barrier), 0, 0, -1], dtype=np.int64)
     found = 0
     for turn in range(5 * ROUNDS):
         while (code := barrier(plan.ctypes.data, turn)) == at.PENDING:
             pass
         assert code in (at.DONE, at.MISMATCH)
-        member.set_word(at.RESUME, 0)
+        context.set_word(at.RESUME, 0)
         found += code == at.MISMATCH
     return found
 

@@ -14,7 +14,7 @@ import torch
 import torchestra as dist
 from torchestra.engine import layout as at
 from torchestra.engine.kernels.selection import Choices
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.rank_context import RankContext
 from worlds import run
 
 CHOICES = Choices(direct=1024, chunk=4096, share=2048)
@@ -25,13 +25,13 @@ LENGTHS = (0, 1, 1023, 1024, 1025, 2048, 2049, 4096, 4097, 12_288, 20_001)
 Operation = Callable[[torch.Tensor, int], object]
 
 
-def member() -> Member:
+def context() -> RankContext:
     return dist.group.WORLD.communicator.engine.member
 
 
 def own_progress() -> tuple[int, int]:
     """The number and the last finished step of this rank's last operation."""
-    word = member().arena.word(member().arena.control(member().rank) + at.PROGRESS)
+    word = context().arena.word(context().arena.control(context().rank) + at.PROGRESS)
     return word >> at.STEP_BITS, word & ((1 << at.STEP_BITS) - 1)
 
 

@@ -111,7 +111,7 @@ def test_thresholds_out_of_bounds_are_refused(wrong: dict[str, int]) -> None:
 def test_the_usual_thresholds_are_within_bounds_and_parts_fit_into_a_buffer(size: int) -> None:
     from torchestra.engine.memory.arena import layout_for
 
-    buffer = layout_for(size).pipe_bytes
+    buffer = layout_for(size).chunk_buffer_bytes
     choices = Choices.for_group(size, buffer)
     choices.check(buffer)
     for each in (choices, dataclasses.replace(choices, chunk=64)):

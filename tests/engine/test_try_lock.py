@@ -19,7 +19,7 @@ from torchestra.engine import try_lock
 from torchestra.engine.membership import shrinking
 from torchestra.engine.multihost import shrinking as shrinking_hosts
 from torchestra.engine.p2p import endpoint
-from torchestra.engine.p2p.endpoint import PostOffice, _Outbox, _Parcel
+from torchestra.engine.p2p.endpoint import Endpoint, _Outbox, _Parcel
 from torchestra.engine.try_lock import TryLock
 from torchestra.errors import InvalidArgumentError
 from torchestra.rpc import crew as crew_file
@@ -94,18 +94,18 @@ def test_of_shrinking_a_group(monkeypatch: pytest.MonkeyPatch, several_hosts: bo
 
     file = shrinking_hosts if several_hosts else shrinking
     monkeypatch.setattr(file, "_Attempt", Attempt)
-    member: Any = SimpleNamespace(shrinking=TryLock(), rank=0, name="group")
-    crossing: Any = SimpleNamespace(member=member, rank=0, name="group")
+    context: Any = SimpleNamespace(shrinking=TryLock(), rank=0, name="group")
+    crossing: Any = SimpleNamespace(member=context, rank=0, name="group")
     call: Any = shrinking_hosts.shrink_hosts if several_hosts else shrinking.shrink
-    arguments = (crossing, (), 1.0, None) if several_hosts else (member, "new", (), 1.0)
-    interrupt_everywhere(lambda: call(*arguments), [member.shrinking], [str(file.__file__)], taken)
+    arguments = (crossing, (), 1.0, None) if several_hosts else (context, "new", (), 1.0)
+    interrupt_everywhere(lambda: call(*arguments), [context.shrinking], [str(file.__file__)], taken)
 
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_of_sending_to_a_worker(monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
-    office, box, sent = PostOffice.__new__(PostOffice), _Outbox(), []
+    office, box, sent = Endpoint.__new__(Endpoint), _Outbox(), []
     office._outboxes = [box]
-    monkeypatch.setattr(PostOffice, "_push", lambda _, peer, box, parcel: sent.append(parcel.tag))
+    monkeypatch.setattr(Endpoint, "_push", lambda _, peer, box, parcel: sent.append(parcel.tag))
     numbers = itertools.count()
     interrupt_everywhere(lambda: office.send(0, 1, next(numbers), ()), [box.lock], [endpoint.__file__], taken)
     set_holder(box.lock, None)
@@ -125,7 +125,7 @@ class Office:
     def receive(self, *, eager: bool) -> None:
         self.awaited.done = True
 
-    def rouse_leader(self) -> None:
+    def wake_leader(self) -> None:
         pass
 
 

@@ -23,7 +23,7 @@ from worlds import KINDS, await_note, leave_note, run
 pytestmark = pytest.mark.timeout(300)
 
 ROUNDS = 1000
-PATIENCE = 10.0
+POLL_INTERVAL = 10.0
 SECONDS = 60.0
 
 
@@ -44,7 +44,7 @@ def sleepy_engine(patience: float) -> LocalEngine:
     engine = dist.group.WORLD.communicator.engine
     engine.member.set_word(at.SPINS, 0)
     engine.member.set_word(at.YIELDS, 0)
-    engine.member._patience[:] = [int(patience), int(patience % 1 * 1e9)]
+    engine.member._poll_interval[:] = [int(patience), int(patience % 1 * 1e9)]
     return engine
 
 
@@ -92,8 +92,8 @@ def test_no_wake_up_is_lost(kind: str, size: int) -> None:
     """waiting.py: "No wake-up is lost". A sleeper that nobody wakes would sleep as long as its patience
     lasts, so no operation may take that long; and it is rare that Python has to look around."""
     gate = threading.Barrier(size) if kind == "threads" else None
-    for waits in run(kind, size, sleep_and_wake, PATIENCE, ROUNDS, gate, limit=50):
-        assert waits.longest < PATIENCE
+    for waits in run(kind, size, sleep_and_wake, POLL_INTERVAL, ROUNDS, gate, limit=50):
+        assert waits.longest < POLL_INTERVAL
         assert waits.pending < 3 * ROUNDS / 100
 
 
@@ -114,13 +114,13 @@ def test_a_rank_looks_for_sleepers_after_it_has_written() -> None:
     """waiting.py: "the publisher ``write PROGRESS; read WAITERS``". The other way round wake-ups are lost,
     and the test above would see it."""
     barrier, gate = edited(move.barrier), threading.Barrier(2)
-    assert max(run("threads", 2, longest_barrier, barrier, PATIENCE, 100, gate)) < PATIENCE
+    assert max(run("threads", 2, longest_barrier, barrier, POLL_INTERVAL, 100, gate)) < POLL_INTERVAL
     with broken(Rule.WRITE_BEFORE_LOOKING_FOR_SLEEPERS):
         assert max(run("threads", 2, longest_barrier, barrier, 0.04, 100, gate)) >= 0.04
 
 
 def counted_sleepers(rounds: int) -> tuple[Arena, int]:
-    engine = sleepy_engine(PATIENCE)
+    engine = sleepy_engine(POLL_INTERVAL)
     for _ in range(rounds):
         engine.barrier(SECONDS)
     return engine.member.arena, engine.size
@@ -139,14 +139,14 @@ def cost_of_waiting(asynchronous: bool) -> float:
         await_note("measured")
         dist.all_reduce(torch.zeros(1))
         return 0.0
-    member = dist.group.WORLD.communicator.engine.member
-    member.set_word(at.SPINS, 100)
-    member.set_word(at.YIELDS, 1000)
+    context = dist.group.WORLD.communicator.engine.member
+    context.set_word(at.SPINS, 100)
+    context.set_word(at.YIELDS, 1000)
     shares = []
 
     def measure() -> None:
         # From then on the wait is meant to cost nothing.
-        while member.word(at.SPINS) or member.word(at.YIELDS):
+        while context.word(at.SPINS) or context.word(at.YIELDS):
             time.sleep(0.01)
         started, before = time.monotonic(), time.process_time()
         time.sleep(1.5)
@@ -160,7 +160,7 @@ def cost_of_waiting(asynchronous: bool) -> float:
     else:
         dist.all_reduce(torch.zeros(1))
     observer.join()
-    assert (member.word(at.SPINS), member.word(at.YIELDS)) == (100, 1000)
+    assert (context.word(at.SPINS), context.word(at.YIELDS)) == (100, 1000)
     return shares[0]
 
 

@@ -122,7 +122,7 @@ class LoneMember:
     peers = None
 
     def __init__(self, number: int = 0) -> None:
-        self.own_number = number
+        self.group_rank = number
         self.told: list[str] = []
         self.over = threading.Event()
 

@@ -13,7 +13,7 @@ from tools.attacks import Outcome
 from tools.attacks._flood import SILENCE, Flood
 from tools.attacks._target import NOBODY, Watched
 
-from torchestra.engine.memory.fd_passing import Admission, fetch
+from torchestra.engine.memory.fd_passing import DescriptorServer, fetch
 
 SECRET = b"between us"
 
@@ -29,7 +29,7 @@ def attack(seconds: float) -> Outcome:
         stack.callback(os.close, descriptor)
         watched = stack.enter_context(Watched(outcome, 200))
         ranks = _Few(lambda: outcome.tried["ranks served"])
-        admission = stack.enter_context(Admission(ranks, SECRET, "g"))
+        admission = stack.enter_context(DescriptorServer(ranks, SECRET, "g"))
 
         def serve() -> None:
             while not over.is_set():
@@ -71,6 +71,6 @@ class _Few(Collection[int]):
         return self._served() + 1
 
 
-def _fetched(admission: Admission, outcome: Outcome) -> int:
+def _fetched(admission: DescriptorServer, outcome: Outcome) -> int:
     rank = outcome.tried["ranks served"] + 1
     return fetch(admission.invitation, SECRET, rank, "g", time.monotonic() + 30)

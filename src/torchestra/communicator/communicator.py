@@ -68,7 +68,7 @@ class Communicator(Messaging):
 
         def operation(site: str | None) -> list[torch.Tensor]:
             buffers = [self._scaled(tensor, op) for tensor in tensors]
-            self.engine.all_reduce_parts(buffers, plan, self.limit(seconds), site)
+            self.engine.all_reduce_iovec(buffers, plan, self.limit(seconds), site)
             return write_back(tensors, buffers)
 
         return self.run(operation, f"{name}({op.name}, {len(tensors)} tensors)", async_op, reads=tensors)

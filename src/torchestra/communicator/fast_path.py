@@ -95,7 +95,7 @@ class QuickCommunicator(Communicator):
             and all(each.dtype is dtype and plain_address(each) for each in tensors)
         ):
             with self._lock:
-                self.engine.all_reduce_parts(tensors, plan, self.seconds if seconds is None else seconds)
+                self.engine.all_reduce_iovec(tensors, plan, self.seconds if seconds is None else seconds)
             return None
         work = super().all_reduce_list(tensors, op, async_op, seconds)
         self._remember(self._reductions[op.code], Kind.all_reduce, dtype, op)

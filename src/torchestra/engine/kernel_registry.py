@@ -1,4 +1,4 @@
-"""All kernels, with the number of their arguments, and how they are loaded."""
+"""The kernels that Python calls, and how they are loaded."""
 
 # mypy: disable-error-code="attr-defined"
 
@@ -12,45 +12,44 @@ import torch
 from numba import types
 from numba.core.dispatcher import Dispatcher
 
-from torchestra.engine.kernels import control, doorbell, move, reduce, reductions
+from torchestra.engine.kernels import doorbell, move, reduce, reductions, shared_words
 from torchestra.engine.native.compilation import compiling, forget_what_is_stale, undisturbed, use_caches
-from torchestra.engine.p2p import warm_up_channels, warm_up_posting
+from torchestra.engine.p2p import warm_up_channels, warm_up_endpoint
 from torchestra.engine.recorder import clock, message_records, recorder
 from torchestra.types import ReduceOp
 
-_KERNELS: dict[Any, int] = {
-    move.barrier: 2,
-    move.share: 3,
-    move.all_gather: 4,
-    move.broadcast: 3,
-    move.exchange: 2,
-    move.all_to_all_even: 4,
-    reduce.all_reduce: 3,
-    reduce.all_reduce_parts: 4,
-    reduce.reduce_scatter: 4,
-    reduce.reduce_scatter_even: 4,
-    doorbell.ring: 1,
-    doorbell.hurry: 1,
-    doorbell.close: 1,
-    doorbell.await_task: 1,
-    control.read: 1,
-    control.tell: 2,
-    control.claim: 1,
-    control.replace: 3,
-    control.ask: 1,
-    control.await_question: 3,
-    control.wake_everybody: 1,
-    control.next_inside: 2,
-    control.write_to_pages: 3,
-    control.publish_step: 2,
-    control.await_step: 2,
-    recorder.fail_entry: 1,
-    recorder.read_ring: 2,
-    message_records.open_parcel: 5,
-    message_records.parcel_came: 3,
-    message_records.close_parcel: 5,
-    clock.read_clock: 2,
-}
+_KERNELS: tuple[Any, ...] = (
+    move.barrier,
+    move.share,
+    move.all_gather,
+    move.broadcast,
+    move.exchange,
+    move.all_to_all_even,
+    reduce.all_reduce,
+    reduce.all_reduce_iovec,
+    reduce.reduce_scatter,
+    reduce.reduce_scatter_even,
+    doorbell.ring,
+    doorbell.hurry,
+    doorbell.close,
+    doorbell.await_task,
+    shared_words.load_acquire,
+    shared_words.store_ordered,
+    shared_words.compare_exchange,
+    shared_words.increment_and_wake,
+    shared_words.sleep_while,
+    shared_words.wake_everybody,
+    shared_words.next_reader,
+    shared_words.write_to_pages,
+    shared_words.publish_step,
+    shared_words.await_step,
+    recorder.fail_entry,
+    recorder.read_ring,
+    message_records.open_remote_message,
+    message_records.remote_message_came,
+    message_records.close_remote_message,
+    clock.read_clock,
+)
 
 _loaded = False
 _loading = threading.Lock()
@@ -75,14 +74,20 @@ def _load() -> None:
     use_caches(functions)
     with compiling("kernels"):
         forget_what_is_stale(functions)
-        for kernel, arguments in _KERNELS.items():
-            kernel.compile((types.int64,) * arguments)
+        for kernel in _KERNELS:
+            kernel.compile(signature(kernel))
             kernel.disable_compile()
         warm_up_channels()
-        warm_up_posting()
+        warm_up_endpoint()
     for dtype in (torch.float32, torch.float64, torch.int64):
         reductions.reduction(dtype, ReduceOp.SUM)
     reductions.reduction(torch.float32, ReduceOp.AVG)
+
+
+def signature(kernel: Any) -> tuple[types.Integer, ...]:
+    """Return the types of a kernel's arguments, which are all words."""
+    arguments: int = kernel.py_func.__code__.co_argcount
+    return (types.int64,) * arguments
 
 
 def _compiled_functions() -> list[Any]:

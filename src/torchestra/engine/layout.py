@@ -3,26 +3,27 @@
 An arena is one range of memory that every rank of a group can address (at different addresses, where
 ranks are processes)::
 
-    header | control blocks | splits | succession | records | slots | pipes | channels | heaps
+    header | control blocks | splits | agreement | records | slots | chunk buffers | channels | heaps
 
 each but the header and the channels rank by rank.
 
-Who may write what: a control block, its rank's splits, record, slots and pipes are written by that rank
-alone, but for the word of the control block that waiters count up and down (``WAITERS``); the abort
-word in the header is set once, by any rank; the succession (agreement.py) and the channels (channels.py)
-have rules of their own. A heap is written by its rank, with two exceptions: in an all_reduce or reduce of
+Who may write what: only the rank itself writes its control block, splits, record, slots and chunk buffers,
+but for the word of the control block that waiters count up and down (``WAITERS``); the abort word in the
+header is set once, by any rank; the agreement (membership/agreement.py) and the channels (p2p/ring.py) have
+rules of their own. A heap is written by its rank, with two exceptions: in an all_reduce or reduce of
 tensors that all lie in heaps, a peer writes into the tensor between step 1 and its own step 2, and no later
 than the rank is told that the operation has ended or failed (reclaiming.py); and what one worker has lent to
 another (rpc/shared_buffers.py) is the borrower's until it gives it back.
 
-Who may read what: a peer's slots and pipes in the operation for which they were written, and its heap between
-step 1 and step 2 of an operation on it. A rank that was stopped reads later, when the tensor may be something
-else already; but only after the group was aborted, so it sees that at its step 2, and fails (waiting.py).
+Who may read what: a peer's slots and chunk buffers in the operation for which they were written, and its
+heap between step 1 and step 2 of an operation on it. A rank that was stopped reads later, when the tensor may
+be something else already; but only after the group was aborted, so it sees that at its step 2, and fails
+(waiting.py).
 
 *Splits* hold how much a rank sends to and expects from each peer in an uneven all_to_all. *Slots* (two a
 rank) carry what fits into one piece: the one with the parity of the operation's sequence number. A *record*
-holds what its rank did last (recorder.py). *Pipes* (three a rank) carry larger operations chunk by chunk.
-The *heap* is a large, sparsely filled range for tensors that the ranks share (``dist.empty``); all heaps are
+holds what its rank did last (recorder.py). *Chunk buffers* (three a rank) carry larger operations chunk by
+chunk. The *heap* is a large, sparsely filled range for tensors that the ranks share (``dist.empty``); all heaps are
 mapped together, by each rank when it first needs them.
 """
 
@@ -43,7 +44,7 @@ HEADER_MAGIC = 0
 HEADER_VERSION = 8
 HEADER_SIZE = 16
 HEADER_SLOT_BYTES = 24
-HEADER_PIPE_BYTES = 32
+HEADER_CHUNK_BUFFER_BYTES = 32
 HEADER_HEAP_BYTES = 40
 HEADER_CLOCK = 48  # what all ranks take the time from (clock.py)
 HEADER_TICKS = 56  # a moment by that clock
@@ -74,8 +75,8 @@ WAITERS = 128  # how many ranks sleep on PROGRESS
 STATE = 256  # ABSENT, PRESENT or LEFT
 PROCESS = 264  # process id of the rank
 STARTED = 272  # when that process started, in clock ticks since boot
-SPACE = 288  # the PID namespace that PROCESS is a number of, or 0 if unknown
-NUMBER = 280  # what the group calls the rank, where it has more ranks on other hosts; all ranks write it
+PID_NAMESPACE = 288  # the PID namespace that PROCESS is a number of, or 0 if unknown
+GROUP_RANK = 280  # what the group calls the rank, where it has more ranks on other hosts; all ranks write it
 CORE = 320  # 1 + the core that the rank was last seen on (placement.py)
 ABANDONED = 328  # the operation that the rank has left halfway; it begins no other
 ASKED = 384  # counts up when a peer wants to know what this rank is doing
@@ -105,18 +106,20 @@ LONGEST = 56  # the most of these in the current operation
 MESSAGES_OPENED = 64
 MESSAGES_BYTES = 72  # sent and received, of all that have ended
 MESSAGES_WAITED = 80  # ticks that blocking receives waited for their message
-CROSSING = 88  # of an operation over several hosts: its number in the group,
-CROSSING_WAITED = 96  # what TOTAL_WAITED was when it began,
-CROSSING_BYTES = 104  # and the bytes of all that have ended
-PARCELS_BYTES = 112  # as MESSAGES_BYTES and MESSAGES_WAITED, of messages to and from other hosts
-PARCELS_WAITED = 120
+MULTIHOST_NUMBER = 88  # of an operation over several hosts: its number in the group,
+MULTIHOST_WAITED = 96  # what TOTAL_WAITED was when it began,
+MULTIHOST_BYTES = 104  # and the bytes of all that have ended
+REMOTE_MESSAGES_BYTES = 112  # as MESSAGES_BYTES and MESSAGES_WAITED, of messages to and from other hosts
+REMOTE_MESSAGES_WAITED = 120
 OPERATIONS_AT = 256
 ENTRIES = 256  # a power of two
 ENTRY_BYTES = 64
 MESSAGES_AT = OPERATIONS_AT + ENTRIES * ENTRY_BYTES
-CROSSINGS_AT = MESSAGES_AT + ENTRIES * ENTRY_BYTES
-PARCELS_AT = CROSSINGS_AT + ENTRIES * ENTRY_BYTES
-BLAMED_AT = PARCELS_AT + ENTRIES * ENTRY_BYTES  # by peer, ticks waited: in collectives, for messages
+MULTIHOST_AT = MESSAGES_AT + ENTRIES * ENTRY_BYTES
+REMOTE_MESSAGES_AT = MULTIHOST_AT + ENTRIES * ENTRY_BYTES
+WAITED_FOR_AT = (
+    REMOTE_MESSAGES_AT + ENTRIES * ENTRY_BYTES
+)  # by peer, ticks waited: in collectives, for messages
 
 # An entry of a record.
 STAMP = 0  # number of the operation or message, or 0 while the entry changes hands
@@ -134,7 +137,7 @@ RECEIVED = 10
 BACKGROUND = 1 << 8
 TAG = AMOUNT
 OTHER = AWAITED  # 1 + the rank (in PARCELS: by the group's number) that it goes to or comes from, 0 if any
-# A rank's part of the succession: words, as byte offsets.
+# A rank's part of the agreement: words, as byte offsets.
 COMES = 0  # 1 while the rank is in shrink()
 READY = 8  # the round whose new arena the rank has entered
 EXCLUDED = 16  # 1 + the rank that has excluded this one; written by any rank
@@ -145,7 +148,7 @@ PROPOSAL_RANKS = PROPOSAL_KEY_BYTES
 STEP_BITS = 24
 DIGEST_BIT = 40  # where the digest of the thresholds begins in META
 SLOTS_PER_RANK = 2
-PIPES_PER_RANK = 3
+CHUNK_BUFFERS_PER_RANK = 3
 
 # The kernel's private context: words of 8 bytes, as byte offsets.
 RANK = 0
@@ -154,8 +157,8 @@ CONTROL = 16  # address of the control block of rank 0
 SPLITS = 24  # address of the splits of rank 0
 SLOTS = 32  # address of the slots of rank 0
 SLOT_BYTES = 40
-PIPES = 48  # address of the pipes of rank 0
-PIPE_BYTES = 56
+CHUNK_BUFFERS = 48  # address of the pipes of rank 0
+CHUNK_BUFFER_BYTES = 56
 HEAPS = 64  # address of the heap of rank 0, once the heaps are mapped
 HEAP_BYTES = 72  # 0 before
 ABORT = 80  # address of the header's abort word
@@ -164,12 +167,12 @@ RESUME = 96  # where to go on in an operation that returned PENDING; 0 at its st
 BLOCKED = 104  # the rank waited for when PENDING or ABORTED was returned
 SPINS = 112  # how often a wait looks before it yields
 YIELDS = 120  # how often it yields before it sleeps
-PATIENCE = 128  # address of a struct timespec: how long it sleeps before it returns PENDING
+POLL_INTERVAL = 128  # address of a struct timespec: how long it sleeps before it returns PENDING
 STREAM_ABOVE = 136  # results of more bytes than this are written past the caches
 DIRECT = 184  # an all_reduce of up to so many bytes has every rank read every tensor
-CHUNK = 192  # bytes per chunk of a tensor that goes through the pipes
+CHUNK = 192  # bytes per chunk of a tensor that goes through the chunk buffers
 SHARE = 208  # bytes per chunk where one piece in a buffer is read by everybody
-PART = 200  # bytes per chunk and peer, where a buffer holds one part for each peer
+PEER_CHUNK = 200  # bytes per chunk and peer, where a buffer holds one part for each peer
 # Tables of SIZE words each, in the same private memory.
 POINTERS = 144  # scratch: the sources of a reduction
 SOURCES = 152  # by peer: where the piece for it lies
@@ -183,7 +186,7 @@ CORES = 248  # how many cores the ranks here may use
 MASKS = 256  # address of two affinity masks
 UNTIL_LOOK = 264  # how many waits that yield until this rank looks where the others are
 NEXT_LOOK = 272  # how many it will be after the next move
-WHOLE = 280  # a table of parts (kernels/parts.py) for one tensor: 0, its elements, its address
+SINGLE_IOVEC = 280  # an iovec (kernels/iovec.py) of one tensor: 0, its elements, its address
 THRESHOLDS = 304  # a digest of DIRECT, CHUNK and SHARE, shifted to where META has it
 CONTEXT_BYTES = 320
 MASK_BYTES = 128  # of one affinity mask
@@ -219,7 +222,7 @@ class Layout:
 
     size: int
     slot_bytes: int
-    pipe_bytes: int
+    chunk_buffer_bytes: int
     channel_bytes: int  # of all ranks together
     heap_bytes: int
 
@@ -237,11 +240,11 @@ class Layout:
         return 2 * 2 * 8 * self.size
 
     @property
-    def succession(self) -> int:
+    def agreement(self) -> int:
         return align(self.splits + self.size * self.splits_bytes, LINE)
 
     @property
-    def succession_bytes(self) -> int:
+    def agreement_bytes(self) -> int:
         """Of one rank; the word that decides comes before, in a line of its own."""
         return align(PROPOSALS + 2 * self.proposal_bytes, LINE)
 
@@ -252,24 +255,24 @@ class Layout:
 
     @property
     def records(self) -> int:
-        return align(self.succession + LINE + self.size * self.succession_bytes, PAGE)
+        return align(self.agreement + LINE + self.size * self.agreement_bytes, PAGE)
 
     @property
     def record_bytes(self) -> int:
         """Of one rank."""
-        return align(BLAMED_AT + 16 * self.size, PAGE)
+        return align(WAITED_FOR_AT + 16 * self.size, PAGE)
 
     @property
     def slots(self) -> int:
         return self.records + self.size * self.record_bytes
 
     @property
-    def pipes(self) -> int:
+    def chunk_buffers(self) -> int:
         return self.slots + self.size * SLOTS_PER_RANK * self.slot_bytes
 
     @property
     def channels(self) -> int:
-        return self.pipes + self.size * PIPES_PER_RANK * self.pipe_bytes
+        return self.chunk_buffers + self.size * CHUNK_BUFFERS_PER_RANK * self.chunk_buffer_bytes
 
     @property
     def heaps(self) -> int:

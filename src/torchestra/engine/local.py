@@ -1,8 +1,8 @@
 """The collectives among ranks of one host: arguments of a tensor operation become those of a kernel.
 
 Every method takes contiguous CPU tensors that have been checked, returns when the operation is done, and
-raises what :meth:`Member.finish` raises. ``seconds`` is how long it may wait for the other ranks, ``site``
-the calling line where that is not on the thread's stack (asynchronous operations).
+raises what :meth:`RankContext.finish` raises. ``seconds`` is how long it may wait for the other ranks,
+``site`` the calling line where that is not on the thread's stack (asynchronous operations).
 
 The methods of small operations are on the critical path: a call of a compiled kernel costs 0.15 µs, a
 question to a tensor 0.04 µs, a Python call 0.06 µs.
@@ -24,7 +24,7 @@ from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.kernels.reductions import combine, reduction, scale, supports
 from torchestra.engine.kernels.selection import Choices
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.native.compilation import Kernel, entry_point
 from torchestra.engine.operations import DTYPE_NAMES, UNEVEN, Kind, pack
 from torchestra.engine.p2p import Mailbox, Transfer
@@ -61,12 +61,12 @@ class MessageWaiter:
 
     __slots__ = ("_member", "timeout_s")
 
-    def __init__(self, member: Member, timeout_s: float) -> None:
+    def __init__(self, member: RankContext, timeout_s: float) -> None:
         self._member = member
         self.timeout_s = timeout_s
 
     def check(self, doing: str, blocked: int | None, deadline: Deadline, suspect: int | None) -> int | None:
-        """Return and raise what :meth:`Member.check` does; a time-out leaves the group usable."""
+        """Return and raise what :meth:`RankContext.check` does; a time-out leaves the group usable."""
         return self._member.check(doing, blocked, deadline, suspect, alone=True)
 
     def abort(self, reason: str) -> None:
@@ -77,21 +77,21 @@ class MessageWaiter:
 class LocalEngine:
     """One rank's engine in a group whose ranks share an arena."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: RankContext) -> None:
         self.member = member
         self.size = member.size
         self.rank = member.rank
         self.mailbox = Mailbox(
-            member.context,
+            member.address,
             member.arena.address + member.arena.layout.channels,
             member.rank,
             member.size,
             member.name,
             kind_name=DTYPE_NAMES.__getitem__,
         )
-        self._context = member.context
+        self._context = member.address
         self.all_reduce_kernel = entry_point(reduce.all_reduce)
-        self._all_reduce_parts = entry_point(reduce.all_reduce_parts)
+        self._all_reduce_iovec = entry_point(reduce.all_reduce_iovec)
         self._reduce_scatter = entry_point(reduce.reduce_scatter)
         self._reduce_scatter_even = entry_point(reduce.reduce_scatter_even)
         self._barrier = entry_point(move.barrier)
@@ -100,7 +100,7 @@ class LocalEngine:
         self._all_gather = entry_point(move.all_gather)
         self._exchange = entry_point(move.exchange)
         self._all_to_all_even = entry_point(move.all_to_all_even)
-        self._barrier_plan = Plan(member.context, pack(Kind.barrier), 0, 0, -1)
+        self._barrier_plan = Plan(member.address, pack(Kind.barrier), 0, 0, -1)
         self._plans: dict[tuple[Kind, torch.dtype, str, int | None], Plan] = {}
         self._waiter = MessageWaiter(member, 0.0)  # the last one: most calls want the same
         self.choices = Choices.for_group(member.size, member.arena.layout.slot_bytes)
@@ -123,13 +123,13 @@ class LocalEngine:
     @choices.setter
     def choices(self, choices: Choices) -> None:
         layout = self.member.arena.layout
-        choices.check(min(layout.slot_bytes, layout.pipe_bytes))
+        choices.check(min(layout.slot_bytes, layout.chunk_buffer_bytes))
         self._choices = choices
         self.member.set_word(at.THRESHOLDS, choices.digest << at.DIGEST_BIT)
         self.member.set_word(at.DIRECT, choices.direct)
         self.member.set_word(at.CHUNK, choices.chunk)
         self.member.set_word(at.SHARE, choices.share)
-        self.member.set_word(at.PART, choices.part(self.size))
+        self.member.set_word(at.PEER_CHUNK, choices.part(self.size))
         self.member.set_word(at.STREAM_ABOVE, choices.stream_above)
 
     def plan(
@@ -161,7 +161,7 @@ class LocalEngine:
         """Bring an all_reduce to its end whose kernel has returned a code other than 0."""
         self.member.finish(code, self.all_reduce_kernel, (plan.address, count, address), seconds, site)
 
-    def all_reduce_parts(
+    def all_reduce_iovec(
         self, tensors: Sequence[torch.Tensor], plan: Plan, seconds: float, site: str | None = None
     ) -> None:
         """:meth:`all_reduce` of several tensors as if they were one: their elements, one after the other."""
@@ -169,7 +169,7 @@ class LocalEngine:
         parts = array("q", places)
         parts.extend([tensor.data_ptr() for tensor in tensors])
         address, _ = parts.buffer_info()
-        self._run(self._all_reduce_parts, (plan.address, places[-1], address, len(tensors)), seconds, site)
+        self._run(self._all_reduce_iovec, (plan.address, places[-1], address, len(tensors)), seconds, site)
 
     def broadcast(self, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None) -> None:
         """Replace every rank's tensor by the root's."""
@@ -382,17 +382,17 @@ class LocalEngine:
                 reclaim(self.member)
 
     def _replace_kernels(self, refuse: Kernel) -> None:
-        self.all_reduce_kernel = self._all_reduce_parts = refuse
+        self.all_reduce_kernel = self._all_reduce_iovec = refuse
         self._reduce_scatter = self._reduce_scatter_even = refuse
         self._barrier = self._broadcast = self._share = self._all_gather = refuse
         self._exchange = self._all_to_all_even = refuse
 
 
-def _refuse(member: Member, *arguments: int) -> int:
+def _refuse(member: RankContext, *arguments: int) -> int:
     """In place of every kernel once the group cannot be used."""
     raise member.aborted()
 
 
-def _refuse_in_child(member: Member, *arguments: int) -> int:
+def _refuse_in_child(member: RankContext, *arguments: int) -> int:
     """In place of every kernel in a forked child."""
-    raise refusal(f"group {member.name!r} of rank {member.own_number} cannot be used")
+    raise refusal(f"group {member.name!r} of rank {member.group_rank} cannot be used")

@@ -95,7 +95,7 @@ class ProgressThread:
         self._runner: int | None = None  # the thread that has the turn
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._words = np.zeros(doorbell.BELL_WORDS, dtype=np.int64)
+        self._words = np.zeros(doorbell.DOORBELL_WORDS, dtype=np.int64)
         self._words[doorbell.GRACE // 8 :] = divmod(round(grace * 1e9), 1_000_000_000)
         self._address: int = self._words.ctypes.data
         self.pending = 0

@@ -24,8 +24,8 @@ import time
 from torchestra.engine import layout as at
 from torchestra.engine import operations
 from torchestra.engine.failure.liveness import PeerThreads
-from torchestra.engine.kernels import control
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.kernels import shared_words
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.operations import Kind
 from torchestra.errors import DistBackendError
 
@@ -37,7 +37,7 @@ _SECONDS_FOR_THREADS = 60.0
 _FIRST_NAP, _LONGEST_NAP = 0.0002, 0.01
 
 
-def reclaim(member: Member) -> None:
+def reclaim(context: RankContext) -> None:
     """See to it that no peer writes into the tensor of the operation that this rank has left halfway.
 
     Must be called after the group was aborted, when this rank has left the kernel and will enter no other.
@@ -46,51 +46,51 @@ def reclaim(member: Member) -> None:
         DistBackendError: a peer may still do so: a thread that gets no core, or a process where there is no
             memory for a copy.
     """
-    control.tell(_own_block(member) + at.ABANDONED, member.word(at.SEQUENCE))
-    threads = isinstance(member.peers, PeerThreads)
-    start, length = _tensor(member)
+    shared_words.store_ordered(_own_block(context) + at.ABANDONED, context.word(at.SEQUENCE))
+    threads = isinstance(context.peers, PeerThreads)
+    start, length = _tensor(context)
     deadline = time.monotonic() + (_SECONDS_FOR_THREADS if threads else _SECONDS_FOR_PROCESSES)
     nap = _FIRST_NAP
-    while (inside := _inside(member)) and length > 0 and time.monotonic() < deadline:
+    while (inside := _inside(context)) and length > 0 and time.monotonic() < deadline:
         time.sleep(nap)
         nap = min(nap * 1.3, _LONGEST_NAP)
-    if length == 0 or (member.is_aborted and not inside):
+    if length == 0 or (context.is_aborted and not inside):
         return
     problem = f"has been there for {_SECONDS_FOR_THREADS:g} s"
     if not threads:
         try:
-            member.arena.make_heap_private(start, length, keep=not member.is_aborted)
+            context.arena.make_heap_private(start, length, keep=not context.is_aborted)
             return
         except OSError as error:
             problem = f"there is no memory for a copy of its {length} bytes ({error})"
-    called = ", ".join(map(str, member.called(inside)))
+    called = ", ".join(map(str, context.to_group_ranks(inside)))
     raise DistBackendError(
-        f"rank {member.own_number}: do not use the tensor of the operation of group {member.name!r} that"
+        f"rank {context.group_rank}: do not use the tensor of the operation of group {context.name!r} that"
         f" failed any more: rank {called} may still write into it, and {problem}"
     )
 
 
-def _own_block(member: Member) -> int:
-    return member.arena.address + member.arena.control(member.rank)
+def _own_block(context: RankContext) -> int:
+    return context.arena.address + context.arena.control(context.rank)
 
 
-def _tensor(member: Member) -> tuple[int, int]:
+def _tensor(context: RankContext) -> tuple[int, int]:
     """Where in the heaps the tensor lies that peers write into, and how many bytes it has: 0 if none does."""
-    block = _own_block(member) + (member.word(at.SEQUENCE) & 1) * 8
-    meta, count, offset = (control.read(block + word) for word in (at.META, at.COUNT, at.SHARED))
+    block = _own_block(context) + (context.word(at.SEQUENCE) & 1) * 8
+    meta, count, offset = (shared_words.load_acquire(block + word) for word in (at.META, at.COUNT, at.SHARED))
     if offset == at.NOT_SHARED or meta & 0xFF not in _WRITTEN_BY_PEERS:
         return 0, 0
-    return member.rank * member.arena.layout.heap_bytes + offset, count * operations.unit_of(meta)
+    return context.rank * context.arena.layout.heap_bytes + offset, count * operations.unit_of(meta)
 
 
-def _inside(member: Member) -> list[int]:
+def _inside(context: RankContext) -> list[int]:
     """The ranks that may write into this rank's tensor."""
     found = []
-    rank = control.next_inside(member.context, 0)
-    while rank < member.size:
+    rank = shared_words.next_reader(context.address, 0)
+    while rank < context.size:
         found.append(rank)
-        rank = control.next_inside(member.context, rank + 1)
-    if found and member.peers is not None and not isinstance(member.peers, PeerThreads):
-        dead = member.peers.dead()
+        rank = shared_words.next_reader(context.address, rank + 1)
+    if found and context.peers is not None and not isinstance(context.peers, PeerThreads):
+        dead = context.peers.dead()
         found = [rank for rank in found if rank not in dead]
     return found

@@ -37,11 +37,11 @@ class FlightDumps:
         if not self._held:
             return
         from torchestra.engine.memory.foreign import ForeignArena
-        from torchestra.engine.recorder.flight_dump import keep_record
+        from torchestra.engine.recorder.flight_dump import dump_flight_record
         from torchestra.errors import DistBackendError
 
         for descriptor in self._held.values():
             with contextlib.suppress(DistBackendError):
-                keep_record(ForeignArena(descriptor), self._directory, self._ended)
+                dump_flight_record(ForeignArena(descriptor), self._directory, self._ended)
             os.close(descriptor)
         self._held.clear()

@@ -67,8 +67,8 @@ def _within_host(
     communicator: Communicator, name: str, exclude: Sequence[int], seconds: float, backend: str
 ) -> _Made:
     made = shrink(communicator.engine.member, name, exclude, seconds)
-    new = QuickCommunicator(LocalEngine(made.member), name, communicator.seconds)
-    return _Made(new, made.store, made.survivors, made.member.leave)
+    new = QuickCommunicator(LocalEngine(made.context), name, communicator.seconds)
+    return _Made(new, made.store, made.survivors, made.context.leave)
 
 
 def _between_hosts(

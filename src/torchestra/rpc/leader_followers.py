@@ -170,7 +170,7 @@ class Crew:
             except RuntimeError:  # another thread was quicker
                 pass
         if awaited.leading and self._office is not None:
-            self._office.rouse_leader()
+            self._office.wake_leader()
         return latch is not None
 
     def give(self, job: Job) -> None:
@@ -216,7 +216,7 @@ class Crew:
         self._draining = True  # or who has it would mostly take it again at once
         deadline = time.monotonic() + _LOOK_SECONDS
         while time.monotonic() < deadline:
-            office.rouse_leader()
+            office.wake_leader()
             time.sleep(_NAP_SECONDS)
             if self._lead.take(claim):
                 return True

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.p2p import Message, PostOffice
+from torchestra.engine.p2p import Endpoint, Message
 from torchestra.rpc.shared_buffers import Lender
 from torchestra.rpc.transport import Office, Parts
 
@@ -39,7 +39,7 @@ class Roads:
         wire: the road to other hosts, None without.
     """
 
-    def __init__(self, member: Member, rank: int, hosts: Hosts) -> None:
+    def __init__(self, member: RankContext, rank: int, hosts: Hosts) -> None:
         self.member = member
         self.rank = rank
         self.hosts = hosts
@@ -59,8 +59,8 @@ class Roads:
         if self.size == 1:
             return None
         member, near = self.member, self.near
-        arena = PostOffice(
-            member.context,
+        arena = Endpoint(
+            member.address,
             member.arena.address + member.arena.layout.channels,
             member.rank,
             member.size,
@@ -112,7 +112,7 @@ class Roads:
 class Junction:
     """Where the roads of a worker meet that has others on its host and elsewhere."""
 
-    def __init__(self, arena: PostOffice, roads: Roads) -> None:
+    def __init__(self, arena: Endpoint, roads: Roads) -> None:
         self._arena = arena
         self._roads = roads
         self._places = roads.hosts.place_of
@@ -147,8 +147,8 @@ class Junction:
     def watch(self) -> bool:
         return self._arena.watch()
 
-    def rouse_leader(self) -> None:
-        self._arena.rouse_leader()
+    def wake_leader(self) -> None:
+        self._arena.wake_leader()
 
     def close(self) -> None:
         self._arena.close()

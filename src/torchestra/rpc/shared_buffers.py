@@ -18,8 +18,8 @@ import weakref
 
 import torch
 
-from torchestra.engine.kernels import control
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.kernels import shared_words
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.heap import Heap
 
 LEND_FROM = 1 << 15  # bytes; smaller memory goes through the channel
@@ -31,7 +31,7 @@ _SMALLEST = 1 << 18
 class Lender:
     """Lends blocks of one worker's heap, and borrows those of others."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: RankContext) -> None:
         self._arena = member.arena
         self._heap: Heap = member.heap
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Lender:
 
     def take_back(self, offset: int) -> None:
         """What was lent will not be sent."""
-        control.tell(self._heap.first_address + offset, 1)
+        shared_words.store_ordered(self._heap.first_address + offset, 1)
 
     def borrow(self, rank: int, offset: int, length: int) -> torch.UntypedStorage:
         """The storage of a loan by a rank; the loan ends with it."""
@@ -75,14 +75,14 @@ class Lender:
                 offset = kept.pop()
             else:
                 offset = self._heap.take(size)
-            control.tell(self._heap.first_address + offset, 0)
+            shared_words.store_ordered(self._heap.first_address + offset, 0)
             self._lent[offset] = size
         return offset
 
     def _collect(self) -> None:
         """Take back what has been given back."""
         for offset, size in tuple(self._lent.items()):
-            if control.read(self._heap.first_address + offset) == 1:
+            if shared_words.load_acquire(self._heap.first_address + offset) == 1:
                 del self._lent[offset]
                 if self._kept_bytes + size <= _KEPT_BYTES:
                     self._kept_bytes += size
@@ -100,4 +100,4 @@ def _drop(heap: Heap, kept: dict[int, list[int]]) -> None:
 
 def _give_back(address: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked child only drops its copy of the storage
-        control.tell(address, 1)
+        shared_words.store_ordered(address, 1)

@@ -12,7 +12,7 @@ Parts = Sequence[tuple[int, int]]
 
 
 class Office(Protocol):
-    """See :class:`~torchestra.engine.p2p.PostOffice`, which is one."""
+    """See :class:`~torchestra.engine.p2p.Endpoint`, which is one."""
 
     def send(self, peer: int, kind: int, tag: int, parts: Parts, keep: object = None) -> None:
         """Send a message to another worker. Every thread may call."""
@@ -26,7 +26,7 @@ class Office(Protocol):
     def watch(self) -> bool:
         """Sleep until a message has come that nobody takes, or for a while: whether one has."""
 
-    def rouse_leader(self) -> None:
+    def wake_leader(self) -> None:
         """Have :meth:`receive` return."""
 
     def close(self) -> None:

@@ -161,7 +161,7 @@ def _impatient(group: ProcessGroup, schedule: Schedule, rank: int) -> Iterator[N
     communicator = group.communicator
     member = communicator.engine.member
     words = {offset: member.word(offset) for offset in (at.SPINS, at.YIELDS)}
-    patience = member.patience
+    patience = member.poll_interval_s
     check = member.check
 
     @functools.wraps(check)
@@ -174,13 +174,13 @@ def _impatient(group: ProcessGroup, schedule: Schedule, rank: int) -> Iterator[N
         setattr(communicator, name, _stepping(getattr(communicator, name), schedule, rank))
     for offset in words:
         member.set_word(offset, 0)
-    member.patience = 1e-9
+    member.poll_interval_s = 1e-9
     setattr(member, "check", stepping_check)  # noqa: B010
     try:
         yield
     finally:
         del member.__dict__["check"]
-        member.patience = patience
+        member.poll_interval_s = patience
         for offset, value in words.items():
             member.set_word(offset, value)
         for name, before in saved.items():

@@ -186,7 +186,7 @@ class Transport:
         )
 
     def send(self, peer: int, kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object) -> None:
-        """Send a message, see :meth:`~torchestra.engine.p2p.PostOffice.send`.
+        """Send a message, see :meth:`~torchestra.engine.p2p.Endpoint.send`.
 
         Waits while 64 MB are under way to that rank.
         """

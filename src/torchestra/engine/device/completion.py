@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.errors import CollectiveTimeoutError, DistBackendError
 from torchestra.system.deadline import Deadline
 
@@ -55,7 +55,7 @@ class Watch:
         give_up: ends what waits on the device, with an error; may take its time.
     """
 
-    def __init__(self, member: Member, name: str, give_up: Callable[[], None]) -> None:
+    def __init__(self, member: RankContext, name: str, give_up: Callable[[], None]) -> None:
         self.failure: BaseException | None = None
         """Why no operation can be begun any more."""
         self.looking = threading.RLock()
@@ -99,7 +99,7 @@ class Watch:
 
     def _wake(self) -> None:
         if self._thread is None:
-            name = f"torchestra-devices-{self._name}-{self._member.own_number}"
+            name = f"torchestra-devices-{self._name}-{self._member.group_rank}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
         self._changed.notify()
@@ -150,7 +150,7 @@ class Watch:
             return
         message = (
             f"{doing} of group {self._name!r} timed out after {flight.deadline.elapsed():.1f} s on rank"
-            f" {member.own_number} (the timeout is {flight.deadline.timeout_s:g} s); it was called at"
+            f" {member.group_rank} (the timeout is {flight.deadline.timeout_s:g} s); it was called at"
             f" {flight.site}."
         )
         member.abort(message, explain=partial(member.report, range(member.size), flight.site))
@@ -161,7 +161,7 @@ class Watch:
         if self.failure is None:
             self.failure = error
         if not self._member.is_aborted and not self._is_closed:
-            self._member.abort(f"rank {self._member.own_number}: {error}")
+            self._member.abort(f"rank {self._member.group_rank}: {error}")
         threading.Thread(target=self._give_up, name="torchestra-devices-abort", daemon=True).start()
         with self.looking:
             self._flights.clear()

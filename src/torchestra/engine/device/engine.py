@@ -118,7 +118,7 @@ class DeviceEngine:
         """Replace the tensor by the reduction of all ranks' tensors, or the root's by the plan."""
         self._reduce([tensor], plan, seconds, site)
 
-    def all_reduce_parts(
+    def all_reduce_iovec(
         self, tensors: Sequence[torch.Tensor], plan: DevicePlan, seconds: float, site: str | None = None
     ) -> None:
         """:meth:`all_reduce` of each of several tensors."""

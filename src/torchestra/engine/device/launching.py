@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from torchestra.engine.device.completion import Flight, Watch
 from torchestra.engine.device.stream_scheduler import Lane
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import DistError
 from torchestra.system.deadline import Deadline
@@ -46,7 +46,7 @@ class LateBackend:
     """
 
     def __init__(
-        self, member: Member, lane: Lane, name: str, open_backend: Callable[[], tuple[Any, Any]]
+        self, member: RankContext, lane: Lane, name: str, open_backend: Callable[[], tuple[Any, Any]]
     ) -> None:
         self.lane = lane
         self.watch = Watch(member, name, self._abort)
@@ -143,7 +143,7 @@ class LateBackend:
             for _ in Deadline(_CAUSE_SECONDS).polls(_CAUSE_LOOK_SECONDS):
                 self.refuse()
                 suspect = member.check(doing, None, None, suspect, alone=True)
-            member.abort(f"rank {member.own_number}: {doing} failed: {str(error).splitlines()[0]}")
+            member.abort(f"rank {member.group_rank}: {doing} failed: {str(error).splitlines()[0]}")
             raise member.aborted()
         except DistError as cause:
             self.watch.fail(cause)

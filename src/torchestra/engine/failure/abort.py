@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels import control
+from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
 
 __all__ = ["abort_text", "write_abort_text"]
@@ -34,11 +34,11 @@ def write_abort_text(arena: Arena, why: str, failed: tuple[int, ...], standing: 
     or it may die.
     """
     claim = arena.address + at.HEADER_ABORT_CLAIM
-    if control.replace(claim, at.ABORT_EXPLAINED, at.ABORT_WRITTEN) != at.ABORT_EXPLAINED:
+    if shared_words.compare_exchange(claim, at.ABORT_EXPLAINED, at.ABORT_WRITTEN) != at.ABORT_EXPLAINED:
         return False
     told = abort_text(why, failed, standing)
     length = arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, told)
-    control.tell(arena.address + at.HEADER_ABORT_LENGTH, length)
+    shared_words.store_ordered(arena.address + at.HEADER_ABORT_LENGTH, length)
     return True
 
 

@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterable
 
 from torchestra.engine import layout as at
 from torchestra.engine.failure.liveness import Peers
-from torchestra.engine.kernels import control
+from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.recorder.flight_record import RankRecord, read_rank, tick_scale
 
-__all__ = ["describe_standing"]
+__all__ = ["hang_report"]
 
 _ANSWER_SECONDS = 0.5
 _LOOK_SECONDS = 0.002
 _ENTRIES = 16  # of a rank, its last: enough to find the message that it hangs in
 
 
-def describe_standing(
+def hang_report(
     arena: Arena,
     peers: Peers | None,
     ranks: Iterable[int],
@@ -81,13 +81,16 @@ def _places(arena: Arena, peers: Peers | None, ranks: list[int]) -> dict[int, st
     """Where the programs of other ranks are, as far as they say in time."""
     places = {rank: peers.site(rank) if peers is not None else None for rank in ranks}
     silent = [rank for rank in ranks if places[rank] is None and not _has_left(arena, rank)]
-    asked = {rank: control.ask(arena.address + arena.control(rank) + at.ASKED) for rank in silent}
+    asked = {
+        rank: shared_words.increment_and_wake(arena.address + arena.control(rank) + at.ASKED)
+        for rank in silent
+    }
     deadline = time.monotonic() + _ANSWER_SECONDS
     while silent and time.monotonic() < deadline:
         for rank in tuple(silent):
             block = arena.control(rank)
-            if control.read(arena.address + block + at.ANSWERED) >= asked[rank]:
-                length = control.read(arena.address + block + at.ANSWER_LENGTH)
+            if shared_words.load_acquire(arena.address + block + at.ANSWERED) >= asked[rank]:
+                length = shared_words.load_acquire(arena.address + block + at.ANSWER_LENGTH)
                 places[rank] = arena.text(block + at.ANSWER, length)
                 silent.remove(rank)
         time.sleep(_LOOK_SECONDS)

@@ -24,7 +24,7 @@ _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class Peers(Protocol):
-    """What a member asks about the ranks of its group."""
+    """What a context asks about the ranks of its group."""
 
     def dead(self) -> tuple[int, ...]:
         """The ranks that have died."""
@@ -199,7 +199,7 @@ class PeerProcesses:
 
     def _is_near(self, rank: int) -> bool:
         """Whether the numbers of its process mean the same here."""
-        return self._word(rank, at.SPACE) == self._space
+        return self._word(rank, at.PID_NAMESPACE) == self._space
 
     def _word(self, rank: int, offset: int) -> int:
         return self._arena.word(self._arena.control(rank) + offset)

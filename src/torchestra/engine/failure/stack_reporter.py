@@ -6,37 +6,39 @@ import threading
 from typing import TYPE_CHECKING
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels import control
+from torchestra.engine.kernels import shared_words
 from torchestra.engine.recorder.callsites import call_site
 
 if TYPE_CHECKING:
-    from torchestra.engine.membership.rank_context import Member
+    from torchestra.engine.membership.rank_context import RankContext
 
-__all__ = ["Watcher"]
+__all__ = ["StackReporter"]
 
 
-class Watcher(threading.Thread):
+class StackReporter(threading.Thread):
     """Answers peers that ask where this rank's program is: one sleeping thread per group and rank.
 
     It sleeps on the ASKED word and is woken only when a peer's wait has timed out.
     """
 
-    def __init__(self, member: Member, thread: threading.Thread) -> None:
-        super().__init__(name=f"torchestra-watcher-{member.name}-{member.rank}", daemon=True)
-        self._member = member
+    def __init__(self, context: RankContext, thread: threading.Thread) -> None:
+        super().__init__(name=f"torchestra-watcher-{context.name}-{context.rank}", daemon=True)
+        self._context = context
         self._thread = thread
 
     def run(self) -> None:
-        member = self._member
-        arena = member.arena
-        offset = arena.control(member.rank)
+        context = self._context
+        arena = context.arena
+        offset = arena.control(context.rank)
         block = arena.address + offset
         answered = 0
-        while not member.closed:
-            asked = control.await_question(member.context, block + at.ASKED, answered)
-            if asked == answered or member.closed:
+        while not context.closed:
+            asked = shared_words.sleep_while(context.address, block + at.ASKED, answered)
+            if asked == answered or context.closed:
                 continue
             text = f"is at {call_site(self._thread.ident)}"
-            control.tell(block + at.ANSWER_LENGTH, arena.set_text(offset + at.ANSWER, at.ANSWER_BYTES, text))
-            control.tell(block + at.ANSWERED, asked)
+            shared_words.store_ordered(
+                block + at.ANSWER_LENGTH, arena.set_text(offset + at.ANSWER, at.ANSWER_BYTES, text)
+            )
+            shared_words.store_ordered(block + at.ANSWERED, asked)
             answered = asked

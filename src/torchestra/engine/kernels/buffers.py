@@ -9,7 +9,13 @@ from numba import njit
 from torchestra.engine import layout as at
 from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, memcpy, stream_line
 
-SLOTS, SLOT_BYTES, PIPES, PIPE_BYTES, SEQUENCE = at.SLOTS, at.SLOT_BYTES, at.PIPES, at.PIPE_BYTES, at.SEQUENCE
+SLOTS, SLOT_BYTES, CHUNK_BUFFERS, CHUNK_BUFFER_BYTES, SEQUENCE = (
+    at.SLOTS,
+    at.SLOT_BYTES,
+    at.CHUNK_BUFFERS,
+    at.CHUNK_BUFFER_BYTES,
+    at.SEQUENCE,
+)
 SIZE, STREAM_ABOVE = at.SIZE, at.STREAM_ABOVE
 
 SHARED_PATH = 1 << 60
@@ -28,11 +34,11 @@ def buffer_of(context, rank, chunk):
     if chunk == 0:
         parity = load(context + SEQUENCE) & 1
         return load(context + SLOTS) + (rank * 2 + parity) * load(context + SLOT_BYTES)
-    return load(context + PIPES) + (rank * 3 + chunk % 3) * load(context + PIPE_BYTES)
+    return load(context + CHUNK_BUFFERS) + (rank * 3 + chunk % 3) * load(context + CHUNK_BUFFER_BYTES)
 
 
 @njit(**KERNEL_OPTIONS)
-def place(context, owner, reader):
+def peer_slot(context, owner, reader):
     """Which of the SIZE - 1 parts of the buffer of ``owner`` is meant for ``reader``."""
     size = load(context + SIZE)
     return (reader - owner - 1 + size) % size

@@ -43,7 +43,7 @@ URGENT = 16  # the first so many are to be begun without delay
 ASLEEP = 24  # whether the thread sleeps until something is submitted
 CLOSED = 32
 GRACE = 40  # a timespec: how long a task may stand
-BELL_WORDS = 7
+DOORBELL_WORDS = 7
 NAPS = 20
 
 

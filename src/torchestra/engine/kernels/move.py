@@ -12,16 +12,16 @@ from __future__ import annotations
 from numba import njit
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, copy_out, place, streams
+from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, copy_out, peer_slot, streams
 from torchestra.engine.kernels.waiting import (
     all_count,
     arrive,
     begin,
     end,
     everyone_shares,
+    final_barrier,
     meet,
     offset_in_heap,
-    part,
     publish,
     shared_tensor,
     wait_for_step,
@@ -31,7 +31,8 @@ from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, memcpy, store
 RANK, SIZE, RESUME, SEQUENCE, SPLITS = at.RANK, at.SIZE, at.RESUME, at.SEQUENCE, at.SPLITS
 SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES = at.SOURCES, at.SOURCE_BYTES, at.TARGETS, at.TARGET_BYTES
 UNKNOWN = at.UNKNOWN
-NOT_SHARED, DONE, MISMATCH, SHARE, PART = at.NOT_SHARED, at.DONE, at.MISMATCH, at.SHARE, at.PART
+NOT_SHARED, DONE, MISMATCH = at.NOT_SHARED, at.DONE, at.MISMATCH
+SHARE, PEER_CHUNK = at.SHARE, at.PEER_CHUNK
 PLAN_CONTEXT, PLAN_META = at.PLAN_CONTEXT, at.PLAN_META
 PLAN_UNIT, PLAN_ROOT = at.PLAN_UNIT, at.PLAN_ROOT
 
@@ -136,7 +137,7 @@ def _share_in_place(context, source, stream):
             stream_fence()
         publish(context, 2)
         store(context + RESUME, SHARED_PATH)
-    code = part(context)
+    code = final_barrier(context)
     if code == DONE:
         end(context)
     return code
@@ -218,7 +219,7 @@ def exchange(plan, count):
     """
     context = load(plan + PLAN_CONTEXT)
     meta = load(plan + PLAN_META)
-    chunk = load(context + PART)
+    chunk = load(context + PEER_CHUNK)
     rank = load(context + RANK)
     size = load(context + SIZE)
     sources = load(context + SOURCES)
@@ -259,7 +260,7 @@ def exchange(plan, count):
                 length = min(chunk, load(sent + peer * 8) - offset)
                 if peer != rank and length > 0:
                     source = load(sources + peer * 8) + offset
-                    memcpy(buffer + place(context, rank, peer) * chunk, source, length)
+                    memcpy(buffer + peer_slot(context, rank, peer) * chunk, source, length)
         if iteration == 0:
             arrive(context, meta, count, NOT_SHARED)
         # What a rank sends itself. (That it expects as much is found out with the other pairs.)
@@ -273,7 +274,7 @@ def exchange(plan, count):
                 peer = (rank + step) % size
                 length = min(chunk, load(expected + peer * 8) - offset)
                 if length > 0:
-                    buffer = buffer_of(context, peer, iteration - 1) + place(context, peer, rank) * chunk
+                    buffer = buffer_of(context, peer, iteration - 1) + peer_slot(context, peer, rank) * chunk
                     copy_out(load(targets + peer * 8) + offset, buffer, length, stream)
         if 0 < iteration < parts:
             publish(context, iteration + 1)

@@ -13,16 +13,16 @@ from __future__ import annotations
 from numba import njit
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, place
+from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, peer_slot
 from torchestra.engine.kernels.iovec import copy_in, copy_out, reduce_in
 from torchestra.engine.kernels.waiting import (
     arrive,
     begin,
     end,
     everyone_shares,
+    final_barrier,
     meet,
     offset_in_heap,
-    part,
     publish,
     shared_tensor,
     wait_for_step,
@@ -31,7 +31,7 @@ from torchestra.engine.native.atomics import KERNEL_OPTIONS, call_reduction, loa
 
 RANK, SIZE, RESUME, POINTERS, SOURCES = at.RANK, at.SIZE, at.RESUME, at.POINTERS, at.SOURCES
 SOURCE_BYTES, NOT_SHARED = at.SOURCE_BYTES, at.NOT_SHARED
-DIRECT, CHUNK, PART, WHOLE = at.DIRECT, at.CHUNK, at.PART, at.WHOLE
+DIRECT, CHUNK, PEER_CHUNK, SINGLE_IOVEC = at.DIRECT, at.CHUNK, at.PEER_CHUNK, at.SINGLE_IOVEC
 PLAN_CONTEXT, PLAN_META, PLAN_UNIT = at.PLAN_CONTEXT, at.PLAN_META, at.PLAN_UNIT
 PLAN_FUNCTION, PLAN_ROOT = at.PLAN_FUNCTION, at.PLAN_ROOT
 DONE = at.DONE
@@ -49,7 +49,7 @@ def all_reduce(plan, count, address):
     root = load(plan + PLAN_ROOT)
     if count * unit <= load(context + DIRECT):
         return _all_reduce_direct(context, meta, count, address, unit, function, root)
-    parts = context + WHOLE
+    parts = context + SINGLE_IOVEC
     store(parts + 8, count)
     store(parts + 16, address)
     shared = offset_in_heap(context, address)
@@ -57,7 +57,7 @@ def all_reduce(plan, count, address):
 
 
 @njit(**KERNEL_OPTIONS)
-def all_reduce_parts(plan, count, parts, number):
+def all_reduce_iovec(plan, count, parts, number):
     """:func:`all_reduce` of several tensors taken as one (iovec.py), of ``count`` elements together."""
     context = load(plan + PLAN_CONTEXT)
     meta = load(plan + PLAN_META)
@@ -65,7 +65,7 @@ def all_reduce_parts(plan, count, parts, number):
     function = load(plan + PLAN_FUNCTION)
     root = load(plan + PLAN_ROOT)
     if count * unit <= load(context + DIRECT):
-        return _all_reduce_parts_direct(context, meta, count, parts, number, unit, function)
+        return _all_reduce_iovec_direct(context, meta, count, parts, number, unit, function)
     return _all_reduce_chunked(context, meta, count, parts, number, unit, function, root, NOT_SHARED)
 
 
@@ -93,7 +93,7 @@ def _all_reduce_direct(context, meta, count, address, unit, function, root):
 
 
 @njit(**KERNEL_OPTIONS)
-def _all_reduce_parts_direct(context, meta, count, parts, number, unit, function):
+def _all_reduce_iovec_direct(context, meta, count, parts, number, unit, function):
     if load(context + RESUME) == 0:
         begin(context, meta, count, count * unit)
         copy_in(parts, number, 0, count, unit, buffer_of(context, load(context + RANK), 0))
@@ -212,7 +212,7 @@ def _all_reduce_shared(context, count, unit, function, root):
             first += length
         publish(context, 2)
         store(context + RESUME, SHARED_PATH)
-    code = part(context)
+    code = final_barrier(context)
     if code == DONE:
         end(context)
     return code
@@ -230,7 +230,7 @@ def reduce_scatter(plan, count, target, longest):
     meta = load(plan + PLAN_META)
     unit = load(plan + PLAN_UNIT)
     function = load(plan + PLAN_FUNCTION)
-    chunk = load(context + PART) // unit
+    chunk = load(context + PEER_CHUNK) // unit
     rank = load(context + RANK)
     size = load(context + SIZE)
     pointers = load(context + POINTERS)
@@ -258,7 +258,7 @@ def reduce_scatter(plan, count, target, longest):
             for peer in range(size):
                 length = min(chunk * unit, load(lengths + peer * 8) - offset)
                 if peer != rank and length > 0:
-                    slot = buffer + place(context, rank, peer) * chunk * unit
+                    slot = buffer + peer_slot(context, rank, peer) * chunk * unit
                     memcpy(slot, load(sources + peer * 8) + offset, length)
         if iteration > 0:
             offset -= chunk * unit
@@ -266,7 +266,7 @@ def reduce_scatter(plan, count, target, longest):
             if length > 0:
                 for peer in range(size):
                     buffer = buffer_of(context, peer, iteration - 1)
-                    store(pointers + peer * 8, buffer + place(context, peer, rank) * chunk * unit)
+                    store(pointers + peer * 8, buffer + peer_slot(context, peer, rank) * chunk * unit)
                 store(pointers + rank * 8, load(sources + rank * 8) + offset)
                 call_reduction(function, target + offset, pointers, size, length // unit)
         if iteration == 0:

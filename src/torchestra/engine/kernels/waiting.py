@@ -11,7 +11,7 @@ Sleeping. A waiter looks SPINS times, yields the core YIELDS times, then counts 
 WAITERS word and sleeps on the lower half of PROGRESS (a futex). No wake-up is lost: the waiter does
 ``WAITERS += 1; read PROGRESS``, the publisher ``write PROGRESS; read WAITERS``, all four
 sequentially consistent, so at least one of the two sees the other's write; and a futex compares
-the word again when it goes to sleep. A sleep that saw no progress for PATIENCE returns PENDING to
+the word again when it goes to sleep. A sleep that saw no progress for POLL_INTERVAL returns PENDING to
 Python, which looks at signals, the deadline and the peers' lives and calls the kernel again.
 
 The fingerprint. Beside PROGRESS a rank keeps, by the parity of the sequence number, what it was called for:
@@ -53,7 +53,7 @@ EVERYBODY = 0x7FFF_FFFF
 CONTROL_BYTES, STEP_BITS = at.CONTROL_BYTES, at.STEP_BITS
 RANK, SIZE, CONTROL, ABORT = at.RANK, at.SIZE, at.CONTROL, at.ABORT
 HEAPS, HEAP_BYTES, NOT_SHARED = at.HEAPS, at.HEAP_BYTES, at.NOT_SHARED
-SEQUENCE, RESUME, BLOCKED, PATIENCE = at.SEQUENCE, at.RESUME, at.BLOCKED, at.PATIENCE
+SEQUENCE, RESUME, BLOCKED, POLL_INTERVAL = at.SEQUENCE, at.RESUME, at.BLOCKED, at.POLL_INTERVAL
 SPINS, YIELDS = at.SPINS, at.YIELDS
 UNKNOWN = at.UNKNOWN
 META, COUNT, SHARED, WAITERS = at.META, at.COUNT, at.SHARED, at.WAITERS
@@ -87,13 +87,13 @@ def wait_until(context, peer, target):
         if load_acquire(word) >= target:
             return DONE
     since = begin_wait(context, peer)
-    code = _wait_patiently(context, peer, word, target)
+    code = _yield_then_sleep(context, peer, word, target)
     end_wait(context, peer, target, since)
     return code
 
 
 @njit(**KERNEL_OPTIONS)
-def _wait_patiently(context, peer, word, target):
+def _yield_then_sleep(context, peer, word, target):
     settle(context)
     for _ in range(load(context + YIELDS)):
         sched_yield()
@@ -106,7 +106,7 @@ def _wait_patiently(context, peer, word, target):
         fetch_add(word + WAITERS, 1)
         seen = load_ordered(word)
         if seen < target:
-            syscall(FUTEX, word, FUTEX_WAIT, seen & 0xFFFF_FFFF, load(context + PATIENCE), 0, 0)
+            syscall(FUTEX, word, FUTEX_WAIT, seen & 0xFFFF_FFFF, load(context + POLL_INTERVAL), 0, 0)
         fetch_add(word + WAITERS, -1)
         now = load_acquire(word)
         if now >= target:
@@ -221,7 +221,7 @@ def shared_tensor(context, rank):
 
 
 @njit(**KERNEL_OPTIONS)
-def part(context):
+def final_barrier(context):
     """The last step of an operation that read peers' tensors in place: wait until all have read.
 
     ABORTED if the group is, though all may have read: then a peer may have left before this rank had read

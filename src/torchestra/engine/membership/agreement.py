@@ -52,11 +52,11 @@ from typing import NamedTuple
 import numpy as np
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels import control
+from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
 from torchestra.errors import RankExcludedError
 
-__all__ = ["Round", "State", "Succession"]
+__all__ = ["MembershipAgreement", "Round", "State"]
 
 _STATE_BITS = 2
 _PROPOSER_BITS = 24
@@ -92,19 +92,19 @@ class Round(NamedTuple):
         return f"Round({self.number}, {self.state.name}, {self.proposer}, {self.survivors})"  # not the key
 
 
-class Succession:
+class MembershipAgreement:
     """Rank ``rank``'s view of what comes after the group that meets in ``arena``."""
 
     def __init__(self, arena: Arena, rank: int) -> None:
         self.size = arena.layout.size
         self.rank = rank
         self._arena = arena
-        self._decision = arena.address + arena.layout.succession
+        self._decision = arena.address + arena.layout.agreement
 
     def now(self) -> Round:
         """The decision as it stands, with its proposal."""
         while True:
-            word = control.read(self._decision)
+            word = shared_words.load_acquire(self._decision)
             state = State(word & ((1 << _STATE_BITS) - 1))
             proposer = (word >> _STATE_BITS) & ((1 << _PROPOSER_BITS) - 1)
             number = (word >> (_STATE_BITS + _PROPOSER_BITS)) + 1
@@ -112,13 +112,13 @@ class Succession:
                 return Round(word, number, state, proposer)
             survivors, key = self._proposal(proposer, number)
             # An exchange, because what was read of the proposal must have been read before.
-            if control.replace(self._decision, word, word) == word:
+            if shared_words.compare_exchange(self._decision, word, word) == word:
                 return Round(word, number, state, proposer, survivors, key)
 
     def exclusion(self, group: str) -> RankExcludedError | None:
         """The error that says so, if the others go on, or will, without this rank."""
         now = self.now()
-        excluder = control.read(self._word(self.rank, at.EXCLUDED)) - 1
+        excluder = shared_words.load_acquire(self._word(self.rank, at.EXCLUDED)) - 1
         remedy = "this rank has no part in what the others do; end it, or start it anew"
         by = f", because rank {excluder} has excluded it" if excluder >= 0 else ""
         if now.state is State.COMMITTED and self.rank not in now.survivors:
@@ -139,35 +139,39 @@ class Succession:
 
     def come(self) -> None:
         """Say that this rank wants to go on."""
-        control.tell(self._word(self.rank, at.COMES), 1)
+        shared_words.store_ordered(self._word(self.rank, at.COMES), 1)
 
     def stop_coming(self) -> None:
         """Take that back."""
-        control.tell(self._word(self.rank, at.COMES), 0)
+        shared_words.store_ordered(self._word(self.rank, at.COMES), 0)
 
     def get_ready(self, now: Round) -> None:
         """Say that this rank has entered the arena that a round proposes."""
-        control.tell(self._word(self.rank, at.READY), now.number)
+        shared_words.store_ordered(self._word(self.rank, at.READY), now.number)
 
     def exclude(self, ranks: Iterable[int]) -> None:
         """Have the group go on without these ranks, whether they live or not. To be called before coming."""
         for rank in ranks:
-            control.replace(self._word(rank, at.EXCLUDED), 0, self.rank + 1)
+            shared_words.compare_exchange(self._word(rank, at.EXCLUDED), 0, self.rank + 1)
 
     # -- the others' words
 
     def coming(self) -> set[int]:
         """The ranks that want to go on."""
-        return {rank for rank in range(self.size) if control.read(self._word(rank, at.COMES))}
+        return {rank for rank in range(self.size) if shared_words.load_acquire(self._word(rank, at.COMES))}
 
     def excluded(self) -> dict[int, int]:
         """The ranks that shall not go on, and who has said so."""
-        said = {rank: control.read(self._word(rank, at.EXCLUDED)) for rank in range(self.size)}
+        said = {rank: shared_words.load_acquire(self._word(rank, at.EXCLUDED)) for rank in range(self.size)}
         return {rank: excluder - 1 for rank, excluder in said.items() if excluder}
 
     def unready(self, now: Round) -> set[int]:
         """The survivors of a proposed round that have not entered its arena yet."""
-        return {rank for rank in now.survivors if control.read(self._word(rank, at.READY)) != now.number}
+        return {
+            rank
+            for rank in now.survivors
+            if shared_words.load_acquire(self._word(rank, at.READY)) != now.number
+        }
 
     # -- the three steps; each returns whether it was taken
 
@@ -192,12 +196,12 @@ class Succession:
 
     def _exchange(self, now: Round, state: State, number: int, proposer: int) -> bool:
         wanted = (((number - 1) << _PROPOSER_BITS) + proposer << _STATE_BITS) + state
-        found: int = control.replace(self._decision, now.word, wanted)
+        found: int = shared_words.compare_exchange(self._decision, now.word, wanted)
         return found == now.word
 
     def _block(self, rank: int) -> int:
         layout = self._arena.layout
-        return layout.succession + at.LINE + rank * layout.succession_bytes
+        return layout.agreement + at.LINE + rank * layout.agreement_bytes
 
     def _word(self, rank: int, offset: int) -> int:
         return self._arena.address + self._block(rank) + offset

@@ -31,7 +31,7 @@ from torchestra.store.base import DEFAULT_STORE_TIMEOUT
 from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.store.tcp.locality import peer_user
 
-__all__ = ["Estate", "Offer", "Request", "leave_store", "make_offer", "make_request"]
+__all__ = ["ArenaTransfer", "Offer", "Request", "leave_store", "make_offer", "make_request"]
 
 _CONNECT_SECONDS = 1.0
 _FAREWELL_SECONDS = 3.0
@@ -41,7 +41,7 @@ _YES = b"y"
 _log = logging.getLogger(__name__)
 
 
-class Estate:
+class ArenaTransfer:
     """What a new group starts with, as one of its ranks holds it.
 
     Attributes:
@@ -71,7 +71,7 @@ class Offer(Protocol):
     """
 
     key: bytes
-    estate: Estate
+    estate: ArenaTransfer
 
     def serve(self) -> None:
         """Give to those who have asked."""
@@ -83,7 +83,7 @@ class Offer(Protocol):
 class Request(Protocol):
     """Another rank's side: of the rank that asks."""
 
-    def answer(self) -> Estate | None:
+    def answer(self) -> ArenaTransfer | None:
         """What was asked for, if it has come; None to be called again."""
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class _ProcessOffer:
                 )
             )
             store: Store = HashStore() if size == 1 else _ServedStore(name, self._proof)
-            self.estate = Estate(arena, store)
+            self.estate = ArenaTransfer(arena, store)
             undo.pop_all()
 
     def serve(self) -> None:
@@ -185,7 +185,7 @@ class _ProcessRequest:
         self._connection: socket.socket | None = None
         self._arena: Arena | None = None
 
-    def answer(self) -> Estate | None:
+    def answer(self) -> ArenaTransfer | None:
         if self._arena is None:
             self._arena = self._fetch()
         if self._arena is None:
@@ -195,7 +195,7 @@ class _ProcessRequest:
         except DistNetworkError:
             return None  # the proposer is gone, which is seen elsewhere, or has much to do
         store.set_timeout(DEFAULT_STORE_TIMEOUT)
-        return Estate(self._arena, store)
+        return ArenaTransfer(self._arena, store)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -233,7 +233,7 @@ def _store_of(name: str) -> str:
 # -- ranks that are threads
 
 
-_offered: dict[bytes, Estate] = {}
+_offered: dict[bytes, ArenaTransfer] = {}
 
 
 class _ThreadOffer:
@@ -243,7 +243,7 @@ class _ThreadOffer:
         self.key = _new_key()
         arena, descriptor = Arena.create(layout_for(size), group)
         os.close(descriptor)
-        self.estate = Estate(arena, HashStore(), {})
+        self.estate = ArenaTransfer(arena, HashStore(), {})
         _offered[self.key] = self.estate
 
     def serve(self) -> None:
@@ -259,7 +259,7 @@ class _ThreadRequest:
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    def answer(self) -> Estate | None:
+    def answer(self) -> ArenaTransfer | None:
         return _offered.get(self._key)
 
     def close(self) -> None:

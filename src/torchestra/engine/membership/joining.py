@@ -32,9 +32,9 @@ import numpy as np
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import move
 from torchestra.engine.kernels.selection import waiting_policy
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
-from torchestra.engine.memory.fd_passing import Admission, visit
+from torchestra.engine.memory.fd_passing import DescriptorServer, visit
 from torchestra.engine.operations import Kind, pack
 from torchestra.errors import (
     CollectiveTimeoutError,
@@ -74,7 +74,7 @@ def join(
     threads: bool,
     thread: threading.Thread | None = None,
     numbers: Sequence[int] | None = None,
-) -> Member:
+) -> RankContext:
     """Enter a group; returns when all ranks have. Must be called by every rank of the group.
 
     Args:
@@ -99,35 +99,35 @@ def join(
         with naming_limits(f"group {name!r} cannot be made"):
             return enter.place(_new_arena(1, name))
     trouble = _Trouble(store, rank, name)
-    member: Member | None = None
+    context: RankContext | None = None
     shared: _ThreadArena | None = None
     try:
         with naming_limits(f"rank {rank} cannot enter group {name!r}"):
             if threads:
                 shared = _meet_threads(store, rank, size, name, deadline)
-                member = enter.place(shared.arena, shared.threads)
-                _first_barrier(member, deadline, partial(trouble.look, member))
+                context = enter.place(shared.arena, shared.threads)
+                _first_barrier(context, deadline, partial(trouble.look, context))
             elif rank == 0:
                 check_free_descriptors(_DESCRIPTORS)
-                member = enter.place(_new_arena(size, name))
-                _lead(store, member, deadline, trouble)
+                context = enter.place(_new_arena(size, name))
+                _lead(store, context, deadline, trouble)
             else:
                 check_free_descriptors(_DESCRIPTORS)
-                member = _follow(store, enter, deadline, trouble)
-                _first_barrier(member, deadline)
-        if member.peers is not None:
-            member.peers.dead()  # once now, while all live, to know later how one of them ended
+                context = _follow(store, enter, deadline, trouble)
+                _first_barrier(context, deadline)
+        if context.peers is not None:
+            context.peers.dead()  # once now, while all live, to know later how one of them ended
     except BaseException as error:
         trouble.tell(error)
-        if member is not None:
-            if not member.is_aborted:
-                member.abort(_why(rank, error))
-            member.leave()
+        if context is not None:
+            if not context.is_aborted:
+                context.abort(_why(rank, error))
+            context.leave()
         raise
     finally:
         if rank == 0 and shared is not None:
             _forget(shared)
-    return member
+    return context
 
 
 def refuse(store: Store, why: str) -> None:
@@ -149,20 +149,20 @@ class _Entering:
         self.rank, self.size, self.name = rank, size, name
         self._numbers, self._program = numbers, program
 
-    def place(self, arena: Arena, threads: dict[int, threading.Thread] | None = None) -> Member:
+    def place(self, arena: Arena, threads: dict[int, threading.Thread] | None = None) -> RankContext:
         """Take it, and let the others see so."""
         spins, yields = waiting_policy(self.size)
-        member = Member(arena, self.rank, self.name, spins=spins, yields=yields)
-        member.numbers = self._numbers
+        context = RankContext(arena, self.rank, self.name, spins=spins, yields=yields)
+        context.group_ranks = self._numbers
         if threads is not None:
             threads[self.rank] = self._program
-        member.announce()
+        context.announce()
         try:
-            member.meet_peers(threads, self._program)
+            context.meet_peers(threads, self._program)
         except BaseException:
-            member.leave()
+            context.leave()
             raise
-        return member
+        return context
 
 
 class _Trouble:
@@ -183,7 +183,7 @@ class _Trouble:
             elif not told:
                 self._store.compare_set("failed", "", f"{self._rank} {why}")
 
-    def look(self, member: Member, *, now: bool = False) -> None:
+    def look(self, context: RankContext, *, now: bool = False) -> None:
         """On rank 0, now and then: abort the group if another rank has said that it has failed.
 
         Raises:
@@ -194,15 +194,15 @@ class _Trouble:
         self._next_look = time.monotonic() + _LOOK_SECONDS
         if self._store.check(["failed"]):
             _, _, why = self._store.get("failed").decode(errors="replace").partition(" ")
-            member.abort(why)
-            raise member.aborted()
+            context.abort(why)
+            raise context.aborted()
 
 
-def _absent(member: Member) -> tuple[int, ...]:
+def _absent(context: RankContext) -> tuple[int, ...]:
     """The ranks that have never been in the arena."""
-    arena = member.arena
+    arena = context.arena
     return tuple(
-        rank for rank in range(member.size) if arena.word(arena.control(rank) + at.STATE) == at.ABSENT
+        rank for rank in range(context.size) if arena.word(arena.control(rank) + at.STATE) == at.ABSENT
     )
 
 
@@ -216,9 +216,9 @@ def _new_arena(size: int, name: str) -> Arena:
     return arena
 
 
-def _first_barrier(member: Member, deadline: float, look: Callable[[], None] | None = None) -> None:
+def _first_barrier(context: RankContext, deadline: float, look: Callable[[], None] | None = None) -> None:
     """Return when all ranks are in the arena; ``look`` is called now and then, and may raise."""
-    plan = np.array([member.context, pack(Kind.barrier), 0, 0, -1], dtype=np.int64)
+    plan = np.array([context.address, pack(Kind.barrier), 0, 0, -1], dtype=np.int64)
 
     def barrier(*arguments: int) -> int:
         if look is not None:
@@ -230,13 +230,13 @@ def _first_barrier(member: Member, deadline: float, look: Callable[[], None] | N
         code = move.barrier(*arguments)
         if code != at.DONE:
             seconds = max(0.0, deadline - time.monotonic())
-            member.finish(code, barrier, arguments, seconds, None)
+            context.finish(code, barrier, arguments, seconds, None)
     except GroupAbortedError as error:
         if _LATE in str(error) and not isinstance(error, RankFailedError):
-            raise CollectiveTimeoutError(str(error), member.called(_absent(member))) from error
+            raise CollectiveTimeoutError(str(error), context.to_group_ranks(_absent(context))) from error
         raise
     except BaseException as error:
-        member.leave_halfway(error)
+        context.leave_halfway(error)
         raise
 
 
@@ -261,7 +261,7 @@ def _forget(shared: _ThreadArena) -> None:
         del _thread_arenas[token]
 
 
-def _follow(store: Store, enter: _Entering, deadline: float, trouble: _Trouble) -> Member:
+def _follow(store: Store, enter: _Entering, deadline: float, trouble: _Trouble) -> RankContext:
     """A process that is not rank 0: fetch the arena, and take the place in it."""
     rank, name = enter.rank, enter.name
     kind, invitation = _ask_for_arena(store, rank, enter.size, name, deadline)
@@ -306,39 +306,41 @@ def _ask_for_arena(store: Store, rank: int, size: int, name: str, deadline: floa
     return kind, token
 
 
-def _lead(store: Store, member: Member, deadline: float, trouble: _Trouble) -> None:
+def _lead(store: Store, context: RankContext, deadline: float, trouble: _Trouble) -> None:
     """Rank 0: give the descriptor to every other rank, and meet them in the first barrier."""
-    name, size = member.name, member.size
+    name, size = context.name, context.size
     started = time.monotonic()
-    with Admission(range(1, size), store.secret, name, keeps=True) as admission:
+    with DescriptorServer(range(1, size), store.secret, name, keeps=True) as admission:
         store.set("arena", f"processes {admission.invitation}")
-        look, next_look = partial(_look_around, admission, member, trouble), started + _LIVENESS_SECONDS
+        look, next_look = partial(_look_around, admission, context, trouble), started + _LIVENESS_SECONDS
         try:
             while waiting := admission.waited_for:
                 if time.monotonic() > deadline:
-                    missing = member.called(sorted(waiting))
+                    missing = context.to_group_ranks(sorted(waiting))
                     message = (
                         f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of group"
                         f" {name!r} did not come within {time.monotonic() - started:.1f} s (seen from rank 0"
                         f" of {size}): are they running, on this host, and do they use the same rendezvous?"
                     )
-                    member.abort(message)
+                    context.abort(message)
                     raise CollectiveTimeoutError(message, missing)
-                admission.serve(member.arena.descriptor)
+                admission.serve(context.arena.descriptor)
                 if (now := time.monotonic()) >= next_look:
                     look()
                     next_look = now + _LIVENESS_SECONDS
-            _first_barrier(member, deadline, look)
+            _first_barrier(context, deadline, look)
         except BaseException as error:
             trouble.tell(error)  # before those who come later find nobody here
             raise
 
 
-def _look_around(admission: Admission, member: Member, trouble: _Trouble) -> None:
+def _look_around(admission: DescriptorServer, context: RankContext, trouble: _Trouble) -> None:
     """Abort the group if a rank has died on its way into it, or cannot enter it."""
-    lost = set(admission.ended()).intersection(_absent(member))
-    trouble.look(member, now=bool(lost))
-    if died := lost.union(member.peers.dead() if member.peers is not None else ()):
-        who = ", ".join(map(member.describe, sorted(died)))
-        member.abort(f"{who} died before all ranks of the group had come", member.called(sorted(died)))
-        raise member.aborted()
+    lost = set(admission.ended()).intersection(_absent(context))
+    trouble.look(context, now=bool(lost))
+    if died := lost.union(context.peers.dead() if context.peers is not None else ()):
+        who = ", ".join(map(context.describe, sorted(died)))
+        context.abort(
+            f"{who} died before all ranks of the group had come", context.to_group_ranks(sorted(died))
+        )
+        raise context.aborted()

@@ -1,7 +1,7 @@
 """One rank's place in an arena: its private kernel context, and how its waits end.
 
 A kernel that has waited for a while returns PENDING, with the rank it waits for in BLOCKED.
-:meth:`Member.run` then looks, in Python: signals have been handled by the time it runs, so Ctrl-C gets
+:meth:`RankContext.run` then looks, in Python: signals have been handled by the time it runs, so Ctrl-C gets
 through; a peer that has died or left, an abort by another rank or the deadline end the operation with an
 error that names the rank. An operation that is left halfway cannot be taken back, so whoever leaves one
 aborts the group: it writes why into the arena's header, and every other rank raises that instead of waiting
@@ -27,19 +27,19 @@ import numpy.typing as npt
 from torchestra.engine import layout as at
 from torchestra.engine import operations
 from torchestra.engine.failure.abort import write_abort_text
-from torchestra.engine.failure.hang_report import describe_standing
+from torchestra.engine.failure.hang_report import hang_report
 from torchestra.engine.failure.liveness import PeerProcesses, Peers, PeerThreads, process_space, process_start
 from torchestra.engine.failure.mismatches import differing_thresholds
-from torchestra.engine.failure.stack_reporter import Watcher
-from torchestra.engine.kernels import control
+from torchestra.engine.failure.stack_reporter import StackReporter
+from torchestra.engine.kernels import shared_words
 from torchestra.engine.kernels.placement import LOOK_EVERY
 from torchestra.engine.kernels.selection import cores_in_affinity
-from torchestra.engine.membership.agreement import Succession
+from torchestra.engine.membership.agreement import MembershipAgreement
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.memory.heap import Heap
 from torchestra.engine.recorder import recorder
 from torchestra.engine.recorder.callsites import call_site
-from torchestra.engine.recorder.flight_dump import keep_record
+from torchestra.engine.recorder.flight_dump import dump_flight_record
 from torchestra.engine.try_lock import TryLock
 from torchestra.errors import (
     CollectiveMismatchError,
@@ -55,12 +55,12 @@ from torchestra.system.limits import start_thread
 _LIVENESS_SECONDS, _RESTLESS_SECONDS, _CLAIM_SECONDS = 0.05, 1.0, 2.0
 
 
-class Member:
+class RankContext:
     """Rank ``rank`` of the group that meets in ``arena``. One operation runs at a time.
 
     Attributes:
-        numbers: by rank of the arena, what messages and errors call it. Differs where the arena holds only
-            some ranks of a group.
+        group_ranks: by rank of the arena, the rank in the group, which messages and errors name. Differs where
+            the arena holds only some ranks of a group.
         when_aborted: called with what :meth:`abort` wrote, on the rank that did so.
         host: where the ranks of the arena are, for messages; empty where the whole group is.
         ask_elsewhere: where the ranks of other hosts stand, in lines.
@@ -70,9 +70,9 @@ class Member:
         self.arena = arena
         self.rank = rank
         self.size = arena.layout.size
-        self.numbers: Sequence[int] = range(self.size)
+        self.group_ranks: Sequence[int] = range(self.size)
         self.name = name
-        self.succession = Succession(arena, rank)
+        self.agreement = MembershipAgreement(arena, rank)
         self.shrinking = TryLock()
         self.when_aborted: Callable[[str, tuple[int, ...], str], None] | None = None
         self.host = ""
@@ -85,8 +85,8 @@ class Member:
         self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
         self._tables: npt.NDArray[np.int64] = np.zeros((len(at.TABLES), self.size), dtype=np.int64)
         self._masks: npt.NDArray[np.int64] = np.zeros(2 * at.MASK_BYTES // 8, dtype=np.int64)
-        self._patience = np.array([0, int(_LIVENESS_SECONDS * 1e9)], dtype=np.int64)
-        self.context: int = self._words.ctypes.data
+        self._poll_interval = np.array([0, int(_LIVENESS_SECONDS * 1e9)], dtype=np.int64)
+        self.address: int = self._words.ctypes.data
         self.heap = Heap(arena, rank, partial(_find_heaps, arena, self._words))
         layout, base = arena.layout, arena.address
         for offset, value in (
@@ -96,12 +96,12 @@ class Member:
             (at.SPLITS, base + layout.splits),
             (at.SLOTS, base + layout.slots),
             (at.SLOT_BYTES, layout.slot_bytes),
-            (at.PIPES, base + layout.pipes),
-            (at.PIPE_BYTES, layout.pipe_bytes),
+            (at.CHUNK_BUFFERS, base + layout.chunk_buffers),
+            (at.CHUNK_BUFFER_BYTES, layout.chunk_buffer_bytes),
             (at.ABORT, base + at.HEADER_ABORT),
             (at.SPINS, spins),
             (at.YIELDS, yields),
-            (at.PATIENCE, self._patience.ctypes.data),
+            (at.POLL_INTERVAL, self._poll_interval.ctypes.data),
             (at.RECORD, base + arena.record(rank)),
             (at.CLOCK, arena.word(at.HEADER_CLOCK)),
             (at.CORES, cores_in_affinity()),
@@ -118,13 +118,13 @@ class Member:
         self.closed = self._inherited = True
 
     @property
-    def patience(self) -> float:
+    def poll_interval_s(self) -> float:
         """How long, in seconds, a wait sleeps before it lets Python look around."""
-        return float(self._patience[0]) + float(self._patience[1]) * 1e-9
+        return float(self._poll_interval[0]) + float(self._poll_interval[1]) * 1e-9
 
-    @patience.setter
-    def patience(self, seconds: float) -> None:
-        self._patience[:] = divmod(round(seconds * 1e9), 1_000_000_000)
+    @poll_interval_s.setter
+    def poll_interval_s(self, seconds: float) -> None:
+        self._poll_interval[:] = divmod(round(seconds * 1e9), 1_000_000_000)
 
     # -- what the engine above uses
 
@@ -164,7 +164,7 @@ class Member:
                     # Whoever waits so long will not mind a slower wake-up, and may as well cost nothing.
                     self.set_word(at.SPINS, 0)
                     self.set_word(at.YIELDS, 0)
-                meta, count = control.read(arguments[0] + at.PLAN_META), arguments[1]
+                meta, count = shared_words.load_acquire(arguments[0] + at.PLAN_META), arguments[1]
                 doing, blocked = operations.describe(meta, count), self.word(at.BLOCKED)
                 suspect = self.check(doing, blocked, deadline, suspect, site=site)
                 code = kernel(*arguments)
@@ -175,17 +175,17 @@ class Member:
             raise self.aborted()
         if code == at.MISMATCH:
             self.set_word(at.RESUME, 0)
-            meta, count = control.read(arguments[0] + at.PLAN_META), arguments[1]
+            meta, count = shared_words.load_acquire(arguments[0] + at.PLAN_META), arguments[1]
             self._raise_mismatch(meta, count, site, seconds)
 
     def note_failure(self) -> None:
         """Mark the current operation as failed in the record, if it was not brought to its end."""
         if not self._inherited:
-            recorder.fail_entry(self.context)
+            recorder.fail_entry(self.address)
 
     def leave_halfway(self, error: BaseException) -> None:
         """Abort the group because this rank has left its current operation with an exception."""
-        self.abort(f"rank {self.own_number} left {self._now()} with {type(error).__name__}: {error}")
+        self.abort(f"rank {self.group_rank} left {self._now()} with {type(error).__name__}: {error}")
 
     def check(
         self,
@@ -220,7 +220,7 @@ class Member:
             raise self.aborted()
         if self.closed:
             raise GroupDestroyedError(
-                f"rank {self.own_number} destroyed group {self.name!r} while it was in {doing}"
+                f"rank {self.group_rank} destroyed group {self.name!r} while it was in {doing}"
             )
         dead = self._dead()
         gone = self._gone(blocked, dead, alone)
@@ -230,10 +230,12 @@ class Member:
                 return gone
             if gone in dead:
                 died = ", ".join(f"{self.describe(rank)} died ({self.how(rank)})" for rank in dead)
-                self.abort(f"{died}; rank {self.own_number} saw it in {doing}", self.called(dead), explain)
+                self.abort(
+                    f"{died}; rank {self.group_rank} saw it in {doing}", self.to_group_ranks(dead), explain
+                )
             else:
                 self.abort(
-                    f"{self.describe(gone)} has destroyed the group, and rank {self.own_number} waits for"
+                    f"{self.describe(gone)} has destroyed the group, and rank {self.group_rank} waits for"
                     f" it in {doing}:"
                     " do all ranks call the same operations?",
                     explain=explain,
@@ -245,13 +247,13 @@ class Member:
                 asked = tuple(range(self.size)) if blocked is None else (blocked,)
                 raise CollectiveTimeoutError(
                     f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank"
-                    f" {self.own_number} (the timeout is {seconds:g} s); the group stays"
+                    f" {self.group_rank} (the timeout is {seconds:g} s); the group stays"
                     f" usable.{self.report(asked)}",
-                    self.called(asked),
+                    self.to_group_ranks(asked),
                 )
-            missing = self.called(self.missing())
+            missing = self.to_group_ranks(self.missing())
             message = (
-                f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.own_number}:"
+                f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.group_rank}:"
                 f" {_ranks(missing) + self._here() if missing else 'no rank'} had not arrived"
                 f" (the timeout is {seconds:g} s)."
             )
@@ -262,27 +264,27 @@ class Member:
         return None
 
     @property
-    def own_number(self) -> int:
+    def group_rank(self) -> int:
         """What messages call this rank."""
-        return self.numbers[self.rank]
+        return self.group_ranks[self.rank]
 
     def be_on_host(self, host: str, group_size: int) -> None:
         """Let messages and records tell that the group has more ranks, on other hosts."""
         self.host = host
         length = self.arena.set_text(at.HEADER_HOST, at.HEADER_HOST_BYTES, host)
         self.arena.set_word(at.HEADER_HOST_LENGTH, length)
-        control.tell(self.arena.address + at.HEADER_GROUP_SIZE, group_size)
+        shared_words.store_ordered(self.arena.address + at.HEADER_GROUP_SIZE, group_size)
 
     def describe(self, rank: int) -> str:
         """What messages call a rank, and its host where there are several."""
-        return f"rank {self.numbers[rank]}{self._here()}"
+        return f"rank {self.group_ranks[rank]}{self._here()}"
 
     def _here(self) -> str:
         return f" on host {self.host}" if self.host else ""
 
-    def called(self, ranks: Iterable[int]) -> tuple[int, ...]:
+    def to_group_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """What messages and errors call some ranks."""
-        return tuple(self.numbers[rank] for rank in ranks)
+        return tuple(self.group_ranks[rank] for rank in ranks)
 
     def _dead(self) -> tuple[int, ...]:
         """The ranks that have ended without destroying the group."""
@@ -318,10 +320,10 @@ class Member:
     def abort_to_shrink(self) -> None:
         """Make the group unusable because this rank is shrinking it; ranks that have died are named."""
         if dead := self._dead():
-            died = self.called(dead)
-            self.abort(f"{_ranks(died)} died; rank {self.own_number} saw it in shrink()", failed=died)
+            died = self.to_group_ranks(dead)
+            self.abort(f"{_ranks(died)} died; rank {self.group_rank} saw it in shrink()", failed=died)
         else:
-            self.abort(f"rank {self.own_number} has called shrink()")
+            self.abort(f"rank {self.group_rank} has called shrink()")
 
     def abort(self, why: str, failed: tuple[int, ...] = (), explain: Callable[[], str] | None = None) -> None:
         """Make the group unusable for all ranks, unless one of them has done so already.
@@ -335,7 +337,7 @@ class Member:
             return
         header = self.arena.address
         standing = ""
-        if control.claim(header + at.HEADER_ABORT_CLAIM) == 0:
+        if shared_words.compare_exchange(header + at.HEADER_ABORT_CLAIM, 0, 1) == 0:
             standing = explain() if explain is not None else ""
         elif self._await_abort():
             return
@@ -345,9 +347,9 @@ class Member:
             if self._await_abort():
                 return
             self._aborted = self._error_for(why, failed)  # another rank has died while it wrote
-        control.tell(header + at.HEADER_ABORT, 1)
-        control.wake_everybody(self.context)
-        keep_record(self.arena)
+        shared_words.store_ordered(header + at.HEADER_ABORT, 1)
+        shared_words.wake_everybody(self.address)
+        dump_flight_record(self.arena)
         if written and self.when_aborted is not None:
             self.when_aborted(why, failed, standing)
 
@@ -356,12 +358,12 @@ class Member:
         return any(self.is_aborted for _ in Deadline(_CLAIM_SECONDS).polls(0.001))
 
     def _error_for(self, why: str, failed: tuple[int, ...]) -> GroupAbortedError:
-        message = f"rank {self.own_number}: group {self.name!r} can no longer be used: {why}"
+        message = f"rank {self.group_rank}: group {self.name!r} can no longer be used: {why}"
         return RankFailedError(message, failed) if failed else GroupAbortedError(message)
 
     def aborted(self) -> GroupAbortedError:
         """The error that says why the group was aborted (which it must have been)."""
-        if (exclusion := self.succession.exclusion(self.name)) is not None:
+        if (exclusion := self.agreement.exclusion(self.name)) is not None:
             return exclusion
         if self._aborted is None:
             told = self._told()
@@ -371,7 +373,7 @@ class Member:
 
     def _told(self) -> dict[str, Any]:
         """What the rank that aborted the group has written about it."""
-        length = control.read(self.arena.address + at.HEADER_ABORT_LENGTH)
+        length = shared_words.load_acquire(self.arena.address + at.HEADER_ABORT_LENGTH)
         if length == 0:
             return {"why": "a rank died while it said why", "failed": (), "standing": ""}
         told: dict[str, Any] = json.loads(self.arena.text(at.HEADER_ABORT_TEXT, length))
@@ -391,10 +393,10 @@ class Member:
         pid = os.getpid()
         self.arena.set_word(self._control + at.PROCESS, pid)
         self.arena.set_word(self._control + at.STARTED, process_start(pid))
-        self.arena.set_word(self._control + at.SPACE, process_space())
-        for rank, number in enumerate(self.numbers):
-            self.arena.set_word(self.arena.control(rank) + at.NUMBER, number)
-        control.tell(self.arena.address + self._control + at.STATE, at.PRESENT)
+        self.arena.set_word(self._control + at.PID_NAMESPACE, process_space())
+        for rank, number in enumerate(self.group_ranks):
+            self.arena.set_word(self.arena.control(rank) + at.GROUP_RANK, number)
+        shared_words.store_ordered(self.arena.address + self._control + at.STATE, at.PRESENT)
 
     def meet_peers(self, threads: dict[int, threading.Thread] | None, program: threading.Thread) -> None:
         """Begin to know who lives.
@@ -408,19 +410,19 @@ class Member:
             self.peers = PeerThreads(threads, self.rank)
         elif self.size > 1:
             self.peers = PeerProcesses(self.arena, self.rank)
-            start_thread(Watcher(self, program))
+            start_thread(StackReporter(self, program))
 
     def leave(self) -> None:
         """Say that this rank takes part in nothing any more."""
         self.closed = True
         if self._inherited:
             return
-        control.tell(self.arena.address + self._control + at.STATE, at.LEFT)
+        shared_words.store_ordered(self.arena.address + self._control + at.STATE, at.LEFT)
         dead = self._dead()
         if not self.is_aborted and all(rank in dead or self.has_left(rank) for rank in range(self.size)):
-            keep_record(self.arena)  # the last to leave
-        control.ask(self.arena.address + self._control + at.ASKED)  # ends the watcher
-        control.wake_everybody(self.context)
+            dump_flight_record(self.arena)  # the last to leave
+        shared_words.increment_and_wake(self.arena.address + self._control + at.ASKED)  # ends the watcher
+        shared_words.wake_everybody(self.address)
         if self.peers is not None:
             self.peers.close()
 
@@ -436,9 +438,9 @@ class Member:
         self._tell_call(mine)
         deadline = Deadline(min(seconds, 10))
         for step in (2, 3):
-            control.publish_step(self.context, step)
+            shared_words.publish_step(self.address, step)
             suspect: int | None = None
-            while control.await_step(self.context, step) != at.DONE:
+            while shared_words.await_step(self.address, step) != at.DONE:
                 blocked = self.word(at.BLOCKED)
                 if self.is_aborted:
                     raise self.aborted()
@@ -448,7 +450,7 @@ class Member:
             if step == 2:
                 calls = [mine if rank == self.rank else self._call_of(rank) for rank in range(self.size)]
         lines = "".join(
-            f"\n  rank {number} called {call}" for number, call in zip(self.numbers, calls, strict=True)
+            f"\n  rank {number} called {call}" for number, call in zip(self.group_ranks, calls, strict=True)
         )
         raise CollectiveMismatchError(
             f"the ranks of group {self.name!r} called different operations (number"
@@ -457,11 +459,11 @@ class Member:
 
     def _tell_call(self, call: str) -> None:
         length = self.arena.set_text(self._control + at.CALLED, at.CALLED_BYTES, call)
-        control.tell(self.arena.address + self._control + at.CALLED_LENGTH, length)
+        shared_words.store_ordered(self.arena.address + self._control + at.CALLED_LENGTH, length)
 
     def _call_of(self, rank: int) -> str:
         offset = self.arena.control(rank)
-        length = control.read(self.arena.address + offset + at.CALLED_LENGTH)
+        length = shared_words.load_acquire(self.arena.address + offset + at.CALLED_LENGTH)
         return self.arena.text(offset + at.CALLED, length)
 
     def _now(self) -> str:
@@ -473,14 +475,14 @@ class Member:
     def report(self, ranks: Iterable[int], site: str | None = None) -> str:
         """A line for each of the ranks (hang_report.py); ``site`` as for :meth:`finish`."""
         own = (self.rank, site or call_site(otherwise=self.program.ident))
-        lines = describe_standing(self.arena, self.peers, ranks, self._dead(), own)
+        lines = hang_report(self.arena, self.peers, ranks, self._dead(), own)
         return f"\nhost {self.host}:{lines}" if self.host else lines
 
 
 def _find_heaps(arena: Arena, context: npt.NDArray[np.int64]) -> None:
     """Let the kernels, one of which may be running, know where the heaps are, and after that how long."""
-    control.tell(context.ctypes.data + at.HEAPS, arena.heaps.ctypes.data)
-    control.tell(context.ctypes.data + at.HEAP_BYTES, arena.layout.heap_bytes)
+    shared_words.store_ordered(context.ctypes.data + at.HEAPS, arena.heaps.ctypes.data)
+    shared_words.store_ordered(context.ctypes.data + at.HEAP_BYTES, arena.layout.heap_bytes)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -26,8 +26,14 @@ from dataclasses import dataclass
 from torchestra.engine.failure.liveness import PeerThreads
 from torchestra.engine.kernels.selection import waiting_policy
 from torchestra.engine.membership.agreement import Round, State
-from torchestra.engine.membership.arena_transfer import Estate, Offer, Request, make_offer, make_request
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.arena_transfer import (
+    ArenaTransfer,
+    Offer,
+    Request,
+    make_offer,
+    make_request,
+)
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.errors import CollectiveTimeoutError, InvalidArgumentError
 from torchestra.store import Store
 
@@ -41,24 +47,24 @@ class Shrunk:
     """What a survivor has in its hands.
 
     Attributes:
-        member: its place in the new group.
+        context: its place in the new group.
         store: what the new group's ranks share; it has no keys yet.
         survivors: by new number, the number in the group that was.
     """
 
-    member: Member
+    context: RankContext
     store: Store
     survivors: tuple[int, ...]
 
 
-def shrink(member: Member, name: str, exclude: Sequence[int], seconds: float) -> Shrunk:
+def shrink(context: RankContext, name: str, exclude: Sequence[int], seconds: float) -> Shrunk:
     """Agree with the other survivors who goes on, and enter a new group with them.
 
     Must be called by every rank that shall go on. The old group is left as it is: unusable for operations, if
     it was aborted, but another attempt may be made if this one fails.
 
     Args:
-        member: this rank's place in the old group.
+        context: this rank's place in the old group.
         name: of the new group, for messages; the same on all ranks.
         exclude: ranks to go on without, whether they live or not.
         seconds: how long to wait for the others.
@@ -68,13 +74,14 @@ def shrink(member: Member, name: str, exclude: Sequence[int], seconds: float) ->
         CollectiveTimeoutError: a rank lives but has not come; it is named.
         InvalidArgumentError: another thread of this rank is shrinking the group.
     """
-    lock, claim = member.shrinking, object()
+    lock, claim = context.shrinking, object()
     try:
         if not lock.take(claim):
             raise InvalidArgumentError(
-                f"rank {member.rank}: another thread of this rank is shrinking group {member.name!r} already"
+                f"rank {context.rank}: another thread of this rank is shrinking group {context.name!r}"
+                " already"
             )
-        shrunk = _Attempt(member, name, seconds).run(exclude)
+        shrunk = _Attempt(context, name, seconds).run(exclude)
     finally:
         if lock.holder is claim:
             del lock.holder
@@ -84,18 +91,18 @@ def shrink(member: Member, name: str, exclude: Sequence[int], seconds: float) ->
 class _Attempt:
     """One call of :func:`shrink`."""
 
-    def __init__(self, member: Member, name: str, seconds: float) -> None:
-        self._member = member
+    def __init__(self, context: RankContext, name: str, seconds: float) -> None:
+        self._context = context
         self._name = name
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
-        self._succession = member.succession
-        self._as_threads = isinstance(member.peers, PeerThreads)
+        self._succession = context.agreement
+        self._as_threads = isinstance(context.peers, PeerThreads)
         self._entering = 0  # the round whose arena this rank is about to enter, or has entered
         self._offer: Offer | None = None
         self._request: Request | None = None
-        self._estate: Estate | None = None
-        self._place: Member | None = None
+        self._estate: ArenaTransfer | None = None
+        self._place: RankContext | None = None
 
     def run(self, exclude: Sequence[int]) -> Shrunk:
         """Take part until it is decided."""
@@ -126,19 +133,19 @@ class _Attempt:
 
     @property
     def _rank(self) -> int:
-        return self._member.rank
+        return self._context.rank
 
     def _step(self, now: Round) -> bool:
         """Do what can be done in a round that is not final; whether something was."""
         gone = self._gone()
         excluded = self._succession.excluded()
         if self._rank in excluded:
-            if (exclusion := self._succession.exclusion(self._member.name)) is not None:
+            if (exclusion := self._succession.exclusion(self._context.name)) is not None:
                 raise exclusion
             return True  # it has been committed meanwhile, and with this rank
         if now.state is State.OPEN:
             coming = self._succession.coming() - gone - excluded.keys()
-            missing = set(range(self._member.size)) - gone - excluded.keys() - coming
+            missing = set(range(self._context.size)) - gone - excluded.keys() - coming
             if not missing and min(coming) == self._rank:
                 return self._propose(now, sorted(coming))
             late = missing or {min(coming)}
@@ -158,9 +165,9 @@ class _Attempt:
 
     def _gone(self) -> set[int]:
         """The ranks that have died or left."""
-        member = self._member
-        dead = member.peers.dead() if member.peers is not None else ()
-        left = {rank for rank in range(member.size) if member.has_left(rank)}
+        context = self._context
+        dead = context.peers.dead() if context.peers is not None else ()
+        left = {rank for rank in range(context.size) if context.has_left(rank)}
         return left.union(dead)
 
     def _propose(self, now: Round, survivors: Sequence[int]) -> bool:
@@ -192,9 +199,9 @@ class _Attempt:
         size = len(now.survivors)
         spins, yields = waiting_policy(size)
         rank = now.survivors.index(self._rank)
-        self._place = Member(self._estate.arena, rank, self._name, spins=spins, yields=yields)
+        self._place = RankContext(self._estate.arena, rank, self._name, spins=spins, yields=yields)
         if self._estate.threads is not None:
-            self._estate.threads[rank] = self._member.program
+            self._estate.threads[rank] = self._context.program
         self._place.announce()
         self._succession.get_ready(now)
         return True
@@ -220,17 +227,17 @@ class _Attempt:
         came = self._succession.coming().issuperset(late)
         what = "does not go on with it" if came else "has not called shrink()"
         raise CollectiveTimeoutError(
-            f"rank {self._rank}: group {self._member.name!r} was not shrunk within {self._seconds:g} s:"
+            f"rank {self._rank}: group {self._context.name!r} was not shrunk within {self._seconds:g} s:"
             f" {whom} {'lives' if len(late) == 1 else 'live'}, but {what}. Call shrink() again to go on"
-            f" waiting, or shrink(exclude={list(late)}) to go on without.{self._member.report(late)}",
+            f" waiting, or shrink(exclude={list(late)}) to go on without.{self._context.report(late)}",
             tuple(late),
         )
 
     def _conclude(self, final: Round) -> Shrunk:
-        if (exclusion := self._succession.exclusion(self._member.name)) is not None:
+        if (exclusion := self._succession.exclusion(self._context.name)) is not None:
             raise exclusion
         place, estate = self._place, self._estate
         assert place is not None, "a round is committed only when all its survivors were ready"
         assert estate is not None
-        place.meet_peers(estate.threads, self._member.program)
+        place.meet_peers(estate.threads, self._context.program)
         return Shrunk(place, estate.store, final.survivors)

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels import control
+from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.mapping import MemoryFile, leave_out_of_core_dumps
 from torchestra.engine.p2p import channel_area_bytes
 from torchestra.engine.recorder.clock import Moment, best_clock
@@ -64,7 +64,7 @@ def layout_for(size: int) -> at.Layout:
     without = at.Layout(
         size=size,
         slot_bytes=buffer,
-        pipe_bytes=buffer,
+        chunk_buffer_bytes=buffer,
         channel_bytes=channel_area_bytes(size),
         heap_bytes=0,
     )
@@ -150,7 +150,7 @@ class Arena:
         self._file.make_private(begin + first, self.layout.heaps + first, last - first)
         for place in range(first, last, _AT_ONCE):
             end = min(place + _AT_ONCE, last)
-            control.write_to_pages(begin + place, (end - place) // page, page)
+            shared_words.write_to_pages(begin + place, (end - place) // page, page)
             inner, outer = max(place, at.align(start, page)), min(end, (start + length) // page * page)
             if inner < outer and not keep:
                 self.release_heap(inner, outer - inner)
@@ -266,7 +266,7 @@ class Arena:
             (at.HEADER_VERSION, at.VERSION),
             (at.HEADER_SIZE, layout.size),
             (at.HEADER_SLOT_BYTES, layout.slot_bytes),
-            (at.HEADER_PIPE_BYTES, layout.pipe_bytes),
+            (at.HEADER_CHUNK_BUFFER_BYTES, layout.chunk_buffer_bytes),
             (at.HEADER_HEAP_BYTES, layout.heap_bytes),
         ]
 

@@ -40,7 +40,7 @@ from torchestra.store.secret import SECRET_ADVICE
 from torchestra.store.tcp.locality import peer_user
 from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES, is_proof, proof
 
-__all__ = ["Admission", "await_end", "fetch", "visit"]
+__all__ = ["DescriptorServer", "await_end", "fetch", "visit"]
 
 _MAGIC = b"TRC2"
 _HELLO = struct.Struct(f"<4sI{NONCE_BYTES}s")
@@ -62,7 +62,7 @@ class _Visitor(NamedTuple):
     nonces: bytes
 
 
-class Admission:
+class DescriptorServer:
     """Rank 0's side. Use it as a context manager; call :meth:`serve` until nobody is :attr:`waited_for`.
 
     Args:
@@ -113,7 +113,7 @@ class Admission:
         """The ranks that have not come yet."""
         return set(self._ranks) - self._taken
 
-    def __enter__(self) -> Admission:
+    def __enter__(self) -> DescriptorServer:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -87,7 +87,7 @@ def _layout(descriptor: int) -> at.Layout:
         )
     slot, pipe, heap = (
         int(words[offset // 8])
-        for offset in (at.HEADER_SLOT_BYTES, at.HEADER_PIPE_BYTES, at.HEADER_HEAP_BYTES)
+        for offset in (at.HEADER_SLOT_BYTES, at.HEADER_CHUNK_BUFFER_BYTES, at.HEADER_HEAP_BYTES)
     )
     if 0 < size <= _MOST_RANKS and all(0 <= part <= _MOST_BYTES for part in (slot, pipe, heap)):
         layout = at.Layout(size, slot, pipe, channel_area_bytes(size), heap)

@@ -19,7 +19,7 @@ from torchestra.engine.multihost.remote_records import put_together
 from torchestra.engine.operations import Kind, pack
 from torchestra.engine.p2p import Transfer
 from torchestra.engine.recorder.flight_record import FlightRecord
-from torchestra.engine.recorder.recorder import close_crossing, open_crossing
+from torchestra.engine.recorder.recorder import close_multihost_entry, open_multihost_entry
 from torchestra.errors import CollectiveMismatchError
 from torchestra.types import ReduceOp
 
@@ -77,7 +77,7 @@ class MultiHostEngine:
             target = torch.empty_like(tensor) if keeps else tensor
             self._reducer(plan).all_reduce([tensor], [target], call)
 
-    def all_reduce_parts(
+    def all_reduce_iovec(
         self, tensors: Sequence[torch.Tensor], plan: HostsPlan, seconds: float, site: str | None = None
     ) -> None:
         """:meth:`all_reduce` of several tensors as if they were one: their elements, one after the other."""
@@ -266,11 +266,11 @@ class MultiHostEngine:
             count = _uneven(lengths)
             told = f" of {[length // plan.dtype.itemsize for length in lengths]} elements by rank"
         call = Call(plan.meta, count, seconds, site, told)
-        context = self.member.context
+        context = self.member.address
         well = False
         self.hierarchy.sequence += 1
         try:
-            open_crossing(context, self.hierarchy.sequence, plan.meta, count, nbytes)
+            open_multihost_entry(context, self.hierarchy.sequence, plan.meta, count, nbytes)
             yield call
             well = True
         except CollectiveMismatchError:
@@ -282,4 +282,4 @@ class MultiHostEngine:
                 member.abort(f"{who} left {call} with {type(error).__name__}: {error}")
             raise
         finally:
-            close_crossing(context, well)
+            close_multihost_entry(context, well)

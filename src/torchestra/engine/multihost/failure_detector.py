@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torchestra.engine import layout as at
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.peer_values import UNREADABLE, ranks_in, read_beat
 from torchestra.engine.multihost.remote_records import Answer, answer, understand
@@ -93,7 +93,7 @@ class FailureDetector:
         begun: how many operations of the group this rank has begun; set by who counts them.
     """
 
-    def __init__(self, store: Store, hosts: Hosts, host: int, member: Member, bound: float) -> None:
+    def __init__(self, store: Store, hosts: Hosts, host: int, member: RankContext, bound: float) -> None:
         self.hosts = hosts
         self.host = host
         self.bound = bound
@@ -161,7 +161,7 @@ class FailureDetector:
         dead = member.peers.dead() if member.peers is not None else ()
         left = [place for place in range(member.size) if member.has_left(place)]
         self._count += 1
-        said = [self._count, member.called(set(dead) - set(left)), member.called(left)]
+        said = [self._count, member.to_group_ranks(set(dead) - set(left)), member.to_group_ranks(left)]
         self._store.set(f"beat/{self.host}", json.dumps(said))
 
     def fate(self, rank: int) -> str | None:
@@ -193,7 +193,7 @@ class FailureDetector:
         self.await_heard()
 
     def _say_left(self) -> None:
-        self._store.set(f"left/{self._member.own_number}", b"")
+        self._store.set(f"left/{self._member.group_rank}", b"")
 
     def _publish(self, news: dict[str, Any]) -> int:
         """Tell some news; their number, or 0 if nobody can be told."""
@@ -271,7 +271,7 @@ class HeartbeatMonitor(FailureDetector):
         silent: hosts that have been given up.
     """
 
-    def __init__(self, store: Store, hosts: Hosts, host: int, member: Member, bound: float) -> None:
+    def __init__(self, store: Store, hosts: Hosts, host: int, member: RankContext, bound: float) -> None:
         super().__init__(store, hosts, host, member, bound)
         self.dead: set[int] = set()
         self.left: set[int] = set()
@@ -414,7 +414,7 @@ class HeartbeatMonitor(FailureDetector):
         steps = [word >> at.STEP_BITS for word in words]
         behind = [place for place, number in enumerate(steps) if number < max(steps)]
         if behind or self.begun() >= operation:
-            return member.called(behind)
+            return member.to_group_ranks(behind)
         return self.hosts.on(self.host)
 
     def _elsewhere(self) -> tuple[int, ...]:

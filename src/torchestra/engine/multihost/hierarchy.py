@@ -172,7 +172,7 @@ class Hierarchy:
         key = (call.meta, unit, function, root)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(self.member.context, call.meta, unit, function, root)
+            plan = self._plans[key] = Plan(self.member.address, call.meta, unit, function, root)
         return plan
 
     def share_from(self, place: int, tensor: torch.Tensor, call: Call) -> None:
@@ -190,7 +190,7 @@ class Hierarchy:
         """Wait for the end of what a bridge has begun.
 
         Raises:
-            GroupAbortedError, RankFailedError, CollectiveTimeoutError: as from :meth:`Member.check`.
+            GroupAbortedError, RankFailedError, CollectiveTimeoutError: as from :meth:`RankContext.check`.
         """
         suspects = _Suspects()
         try:
@@ -367,11 +367,11 @@ class Hierarchy:
         self.sent_off += 1
         if envelope is None:
             return _NOTHING, False
-        since = recorder.begin_wait(self.member.context, -1)
+        since = recorder.begin_wait(self.member.address, -1)
         try:
             self.wait(envelope.pending, call)
         finally:
-            recorder.end_wait_elsewhere(self.member.context, since)
+            recorder.end_wait_elsewhere(self.member.address, since)
         heads = envelope.received[:, :_HEAD_BYTES].contiguous().view(torch.int64)
         same = bool((heads == heads[0]).all()) and not bool(heads[:, 3].any())
         return envelope.received[:, _HEAD_BYTES:], not same

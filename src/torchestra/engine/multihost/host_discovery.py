@@ -32,7 +32,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torchestra.engine.memory.fd_passing import Admission, await_end, visit
+from torchestra.engine.memory.fd_passing import DescriptorServer, await_end, visit
 from torchestra.engine.multihost.host_id import HOST_VARIABLE, host_id, host_name
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.thread_ranks import current_thread_rank
@@ -227,7 +227,7 @@ class _Lobby:
     def __init__(self, visit: _Visit) -> None:
         self._visit = visit
         self._closed = threading.Event()
-        self._admission = Admission(
+        self._admission = DescriptorServer(
             range(visit.size), visit.store.secret, visit.name, taken=[visit.rank], keeps=True
         )
         self._descriptor = -1

@@ -11,7 +11,7 @@ import torch
 from torchestra.engine import layout as at
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.joining import join, refuse
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost import broadcast_gather
 from torchestra.engine.multihost.bridge import Bridge
 from torchestra.engine.multihost.bridge_selection import BRIDGE_VARIABLE, TRUST_VARIABLE, open_bridge
@@ -123,7 +123,7 @@ def _draw_key(hierarchy: Hierarchy, seconds: float) -> bytes:
     return bytes(key.numpy())
 
 
-def _agree(store: Store, bridge: str, bound: float, hosts: Hosts, rank: int, member: Member) -> None:
+def _agree(store: Store, bridge: str, bound: float, hosts: Hosts, rank: int, member: RankContext) -> None:
     """Make sure that all ranks use the same bridge and heartbeat bound; the first to come says which."""
     said = store.compare_set("terms", "", f"{rank} {bridge} {bound!r}").decode()
     first, their_bridge, their_bound = said.split(" ")

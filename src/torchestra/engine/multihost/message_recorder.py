@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchestra.engine import layout as at
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.native.compilation import entry_point
 from torchestra.engine.recorder import message_records
 
@@ -68,7 +68,7 @@ class MessageRecorder:
             kernels.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: RankContext) -> None:
         self._arena = member.arena  # which is mapped for as long as this is there
         # A context of its own, for the clock's scratch in it.
         self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
@@ -76,9 +76,9 @@ class MessageRecorder:
             self._words[word // 8] = member.word(word)
         self.context: int = self._words.ctypes.data
         self.lock = threading.RLock()
-        self.open = entry_point(message_records.open_parcel)
-        self.come = entry_point(message_records.parcel_came)
-        self.close = entry_point(message_records.close_parcel)
+        self.open = entry_point(message_records.open_remote_message)
+        self.come = entry_point(message_records.remote_message_came)
+        self.close = entry_point(message_records.close_remote_message)
 
     def begin(self, way: int, kind: int, tag: int, nbytes: int, peer: int | None, background: bool) -> Entry:
         """A message begins.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.message_recorder import Entry
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p import Transfer
@@ -191,7 +191,7 @@ class Patient:
 
     timeout_s = math.inf
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: RankContext) -> None:
         self._member = member
 
     def check(self, doing: str, blocked: int | None, deadline: Deadline, suspect: int | None) -> int | None:

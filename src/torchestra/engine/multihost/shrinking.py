@@ -223,7 +223,7 @@ class _Attempt(Generic[E]):
         member = self._member
         dead = member.peers.dead() if member.peers is not None else ()
         left = [place for place in range(member.size) if member.has_left(place)]
-        here = set(member.called({*dead, *left}))
+        here = set(member.to_group_ranks({*dead, *left}))
         self._append("gone", map(str, here - self._told))
         self._told |= here
         came, gone, excluded, proposal, verdict = self._store.multi_get(self._keys())

@@ -56,7 +56,7 @@ class _Outbox:
         self.record: int = self.words.ctypes.data
 
 
-class PostOffice:
+class Endpoint:
     """What rank ``rank`` of ``size`` sends and receives with. Nothing else may use the channels of the arena.
 
     Args:
@@ -71,8 +71,8 @@ class PostOffice:
         self._state: int = self._words.ctypes.data
         for offset, value in (
             (w.CONTEXT, context),
-            (w.BELLS, area),
-            (w.CHANNELS, area + w.bells_bytes(size)),
+            (w.DOORBELLS, area),
+            (w.CHANNELS, area + w.doorbells_bytes(size)),
             (w.CHANNEL_BYTES, w.channel_bytes(size)),
             (w.RING_BYTES, w.ring_bytes(size)),
             (w.PIECE_BYTES, w.piece_bytes(size)),
@@ -88,12 +88,12 @@ class PostOffice:
         self._scratch_view = memoryview(self._scratch)  # type: ignore[arg-type]
         self._lost = lost
         self._outboxes = [_Outbox() for _ in range(size)]
-        self._begin_post: Any = entry_point(endpoint_kernels.begin_post)
-        self._go_on_post: Any = entry_point(endpoint_kernels.go_on_post)
+        self._begin_send: Any = entry_point(endpoint_kernels.begin_send)
+        self._continue_send: Any = entry_point(endpoint_kernels.continue_send)
         self._look: Any = entry_point(endpoint_kernels.look)
-        self._begin_take: Any = entry_point(endpoint_kernels.begin_take)
-        self._go_on_take: Any = entry_point(endpoint_kernels.go_on_take)
-        self._await_mail: Any = entry_point(endpoint_kernels.await_mail)
+        self._begin_receive: Any = entry_point(endpoint_kernels.begin_receive)
+        self._continue_receive: Any = entry_point(endpoint_kernels.continue_receive)
+        self._await_message: Any = entry_point(endpoint_kernels.await_message)
         self._watch: Any = entry_point(endpoint_kernels.watch)
         self._abandon: Any = entry_point(endpoint_kernels.abandon)
         self._rouse: Any = entry_point(endpoint_kernels.rouse)
@@ -144,14 +144,14 @@ class PostOffice:
                 address, length = parts[parcel.next]
                 kind = parcel.kind | len(parts) << _PARTS_SHIFT
                 parcel.begun = True
-                code = self._begin_post(state, record, peer, address, length, parcel.tag, kind)
+                code = self._begin_send(state, record, peer, address, length, parcel.tag, kind)
             else:
-                code = self._go_on_post(state, record, peer)
+                code = self._continue_send(state, record, peer)
             while code != DONE:
                 if self._closed or self._lost(peer):
                     parcel.next = len(parts)
                     return
-                code = self._go_on_post(state, record, peer)
+                code = self._continue_send(state, record, peer)
             parcel.begun = False
             parcel.next += 1
 
@@ -165,7 +165,7 @@ class PostOffice:
         """
         state = self._state
         if not self._look(state, -1):
-            code = self._await_mail(state, int(eager), -1)
+            code = self._await_message(state, int(eager), -1)
             if code == endpoint_kernels.INTERRUPTED and not self._closed:
                 self._words[w.ATTENTION // 8] = 0
             if code != DONE or not self._look(state, -1):
@@ -190,7 +190,7 @@ class PostOffice:
         while more:
             more -= 1
             while not self._look(state, source):
-                code = self._await_mail(state, 1, source)
+                code = self._await_message(state, 1, source)
                 if code != DONE and (self._closed or self._lost(source)):
                     self._abandon(state, source)
                     raise LostPeerError
@@ -205,9 +205,9 @@ class PostOffice:
         return Message(source, word & ((1 << _PARTS_SHIFT) - 1), tag, text, storages, lost)
 
     def _take(self, source: int, address: int, more: int) -> None:
-        code = self._begin_take(self._state, source, address, int(not more))
+        code = self._begin_receive(self._state, source, address, int(not more))
         while code != DONE:
-            code = self._go_on_take(self._state, source)
+            code = self._continue_receive(self._state, source)
             if code != DONE and (self._closed or self._lost(source)):
                 self._abandon(self._state, source)
                 raise LostPeerError
@@ -219,7 +219,7 @@ class PostOffice:
         """
         return self._watch(self._state) == DONE  # type: ignore[no-any-return]
 
-    def rouse_leader(self) -> None:
+    def wake_leader(self) -> None:
         """Have :meth:`receive` return."""
         self._rouse(self._state, 0)
 

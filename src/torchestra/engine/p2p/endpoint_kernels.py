@@ -31,7 +31,7 @@ from numba import njit, types
 
 from torchestra.engine.kernels.placement import settle
 from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE
-from torchestra.engine.layout import DONE, PATIENCE, PENDING, SPINS, YIELDS
+from torchestra.engine.layout import DONE, PENDING, POLL_INTERVAL, SPINS, YIELDS
 from torchestra.engine.native.atomics import (
     KERNEL_OPTIONS,
     compare_exchange,
@@ -76,13 +76,13 @@ _HELD = {**KERNEL_OPTIONS, "nogil": False}  # so short that to give the interpre
 
 @njit(**KERNEL_OPTIONS)
 def _bell(state, rank):
-    return load(state + w.BELLS) + rank * w.BELL_BYTES
+    return load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES
 
 
 @njit(**KERNEL_OPTIONS)
 def _sleep(state, pair, rung):
-    """Sleep until a pair has been woken since RUNG was read, PATIENCE at most."""
-    syscall(FUTEX, pair, FUTEX_WAIT, rung & 0xFFFF_FFFF, load(load(state + w.CONTEXT) + PATIENCE), 0, 0)
+    """Sleep until a pair has been woken since RUNG was read, POLL_INTERVAL at most."""
+    syscall(FUTEX, pair, FUTEX_WAIT, rung & 0xFFFF_FFFF, load(load(state + w.CONTEXT) + POLL_INTERVAL), 0, 0)
 
 
 @njit(**KERNEL_OPTIONS)
@@ -132,7 +132,7 @@ def _push(state, record, peer):
 
 
 @njit(**_HELD)
-def begin_post(state, record, peer, address, length, tag, kind):
+def begin_send(state, record, peer, address, length, tag, kind):
     """Begin to send a message, with the channel's lock held: DONE, or PENDING if the channel is full."""
     store(record + w.STAGE, w.QUEUED)
     store(record + w.MOVED, 0)
@@ -146,8 +146,8 @@ def begin_post(state, record, peer, address, length, tag, kind):
 
 
 @njit(**KERNEL_OPTIONS)
-def go_on_post(state, record, peer):
-    """Send the rest: DONE, or PENDING if there was no room for PATIENCE."""
+def continue_send(state, record, peer):
+    """Send the rest: DONE, or PENDING if there was no room for POLL_INTERVAL."""
     room = _bell(state, load(state + w.RANK)) + ROOM
     while not _push(state, record, peer):
         rung = load_ordered(room)
@@ -229,7 +229,7 @@ def _wake_watchman_to_mail(state):
 
 
 @njit(**_HELD)
-def begin_take(state, peer, address, is_last):
+def begin_receive(state, peer, address, is_last):
     """Take the message that :func:`look` has found: DONE, or PENDING if some is still to come.
 
     ``is_last``: the leader takes no other directly after it.
@@ -246,8 +246,8 @@ def begin_take(state, peer, address, is_last):
 
 
 @njit(**KERNEL_OPTIONS)
-def go_on_take(state, peer):
-    """Take the rest: DONE, or PENDING if nothing came for PATIENCE."""
+def continue_receive(state, peer):
+    """Take the rest: DONE, or PENDING if nothing came for POLL_INTERVAL."""
     lead = _bell(state, load(state + w.RANK)) + LEAD
     store_ordered(lead + WHO, LOOKING)
     while not _pull(state, peer):
@@ -275,10 +275,10 @@ def leave(state):
 
 
 @njit(**KERNEL_OPTIONS)
-def await_mail(state, eager, only):
+def await_message(state, eager, only):
     """Sleep, as the leader, until there is a message (from ``only``, unless -1).
 
-    DONE, INTERRUPTED, or PENDING if none came for PATIENCE.
+    DONE, INTERRUPTED, or PENDING if none came for POLL_INTERVAL.
     """
     context = load(state + w.CONTEXT)
     lead = _bell(state, load(state + w.RANK)) + LEAD
@@ -360,20 +360,20 @@ def rouse(state, everybody):
 
 _WORD = types.int64
 _ENTRIES: tuple[tuple[Any, int], ...] = (
-    (begin_post, 7),
-    (go_on_post, 3),
+    (begin_send, 7),
+    (continue_send, 3),
     (look, 2),
-    (begin_take, 4),
-    (go_on_take, 2),
+    (begin_receive, 4),
+    (continue_receive, 2),
     (leave, 1),
-    (await_mail, 3),
+    (await_message, 3),
     (watch, 1),
     (abandon, 2),
     (rouse, 2),
 )
 
 
-def warm_up_posting() -> None:
+def warm_up_endpoint() -> None:
     """Compile the kernels, or load them from Numba's cache."""
     for kernel, arguments in _ENTRIES:
         kernel.compile((_WORD,) * arguments)

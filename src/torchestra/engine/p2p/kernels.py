@@ -48,7 +48,7 @@ _YIELDS_OF_THREAD = 20
 _PROBE = 64
 _FEW_YIELDS = 8
 
-ring_bell, peer_of = ring.ring_bell, ring.peer_of
+ring_doorbell, peer_of = ring.ring_doorbell, ring.peer_of
 prepare_sleep, sleep, wake_up = ring.prepare_sleep, ring.sleep, ring.wake_up
 
 
@@ -84,8 +84,8 @@ def _learn(state, idle, spins):
 def run(state, record, eager):
     """Work until a record is finished (0: until any that is to be notified is).
 
-    DONE, MISMATCH (the record's), PENDING (nothing moved for PATIENCE, or much moved and Python shall have a
-    look), ABORTED, INTERRUPTED (ATTENTION is set), NO_MEMORY; call again to go on. ``eager``: somebody waits
+    DONE, MISMATCH (the record's), PENDING (nothing moved for POLL_INTERVAL, or much moved and Python shall
+    have a look), ABORTED, INTERRUPTED (ATTENTION is set), NO_MEMORY; call again to go on. ``eager``: somebody waits
     for it, so that spinning may pay.
     """
     context = load(state + w.CONTEXT)
@@ -247,7 +247,7 @@ def forget(state, record):
 def call_attention(state):
     """Bring whoever is in a kernel of this mailbox back to Python. Everybody may."""
     store_ordered(state + w.ATTENTION, 1)
-    ring_bell(state, load(state + w.RANK))
+    ring_doorbell(state, load(state + w.RANK))
 
 
 @njit(**KERNEL_OPTIONS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 PAGE = 4096
 
 # A bell: what its rank sleeps on.
-BELL_BYTES = 128
+DOORBELL_BYTES = 128
 RUNG = 0  # the futex word: counts how often a sleeper was woken
 SLEEPING = 8  # 1 while the rank sleeps or is about to
 
@@ -36,8 +36,8 @@ INLINE = 32  # or the payload
 INLINE_BYTES = SLOT_BYTES - INLINE
 
 # The private state of a mailbox.
-CONTEXT = 0  # address of the rank's context (layout.py), of which SPINS, YIELDS, PATIENCE … are read
-BELLS = 8  # address of the bell of rank 0
+CONTEXT = 0  # address of the rank's context (layout.py), of which SPINS, YIELDS, POLL_INTERVAL … are read
+DOORBELLS = 8  # address of the bell of rank 0
 CHANNELS = 16  # address of the channel (0, 0)
 CHANNEL_BYTES = 24
 RING_BYTES = 32
@@ -127,9 +127,9 @@ def piece_bytes(size: int) -> int:
     return min(1 << 16, ring_bytes(size) // 4)
 
 
-def bells_bytes(size: int) -> int:
+def doorbells_bytes(size: int) -> int:
     """The size of all bells, up to the first channel."""
-    return -(-size * BELL_BYTES // PAGE) * PAGE
+    return -(-size * DOORBELL_BYTES // PAGE) * PAGE
 
 
 def channel_bytes(size: int) -> int:
@@ -139,4 +139,4 @@ def channel_bytes(size: int) -> int:
 
 def channel_area_bytes(size: int) -> int:
     """How much of an arena the channels of ``size`` ranks take: zero-filled, page-aligned, shared by all."""
-    return bells_bytes(size) + size * size * channel_bytes(size)
+    return doorbells_bytes(size) + size * size * channel_bytes(size)

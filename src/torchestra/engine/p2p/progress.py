@@ -35,7 +35,7 @@ from torchestra.engine.native.compilation import entry_point
 from torchestra.engine.p2p import kernels
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p.error_texts import Wording
-from torchestra.engine.p2p.transfer import Record, Retracted, Transfer, Waiter
+from torchestra.engine.p2p.transfer import ReceiveCancelled, Record, Transfer, Waiter
 from torchestra.system.limits import start_thread
 
 _post: Any = kernels.post
@@ -71,8 +71,8 @@ class Traffic:
         self._state: int = self._words.ctypes.data
         for offset, value in (
             (w.CONTEXT, context),
-            (w.BELLS, area),
-            (w.CHANNELS, area + w.bells_bytes(size)),
+            (w.DOORBELLS, area),
+            (w.CHANNELS, area + w.doorbells_bytes(size)),
             (w.CHANNEL_BYTES, w.channel_bytes(size)),
             (w.RING_BYTES, w.ring_bytes(size)),
             (w.PIECE_BYTES, w.piece_bytes(size)),
@@ -161,7 +161,7 @@ class Traffic:
         self._have_posted()
         while transfer.retracting and not transfer.finished:
             transfer.sleep(_GRACE_SECONDS)
-        if transfer.finished and isinstance(transfer.error, Retracted):
+        if transfer.finished and isinstance(transfer.error, ReceiveCancelled):
             return True
         transfer.done = done
         if transfer.finished:
@@ -275,7 +275,7 @@ class Traffic:
             return
         if transfer.retracting and transfer.record is not None:
             if transfer.record.word(w.STAGE) == w.QUEUED:
-                self._drop(transfer, Retracted())
+                self._drop(transfer, ReceiveCancelled())
             transfer.retracting = False
             return
         reason = self._broken.get((transfer.sending, transfer.peer))

@@ -27,7 +27,7 @@ without a fence, which would wait for the copy to reach the cache, and once more
 anything else. Whoever takes SLEEPING down (compare and exchange) rings: RUNG += 1, and wakes. A peer that
 finds it taken down need not ring: as RUNG was looked at before SLEEPING was set, it changes before the
 sleeper sleeps, or wakes it, and the sleeper will look at its channels again. What a sleep misses because a
-peer was killed between the two is made good when PATIENCE is over.
+peer was killed between the two is made good when POLL_INTERVAL is over.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -39,7 +39,7 @@ from numba.extending import intrinsic
 
 from torchestra.engine.kernels.buffers import copy_out
 from torchestra.engine.kernels.waiting import FUTEX, FUTEX_WAIT, FUTEX_WAKE
-from torchestra.engine.layout import PATIENCE
+from torchestra.engine.layout import POLL_INTERVAL
 from torchestra.engine.native.atomics import (
     KERNEL_OPTIONS,
     compare_exchange,
@@ -83,9 +83,9 @@ def peer_of(state, peer):
 
 
 @njit(**KERNEL_OPTIONS)
-def ring_bell(state, rank):
+def ring_doorbell(state, rank):
     """Wake ``rank`` if it is seen to sleep."""
-    bell = load(state + w.BELLS) + rank * w.BELL_BYTES
+    bell = load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES
     if load_ordered(bell + w.SLEEPING) == 1 and compare_exchange(bell + w.SLEEPING, 1, 0) == 1:
         fetch_add(bell + w.RUNG, 1)
         syscall(FUTEX, bell + w.RUNG, FUTEX_WAKE, 1, 0, 0, 0)
@@ -94,7 +94,7 @@ def ring_bell(state, rank):
 @njit(**KERNEL_OPTIONS)
 def prepare_sleep(state):
     """Announce that this rank is about to sleep; it must look at its channels once more before it does."""
-    bell = load(state + w.BELLS) + load(state + w.RANK) * w.BELL_BYTES
+    bell = load(state + w.DOORBELLS) + load(state + w.RANK) * w.DOORBELL_BYTES
     rung = load_ordered(bell + w.RUNG)
     store_ordered(bell + w.SLEEPING, 1)
     full_fence()
@@ -103,16 +103,16 @@ def prepare_sleep(state):
 
 @njit(**KERNEL_OPTIONS)
 def sleep(state, rung):
-    """Sleep until the bell has rung since :func:`prepare_sleep`, PATIENCE at most."""
-    bell = load(state + w.BELLS) + load(state + w.RANK) * w.BELL_BYTES
-    patience = load(load(state + w.CONTEXT) + PATIENCE)
+    """Sleep until the bell has rung since :func:`prepare_sleep`, POLL_INTERVAL at most."""
+    bell = load(state + w.DOORBELLS) + load(state + w.RANK) * w.DOORBELL_BYTES
+    patience = load(load(state + w.CONTEXT) + POLL_INTERVAL)
     syscall(FUTEX, bell + w.RUNG, FUTEX_WAIT, rung & 0xFFFF_FFFF, patience, 0, 0)
 
 
 @njit(**KERNEL_OPTIONS)
 def wake_up(state):
     """Say that this rank does not sleep."""
-    store_ordered(load(state + w.BELLS) + load(state + w.RANK) * w.BELL_BYTES + w.SLEEPING, 0)
+    store_ordered(load(state + w.DOORBELLS) + load(state + w.RANK) * w.DOORBELL_BYTES + w.SLEEPING, 0)
 
 
 @njit(**KERNEL_OPTIONS)
@@ -174,7 +174,7 @@ def put(state, peer, record):
     if load(record + w.STAGE) != w.RUNNING:
         if not _put_header(state, known, channel, record):
             return False
-        ring_bell(state, peer)
+        ring_doorbell(state, peer)
         if load(record + w.MOVED) == length:
             return True
         sent = True
@@ -184,11 +184,11 @@ def put(state, peer, record):
         if load(record + w.MOVED) == length or _put_piece(state, known, channel, record, limit) == 0:
             break
         store_release(channel + w.HEAD, load(known + w.SENT_BYTES))
-        ring_bell(state, peer)
+        ring_doorbell(state, peer)
         sent = True
     if sent:
         full_fence()
-        ring_bell(state, peer)
+        ring_doorbell(state, peer)
     return sent
 
 
@@ -214,7 +214,7 @@ def take_header(state, peer, header, landing):
             memcpy(landing, header + w.INLINE, length)
         store(known + w.LEFT, 0)
         store_ordered(channel + w.TAKEN, got)
-        ring_bell(state, peer)
+        ring_doorbell(state, peer)
     else:
         store(known + w.LEFT, length)
         store(known + w.PRESENT, load(header + w.READY))
@@ -249,9 +249,9 @@ def take(state, peer, stream):
         store(known + w.PRESENT, present - length)
         store(known + w.GOT_BYTES, tail)
         store_release(channel + w.TAIL, tail)
-        ring_bell(state, peer)
+        ring_doorbell(state, peer)
         taken = True
     if taken:
         full_fence()
-        ring_bell(state, peer)
+        ring_doorbell(state, peer)
     return taken

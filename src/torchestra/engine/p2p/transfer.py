@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from torchestra.system.deadline import Deadline
 
-__all__ = ["Record", "Retracted", "Transfer", "Waiter"]
+__all__ = ["ReceiveCancelled", "Record", "Transfer", "Waiter"]
 
 
-class Retracted(Exception):
+class ReceiveCancelled(Exception):
     """In place of an error, of a receive that was taken back."""
 
 

@@ -12,12 +12,12 @@ from torchestra.engine import layout as at
 from torchestra.engine.recorder.flight_record import Readable, read_flight_record
 from torchestra.engine.recorder.trace import trace_of, write_trace
 
-__all__ = ["keep_record"]
+__all__ = ["dump_flight_record"]
 
 _NAME_LETTERS = 100
 
 
-def keep_record(arena: Readable, directory: str | None = None, ended: float | None = None) -> None:
+def dump_flight_record(arena: Readable, directory: str | None = None, ended: float | None = None) -> None:
     """Write the record of all ranks into a file of the directory; never raises.
 
     Args:

@@ -246,7 +246,7 @@ def _numbering(arena: Readable) -> tuple[Sequence[int], int]:
     if not size <= whole <= _MOST_RANKS:
         return range(size), size
     blocks = [arena.layout.control + place * at.CONTROL_BYTES for place in range(size)]
-    return [min(max(0, arena.word(block + at.NUMBER)), whole - 1) for block in blocks], whole
+    return [min(max(0, arena.word(block + at.GROUP_RANK)), whole - 1) for block in blocks], whole
 
 
 def _host_name(arena: Readable) -> str | None:
@@ -289,18 +289,18 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
     here = arena.layout.size
     numbers, size = _numbering(arena)
     crosses = _host_name(arena) is not None
-    operations_ = _ring(arena, record + (at.CROSSINGS_AT if crosses else at.OPERATIONS_AT))
+    operations_ = _ring(arena, record + (at.MULTIHOST_AT if crosses else at.OPERATIONS_AT))
     messages = [(row, numbers) for row in _ring(arena, record + at.MESSAGES_AT)]
     if crosses:
-        parcels = _ring(arena, record + at.PARCELS_AT)
+        parcels = _ring(arena, record + at.REMOTE_MESSAGES_AT)
         messages = sorted([*messages, *((row, range(size)) for row in parcels)], key=_stamp)
     since = arena.word(record + at.WAITING_SINCE)
     blamed = [0] * size
     for place, number in enumerate(numbers):
-        words = (arena.word(record + at.BLAMED_AT + index * 8) for index in (place, here + place))
+        words = (arena.word(record + at.WAITED_FOR_AT + index * 8) for index in (place, here + place))
         blamed[number] = sum(words)
     if crosses and operations_ and operations_[-1][at.ENDED // 8] == 0:
-        waited = arena.word(record + at.TOTAL_WAITED) - arena.word(record + at.CROSSING_WAITED)
+        waited = arena.word(record + at.TOTAL_WAITED) - arena.word(record + at.MULTIHOST_WAITED)
         operations_[-1][at.WAITED // 8] = max(0, waited)
     return RankRecord(
         rank=numbers[rank],
@@ -310,11 +310,11 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
         messages=tuple(_message(row, scale, ranks) for row, ranks in messages[-last:]),
         operations_begun=operations_[-1][at.STAMP // 8] if operations_ else 0,
         messages_begun=arena.word(record + at.MESSAGES_OPENED),
-        operation_bytes=arena.word(record + (at.CROSSING_BYTES if crosses else at.TOTAL_BYTES)),
-        message_bytes=arena.word(record + at.MESSAGES_BYTES) + arena.word(record + at.PARCELS_BYTES),
+        operation_bytes=arena.word(record + (at.MULTIHOST_BYTES if crosses else at.TOTAL_BYTES)),
+        message_bytes=arena.word(record + at.MESSAGES_BYTES) + arena.word(record + at.REMOTE_MESSAGES_BYTES),
         operations_waited=scale.duration(arena.word(record + at.TOTAL_WAITED)),
         messages_waited=scale.duration(
-            arena.word(record + at.MESSAGES_WAITED) + arena.word(record + at.PARCELS_WAITED)
+            arena.word(record + at.MESSAGES_WAITED) + arena.word(record + at.REMOTE_MESSAGES_WAITED)
         ),
         waited_for=tuple(map(scale.duration, blamed)),
         waiting_for=_rank(arena.word(record + at.WAITING_FOR), numbers) if since else None,

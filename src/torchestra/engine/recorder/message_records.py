@@ -17,13 +17,17 @@ from torchestra.engine.recorder.recorder import write_entry
 RECORD, STAMP, BEGAN, ENDED = at.RECORD, at.STAMP, at.BEGAN, at.ENDED
 WHAT, WAITED, OTHER, BACKGROUND = at.WHAT, at.WAITED, at.OTHER, at.BACKGROUND
 ENTRIES, ENTRY_BYTES, MESSAGES_OPENED = at.ENTRIES, at.ENTRY_BYTES, at.MESSAGES_OPENED
-PARCELS_AT, PARCELS_BYTES, PARCELS_WAITED = at.PARCELS_AT, at.PARCELS_BYTES, at.PARCELS_WAITED
+REMOTE_MESSAGES_AT, REMOTE_MESSAGES_BYTES, REMOTE_MESSAGES_WAITED = (
+    at.REMOTE_MESSAGES_AT,
+    at.REMOTE_MESSAGES_BYTES,
+    at.REMOTE_MESSAGES_WAITED,
+)
 
 _HELD = {**KERNEL_OPTIONS, "nogil": False}  # so short that to give the interpreter away would cost more
 
 
 @njit(**_HELD)
-def open_parcel(context, what, tag, nbytes, other):
+def open_remote_message(context, what, tag, nbytes, other):
     """A message to or from another host begins; its number."""
     record = load(context + RECORD)
     number = fetch_add(record + MESSAGES_OPENED, 1) + 1
@@ -32,7 +36,7 @@ def open_parcel(context, what, tag, nbytes, other):
 
 
 @njit(**_HELD)
-def parcel_came(context, number, source):
+def remote_message_came(context, number, source):
     """What a receive wants has begun to come."""
     record = load(context + RECORD)
     entry = _parcel(record, number)
@@ -42,12 +46,12 @@ def parcel_came(context, number, source):
 
 
 @njit(**_HELD)
-def close_parcel(context, number, source, nbytes, well):
+def close_remote_message(context, number, source, nbytes, well):
     """A message to or from another host has come to its end; ``source`` is -1 unless one was received."""
     record = load(context + RECORD)
     entry = _parcel(record, number)
     if well != 0:
-        store(record + PARCELS_BYTES, load(record + PARCELS_BYTES) + nbytes)
+        store(record + REMOTE_MESSAGES_BYTES, load(record + REMOTE_MESSAGES_BYTES) + nbytes)
     if load(entry + STAMP) == number:
         ended = now(context)
         if source >= 0 and load(entry + WAITED) == 0:
@@ -62,9 +66,9 @@ def _note_source(record, entry, source, time):
     store(entry + WAITED, waited)
     store(entry + OTHER, source + 1)
     if load(entry + WHAT) & BACKGROUND == 0:
-        store(record + PARCELS_WAITED, load(record + PARCELS_WAITED) + waited)
+        store(record + REMOTE_MESSAGES_WAITED, load(record + REMOTE_MESSAGES_WAITED) + waited)
 
 
 @njit(**_HELD)
 def _parcel(record, number):
-    return record + PARCELS_AT + (number & (ENTRIES - 1)) * ENTRY_BYTES
+    return record + REMOTE_MESSAGES_AT + (number & (ENTRIES - 1)) * ENTRY_BYTES

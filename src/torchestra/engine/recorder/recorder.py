@@ -45,15 +45,15 @@ from torchestra.engine.native.atomics import (
 )
 from torchestra.engine.recorder.clock import now
 
-RECORD, OPERATIONS_AT, BLAMED_AT = at.RECORD, at.OPERATIONS_AT, at.BLAMED_AT
+RECORD, OPERATIONS_AT, WAITED_FOR_AT = at.RECORD, at.OPERATIONS_AT, at.WAITED_FOR_AT
 ENTRIES, ENTRY_BYTES = at.ENTRIES, at.ENTRY_BYTES
 STAMP, BEGAN, ENDED, WHAT, AMOUNT = at.STAMP, at.BEGAN, at.ENDED, at.WHAT, at.AMOUNT
 MOVED_BYTES, WAITED, AWAITED = at.MOVED_BYTES, at.WAITED, at.AWAITED
 TOTAL_BYTES, TOTAL_WAITED = at.TOTAL_BYTES, at.TOTAL_WAITED
 MESSAGES_AT, MESSAGES_OPENED, MESSAGES_BYTES = at.MESSAGES_AT, at.MESSAGES_OPENED, at.MESSAGES_BYTES
 MESSAGES_WAITED, BACKGROUND, OTHER, SIZE = at.MESSAGES_WAITED, at.BACKGROUND, at.OTHER, at.SIZE
-CROSSINGS_AT, CROSSING, CROSSING_WAITED = at.CROSSINGS_AT, at.CROSSING, at.CROSSING_WAITED
-CROSSING_BYTES = at.CROSSING_BYTES
+MULTIHOST_AT, MULTIHOST_NUMBER, MULTIHOST_WAITED = at.MULTIHOST_AT, at.MULTIHOST_NUMBER, at.MULTIHOST_WAITED
+MULTIHOST_BYTES = at.MULTIHOST_BYTES
 WAITING_SINCE, WAITING_FOR, SEQUENCE = at.WAITING_SINCE, at.WAITING_FOR, at.SEQUENCE
 PHASE, PHASE_PEER, PHASE_WAITED, LONGEST = at.PHASE, at.PHASE_PEER, at.PHASE_WAITED, at.LONGEST
 
@@ -131,10 +131,10 @@ def end_wait(context, peer, target, since):
     store(record + TOTAL_WAITED, load(record + TOTAL_WAITED) + waited)
     if load(record + PHASE) == target:
         before = load(record + PHASE_WAITED)
-        blamed = record + BLAMED_AT + load(record + PHASE_PEER) * 8
+        blamed = record + WAITED_FOR_AT + load(record + PHASE_PEER) * 8
         store(blamed, load(blamed) - before)
         waited += before
-    blamed = record + BLAMED_AT + peer * 8
+    blamed = record + WAITED_FOR_AT + peer * 8
     store(blamed, load(blamed) + waited)
     store(record + PHASE, target)
     store(record + PHASE_PEER, peer)
@@ -154,23 +154,23 @@ def end_wait_elsewhere(context, since):
 
 
 @njit(**KERNEL_OPTIONS)
-def open_crossing(context, number, what, amount, moved_bytes):
+def open_multihost_entry(context, number, what, amount, moved_bytes):
     """A collective over several hosts begins."""
     record = load(context + RECORD)
-    store(record + CROSSING, number)
-    store(record + CROSSING_WAITED, load(record + TOTAL_WAITED))
+    store(record + MULTIHOST_NUMBER, number)
+    store(record + MULTIHOST_WAITED, load(record + TOTAL_WAITED))
     write_entry(_crossing(record), number, now(context), what, amount, moved_bytes, 0)
     return 0
 
 
 @njit(**KERNEL_OPTIONS)
-def close_crossing(context, well):
+def close_multihost_entry(context, well):
     """It has come to its end."""
     record = load(context + RECORD)
     entry = _crossing(record)
-    store(entry + WAITED, load(record + TOTAL_WAITED) - load(record + CROSSING_WAITED))
+    store(entry + WAITED, load(record + TOTAL_WAITED) - load(record + MULTIHOST_WAITED))
     if well:
-        store(record + CROSSING_BYTES, load(record + CROSSING_BYTES) + load(entry + MOVED_BYTES))
+        store(record + MULTIHOST_BYTES, load(record + MULTIHOST_BYTES) + load(entry + MOVED_BYTES))
     ended = now(context)
     store_release(entry + ENDED, ended if well else -ended)
     return 0
@@ -178,7 +178,7 @@ def close_crossing(context, well):
 
 @njit(**KERNEL_OPTIONS)
 def _crossing(record):
-    return record + CROSSINGS_AT + (load(record + CROSSING) & (ENTRIES - 1)) * ENTRY_BYTES
+    return record + MULTIHOST_AT + (load(record + MULTIHOST_NUMBER) & (ENTRIES - 1)) * ENTRY_BYTES
 
 
 @njit(**KERNEL_OPTIONS)
@@ -202,7 +202,7 @@ def message_came(context, number, source):
         store(entry + WAITED, waited)
         store(entry + OTHER, source + 1)
         if load(entry + WHAT) & BACKGROUND == 0:
-            blamed = record + BLAMED_AT + (load(context + SIZE) + source) * 8
+            blamed = record + WAITED_FOR_AT + (load(context + SIZE) + source) * 8
             store(blamed, load(blamed) + waited)
             store(record + MESSAGES_WAITED, load(record + MESSAGES_WAITED) + waited)
 

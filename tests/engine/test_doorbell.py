@@ -97,7 +97,7 @@ def orders(first: int, second: int) -> Iterator[list[int]]:
 
 def sleepers_end(kernel: Any, order: list[int]) -> int | None:
     """What await_task returns when another thread runs the kernel meanwhile; None if it sleeps for ever."""
-    words = dict.fromkeys(range(0, 8 * doorbell.BELL_WORDS, 8), 0)
+    words = dict.fromkeys(range(0, 8 * doorbell.DOORBELL_WORDS, 8), 0)
     sleeper, other = Actor(doorbell.await_task, words), Actor(kernel, words)
     sleeper.others, other.others = [other], [sleeper]
     for turn in order:

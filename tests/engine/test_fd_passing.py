@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import torchestra as dist
 from forking import Child
 from torchestra.engine.memory import fd_passing as module
-from torchestra.engine.memory.fd_passing import Admission, fetch
+from torchestra.engine.memory.fd_passing import DescriptorServer, fetch
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 from torchestra.store import FileStore
 from worlds import outcomes, results
@@ -35,7 +35,9 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def handing_out(size: int, secret: bytes | None = SECRET) -> Iterator[tuple[Admission, Callable[[], None]]]:
+def handing_out(
+    size: int, secret: bytes | None = SECRET
+) -> Iterator[tuple[DescriptorServer, Callable[[], None]]]:
     """A hand-over of a file of two bytes that goes on in a thread; the function waits for its end."""
     descriptor = os.memfd_create("torchestra-test", os.MFD_CLOEXEC)
     os.write(descriptor, b"ok")
@@ -45,7 +47,7 @@ def handing_out(size: int, secret: bytes | None = SECRET) -> Iterator[tuple[Admi
         while admission.waited_for and not stop.is_set():
             admission.serve(descriptor)
 
-    with Admission(range(1, size), secret, "g") as admission, ThreadPoolExecutor(1) as threads:
+    with DescriptorServer(range(1, size), secret, "g") as admission, ThreadPoolExecutor(1) as threads:
         serving = threads.submit(serve)
         try:
             yield admission, lambda: serving.result(LONG)
@@ -55,7 +57,9 @@ def handing_out(size: int, secret: bytes | None = SECRET) -> Iterator[tuple[Admi
             os.close(descriptor)
 
 
-def got(admission: Admission, rank: int, secret: bytes | None = SECRET, seconds: float = LONG) -> bytes:
+def got(
+    admission: DescriptorServer, rank: int, secret: bytes | None = SECRET, seconds: float = LONG
+) -> bytes:
     """What is in the file that a rank is given."""
     descriptor = fetch(admission.invitation, secret, rank, "g", time.monotonic() + seconds)
     try:
@@ -65,7 +69,7 @@ def got(admission: Admission, rank: int, secret: bytes | None = SECRET, seconds:
         os.close(descriptor)
 
 
-def stranger(admission: Admission, *packets: bytes) -> socket.socket:
+def stranger(admission: DescriptorServer, *packets: bytes) -> socket.socket:
     """A connection of somebody else's."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(LONG)
@@ -301,7 +305,7 @@ def test_a_rank_that_was_dropped_comes_again() -> None:
 
 
 def test_rank_0_that_is_gone_is_told_at_once() -> None:
-    with Admission([1], SECRET, "g") as admission:
+    with DescriptorServer([1], SECRET, "g") as admission:
         invitation = admission.invitation
     with pytest.raises(DistBackendError, match="rank 1 of group 'g' cannot reach rank 0 on this host"):
         fetch(invitation, SECRET, 1, "g", time.monotonic() + LONG)

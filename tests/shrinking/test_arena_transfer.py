@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from torchestra.engine.membership import arena_transfer
-from torchestra.engine.membership.arena_transfer import Estate, Offer, make_offer, make_request
+from torchestra.engine.membership.arena_transfer import ArenaTransfer, Offer, make_offer, make_request
 from torchestra.errors import DistNetworkError
 
 SOON = 20.0
@@ -28,7 +28,7 @@ def sockets_of(key: bytes) -> list[str]:
         return [line for line in file if key[:16].hex() in line]
 
 
-def until(found: Callable[[], Estate | None], offer: Offer) -> Estate:
+def until(found: Callable[[], ArenaTransfer | None], offer: Offer) -> ArenaTransfer:
     deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
         offer.serve()
@@ -38,7 +38,7 @@ def until(found: Callable[[], Estate | None], offer: Offer) -> Estate:
     raise AssertionError("nothing came")
 
 
-def answer_in_background(key: bytes, threads: bool) -> Callable[[], Estate | None]:
+def answer_in_background(key: bytes, threads: bool) -> Callable[[], ArenaTransfer | None]:
     """Ask from another thread, as both sides would wait for each other on one."""
     request, got = make_request(key, 2, threads=threads), []
 

@@ -10,17 +10,17 @@ import threading
 import pytest
 
 from torchestra.engine import layout as at
-from torchestra.engine.membership.agreement import State, Succession
+from torchestra.engine.membership.agreement import MembershipAgreement, State
 from torchestra.engine.memory.arena import Arena
 from torchestra.errors import RankExcludedError
 
 SOON = 20.0
 
 
-def views(size: int) -> list[Succession]:
+def views(size: int) -> list[MembershipAgreement]:
     arena, descriptor = Arena.create(at.Layout(size, 4096, 4096, 0, 4096), "g")
     os.close(descriptor)
-    return [Succession(arena, rank) for rank in range(size)]
+    return [MembershipAgreement(arena, rank) for rank in range(size)]
 
 
 def key_of(proposer: int, number: int, survivors: tuple[int, ...]) -> bytes:
@@ -28,7 +28,7 @@ def key_of(proposer: int, number: int, survivors: tuple[int, ...]) -> bytes:
     return hashlib.sha256(repr((proposer, number, survivors)).encode()).digest()
 
 
-def propose(view: Succession, survivors: tuple[int, ...]) -> bool:
+def propose(view: MembershipAgreement, survivors: tuple[int, ...]) -> bool:
     now = view.now()
     return now.state is State.OPEN and view.propose(now, survivors, key_of(view.rank, now.number, survivors))
 
@@ -102,7 +102,7 @@ def test_ranks_that_propose_commit_and_void_against_each_other_read_one_decision
         start = threading.Barrier(size)
 
         def act(
-            view: Succession,
+            view: MembershipAgreement,
             dice: random.Random,
             start: threading.Barrier = start,
             torn: list[object] = torn,

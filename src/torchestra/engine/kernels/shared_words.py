@@ -16,60 +16,46 @@ from torchestra.engine.kernels.waiting import (
     publish,
     wait_for_step,
 )
-from torchestra.engine.native.atomics import (
-    KERNEL_OPTIONS,
-    compare_exchange,
-    fetch_add,
-    load,
-    load_acquire,
-    load_ordered,
-    store_ordered,
-    syscall,
-)
+from torchestra.engine.native import atomics
+from torchestra.engine.native.atomics import KERNEL_OPTIONS, fetch_add, load, load_ordered, syscall
 
-SIZE, PATIENCE, ASKED = at.SIZE, at.PATIENCE, at.ASKED
+SIZE, ASKED = at.SIZE, at.ASKED
 RANK, SEQUENCE, STEP_BITS, ABANDONED = at.RANK, at.SEQUENCE, at.STEP_BITS, at.ABANDONED
 
 
 @njit(**KERNEL_OPTIONS)
-def read(address):
-    """The word, with all that was written before it."""
-    return load_acquire(address)
+def load_acquire(address):
+    """Return the word, and see all that was written before it."""
+    return atomics.load_acquire(address)
 
 
 @njit(**KERNEL_OPTIONS)
-def tell(address, value):
-    """Write the word after all that was written before it."""
-    store_ordered(address, value)
+def store_ordered(address, value):
+    """Write the word after all that was written before it (sequentially consistent)."""
+    atomics.store_ordered(address, value)
     return 0
 
 
 @njit(**KERNEL_OPTIONS)
-def claim(address):
-    """Make a word 1 that was 0; return what it was."""
-    return compare_exchange(address, 0, 1)
-
-
-@njit(**KERNEL_OPTIONS)
-def replace(address, expected, desired):
+def compare_exchange(address, expected, desired):
     """Make a word ``desired`` if it is ``expected``; return what it was."""
-    return compare_exchange(address, expected, desired)
+    return atomics.compare_exchange(address, expected, desired)
 
 
 @njit(**KERNEL_OPTIONS)
-def ask(address):
-    """Count a question up and wake who sleeps on it; the number of the question."""
-    number = fetch_add(address, 1) + 1
+def increment_and_wake(address):
+    """Count a word up, wake all that sleep on it, and return it."""
+    value = fetch_add(address, 1) + 1
     syscall(FUTEX, address, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
-    return number
+    return value
 
 
 @njit(**KERNEL_OPTIONS)
-def await_question(context, address, answered):
-    """Sleep until the word is no longer ``answered``, or for a while; the word."""
-    if load_ordered(address) == answered:
-        syscall(FUTEX, address, FUTEX_WAIT, answered & 0xFFFF_FFFF, 0, 0, 0)
-    return load_acquire(address)
+def sleep_while(address, value):
+    """Sleep until a word is no longer ``value``, or is woken; return it."""
+    if load_ordered(address) == value:
+        syscall(FUTEX, address, FUTEX_WAIT, value & 0xFFFF_FFFF, 0, 0, 0)
+    return atomics.load_acquire(address)
 
 
 @njit(**KERNEL_OPTIONS)
@@ -83,7 +69,7 @@ def wake_everybody(context):
 
 
 @njit(**KERNEL_OPTIONS)
-def next_inside(context, rank):
+def next_reader(context, rank):
     """The first rank from ``rank`` on that may be between steps 1 and 2 of this rank's operation, or SIZE."""
     sequence = load(context + SEQUENCE)
     for peer in range(rank, load(context + SIZE)):
@@ -103,10 +89,10 @@ def write_to_pages(address, pages, page):
     for number in range(pages):
         word = address + number * page
         found = load(word)
-        now = compare_exchange(word, found, found)
+        now = atomics.compare_exchange(word, found, found)
         while now != found:
             found = now
-            now = compare_exchange(word, found, found)
+            now = atomics.compare_exchange(word, found, found)
     return 0
 
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from torchestra.engine import layout as at
-from torchestra.engine.failure.hang_report import describe_standing
+from torchestra.engine.failure.hang_report import hang_report
 from torchestra.engine.failure.liveness import PeerProcesses, PeerThreads
-from torchestra.engine.failure.stack_reporter import Watcher
-from torchestra.engine.kernels import control
-from torchestra.engine.membership.rank_context import Member
+from torchestra.engine.failure.stack_reporter import StackReporter
+from torchestra.engine.kernels import shared_words
+from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.recorder import callsites
 from torchestra.engine.recorder.callsites import call_site
@@ -32,32 +32,34 @@ SOON = 20.0
 
 
 @pytest.fixture
-def members() -> tuple[Member, Member]:
+def contexts() -> tuple[RankContext, RankContext]:
     arena, descriptor = Arena.create(layout_for(2), "pair")
     os.close(descriptor)
-    zero, one = (Member(arena, rank, "pair", spins=0, yields=0) for rank in range(2))
+    zero, one = (RankContext(arena, rank, "pair", spins=0, yields=0) for rank in range(2))
     return zero, one
 
 
 # -- aborting
 
 
-def test_all_ranks_are_told_the_reason_of_who_aborted_first(members: tuple[Member, Member]) -> None:
-    zero, one = members
+def test_all_ranks_are_told_the_reason_of_who_aborted_first(
+    contexts: tuple[RankContext, RankContext],
+) -> None:
+    zero, one = contexts
     zero.abort("it was over", failed=(1,))
     one.abort("too late to say this")
-    for member in members:
-        assert member.is_aborted
-        error = member.aborted()
+    for context in contexts:
+        assert context.is_aborted
+        error = context.aborted()
         assert isinstance(error, RankFailedError)
         assert error.ranks == (1,)
-        assert str(error) == f"rank {member.rank}: group 'pair' can no longer be used: it was over"
-        assert member.aborted() is not error
+        assert str(error) == f"rank {context.rank}: group 'pair' can no longer be used: it was over"
+        assert context.aborted() is not error
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "試", "\\", '"', "\n", "\U0001f525"])
-def test_a_long_reason_is_cut(members: tuple[Member, Member], letter: str) -> None:
-    zero, one = members
+def test_a_long_reason_is_cut(contexts: tuple[RankContext, RankContext], letter: str) -> None:
+    zero, one = contexts
     zero.abort("because " + letter * 70_000, failed=tuple(range(64)))
     error = one.aborted()
     assert isinstance(error, RankFailedError)
@@ -66,21 +68,25 @@ def test_a_long_reason_is_cut(members: tuple[Member, Member], letter: str) -> No
     assert str(error).endswith(f"{letter} ...")
 
 
-def test_if_a_rank_dies_before_it_says_why_another_says_what_it_saw(members: tuple[Member, Member]) -> None:
-    zero, _ = members
-    assert control.claim(zero.arena.address + at.HEADER_ABORT_CLAIM) == 0  # and no more comes
+def test_if_a_rank_dies_before_it_says_why_another_says_what_it_saw(
+    contexts: tuple[RankContext, RankContext],
+) -> None:
+    zero, _ = contexts
+    assert (
+        shared_words.compare_exchange(zero.arena.address + at.HEADER_ABORT_CLAIM, 0, 1) == 0
+    )  # and no more comes
     zero.abort("what rank 0 saw", failed=(1,))
-    for member in members:
-        error = member.aborted()
+    for context in contexts:
+        error = context.aborted()
         assert isinstance(error, RankFailedError)
         assert error.ranks == (1,)
         assert "what rank 0 saw" in str(error)
 
 
 def test_a_rank_that_dies_while_it_writes_why_does_not_stop_the_others(
-    members: tuple[Member, Member],
+    contexts: tuple[RankContext, RankContext],
 ) -> None:
-    zero, one = members
+    zero, one = contexts
     zero.arena.set_word(at.HEADER_ABORT_CLAIM, at.ABORT_WRITTEN)  # and no more comes
     zero.abort("what rank 0 saw", failed=(1,))
     assert "what rank 0 saw" in str(zero.aborted())
@@ -89,10 +95,10 @@ def test_a_rank_that_dies_while_it_writes_why_does_not_stop_the_others(
 
 
 def test_a_rank_that_explains_for_too_long_says_in_the_end_what_the_others_have_said(
-    members: tuple[Member, Member],
+    contexts: tuple[RankContext, RankContext],
 ) -> None:
     """It asks other hosts, say, or its process hardly gets the processor."""
-    zero, one = members
+    zero, one = contexts
     told: list[str] = []
     zero.when_aborted = lambda why, failed, standing: told.append(why)
     one.when_aborted = lambda why, failed, standing: told.append(why)
@@ -109,16 +115,18 @@ def test_a_rank_that_explains_for_too_long_says_in_the_end_what_the_others_have_
         one.abort("what rank 1 saw", failed=(0,))
         other_is_done.set()
         first.result(SOON)
-    for member in members:
-        error = member.aborted()
+    for context in contexts:
+        error = context.aborted()
         assert isinstance(error, RankFailedError)
         assert error.ranks == (0,)
         assert "what rank 1 saw" in str(error)
     assert told == ["what rank 1 saw"], "one rank tells the other hosts"
 
 
-def test_a_rank_that_takes_its_time_to_say_why_is_waited_for(members: tuple[Member, Member]) -> None:
-    zero, one = members
+def test_a_rank_that_takes_its_time_to_say_why_is_waited_for(
+    contexts: tuple[RankContext, RankContext],
+) -> None:
+    zero, one = contexts
     asked, told = threading.Event(), threading.Event()
     set_text = zero.arena.set_text
 
@@ -143,13 +151,13 @@ def test_two_ranks_that_abort_at_once_agree_about_the_reason() -> None:
         for _ in range(50):
             arena, descriptor = Arena.create(at.Layout(2, 4096, 4096, 0, 4096), "pair")
             os.close(descriptor)
-            pair = [Member(arena, rank, "pair", spins=0, yields=0) for rank in range(2)]
+            pair = [RankContext(arena, rank, "pair", spins=0, yields=0) for rank in range(2)]
             start = threading.Barrier(2)
 
-            def abort(member: Member, start: threading.Barrier = start) -> str:
+            def abort(context: RankContext, start: threading.Barrier = start) -> str:
                 start.wait(SOON)
-                member.abort(f"rank {member.rank} has had enough")
-                return str(member.aborted()).partition(": ")[2]
+                context.abort(f"rank {context.rank} has had enough")
+                return str(context.aborted()).partition(": ")[2]
 
             assert len(set(pool.map(abort, pair))) == 1
 
@@ -180,10 +188,10 @@ def child(arena: Arena, rank: int, *, leaves: bool = False) -> int:
         # Whatever the tests before have left: a signal must end this process, not raise in a copy of pytest.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            member = Member(arena, rank, "group", spins=0, yields=0)
-            member.announce()
+            context = RankContext(arena, rank, "group", spins=0, yields=0)
+            context.announce()
             if leaves:
-                member.leave()
+                context.leave()
                 os.close(arena.descriptor)
             signal.pause()
         finally:
@@ -266,7 +274,7 @@ def test_a_process_has_one_pidfd_in_however_many_groups_it_is() -> None:
     pids = [child(arena, 1) for arena in arenas[:1]]
     word = arenas[0].control(1)
     for arena in arenas[1:]:
-        for offset in (at.PROCESS, at.STARTED, at.SPACE, at.STATE):
+        for offset in (at.PROCESS, at.STARTED, at.PID_NAMESPACE, at.STATE):
             arena.set_word(word + offset, arenas[0].word(word + offset))
     before = len(os.listdir("/proc/self/fd"))
     with contextlib.ExitStack() as stack:
@@ -362,14 +370,14 @@ def test_asking_for_the_call_site_keeps_nothing_alive() -> None:
 
 
 def test_what_a_rank_called_and_where_its_program_is_do_not_overwrite_each_other(
-    members: tuple[Member, Member],
+    contexts: tuple[RankContext, RankContext],
 ) -> None:
     """The watcher may be asked while the ranks tell each other of a mismatch."""
-    zero, one = members
+    zero, one = contexts
     zero._tell_call("all_reduce(SUM) of 3 elements")
-    watcher = Watcher(zero, threading.current_thread())
+    watcher = StackReporter(zero, threading.current_thread())
     watcher.start()
-    lines = describe_standing(one.arena, None, [0], (), (1, "elsewhere"))
+    lines = hang_report(one.arena, None, [0], (), (1, "elsewhere"))
     assert f"is at {__file__}" in lines
     assert one._call_of(0) == "all_reduce(SUM) of 3 elements"
     zero.leave()
