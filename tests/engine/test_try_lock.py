@@ -22,7 +22,7 @@ from torchestra.engine.p2p import endpoint
 from torchestra.engine.p2p.endpoint import Endpoint, _Outbox, _Parcel
 from torchestra.engine.try_lock import TryLock
 from torchestra.errors import InvalidArgumentError
-from torchestra.rpc import crew as crew_file
+from torchestra.rpc import leader_followers as crew_file
 from torchestra.rpc.leader_followers import Crew
 
 

@@ -23,8 +23,8 @@ be something else already; but only after the group was aborted, so it sees that
 *Splits* hold how much a rank sends to and expects from each peer in an uneven all_to_all. *Slots* (two a
 rank) carry what fits into one piece: the one with the parity of the operation's sequence number. A *record*
 holds what its rank did last (recorder.py). *Chunk buffers* (three a rank) carry larger operations chunk by
-chunk. The *heap* is a large, sparsely filled range for tensors that the ranks share (``dist.empty``); all heaps are
-mapped together, by each rank when it first needs them.
+chunk. The *heap* is a large, sparsely filled range for tensors that the ranks share (``dist.empty``); all
+heaps are mapped together, by each rank when it first needs them.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class RankContext:
     """Rank ``rank`` of the group that meets in ``arena``. One operation runs at a time.
 
     Attributes:
-        group_ranks: by rank of the arena, the rank in the group, which messages and errors name. Differs where
-            the arena holds only some ranks of a group.
+        group_ranks: by rank of the arena, the rank in the group, which messages and errors name. Differs
+            where the arena holds only some ranks of a group.
         when_aborted: called with what :meth:`abort` wrote, on the rank that did so.
         host: where the ranks of the arena are, for messages; empty where the whole group is.
         ask_elsewhere: where the ranks of other hosts stand, in lines.

@@ -85,8 +85,8 @@ def run(state, record, eager):
     """Work until a record is finished (0: until any that is to be notified is).
 
     DONE, MISMATCH (the record's), PENDING (nothing moved for POLL_INTERVAL, or much moved and Python shall
-    have a look), ABORTED, INTERRUPTED (ATTENTION is set), NO_MEMORY; call again to go on. ``eager``: somebody waits
-    for it, so that spinning may pay.
+    have a look), ABORTED, INTERRUPTED (ATTENTION is set), NO_MEMORY; call again to go on. ``eager``: somebody
+    waits for it, so that spinning may pay.
     """
     context = load(state + w.CONTEXT)
     spins = 0
