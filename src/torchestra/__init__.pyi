@@ -98,21 +98,7 @@ from .nn.parallel import BuiltinCommHookType, GradBucket
 from .process_group import NonMember, ProcessGroup, RoundRobinGroup
 from .store import FakeStore, FileStore, HashStore, PrefixStore, Store, TCPStore
 from .types import ReduceOp
-from .world.flight_record import FlightEntry, FlightRecord, HostRecord, RankRecord, flight_record
-from .world.init import (
-    GroupMember,
-    destroy_process_group,
-    get_global_rank,
-    get_group_rank,
-    get_process_group_ranks,
-    get_rank,
-    get_world_size,
-    group,
-    init_process_group,
-    is_available,
-    is_initialized,
-)
-from .world.inquiries import (
+from .world.backend_info import (
     abort_process_group,
     default_pg_timeout,
     get_backend,
@@ -129,6 +115,20 @@ from .world.inquiries import (
     is_xccl_available,
     set_pg_timeout,
     supports_complex,
+)
+from .world.flight_record import FlightEntry, FlightRecord, HostRecord, RankRecord, flight_record
+from .world.init import (
+    GroupMember,
+    destroy_process_group,
+    get_global_rank,
+    get_group_rank,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    group,
+    init_process_group,
+    is_available,
+    is_initialized,
 )
 from .world.new_groups import new_group
 from .world.shrinking import SHRINK_ABORT, SHRINK_DEFAULT, shrink_group

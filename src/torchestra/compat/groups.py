@@ -107,7 +107,7 @@ def init_process_group(
         device_id,
         maker=maker,
     )
-    current_world().call_backends({"native": "gloo", "threads": "gloo"})
+    current_world().rename_backends({"native": "gloo", "threads": "gloo"})
 
 
 def new_group(

@@ -7,7 +7,7 @@ from typing import Any
 from torchestra.compat.backends import get_backend_config
 from torchestra.process_group import ProcessGroup
 from torchestra.store import Store
-from torchestra.world.inquiries import get_pg_count
+from torchestra.world.backend_info import get_pg_count
 from torchestra.world.registry import current_world
 
 __all__ = ["_World", "_world"]

@@ -216,7 +216,7 @@ def group_name(group: Group, tag: str = "") -> str:
         return cast(str, _name_by_ranks(group, tag))
     if isinstance(group, ProcessGroup):
         if not torch.compiler.is_dynamo_compiling():
-            current_world().acknowledge(group)
+            current_world().register_direct(group)
         return group.group_name
     mesh, dimension = _mesh_and_dimension(group)
     return mesh.group_name(dimension)

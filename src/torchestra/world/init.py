@@ -37,7 +37,7 @@ from torchestra.world.registry import World, current_world, own_world
 
 AnyGroup = Union[ProcessGroup, NonMember]
 DEFAULT_NAME = "default"
-_MOST_PRETENDED = 1 << 31
+_MOST_FAKE_RANKS = 1 << 31
 _NO_WISH = Wish()
 
 
@@ -148,7 +148,7 @@ def make_world(
     if here is not None and store is None and init_method is None:
         rank, world_size, store = here.rank, here.size, here.store
     if chosen == "fake":
-        store, rank, world_size = _alone(store, rank, world_size)
+        store, rank, world_size = _fake_world(store, rank, world_size)
     else:
         met = rendezvous(
             init_method,
@@ -204,9 +204,9 @@ def _replace(world: World, tag: str, old: ProcessGroup, new: ProcessGroup) -> No
             )
 
 
-def _alone(store: Store | None, rank: int, world_size: int) -> tuple[Store, int, int]:
+def _fake_world(store: Store | None, rank: int, world_size: int) -> tuple[Store, int, int]:
     """Return the store, rank and world size of a fake world: whoever is in it meets nobody."""
-    if not 0 <= rank < world_size < _MOST_PRETENDED:
+    if not 0 <= rank < world_size < _MOST_FAKE_RANKS:
         raise InvalidArgumentError(
             'backend "fake" needs rank= and world_size=, with rank from 0 to world_size - 1; got'
             f" rank {rank} and world_size {world_size}"

@@ -58,7 +58,7 @@ class World:
     others: tuple[int, ...] = ()
     inherited: bool = False
     _tags: dict[str, str] = field(default_factory=dict)
-    _acquaintances: weakref.WeakValueDictionary[str, ProcessGroup] = field(
+    _direct_groups: weakref.WeakValueDictionary[str, ProcessGroup] = field(
         default_factory=weakref.WeakValueDictionary
     )
 
@@ -76,20 +76,20 @@ class World:
         if tag:
             self._tags[group.group_name] = tag
 
-    def call_backends(self, names: Mapping[str, str]) -> None:
+    def rename_backends(self, names: Mapping[str, str]) -> None:
         """Have groups, and those still to be made, tell these names of their backends."""
         self.known_as = dict(names)
         for group in self.groups.values():
             group.known_as = names.get(group.backend, group.backend)
 
-    def acknowledge(self, group: ProcessGroup) -> None:
+    def register_direct(self, group: ProcessGroup) -> None:
         """Have :meth:`group` find a group that was made directly, as long as there is it.
 
         Raises:
             InvalidArgumentError: there is another of the same name.
         """
         name = group.group_name
-        known = self.groups.get(name) or self._acquaintances.setdefault(name, group)
+        known = self.groups.get(name) or self._direct_groups.setdefault(name, group)
         if known is not group:
             raise InvalidArgumentError(
                 f"there is another group named {name!r} already: give each group that is made directly a name"
@@ -125,7 +125,7 @@ class World:
         Raises:
             NotInitializedError: this rank has none of that name.
         """
-        found = self.groups.get(name) or self._acquaintances.get(name)
+        found = self.groups.get(name) or self._direct_groups.get(name)
         if found is None:
             raise NotInitializedError(
                 f"Could not resolve the process group registered under the name {name!r}: this rank has"

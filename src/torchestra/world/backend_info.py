@@ -1,4 +1,4 @@
-"""What there is here: backends, how this rank was launched, groups; and aborting what hangs."""
+"""Information on backends, on how this rank was launched and on groups; and aborting what hangs."""
 
 from __future__ import annotations
 
