@@ -10,7 +10,7 @@ from torchestra.engine.device.nccl import is_nccl_built
 from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.process_group.group import GroupMaker
 from torchestra.process_group.starting import BACKENDS
-from torchestra.world import inquiries
+from torchestra.world import backend_info
 from torchestra.world.init import AnyGroup
 
 __all__ = [
@@ -199,7 +199,8 @@ def is_backend_available(backend: str) -> bool:
     names = BackendConfig(backend).device_backend_map.values() if ":" in backend else [backend]
     plugins = {name.lower() for name in Backend._plugins}
     return all(
-        name.lower() in {"gloo", *plugins} or inquiries.is_backend_available(name.lower()) for name in names
+        name.lower() in {"gloo", *plugins} or backend_info.is_backend_available(name.lower())
+        for name in names
     )
 
 
@@ -210,7 +211,7 @@ def get_backend(group: AnyGroup | None = None) -> str:
     Raises:
         InvalidArgumentError: this rank is not in it.
     """
-    own = inquiries.get_backend(group)
+    own = backend_info.get_backend(group)
     return Backend.GLOO if own in ("native", "threads") else own
 
 
@@ -219,7 +220,7 @@ def get_backend_config(group: AnyGroup | None = None) -> str:
     ``"cpu:gloo,cuda:nccl"`` where it delegates operations on CUDA tensors to NCCL.
     """
     own = get_backend(group)
-    delegates = inquiries.get_backend_config(group).endswith("cuda:nccl")
+    delegates = backend_info.get_backend_config(group).endswith("cuda:nccl")
     return f"cpu:{own},cuda:nccl" if delegates else repr(BackendConfig(own))
 
 

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+__all__ = ["async_execution", "is_async"]
+
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "_wrapped_async_rpc_function"
 _TAKES_AGENT = "_torchestra_takes_agent"
