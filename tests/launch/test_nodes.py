@@ -17,6 +17,7 @@ import pytest
 
 from torchestra.errors import DistError, InvalidArgumentError
 from torchestra.launcher import nodes as meeting
+from torchestra.launcher.event_loop import EventLoop
 from torchestra.launcher.nodes import Nodes, parse_rendezvous
 from torchestra.store import PrefixStore, TCPStore
 from torchestra.store.base import nap
@@ -225,17 +226,28 @@ class Launchers:
             nodes.close()
 
 
-def test_a_failure_that_is_heard_of_after_the_end_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that hears of it wrote into a pipe that was closed, or into what had its number since."""
-    monkeypatch.setenv("TORCHESTRA_SECRET", "a secret")
-    nodes = Nodes(1, 0, free_place(), 1, 1)
-    reader, writer = nodes._reader, nodes._writer
-    nodes.close()
-    for descriptor in (reader, writer):
+def test_a_loop_that_is_closed_is_not_woken_by_a_thread() -> None:
+    """A thread that heard of a failure after the end wrote into what had the number of a closed pipe."""
+    loop = EventLoop()
+    descriptors = loop._wake_end, loop.wakeup_fd
+    loop.close()
+    for descriptor in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
-    nodes._wake()
-    nodes.close()
+    loop.call_soon_threadsafe(lambda: None)
+    loop.close()
+
+
+def test_a_loop_calls_what_is_due_in_its_order() -> None:
+    loop, calls = EventLoop(), []
+    loop.call_at(0.0, lambda: calls.append("second timer, made first"))
+    loop.call_at(-1.0, lambda: calls.append("first timer"))
+    thread = threading.Thread(target=loop.call_soon_threadsafe, args=(lambda: calls.append("thread"),))
+    thread.start()
+    thread.join()
+    loop.run_once()
+    assert calls == ["thread", "first timer", "second timer, made first"]
+    loop.close()
 
 
 def _last(nodes: Nodes) -> int:
@@ -248,7 +260,7 @@ def test_launchers_wait_for_each_other_and_say_for_whom(
     """A launcher that does not fit the others is told so, and they are not disturbed."""
     monkeypatch.setenv("TORCHESTRA_SECRET", "a secret")
     monkeypatch.setattr(meeting, "_LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(meeting, "_PATIENCE", 0.0)
+    monkeypatch.setattr(meeting, "_NOTICE_AFTER_S", 0.0)
     with Launchers(3) as launchers:
         first = launchers.come(0)
         launchers.signed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +19,8 @@ from torchestra.system import deadline
 def launcher(node: int, store: Any) -> Nodes:
     """One of two, after they have met."""
     made = Nodes.__new__(Nodes)
-    made.node, made.nnodes, made.other = node, 2, None
-    made._pipe, made._ended, made._server = threading.Lock(), False, None
+    made.node, made.nnodes, made.other, made.one_too_many = node, 2, None, None
+    made._server = None
     made._store, made._host, made._closed = store, "here", threading.Event()
     return made
 
@@ -29,7 +28,7 @@ def launcher(node: int, store: Any) -> Nodes:
 def test_node_0_waits_for_the_others_though_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody could say that it lives meanwhile: the store was stopped too."""
     now, store = [0.0], HashStore()
-    store.set("beat/1", "7")
+    store.set("heartbeat/1", "7")
 
     def be_stopped(seconds: float) -> None:
         now[0] += 100.0
@@ -75,8 +74,8 @@ def test_a_launcher_asks_again_before_it_takes_that_of_node_0_for_gone() -> None
     store = StoppedOnce()
     store.set("failed", json.dumps([0, 3, "a rank failed"]))
     made = launcher(1, store)
-    made._reader, made._writer = os.pipe()
+    notified = []
+    made.notify(lambda: notified.append(True))
     made._listen()
-    assert os.read(made.news, 1), "who waits for news is told"
-    made._end()
+    assert notified == [True]
     assert made.other == NodeFailure(0, 3, "a rank failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 from torchestra.launcher.output import OutputSink, OutputSource, colours_wanted, open_sinks, prefix
 
@@ -37,12 +38,11 @@ def test_unfinished_line_is_shown_after_silence_and_goes_on_in_its_place() -> No
     screen, a, _ = two_sources()
     a.feed(b"name? ", 10.0)
     assert screen.getvalue() == ""
-    due = a.wake_at()
-    assert due is not None
+    due = a.due()
     assert 10.0 < due < 11.0
     a.show_unfinished()
     assert screen.getvalue() == "[a] name? "
-    assert a.wake_at() is None
+    assert a.due() == math.inf
     a.feed(b"Bob\n", 12.0)
     assert screen.getvalue() == "[a] name? Bob\n"
 
@@ -51,8 +51,7 @@ def test_a_line_that_keeps_growing_is_shown_though_there_is_no_silence() -> None
     _, a, _ = two_sources()
     for step in range(100):
         a.feed(b".", step / 100)
-    due = a.wake_at()
-    assert due is not None
+    due = a.due()
     assert due <= 0.5
 
 

@@ -61,7 +61,7 @@ class Handle:
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.actor = RankActor()
-        self.spoil: Callable[[EventBatch], None] = lambda heard: None
+        self.spoil: Callable[[EventBatch], None] = lambda batch: None
         self._pool = pool
 
     def __getattr__(self, name: str) -> Any:
@@ -137,7 +137,7 @@ def test_replies_that_are_lost_are_fetched_anew(stage, capsys: pytest.CaptureFix
     for handle in there.handles:
         lost = iter([True, False, True, True])
 
-        def spoil(heard: EventBatch, lost: Iterator[bool] = lost) -> None:
+        def spoil(batch: EventBatch, lost: Iterator[bool] = lost) -> None:
             if next(lost, False):
                 raise ActorUnavailableError("connection lost")
 
@@ -166,8 +166,8 @@ def test_a_node_and_an_actor_that_are_lost_are_named(stage) -> None:
 
     there = stage(3)
 
-    def die(heard: EventBatch) -> None:
-        if heard.first > 0 or heard.news:
+    def die(batch: EventBatch) -> None:
+        if batch.first > 0 or batch.events:
             there.ray.alive["node1"] = False
             raise RayError("The actor died unexpectedly before finishing this task.\nno more is known")
 
@@ -178,7 +178,7 @@ def test_a_node_and_an_actor_that_are_lost_are_named(stage) -> None:
 
     alone = stage(1)
 
-    def be_killed(heard: EventBatch) -> None:
+    def be_killed(batch: EventBatch) -> None:
         raise RayError("The actor died.\nThe actor is dead because it was killed by `ray.kill`.")
 
     alone.handles[0].spoil = be_killed
@@ -196,9 +196,9 @@ def test_a_rank_that_prints_more_than_is_fetched_waits(stage, capsys: pytest.Cap
     there = stage(1)
     most = 0
 
-    def look(heard: EventBatch) -> None:
+    def look(batch: EventBatch) -> None:
         nonlocal most
-        most = max(most, sum(len(getattr(piece, "data", b"")) for piece in heard.news))
+        most = max(most, sum(len(getattr(piece, "data", b"")) for piece in batch.events))
 
     there.handles[0].spoil = look
     assert there.launch(chatter) == [None]

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from torchestra.launcher.command import failures_argument
+from torchestra.launcher.command import count_argument
 from torchestra.launcher.root_cause import FailedRank, root_cause
 from torchestra.launcher.spec import Failure
 
@@ -95,7 +95,7 @@ def test_of_several_failures_the_first_not_survived_is_the_cause() -> None:
 
 
 def test_the_number_of_failures_must_be_one(capsys) -> None:
-    assert failures_argument("0") == 0
+    assert count_argument("0") == 0
     for text in ("-1", "x", ""):
         with pytest.raises(Exception, match="must be a number, 0 or more"):
-            failures_argument(text)
+            count_argument(text)

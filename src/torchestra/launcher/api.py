@@ -123,7 +123,7 @@ def _launch_elsewhere(
         raise InvalidArgumentError(f"launch: on must be 'ray', RayOptions or None, got {on!r}")
     if kind != "processes":
         raise InvalidArgumentError(f"launch: ranks on Ray are processes, got kind={kind!r}")
-    from torchestra.launcher.on_ray.launching import launch_on_ray
+    from torchestra.launcher.on_ray.command import launch_on_ray
 
     return launch_on_ray(fn, nproc, args, timeout, env, options)
 
@@ -135,13 +135,13 @@ def launched(
     args: tuple[Any, ...],
     timeout: float | None,
     env: Mapping[str, str],
-    settle: float = SETTLE_S,
+    settle_s: float = SETTLE_S,
 ) -> Iterator[LaunchedJob]:
     """What :func:`launch` does, with processes: the job, all of whose ranks have ended.
 
     Args:
         fn, nproc, args, timeout, env: as there.
-        settle: for how many seconds the others may go on when a rank has failed, to fail as well or to end.
+        settle_s: for how many seconds the others may go on when a rank has failed, to fail as well or to end.
     """
     target = dump_call(fn, args)
     ports = PortReservation()
@@ -153,7 +153,7 @@ def launched(
         search_path=tuple(sys.path),
     )
     server = _servers.take(nproc)
-    job = Job(ForkBackend(server, ports), spec, open_sinks(sys.stdout, sys.stderr), settle=settle)
+    job = Job(ForkBackend(server, ports), spec, open_sinks(sys.stdout, sys.stderr), settle_s=settle_s)
     outcome = LaunchedJob(job, timeout)
     with contextlib.closing(job):
         try:

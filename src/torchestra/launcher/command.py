@@ -13,26 +13,24 @@ from torchestra.engine.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
 from torchestra.launcher.cores import usable_cores
 from torchestra.launcher.failure_report import (
+    conclude,
     failure_abroad,
-    failure_report,
     survived_report,
-    survivors_report,
-    tracebacks_report,
 )
 from torchestra.launcher.flight_dumps import FlightDumps
 from torchestra.launcher.fork_backend import ForkBackend
 from torchestra.launcher.fork_server_client import ForkServerClient
 from torchestra.launcher.job import AFTER_FAILURE, Job
 from torchestra.launcher.nodes import Nodes
-from torchestra.launcher.on_ray.arguments import add_ray_arguments, ray_arguments_given
-from torchestra.launcher.output import OutputSink, colours_wanted, open_sinks
+from torchestra.launcher.on_ray.options import add_ray_arguments, ray_arguments_given
+from torchestra.launcher.output import OutputSink, open_sinks
 from torchestra.launcher.port_reservation import PortReservation
 from torchestra.launcher.root_cause import FailedRank
-from torchestra.launcher.signals import ENDING, fill_standard_files, run_job
+from torchestra.launcher.signals import ENDING, open_standard_files, run_job
 from torchestra.launcher.spec import JobSpec, Script
 from torchestra.launcher.stdin import StandardInput
 
-__all__ = ["add_arguments", "main", "ranks_argument"]
+__all__ = ["add_arguments", "count_argument", "main"]
 
 _NO_SUCH_FILE = 2
 
@@ -60,25 +58,24 @@ Ctrl-C interrupts all ranks; SIGTERM and SIGHUP are passed on; a second one kill
 """
 
 
-def ranks_argument(text: str) -> int:
-    """A number of ranks from the command line: a positive integer, or ``auto`` for one per usable core."""
-    if text == "auto":
-        return usable_cores()
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive number or 'auto', got {text!r}")
-    return int(text)
+def count_argument(text: str, least: int = 0, wanted: str = "a number, 0 or more") -> int:
+    """Read a number of the command line: an integer that is not less than ``least``.
 
-
-def failures_argument(text: str) -> int:
-    """A number of failures from the command line: an integer, not negative."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a number, 0 or more, got {text!r}")
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
     return int(text)
 
 
 def _ranks_or_auto(text: str) -> int | None:
-    """A number of ranks, or None for ``auto`` where it is not yet known what that is."""
-    return None if text == "auto" else ranks_argument(text)
+    """Read a number of ranks, or None for ``auto`` where it is not yet known what that is."""
+    return None if text == "auto" else count_argument(text, 1, "a positive number or 'auto'")
+
+
+def _node_count(text: str) -> int:
+    return count_argument(text, 1, "a positive number")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,14 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--nnodes",
-        type=ranks_argument,
+        type=_node_count,
         default=1,
         metavar="N",
         help="how many hosts the job has; the same command is run on each, with another --node-rank",
     )
     parser.add_argument(
         "--node-rank",
-        type=failures_argument,
+        type=count_argument,
         default=0,
         metavar="K",
         help="which of the hosts this is, from 0",
@@ -114,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-failures",
-        type=failures_argument,
+        type=count_argument,
         default=0,
         metavar="N",
         help="how many ranks may fail without ending the job; default 0",
@@ -133,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the script on all ranks; the exit code."""
+    """Run the script on all ranks; return the exit code."""
     if not options.module and not os.path.exists(os.path.join(options.working_dir or "", options.script)):
         print(f"torchestra run: there is no file {options.script!r}", file=sys.stderr)
         return _NO_SUCH_FILE
@@ -141,7 +138,7 @@ def main(options: argparse.Namespace) -> int:
     if wrong is not None:
         print(f"torchestra run: {wrong}", file=sys.stderr)
         return _NO_SUCH_FILE
-    fill_standard_files()
+    open_standard_files()
     if options.on == "ray":
         from torchestra.launcher.on_ray.command import run_on_ray
 
@@ -150,7 +147,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _contradiction(options: argparse.Namespace) -> str | None:
-    """What is wrong with the options taken together, if anything."""
+    """Say what is wrong with the options taken together, if anything."""
     if options.nnodes > 1 and options.rendezvous is None:
         return "--nnodes needs --rendezvous HOST:PORT of node 0"
     if options.on == "ray" and options.nnodes > 1:
@@ -188,15 +185,22 @@ def _run_here(options: argparse.Namespace, nproc: int) -> int:
         first_rank=nodes.first_rank if nodes else 0,
         world_size=nodes.world_size if nodes else None,
     )
+    return _run_ranks(spec, server, ports, nodes, options.max_failures)
+
+
+def _run_ranks(
+    spec: JobSpec, server: ForkServerClient, ports: PortReservation, nodes: Nodes | None, max_failures: int
+) -> int:
+    """Run the ranks of this host to their end, say how they ended, and return the exit code."""
     stdin = StandardInput()
     sinks = open_sinks(sys.stdout, sys.stderr)
-    job = Job(ForkBackend(server, ports, stdin.for_rank), spec, sinks, options.max_failures)
-    job.when_survived = partial(_go_on, job, nodes, sinks[1], options.max_failures)
-    dumps = FlightDumps(environment.get(RECORD_VARIABLE))
+    job = Job(ForkBackend(server, ports, stdin.for_rank), spec, sinks, max_failures)
+    job.when_survived = partial(_go_on, job, nodes, sinks[1], max_failures)
+    dumps = FlightDumps(spec.environment.get(RECORD_VARIABLE))
     job.when_stopped = lambda: dumps.hold(job.pids)
-    stdin.relay(job)
+    stdin.relay(job.loop)
     if nodes is not None:
-        job.watch(nodes.news, partial(_hear, job, nodes))
+        nodes.notify(partial(job.loop.call_soon_threadsafe, partial(_end_with_others, job, nodes)))
     received: list[int] = []
     try:
         code = run_job(job, received)
@@ -209,19 +213,18 @@ def _run_here(options: argparse.Namespace, nproc: int) -> int:
                 signal.signal(signum, signal.SIG_DFL)
             _tell_others(job, nodes, received)
             nodes.close()
-    return conclude(job, received, nodes) if code is None else code
+    return conclude(job, received, nodes.other if nodes is not None else None) if code is None else code
 
 
 def _go_on(job: Job, nodes: Nodes | None, screen: OutputSink, max_failures: int, failed: FailedRank) -> None:
-    """A rank has failed, and those that are left on this host need not end for it."""
+    """Say that a rank has failed, and that those that are left on this host need not end for it."""
     screen.say(survived_report(job, failed))
     if nodes is not None:
         nodes.count_failure(failed, max_failures)
 
 
-def _hear(job: Job, nodes: Nodes) -> None:
-    """Another node has failed, or a rank here as one too many of all nodes: end this one's ranks."""
-    job.unwatch(nodes.news)
+def _end_with_others(job: Job, nodes: Nodes) -> None:
+    """End this node's ranks: another node has failed, or a rank here as one too many of all nodes."""
     job.cause = job.cause or nodes.one_too_many
     job.stop(AFTER_FAILURE)
 
@@ -232,25 +235,7 @@ def _tell_others(job: Job, nodes: Nodes, received: list[int]) -> None:
     job.cause = job.cause or nodes.one_too_many
     if received:
         name = signal.Signals(received[0]).name
-        nodes.tell_failed(128 + received[0], f"ended by {name} on {socket.gethostname()}")
+        nodes.report_failure(128 + received[0], f"ended by {name} on {socket.gethostname()}")
     elif job.cause is not None and nodes.other is None:
         why = failure_abroad(job, job.cause, socket.gethostname())
-        nodes.tell_failed(job.cause.shell_code, why)
-
-
-def conclude(job: Job, received: list[int], nodes: Nodes | None = None) -> int:
-    """Say how a job ended that was run by :func:`run_job`; the exit code."""
-    if nodes is not None and nodes.other is not None and not received:
-        node, code, why = nodes.other
-        sys.stderr.write(f"{tracebacks_report(job)}torchestra: ended because node {node} failed: {why}\n")
-        return code
-    if received:
-        name = signal.Signals(received[0]).name
-        sys.stderr.write(f"{tracebacks_report(job)}torchestra: ended by {name}\n")
-        return 128 + received[0]
-    if job.cause is not None:
-        sys.stderr.write(failure_report(job, colours_wanted(sys.stderr.isatty())))
-        return job.cause.shell_code
-    if job.survived:
-        sys.stderr.write(survivors_report(job))
-    return 0
+        nodes.report_failure(job.cause.shell_code, why)

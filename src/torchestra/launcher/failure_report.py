@@ -1,42 +1,69 @@
-"""What the launcher says when a job has failed: the failed rank's traceback last, and one line on it."""
+"""Say how a job ended: the failed rank's traceback last, and one line on it."""
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Container, Sequence
 
-from torchestra.launcher.job import Job, RankState
-from torchestra.launcher.root_cause import FailedRank, describe_exit
+from torchestra.launcher.job import Job
+from torchestra.launcher.output import colours_wanted
+from torchestra.launcher.root_cause import FailedRank, NodeFailure, describe_exit
 
 __all__ = [
+    "conclude",
     "failure_abroad",
     "failure_line",
-    "failure_report",
     "ranks_phrase",
     "survived_report",
-    "survivors_report",
     "tracebacks_report",
 ]
 
 
-def failure_report(job: Job, coloured: bool = False) -> str:
-    """The end of a failed job, for the screen: other ranks' tracebacks, the cause's, and the summary."""
-    cause = job.cause
-    assert cause is not None
-    told = {cause.rank, *(failed.rank for failed in job.survived)}
-    others = tracebacks_report(job, skip=told)
+def conclude(job: Job, received: list[int], other: NodeFailure | None = None) -> int:
+    """Say on standard error how a job ended; return its exit code.
+
+    Args:
+        job: all of whose ranks have ended.
+        received: the signals that ended it.
+        other: the failure of another node, for which it ended.
+    """
+    report, code = _conclusion(job, received, other)
+    sys.stderr.write(report)
+    return code
+
+
+def _conclusion(job: Job, received: list[int], other: NodeFailure | None) -> tuple[str, int]:
+    if received:
+        name = signal.Signals(received[0]).name
+        return f"{tracebacks_report(job)}torchestra: ended by {name}\n", 128 + received[0]
+    if other is not None:
+        why = f"torchestra: ended because node {other.node} failed: {other.why}\n"
+        return tracebacks_report(job) + why, other.code
+    if job.cause is not None:
+        return _failure_report(job, job.cause), job.cause.shell_code
+    return _survivors_report(job) if job.survived else "", 0
+
+
+def _failure_report(job: Job, cause: FailedRank) -> str:
+    """Return other ranks' tracebacks, the cause's, and the summary."""
+    shown = {cause.rank, *(failed.rank for failed in job.survived)}
+    others = tracebacks_report(job, skip=shown)
     trace = cause.failure.traceback if cause.failure is not None else ""
     stopped = [
-        job.first_rank + state.rank for state in job.ranks if state.rank not in told and _failed(state)
+        job.first_rank + state.rank
+        for state in job.ranks
+        if state.rank not in shown and state.ended is not None and state.ended.exit_code != 0
     ]
     rest = f"; {ranks_phrase(stopped)} ended with it" if stopped else ""
     summary = f"torchestra: {failure_line(job, cause)}{rest}"
-    if coloured:
+    if colours_wanted(sys.stderr.isatty()):
         summary = f"\x1b[1;31m{summary}\x1b[0m"
     return f"{others}{trace}{summary}\n"
 
 
 def survived_report(job: Job, failed: FailedRank) -> str:
-    """What to say at once of a rank that has failed while the others go on."""
+    """Return what to say at once of a rank that has failed while the others go on."""
     trace = failed.failure.traceback if failed.failure is not None else ""
     left = ranks_phrase([job.first_rank + rank for rank in job.unfinished])
     verb = "goes" if len(job.unfinished) == 1 else "go"
@@ -44,8 +71,8 @@ def survived_report(job: Job, failed: FailedRank) -> str:
     return f"{trace}torchestra: {failure_line(job, failed)}{rest}\n"
 
 
-def survivors_report(job: Job) -> str:
-    """The last word of a job that ended well though ranks had failed."""
+def _survivors_report(job: Job) -> str:
+    """Return the last line of a job that ended well though ranks had failed."""
     lost = [job.first_rank + failed.rank for failed in job.survived]
     numbers = [job.first_rank + state.rank for state in job.ranks]
     well = [number for number in numbers if number not in lost]
@@ -55,7 +82,7 @@ def survivors_report(job: Job) -> str:
 
 
 def failure_line(job: Job, failed: FailedRank, host: str = "") -> str:
-    """Which rank failed, and how."""
+    """Say which rank failed, and how."""
     state = job.ranks[failed.rank]
     host = state.host or host
     host = f" on {host}" if host else ""
@@ -64,13 +91,13 @@ def failure_line(job: Job, failed: FailedRank, host: str = "") -> str:
 
 
 def failure_abroad(job: Job, failed: FailedRank, host: str) -> str:
-    """The same for other hosts, where what this one prints is not seen: where, and with what exception."""
+    """Say it to other hosts, where what this one prints is not seen: also where, and with what exception."""
     summary = failed.failure.summary.partition("\n")[0] if failed.failure is not None else ""
     return failure_line(job, failed, host) + (f": {summary}" if summary else "")
 
 
 def tracebacks_report(job: Job, skip: Container[int] = ()) -> str:
-    """The tracebacks of the ranks that sent one, but for some; ranks with the same text together."""
+    """Return the tracebacks of the ranks that sent one, but for some; ranks with the same text together."""
     ranks_by_text: dict[str, list[int]] = {}
     for state in job.ranks:
         if state.failure is not None and state.failure.traceback and state.rank not in skip:
@@ -86,7 +113,7 @@ def tracebacks_report(job: Job, skip: Container[int] = ()) -> str:
 
 
 def ranks_phrase(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 2, 3`` or, from three in a row on, ``ranks 0-7``."""
+    """Return ``rank 3``, ``ranks 0, 2, 3`` or, from three in a row on, ``ranks 0-7``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -95,7 +122,3 @@ def ranks_phrase(ranks: Sequence[int]) -> str:
             runs.append([rank])
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
-
-
-def _failed(state: RankState) -> bool:
-    return state.ended is not None and state.ended.exit_code != 0

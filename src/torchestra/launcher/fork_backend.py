@@ -39,20 +39,20 @@ class ForkBackend(LaunchBackend):
         self._server = server
         self._ports = ports
         self._stdin = stdin
-        self._job: JobListener | None = None
+        self._listener: JobListener | None = None
         self._alive: dict[int, int] = {}  # process by rank
         self._controls: list[socket.socket] = []  # our end of each rank's control channel
         self._outputs: dict[int, tuple[int, int]] = {}  # rank and stream, by the descriptor that is read
 
     @property
-    def job(self) -> JobListener:
-        """The job that was started."""
-        assert self._job is not None
-        return self._job
+    def listener(self) -> JobListener:
+        """The job whose ranks these are, once it has started."""
+        assert self._listener is not None
+        return self._listener
 
-    def start(self, job: JobListener) -> None:
-        self._job = job
-        job.watch(self._server.end, self._on_server)
+    def start(self, listener: JobListener) -> None:
+        self._listener = listener
+        listener.loop.watch(self._server.end, self._on_server)
         if self._server.warm:
             self._start_ranks()
 
@@ -73,23 +73,23 @@ class ForkBackend(LaunchBackend):
         self._ports.close()
 
     def _start_ranks(self) -> None:
-        job, spec = self.job, self.job.spec
+        loop, spec = self.listener.loop, self.listener.spec
         with naming_limits(f"{spec.nproc} ranks cannot be started"):
             check_free_descriptors(_FILES_OF_RANK * spec.nproc + _FILES_OF_SERVER)
         send(self._server.end, spec, [self._ports.listener.fileno()])
-        job.begun()
+        self.listener.begun()
         null = os.open(os.devnull, os.O_RDONLY)
         for rank in range(spec.nproc):
             control, ranks_control = channel()
             control.setblocking(False)
             self._controls.append(control)
-            job.watch(control, partial(self._on_rank, rank))
+            loop.watch(control, partial(self._on_rank, rank))
             ends = []
             for stream in range(2):
                 descriptor, ranks_end = os.pipe()
                 os.set_blocking(descriptor, False)
                 self._outputs[descriptor] = rank, stream
-                job.watch(descriptor, partial(self._on_output, descriptor))
+                loop.watch(descriptor, partial(self._on_output, descriptor))
                 ends.append(ranks_end)
             stdin = self._stdin if rank == 0 and self._stdin is not None else null
             send(self._server.end, rank, [ranks_control.fileno(), stdin, *ends])
@@ -107,11 +107,11 @@ class ForkBackend(LaunchBackend):
         elif isinstance(content, Forked):
             self._alive = dict(enumerate(content.pids))
             for rank, pid in self._alive.items():
-                self.job.forked(rank, pid)
+                self.listener.forked(rank, pid)
         elif isinstance(content, Ended):
             self._hear(content.rank)
             self._alive.pop(content.rank, None)
-            self.job.ended(content)
+            self.listener.ended(content)
         else:
             self._lose_server()
 
@@ -120,7 +120,7 @@ class ForkBackend(LaunchBackend):
         for pid in self._alive.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-        self.job.lost()
+        self.listener.lost()
         self._server.warm = False
         if not self._controls:
             raise DistError("the ranks could not be started: the process that loads torch for them failed")
@@ -128,17 +128,17 @@ class ForkBackend(LaunchBackend):
 
     def _on_rank(self, rank: int) -> None:
         if not self._hear(rank):
-            self.job.unwatch(self._controls[rank])
+            self.listener.loop.unwatch(self._controls[rank])
 
     def _hear(self, rank: int) -> bool:
         """Take every message that a rank has sent so far; False when no more can come."""
         with contextlib.suppress(BlockingIOError):
             while (message := receive(self._controls[rank])) is not None:
                 if isinstance(message.content, Failure):
-                    self.job.failed(rank, message.content)
+                    self.listener.failed(rank, message.content)
                 else:
                     assert isinstance(message.content, Returned)
-                    self.job.returned(rank, os.fdopen(message.files[0], "rb"))
+                    self.listener.returned(rank, os.fdopen(message.files[0], "rb"))
             return False
         return True
 
@@ -148,10 +148,10 @@ class ForkBackend(LaunchBackend):
             data = os.read(descriptor, _READ_SIZE)
         except BlockingIOError:
             return False
-        self.job.printed(*self._outputs[descriptor], data)
+        self.listener.printed(*self._outputs[descriptor], data)
         if data:
             return True
-        self.job.unwatch(descriptor)
+        self.listener.loop.unwatch(descriptor)
         del self._outputs[descriptor]
         os.close(descriptor)
         return False

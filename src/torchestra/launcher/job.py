@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import BinaryIO
 
 from torchestra.launcher.backend import JobListener, LaunchBackend
+from torchestra.launcher.event_loop import EventLoop
 from torchestra.launcher.output import OutputSink, OutputSource, colours_wanted, prefix
 from torchestra.launcher.root_cause import FailedRank, root_cause
 from torchestra.launcher.spec import Call, Ended, Failure, JobSpec
@@ -73,17 +72,18 @@ class Job(JobListener):
     """The ranks of one job.
 
     Args:
-        backend: where its ranks will be.
+        backend: starts and holds its ranks.
         spec: what they run.
         sinks: where their standard output and standard error are shown.
         max_failures: how many ranks may fail without ending the job; one at least must end well, here or
             on another host.
-        settle: for how many seconds after a failure others are waited for.
+        settle_s: for how many seconds after a failure others are waited for.
 
     Attributes:
         spec: what the ranks run.
-        ranks: what is known of each; empty until they are asked for.
-        first_rank: what the first of them is numbered where the job has ranks on other hosts as well.
+        loop: calls functions while :meth:`run` runs.
+        ranks: what is known of each; empty until they are being started.
+        first_rank: the number of the first of them where the job has ranks on other hosts as well.
         cause: the failure for which the job was stopped, or with which it ended.
         survived: the failures that the job has outlived, in the order in which these ranks ended.
         when_survived: called with each of them.
@@ -96,43 +96,29 @@ class Job(JobListener):
         spec: JobSpec,
         sinks: tuple[OutputSink, OutputSink],
         max_failures: int = 0,
-        settle: float = SETTLE_S,
+        settle_s: float = SETTLE_S,
     ) -> None:
         self.ranks: list[RankState] = []
         self.spec = spec
+        self.loop = EventLoop()
         self.first_rank = spec.first_rank
         self.cause: FailedRank | None = None
         self.survived: list[FailedRank] = []
         self.when_stopped: Callable[[], None] = lambda: None
         self.when_survived: Callable[[FailedRank], None] = lambda _: None
         self._max_failures = min(max_failures, (spec.world_size or spec.nproc) - 1)
-        self._settle = settle
+        self._settle_s = settle_s
         self._backend = backend
         self._sinks = sinks
         self._must_return = isinstance(spec.target, Call)
         self._alive = spec.nproc
-        self._failure_seen = False
+        self._any_failed = False
         self._stop_time: float | None = None
-        self._alarms: list[tuple[float, Callable[[], None]]] = []
-        self._sources: list[tuple[OutputSource, OutputSource]] = []  # of each rank
-        self._selector = selectors.DefaultSelector()
-
-    def watch(self, file: int | socket.socket, when_readable: Callable[[], object]) -> None:
-        """Have :meth:`run` call a function whenever ``file`` can be read."""
-        self._selector.register(file, selectors.EVENT_READ, when_readable)
-
-    def unwatch(self, file: int | socket.socket) -> None:
-        """Undo :meth:`watch`."""
-        self._selector.unregister(file)
-
-    def call_at(self, when: float, function: Callable[[], None]) -> None:
-        """Have :meth:`run` call a function once ``time.monotonic()`` reaches ``when``."""
-        self._alarms.append((when, function))
-        self._alarms.sort(key=lambda alarm: alarm[0])
+        self._outputs: list[tuple[OutputSource, OutputSource]] = []  # of each rank
 
     @property
     def stopping(self) -> bool:
-        """The ranks are being ended."""
+        """Whether the ranks are being ended."""
         return self._stop_time is not None
 
     @property
@@ -156,14 +142,14 @@ class Job(JobListener):
         self.wait()
 
     def wait(self, until: float = math.inf) -> None:
-        """Go on with a :meth:`run` that an exception left, at most until a ``time.monotonic()``."""
+        """Go on with a :meth:`run` that an exception left, until a ``time.monotonic()`` at most."""
         while self._alive and time.monotonic() < until:
-            for key, _ in self._selector.select(self._time_to_next(until)):
-                key.data()
+            show_due = min((output.due() for output in self._all_outputs()), default=math.inf)
+            self.loop.run_once(min(until, self._stop_due(), show_due))
             self._do_what_is_due()
         self._backend.drain()
-        for source in self._all_sources():
-            source.show_unfinished()
+        for output in self._all_outputs():
+            output.show_unfinished()
         for sink in self._sinks:
             sink.end_line()
         self.cause = self.cause or self._cause_so_far()
@@ -171,7 +157,7 @@ class Job(JobListener):
     def stop(self, plan: StopPlan) -> None:
         """Begin to end the ranks; they are gone when :meth:`run` returns. An empty plan kills them now.
 
-        What began earlier goes on: only an empty plan overtakes it.
+        A plan that began earlier goes on: only an empty one overtakes it.
         """
         if self.stopping and plan:
             return
@@ -181,10 +167,10 @@ class Job(JobListener):
         self._stop_time = self._stop_time or when
         if not self.ranks:
             self._alive = 0
-        for signum, grace in plan:
-            self.call_at(when, partial(self.signal, signum))
-            when += grace
-        self.call_at(when, partial(self.signal, signal.SIGKILL))
+        for signum, grace_s in plan:
+            self.loop.call_at(when, partial(self.signal, signum))
+            when += grace_s
+        self.loop.call_at(when, partial(self.signal, signal.SIGKILL))
 
     def signal(self, signum: signal.Signals, final: bool = True) -> None:
         """Signal the ranks (see :class:`~torchestra.launcher.spec.SignalRanks`)."""
@@ -193,13 +179,13 @@ class Job(JobListener):
 
     def close(self) -> None:
         """Close what this job opened in this process. The ranks are gone, or their backend is about to be."""
-        self._selector.close()
+        self.loop.close()
         self._backend.close()
         for state in self.ranks:
             if state.result is not None:
                 state.result.close()
 
-    # What the backend says: see JobListener
+    # What the backend tells: see JobListener
 
     def begun(self) -> None:
         coloured = [colours_wanted(sink.terminal) for sink in self._sinks]
@@ -210,21 +196,21 @@ class Job(JobListener):
                 OutputSource(sink, prefix(self.first_rank + rank, size, colour))
                 for sink, colour in zip(self._sinks, coloured, strict=True)
             )
-            self._sources.append((out, err))
+            self._outputs.append((out, err))
 
     def forked(self, rank: int, pid: int, host: str = "") -> None:
         self.ranks[rank].pid, self.ranks[rank].host = pid, host
 
     def printed(self, rank: int, stream: int, data: bytes) -> None:
-        source = self._sources[rank][stream]
+        output = self._outputs[rank][stream]
         if data:
-            source.feed(data, time.monotonic())
+            output.feed(data, time.monotonic())
         else:
-            source.show_unfinished()
+            output.show_unfinished()
 
     def failed(self, rank: int, failure: Failure) -> None:
         self.ranks[rank].failure = failure
-        self._note_failed_rank(self.ranks[rank])
+        self._any_failed = True
 
     def returned(self, rank: int, result: BinaryIO) -> None:
         self.ranks[rank].result = result
@@ -233,64 +219,41 @@ class Job(JobListener):
         state = self.ranks[end.rank]
         state.ended = end
         self._alive -= 1
-        self._note_failed_rank(state)
-        self._note_survived(state)
+        failed = state.failed_rank(self._must_return)
+        if failed is None:
+            return
+        self._any_failed = True
+        if not self.stopping and self._cause_so_far() is None:
+            self.survived.append(failed)
+            self.when_survived(failed)
 
     def lost(self) -> None:
         self._alive = 0
 
-    # Faults
-
-    def _note_failed_rank(self, state: RankState) -> None:
-        self._failure_seen = self._failure_seen or state.failed_rank(self._must_return) is not None
-
-    def _note_survived(self, state: RankState) -> None:
-        """A rank has ended: if it has failed and the others go on, say so."""
-        failed = state.failed_rank(self._must_return)
-        if failed is not None and not self.stopping and self._cause_so_far() is None:
-            self.survived.append(failed)
-            self.when_survived(failed)
+    # Failures
 
     def _cause_so_far(self) -> FailedRank | None:
-        """The failed rank that the others followed from, of the ranks that did not fail for being stopped."""
+        """Return the failure that the others followed from, of those before the job was stopped."""
         until = self._stop_time or math.inf
-        failed_ranks = [
-            failed for state in self.ranks if (failed := state.failed_rank(self._must_return)) is not None
-        ]
-        return root_cause([failed for failed in failed_ranks if failed.time <= until], self._max_failures)
+        all_failed = (state.failed_rank(self._must_return) for state in self.ranks)
+        in_time = [failed for failed in all_failed if failed is not None and failed.time <= until]
+        return root_cause(in_time, self._max_failures)
 
-    # Time
-
-    def _stop_due(self) -> float | None:
-        """When the first failure shall stop the job, if there is one."""
-        if not self._failure_seen or self.stopping:
-            return None
-        cause = self._cause_so_far()
+    def _stop_due(self) -> float:
+        """Return when the first failure shall stop the job; never if there is none."""
+        cause = self._cause_so_far() if self._any_failed and not self.stopping else None
         if cause is None:
-            return None
-        return cause.time + self._settle * (_SETTLE_CONSEQUENCE if cause.consequence else 1)
-
-    def _time_to_next(self, until: float) -> float | None:
-        """Seconds until something is to be done though nothing can be read; None for no end."""
-        times = [source.wake_at() for source in self._all_sources()]
-        times.append(self._stop_due())
-        times.append(self._alarms[0][0] if self._alarms else None)
-        first = min((when for when in times if when is not None), default=until)
-        first = min(first, until)
-        return None if first == math.inf else max(0.0, first - time.monotonic())
+            return math.inf
+        return cause.time + self._settle_s * (_SETTLE_CONSEQUENCE if cause.consequence else 1)
 
     def _do_what_is_due(self) -> None:
         now = time.monotonic()
-        while self._alarms and self._alarms[0][0] <= now:
-            self._alarms.pop(0)[1]()
-        stop_due = self._stop_due()
-        if stop_due is not None and stop_due <= now:
+        if self._stop_due() <= now:
             self.cause = self._cause_so_far()
             self.stop(AFTER_FAILURE)
-        for source in self._all_sources():
-            wake_at = source.wake_at()
-            if wake_at is not None and wake_at <= now:
-                source.show_unfinished()
+        for output in self._all_outputs():
+            if output.due() <= now:
+                output.show_unfinished()
 
-    def _all_sources(self) -> Iterator[OutputSource]:
-        return itertools.chain.from_iterable(self._sources)
+    def _all_outputs(self) -> Iterator[OutputSource]:
+        return itertools.chain.from_iterable(self._outputs)

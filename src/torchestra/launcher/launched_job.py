@@ -44,7 +44,7 @@ class LaunchedJob:
         self._timeout = timeout
         self._overdue: list[int] = []
         if timeout is not None:
-            job.call_at(time.monotonic() + timeout, self._end_overdue)
+            job.loop.call_at(time.monotonic() + timeout, self._end_overdue)
 
     def run(self) -> None:
         """Run the job; all ranks are gone afterwards, also if it is interrupted."""

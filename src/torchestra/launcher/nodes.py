@@ -12,7 +12,7 @@ long::
     failed     which node failed first, its exit code and why
     failures   how many ranks have failed, on all nodes, where the job may go on without some
     done/K     node K has ended
-    beat/K     a count: the launcher of node K lives
+    heartbeat/K  a count: the launcher of node K lives
 """
 
 from __future__ import annotations
@@ -24,47 +24,33 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torchestra
 from torchestra.errors import DistError, DistNetworkError, InvalidArgumentError, StoreTimeoutError
-from torchestra.launcher.root_cause import FailedRank
+from torchestra.launcher.root_cause import FailedRank, NodeFailure
 from torchestra.store import PrefixStore, Store, TCPStore, TCPStoreServer
 from torchestra.store.base import nap
 from torchestra.store.process import ProcessIdentity
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
 from torchestra.system.deadline import RunningClock
 
-__all__ = ["NodeFailure", "Nodes", "parse_rendezvous"]
+__all__ = ["Nodes", "parse_rendezvous"]
 
 _MEET_SECONDS = 600.0
 _OWN_SECONDS = 30.0
 """For node 0 to reach the store that it serves itself. If it does not, the address is not its host's."""
 _LOOK_SECONDS = 1.0
-_PATIENCE = 5.0
+_NOTICE_AFTER_S = 5.0
 _LISTEN_SECONDS = 1.0
 _SILENT_SECONDS = 10.0
 _REST_SECONDS = 0.2
 _LONGEST_LOOK = 1.0
 
 
-class NodeFailure(NamedTuple):
-    """The failure of another node, for which this one ends.
-
-    Attributes:
-        node: which.
-        code: its exit code.
-        why: in a line.
-    """
-
-    node: int
-    code: int
-    why: str
-
-
 def parse_rendezvous(text: str) -> tuple[str, int]:
-    """Host and port of ``host:port``.
+    """Return host and port of ``host:port``.
 
     Raises:
         InvalidArgumentError: it is something else.
@@ -89,6 +75,7 @@ class Nodes:
         world_size: how many ranks there are on all nodes.
         other: the failure of another node, once there is one.
         one_too_many: the failure here that was, of those on all nodes, the first not to be survived.
+        when_failed: called, on another thread, when ``other`` or ``one_too_many`` is there.
 
     Raises:
         InvalidArgumentError: the numbers make no sense, the launchers have no secret, another one is the same
@@ -107,16 +94,13 @@ class Nodes:
         self.other: NodeFailure | None = None
         self.one_too_many: FailedRank | None = None
         self._counting: list[threading.Thread] = []
-        self._reader, self._writer = os.pipe()
-        # Held to write into the pipe or to close it, which different threads do.
-        self._pipe = threading.Lock()
-        self._ended = False
+        self.when_failed: Callable[[], object] = lambda: None
         self._closed = threading.Event()
         try:
-            self._store = self._reached(rendezvous)
+            self._store = self._connect(rendezvous)
             members = self._meet(rendezvous, nproc, port)
         except BaseException:
-            self._end()
+            self._close_server()
             raise
         counts = [int(member["nproc"]) for member in members]
         self.first_rank, self.world_size = sum(counts[:node]), sum(counts)
@@ -124,7 +108,7 @@ class Nodes:
         self._thread = threading.Thread(target=self._listen, name="torchestra-nodes", daemon=True)
         self._thread.start()
 
-    def _reached(self, rendezvous: str) -> Store:
+    def _connect(self, rendezvous: str) -> Store:
         limit = _MEET_SECONDS if self._server is None else _OWN_SECONDS
         try:
             joint = TCPStore(self._host, self._port, timeout=limit)
@@ -137,7 +121,7 @@ class Nodes:
         return PrefixStore("launchers", joint)
 
     def _meet(self, rendezvous: str, nproc: int, port: int) -> list[dict[str, Any]]:
-        """What the launchers say of themselves, by node, once all have come."""
+        """Return what the launchers say of themselves, by node, once all have come."""
         mine = {
             "who": str(ProcessIdentity.current()),
             "token": secrets.token_hex(8),
@@ -156,7 +140,7 @@ class Nodes:
                 self._store.delete_key(key)
             raise
         members: list[dict[str, Any]] = json.loads(first)
-        self._check_alone(mine, members[self.node])
+        self._check_unique(mine, members[self.node])
         return members
 
     def _agree_on_job(self, mine: Mapping[str, Any]) -> None:
@@ -177,7 +161,7 @@ class Nodes:
 
     def _await_all(self, rendezvous: str, key: str, mine: Mapping[str, Any]) -> None:
         """Wait for all launchers; after a moment, say for whom."""
-        started, told = time.monotonic(), False
+        started, noticed = time.monotonic(), False
         while True:
             try:
                 self._store.wait([f"node/{other}" for other in range(self.nnodes)], _LOOK_SECONDS)
@@ -185,18 +169,18 @@ class Nodes:
             except StoreTimeoutError:
                 waited = time.monotonic() - started
             if self._store.check([key]):
-                self._check_alone(mine, json.loads(self._store.get(key)))
-            if waited > _MEET_SECONDS or (waited > _PATIENCE and not told):
+                self._check_unique(mine, json.loads(self._store.get(key)))
+            if waited > _MEET_SECONDS or (waited > _NOTICE_AFTER_S and not noticed):
                 late = [other for other in range(self.nnodes) if not self._store.check([f"node/{other}"])]
                 named = f"node{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
                 if waited > _MEET_SECONDS:
                     raise StoreTimeoutError(
                         f"the launchers of {named} did not come to {rendezvous} within {_MEET_SECONDS:g} s"
                     )
-                told = True
+                noticed = True
                 print(f"torchestra run: waiting for {named} to come to {rendezvous}", file=sys.stderr)
 
-    def _check_alone(self, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    def _check_unique(self, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         if theirs != mine:
             raise InvalidArgumentError(
                 f"two launchers are node {self.node}: {mine['who']}, and {theirs['who']}; every host needs a"
@@ -204,7 +188,7 @@ class Nodes:
             )
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """What the ranks of this node find in their environment, given what they would if it were alone."""
+        """Return the environment of this node's ranks, given the one they would have if it were alone."""
         named = f"[{self._host}]" if ":" in self._host else self._host
         return {
             **own,
@@ -215,21 +199,22 @@ class Nodes:
             "TORCHESTRA_STORE": f"{named}:{self._port}",
         }
 
-    @property
-    def news(self) -> int:
-        """A descriptor that can be read once another node has failed, or :attr:`one_too_many` is there."""
-        return self._reader
+    def notify(self, when_failed: Callable[[], object]) -> None:
+        """Call a function once there is a failure for which this node's ranks are to end; perhaps twice."""
+        self.when_failed = when_failed
+        if self.other is not None or self.one_too_many is not None:
+            when_failed()
 
-    def tell_failed(self, code: int, why: str) -> None:
+    def report_failure(self, code: int, why: str) -> None:
         """Have the other nodes end, because this one has failed."""
         if self.other is None:
             with contextlib.suppress(DistError, OSError):
                 self._store.compare_set("failed", "", json.dumps([self.node, code, why]))
 
     def count_failure(self, failed: FailedRank, most: int) -> None:
-        """Count a failure here among those of all nodes; :attr:`news` tells if it was one too many.
+        """Count a failure here among those of all nodes; notify if it was one too many.
 
-        The store may be slow or gone, and who calls this has ranks to look after: so it is asked on a thread.
+        The store may be slow or gone, and the caller has ranks to look after: so a thread asks it.
 
         Args:
             failed: the failure.
@@ -245,7 +230,7 @@ class Nodes:
         with contextlib.suppress(DistError, OSError):
             if self._store.add("failures", 1) > min(most, self.world_size - 1):
                 self.one_too_many = failed
-                self._wake()
+                self.when_failed()
 
     def finish_counting(self) -> None:
         """Wait for the answers on all failures that were counted."""
@@ -260,12 +245,12 @@ class Nodes:
                 self._store.set(f"done/{self.node}", b"")
                 if self.node == 0:
                     self._await_the_others()
-                    self._hear_of_failure()
+                    self._look_for_failure()
         finally:
-            self._end()
+            self._close_server()
 
     def _await_the_others(self) -> None:
-        """Time in which this process, and the store with it, was stopped is no silence of the others."""
+        """Wait for the others; time in which this process, and the store in it, was stopped is no silence."""
         heard: dict[int, bytes] = {}
         since: dict[int, float] = {}
         waiting = set(range(1, self.nnodes))
@@ -273,7 +258,8 @@ class Nodes:
         while waiting:
             now = clock.elapsed()
             for other in tuple(waiting):
-                beat = self._store.get(f"beat/{other}") if self._store.check([f"beat/{other}"]) else b""
+                key = f"heartbeat/{other}"
+                beat = self._store.get(key) if self._store.check([key]) else b""
                 if heard.get(other) != beat:
                     heard[other], since[other] = beat, now
                 if self._store.check([f"done/{other}"]) or now - since[other] > _SILENT_SECONDS:
@@ -281,22 +267,22 @@ class Nodes:
             if waiting:
                 nap(_REST_SECONDS)
 
-    def _hear_of_failure(self) -> None:
-        """Of one that came after the ranks of this node had ended: it is the job's all the same."""
+    def _look_for_failure(self) -> None:
+        """Take a failure that came after the ranks of this node had ended: it is the job's all the same."""
         if self.other is None and self._store.check(["failed"]):
             node, code, why = json.loads(self._store.get("failed"))
             if node != self.node:
                 self.other = NodeFailure(node, code, why)
 
     def _listen(self) -> None:
-        """Say that this launcher lives, and hear whether another node has failed."""
+        """Send heartbeats, and wait for the failure of another node."""
         store = self._store.clone()
         store.set_timeout(_SILENT_SECONDS)
         count, unanswered = 0, False
         while not self._closed.is_set():
             try:
                 count += 1
-                store.set(f"beat/{self.node}", str(count))
+                store.set(f"heartbeat/{self.node}", str(count))
                 store.wait(["failed"], _LISTEN_SECONDS)
                 node, code, why = json.loads(store.get("failed"))
             except StoreTimeoutError:
@@ -311,20 +297,9 @@ class Nodes:
                 node, code, why = 0, 1, f"its launcher at {self._host} has ended, or is not reached ({error})"
             if node != self.node:
                 self.other = NodeFailure(node, code, why)
-                self._wake()
+                self.when_failed()
             return
 
-    def _wake(self) -> None:
-        """Have :attr:`news` tell, unless nobody reads it any more."""
-        with self._pipe:
-            if not self._ended:
-                os.write(self._writer, b"!")
-
-    def _end(self) -> None:
-        with self._pipe:
-            if not self._ended:
-                self._ended = True
-                os.close(self._reader)
-                os.close(self._writer)
+    def _close_server(self) -> None:
         if self._server is not None:
             self._server.close()

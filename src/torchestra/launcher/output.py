@@ -10,6 +10,7 @@ each such moment, is kept. Bytes pass as they are, so no encoding can fail.
 from __future__ import annotations
 
 import codecs
+import math
 import os
 from typing import Protocol, TextIO
 
@@ -123,10 +124,10 @@ class OutputSource:
         if len(rest) > _LONGEST_LINE:
             self.show_unfinished()
 
-    def wake_at(self) -> float | None:
-        """When :meth:`show_unfinished` is due, or None while there is nothing to show."""
+    def due(self) -> float:
+        """Return when :meth:`show_unfinished` is due: never while there is nothing to show."""
         if not self._pending.strip(b"\r"):
-            return None
+            return math.inf
         return min(self._last_heard + _SILENCE_S, self._pending_since + _PATIENCE_S)
 
     def show_unfinished(self) -> None:

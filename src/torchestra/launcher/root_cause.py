@@ -1,10 +1,10 @@
-"""Which rank's failure ended a job, when several failed nearly together.
+"""Find the root cause: the rank whose failure ended a job, when several failed nearly together.
 
-When a rank dies, its peers fail within milliseconds because it died, and sometimes their word comes
+When a rank dies, its peers fail within milliseconds because it died, and sometimes their report comes
 first: an exit takes time. Three facts tell cause from consequence, in this order: a rank that says
-"another rank is gone" is not the cause; a rank that a signal killed had no say, and is it; the
-earlier, by the host's one monotonic clock, is it. A rank counts only if it failed before the
-launcher began to stop the others.
+"another rank is gone" is not the cause; one that a signal killed had no say, and is; of the rest the
+earlier is, by the host's one monotonic clock. A rank counts only if it failed before the launcher began to
+stop the others.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from torchestra.errors import GroupAbortedError
 from torchestra.launcher.spec import Failure
 
-__all__ = ["FailedRank", "describe_exit", "failure_from", "root_cause", "user_traceback"]
+__all__ = ["FailedRank", "NodeFailure", "describe_exit", "failure_from", "root_cause", "user_traceback"]
 
 _OUR_FILES = str(Path(__file__).parent)
 
@@ -43,7 +44,7 @@ class FailedRank:
 
     @property
     def consequence(self) -> bool:
-        """The rank failed because another one was gone."""
+        """Whether the rank failed because another one was gone."""
         return self.failure is not None and self.failure.consequence
 
     @property
@@ -52,8 +53,22 @@ class FailedRank:
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code or 1
 
 
+class NodeFailure(NamedTuple):
+    """The failure of another node, for which this one ends.
+
+    Attributes:
+        node: which.
+        code: its exit code.
+        why: in a line.
+    """
+
+    node: int
+    code: int
+    why: str
+
+
 def failure_from(error: BaseException, exception: bytes | None = None) -> Failure:
-    """What a rank has to say of an exception that just reached its top.
+    """Return a rank's report of an exception that just reached its top.
 
     Args:
         error: what reached the top.
@@ -72,26 +87,27 @@ def failure_from(error: BaseException, exception: bytes | None = None) -> Failur
 
 
 def user_traceback(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the launcher's frames at its beginning."""
+    """Return a traceback without the launcher's frames at its beginning."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FILES):
         trace = trace.tb_next
     return trace
 
 
 def root_cause(failed_ranks: Iterable[FailedRank], survived: int = 0) -> FailedRank | None:
-    """The failed rank, of those given, that the others followed from; None if none are given.
+    """Return the failed rank, of those given, that the others followed from; None if none are given.
 
     Args:
         failed_ranks: of different ranks.
-        survived: so many are survived, those that come first when they are told from their consequences; the
-            next is the cause.
+        survived: how many the job survives; the next in the order of causes before consequences is the cause.
     """
-    told = sorted(failed_ranks, key=lambda failed: (failed.consequence, failed.exit_code >= 0, failed.time))
-    return told[survived] if len(told) > survived else None
+    ordered = sorted(
+        failed_ranks, key=lambda failed: (failed.consequence, failed.exit_code >= 0, failed.time)
+    )
+    return ordered[survived] if len(ordered) > survived else None
 
 
 def describe_exit(exit_code: int) -> str:
-    """An exit code in words: ``exit code 3``, or ``killed by SIGSEGV``."""
+    """Return an exit code in words: ``exit code 3``, or ``killed by SIGSEGV``."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:

@@ -12,7 +12,7 @@ from types import FrameType
 from torchestra.errors import DistError
 from torchestra.launcher.job import Job, StopPlan
 
-__all__ = ["ENDING", "fill_standard_files", "run_job"]
+__all__ = ["ENDING", "open_standard_files", "run_job"]
 
 _INTERRUPT: StopPlan = ((signal.SIGINT, 5.0), (signal.SIGTERM, 0.5))
 _TERMINATE: StopPlan = ((signal.SIGTERM, 5.0),)
@@ -26,7 +26,7 @@ class _SecondSignal(BaseException):
 
 
 def run_job(job: Job, received: list[int]) -> int | None:
-    """Run a job to its end; an exit code if that was not an end to be reported on.
+    """Run a job to its end; return an exit code if that was not an end to be reported on.
 
     The signals that ended it are added to ``received``; afterwards such signals are ignored.
     """
@@ -46,13 +46,10 @@ def run_job(job: Job, received: list[int]) -> int | None:
 
 @contextlib.contextmanager
 def _signals_to(job: Job, received: list[int]) -> Iterator[None]:
-    """Have the signals that end the job, or halt it, act on the ranks; those that end it go to ``received``.
+    """Have the signals that end or halt the job act on the ranks; add those that end it to ``received``.
 
-    A handler only notes the signal and wakes the job's loop, which acts on it.
+    A handler only notes the signal; the job's loop, which the signal wakes, acts on it.
     """
-    wake_reader, wake_writer = os.pipe()
-    os.set_blocking(wake_reader, False)
-    os.set_blocking(wake_writer, False)
     unseen: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
@@ -60,9 +57,9 @@ def _signals_to(job: Job, received: list[int]) -> Iterator[None]:
             received.append(signum)
             raise _SecondSignal
         unseen.append(signum)
+        job.loop.call_soon(act)
 
     def act() -> None:
-        os.read(wake_reader, 512)
         while unseen:
             signum = unseen.pop(0)
             if signum in ENDING:
@@ -76,8 +73,7 @@ def _signals_to(job: Job, received: list[int]) -> Iterator[None]:
     for signum in (*ENDING, signal.SIGTSTP):
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, note)
-    signal.set_wakeup_fd(wake_writer)
-    job.watch(wake_reader, act)
+    signal.set_wakeup_fd(job.loop.wakeup_fd)
     try:
         yield
     finally:
@@ -86,8 +82,8 @@ def _signals_to(job: Job, received: list[int]) -> Iterator[None]:
             signal.signal(signum, signal.SIG_IGN)
 
 
-def fill_standard_files() -> None:
-    """Let no pipe or socket of ours become file 0, 1 or 2 because the caller closed one of those."""
+def open_standard_files() -> None:
+    """Open files 0, 1 and 2 that the caller has closed, lest a pipe or socket of ours takes their number."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -100,7 +96,7 @@ def fill_standard_files() -> None:
 
 
 def _give_up_output() -> None:
-    """Nobody reads our output: what is still buffered must not fail once more at exit."""
+    """Discard what is still buffered: nobody reads our output, and it must not fail once more at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 
-from torchestra.launcher.job import Job
+from torchestra.launcher.event_loop import EventLoop
 
 __all__ = ["StandardInput"]
 
@@ -33,15 +33,14 @@ class StandardInput:
             self.for_rank, self._to_rank = os.pipe()
             os.set_blocking(self._to_rank, False)
 
-    def relay(self, job: Job) -> None:
-        """Pass on what is typed for as long as ``job`` runs. Only a terminal needs it."""
-        if self._to_rank is None:
-            return
-        # Reading from the background is then an error rather than a stop of the launcher.
-        signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-        job.watch(0, lambda: self._pass_on(job))
+    def relay(self, loop: EventLoop) -> None:
+        """Pass on what is typed for as long as the job's loop runs. Only a terminal needs it."""
+        if self._to_rank is not None:
+            # Reading from the background is then an error rather than a stop of the launcher.
+            signal.signal(signal.SIGTTIN, signal.SIG_IGN)
+            loop.watch(0, lambda: self._pass_on(loop))
 
-    def _pass_on(self, job: Job) -> None:
+    def _pass_on(self, loop: EventLoop) -> None:
         assert self._to_rank is not None
         try:
             typed = os.read(0, _READ_SIZE)
@@ -49,20 +48,14 @@ class StandardInput:
                 os.write(self._to_rank, typed)
                 return
         except BlockingIOError:
-            pass
+            return
         except BrokenPipeError:
             typed = b""
         except OSError:
             # In the background, where the terminal is another program's: ask again later.
-            job.unwatch(0)
-            job.call_at(time.monotonic() + _RETRY_S, lambda: job.watch(0, lambda: self._pass_on(job)))
+            loop.unwatch(0)
+            loop.call_at(time.monotonic() + _RETRY_S, lambda: loop.watch(0, lambda: self._pass_on(loop)))
             return
-        if not typed:
-            job.unwatch(0)
-            self.close()
-
-    def close(self) -> None:
-        """End rank 0's input, if this launcher feeds it."""
-        if self._to_rank is not None:
-            os.close(self._to_rank)
-            self._to_rank = None
+        loop.unwatch(0)
+        os.close(self._to_rank)  # rank 0's input has ended
+        self._to_rank = None

@@ -3,12 +3,12 @@
 ::
 
     launcher      ── calls of Ray ──  actor of rank r  ── socket ──  fork server  ── fork ──  rank r
-    backend.py                           actor.py                       as on one host
+    backend.py                        actor.py                       as on one host
 
 A placement group holds one bundle of resources per rank, and each bundle an actor (``placement.py``). The
 rank itself is a child of its actor's own fork server: so its exit code, its signals, its output and its last
-words are what they are on one host, whatever ends it, and when the actor goes the rank goes too. What the
-actor hears (``words.py``) is fetched by the launcher, call by call.
+messages are what they are on one host, whatever ends it, and when the actor goes the rank goes too. The
+launcher fetches the actor's events (``messages.py``), call by call.
 
 Ray is an optional dependency, and is imported when, and only when, it is asked for.
 """

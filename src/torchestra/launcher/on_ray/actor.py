@@ -1,22 +1,22 @@
-"""The actor that holds one rank: it has the rank forked, and keeps what it hears until it is fetched."""
+"""The actor that holds one rank: it has the rank forked, and keeps its events until they are fetched."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import BinaryIO
 
 from torchestra.errors import InvalidArgumentError
 from torchestra.launcher.backend import JobListener
+from torchestra.launcher.event_loop import EventLoop
 from torchestra.launcher.flight_dumps import FlightDumps
 from torchestra.launcher.fork_backend import ForkBackend
 from torchestra.launcher.fork_server_client import ForkServerClient
@@ -43,8 +43,8 @@ class RankActor:
         self._master: PortReservation | None = None
         self._held: _HeldRank | None = None
 
-    def place(self) -> ActorInfo:
-        """Where this actor is."""
+    def info(self) -> ActorInfo:
+        """Tell where this actor is, and what it has."""
         import ray
 
         import torchestra
@@ -60,7 +60,7 @@ class RankActor:
         )
 
     def serve_store(self, address: str, secret: str) -> tuple[int, int]:
-        """Serve the job's store, which no rank's death takes along; its port, and one to be MASTER_PORT."""
+        """Serve the job's store, which no rank's death takes along; return its port, and a MASTER_PORT."""
         self._store = TCPStoreServer(address, secret=secret)
         self._master = PortReservation("")
         return self._store.port, self._master.master_port
@@ -92,7 +92,7 @@ class RankActor:
         self._held = _HeldRank(own)
 
     def listen(self, seen: int) -> EventBatch:
-        """What has happened since; waits a while for something. What was ``seen`` is forgotten."""
+        """Wait a while for events; return those after the first ``seen``, and forget these."""
         assert self._held is not None
         return self._held.listen(seen)
 
@@ -112,7 +112,7 @@ class RankActor:
 
 
 def _search_path() -> tuple[str, ...]:
-    """That of this process, without what Ray has added for itself."""
+    """Return the search path of this process, without what Ray has added for itself."""
     import ray
 
     rays_own = os.path.dirname(ray.__file__)
@@ -133,19 +133,17 @@ def _check_files(spec: JobSpec) -> None:
 
 
 class _HeldRank(JobListener):
-    """A rank, its fork server, and a thread that listens to both."""
+    """A rank, its fork server, and a thread that runs the event loop for both."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
-        self._news: deque[Event] = deque()
-        self._first = 0  # the number of the first of these
+        self.loop = EventLoop()
+        self._events: deque[Event] = deque()
+        self._first = 0  # the index of the first of these
         self._size = 0  # bytes in them
         self._changed = threading.Condition()
         self._begun = False
         self._over = False
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = os.pipe()
-        self.watch(self._wake_reader, lambda: os.read(self._wake_reader, 1))
         self._dumps = FlightDumps(spec.environment.get("TORCHESTRA_RECORD"))
         self._pids: list[int] = []
         self._server = ForkServerClient.spawned(spec.environment)
@@ -157,17 +155,17 @@ class _HeldRank(JobListener):
         """See :meth:`RankActor.listen`."""
         with self._changed:
             while self._first < seen:
-                self._size -= _size(self._news.popleft())
+                self._size -= _size(self._events.popleft())
                 self._first += 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._news or self._over, _LISTEN_SECONDS)
+            self._changed.wait_for(lambda: self._events or self._over, _LISTEN_SECONDS)
             batch: list[Event] = []
             size = 0
-            for piece in self._news:
-                if batch and size + _size(piece) > _BATCH_BYTES:
+            for event in self._events:
+                if batch and size + _size(event) > _BATCH_BYTES:
                     break
-                batch.append(piece)
-                size += _size(piece)
+                batch.append(event)
+                size += _size(event)
             return EventBatch(self._first, tuple(batch), time.monotonic())
 
     def signal(self, signum: signal.Signals, final: bool) -> None:
@@ -176,7 +174,7 @@ class _HeldRank(JobListener):
             return
         if not self._begun:
             if final:
-                self._tell(Ended(0, -signum, time.monotonic()))
+                self._add(Ended(0, -signum, time.monotonic()))
                 self._leave()
             return
         if final:
@@ -190,76 +188,68 @@ class _HeldRank(JobListener):
         self._thread.join()
         self._server.close()
         self._dumps.write()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
+        self.loop.close()
 
     def _leave(self) -> None:
         """Have the thread end, and whoever listens return."""
         self._over = True
         with self._changed:
             self._changed.notify_all()
-        os.write(self._wake_writer, b"!")
+        self.loop.call_soon_threadsafe(lambda: None)
 
     def _run(self) -> None:
         try:
-            with contextlib.closing(self._backend), self._selector:
+            with contextlib.closing(self._backend):
                 self._backend.start(self)
                 while not self._over:
-                    for key, _ in self._selector.select():
-                        key.data()
+                    self.loop.run_once()
                     self._await_room()
         except BaseException as error:
             if not self._over:
-                self._tell(failure_from(error))
-                self._tell(Ended(0, -signal.SIGKILL, time.monotonic()))
+                self._add(failure_from(error))
+                self._add(Ended(0, -signal.SIGKILL, time.monotonic()))
 
     def _await_room(self) -> None:
         """Read no more from a rank that prints faster than the launcher fetches it."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._size < _KEPT_BYTES)
 
-    def _tell(self, piece: Event) -> None:
+    def _add(self, event: Event) -> None:
         with self._changed:
-            self._news.append(piece)
-            self._size += _size(piece)
+            self._events.append(event)
+            self._size += _size(event)
             self._changed.notify_all()
 
-    # What the backend says
-
-    def watch(self, file: int | socket.socket, when_readable: Callable[[], object]) -> None:
-        self._selector.register(file, selectors.EVENT_READ, when_readable)
-
-    def unwatch(self, file: int | socket.socket) -> None:
-        self._selector.unregister(file)
+    # What the backend tells: see JobListener
 
     def begun(self) -> None:
         self._begun = True
 
     def forked(self, rank: int, pid: int, host: str = "") -> None:
         self._pids.append(pid)
-        self._tell(Started(pid))
+        self._add(Started(pid))
 
     def printed(self, rank: int, stream: int, data: bytes) -> None:
-        self._tell(Printed(stream, data))
+        self._add(Printed(stream, data))
 
     def failed(self, rank: int, failure: Failure) -> None:
-        self._tell(failure)
+        self._add(failure)
 
     def returned(self, rank: int, result: BinaryIO) -> None:
         with result:
             result.seek(0)
             while data := result.read(_BATCH_BYTES):
-                self._tell(ResultChunk(data, last=False))
-        self._tell(ResultChunk(b"", last=True))
+                self._add(ResultChunk(data, last=False))
+        self._add(ResultChunk(b"", last=True))
 
     def ended(self, end: Ended) -> None:
         self._backend.drain()
-        self._tell(end)
+        self._add(end)
         self._over = True
 
     def lost(self) -> None:
         pass
 
 
-def _size(piece: Event) -> int:
-    return len(piece.data) if isinstance(piece, (Printed, ResultChunk)) else 0
+def _size(event: Event) -> int:
+    return len(event.data) if isinstance(event, (Printed, ResultChunk)) else 0

@@ -1,4 +1,4 @@
-"""``torchestra run --on ray``."""
+"""``torchestra run --on ray``, and :func:`torchestra.launch` with ``on="ray"``."""
 
 from __future__ import annotations
 
@@ -7,26 +7,51 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 from torchestra.engine.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
-from torchestra.launcher.command import conclude
-from torchestra.launcher.failure_report import survived_report
+from torchestra.launcher.failure_report import conclude, survived_report
 from torchestra.launcher.job import Job
-from torchestra.launcher.on_ray.arguments import ray_options
+from torchestra.launcher.launched_job import LaunchedJob
 from torchestra.launcher.on_ray.backend import RayBackend
+from torchestra.launcher.on_ray.options import RayOptions, ray_options
 from torchestra.launcher.on_ray.placement import Cluster
 from torchestra.launcher.output import open_sinks
+from torchestra.launcher.pickling import dump_call
 from torchestra.launcher.signals import run_job
 from torchestra.launcher.spec import JobSpec, Script
 
-__all__ = ["run_on_ray"]
+__all__ = ["launch_on_ray", "run_on_ray"]
+
+T = TypeVar("T")
+
+
+def launch_on_ray(
+    fn: Callable[..., T],
+    nproc: int | Literal["auto"],
+    args: tuple[Any, ...],
+    timeout: float | None,
+    env: Mapping[str, str],
+    options: RayOptions,
+) -> list[T]:
+    """See :func:`torchestra.launch`."""
+    target = dump_call(fn, args, elsewhere=True)
+    with contextlib.closing(Cluster(options)) as cluster:
+        ranks = cluster.ranks_at_most() if nproc == "auto" else nproc
+        with contextlib.closing(cluster.place(ranks)) as placement:
+            spec = JobSpec(nproc=ranks, target=target, environment={}, directory="")
+            job = Job(RayBackend(placement, env), spec, open_sinks(sys.stdout, sys.stderr))
+            launched = LaunchedJob(job, timeout)
+            with contextlib.closing(job):
+                launched.run()
+                return launched.results()
 
 
 def run_on_ray(options: argparse.Namespace) -> int:
-    """Run the script on all ranks; the exit code."""
+    """Run the script on all ranks; return the exit code."""
     received: list[int] = []
     try:
         with contextlib.closing(Cluster(ray_options(options))) as cluster:
@@ -65,7 +90,7 @@ def _job(options: argparse.Namespace, ranks: int, backend: RayBackend) -> Job:
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
-    """The variables that the command line names."""
+    """Return the variables that the command line names."""
     given: dict[str, str] = {}
     for text in options.env:
         name, equals, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""What launcher and actors tell each other: plain data, carried by Ray."""
+"""The messages between launcher and actors: plain data, carried by Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ActorInfo", "Event", "EventBatch", "Printed", "ResultChunk", "Starte
 
 @dataclass(frozen=True)
 class ActorInfo:
-    """Where an actor is.
+    """Where an actor is, and what it has.
 
     Attributes:
         node: Ray's name of the node.
@@ -59,15 +59,15 @@ Event = Union[Started, Printed, ResultChunk, Failure, Ended]
 
 @dataclass(frozen=True)
 class EventBatch:
-    """What an actor has to tell.
+    """The events of a rank since the last call.
 
     Attributes:
-        first: the number of the first piece of news, counted from the actor's beginning.
-        news: in order; empty when nothing happened for a while. Nothing follows an
+        first: the index of the first event, counted from the actor's beginning.
+        events: in order; empty when nothing happened for a while. Nothing follows an
             :class:`~torchestra.launcher.spec.Ended`.
-        clock: ``time.monotonic()`` of the actor's host, by which news tells its times.
+        clock: ``time.monotonic()`` of the actor's host, by which events tell their times.
     """
 
     first: int
-    news: tuple[Event, ...]
+    events: tuple[Event, ...]
     clock: float

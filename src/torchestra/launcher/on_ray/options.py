@@ -1,7 +1,8 @@
-"""How ranks are placed on a Ray cluster."""
+"""How ranks are placed on a Ray cluster: options, and the arguments of ``torchestra run`` for them."""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +12,17 @@ from torchestra.arguments.annotations import checked_methods
 from torchestra.errors import InvalidArgumentError
 from torchestra.types import Timeout, timeout_seconds
 
-__all__ = ["STRATEGIES", "RayOptions"]
+__all__ = ["RayOptions", "add_ray_arguments", "ray_arguments_given", "ray_options"]
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
+_STRATEGIES: tuple[str, ...] = get_args(Strategy)
+_GIVEN_BY = {
+    "num_cpus": "--num-cpus",
+    "num_gpus": "--num-gpus",
+    "strategy": "--strategy",
+    "address": "--ray-address",
+    "placement_timeout": "--placement-timeout",
+}
 
 
 @checked_methods
@@ -53,9 +61,9 @@ class RayOptions:
             )
         if self.num_cpus == 0 and self.num_gpus == 0:
             raise InvalidArgumentError("RayOptions: a rank must take something: num_cpus or num_gpus")
-        if self.strategy not in STRATEGIES:
+        if self.strategy not in _STRATEGIES:
             raise InvalidArgumentError(
-                f"RayOptions: strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}"
+                f"RayOptions: strategy must be one of {', '.join(_STRATEGIES)}, got {self.strategy!r}"
             )
         timeout_seconds(self.placement_timeout)
 
@@ -64,3 +72,54 @@ class RayOptions:
         """What one rank takes, in Ray's words."""
         wanted = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus)}
         return {resource: amount for resource, amount in wanted.items() if amount}
+
+
+def add_ray_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the arguments that are about Ray."""
+    parser.add_argument(
+        "--on", choices=["ray"], help="start the ranks on a Ray cluster rather than on this host"
+    )
+    group = parser.add_argument_group("with --on ray")
+    group.add_argument("--num-cpus", type=float, metavar="N", help="CPUs for each rank; default 1")
+    group.add_argument("--num-gpus", type=int, metavar="N", help="GPUs for each rank; default 0")
+    group.add_argument("--strategy", choices=_STRATEGIES, help="how to spread ranks over nodes; default PACK")
+    group.add_argument(
+        "--ray-address",
+        dest="address",
+        metavar="ADDRESS",
+        help="the cluster; by default RAY_ADDRESS, or one that runs here, or one started for this job",
+    )
+    group.add_argument(
+        "--working-dir", metavar="DIR", help="a folder, or Ray's URI of one, that Ray ships to all nodes"
+    )
+    group.add_argument(
+        "--placement-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="how long to wait for places on the cluster; default 60",
+    )
+    group.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for the ranks' environment, by default with its value here; may be repeated",
+    )
+
+
+def ray_arguments_given(options: argparse.Namespace) -> list[str]:
+    """Return the names of those that the command line has, without ``--on``."""
+    more = {**_GIVEN_BY, "working_dir": "--working-dir", "env": "--env"}
+    return [name for attribute, name in more.items() if getattr(options, attribute)]
+
+
+def ray_options(options: argparse.Namespace) -> RayOptions:
+    """Return the options that they mean.
+
+    Raises:
+        InvalidArgumentError: one of them makes no sense.
+    """
+    given = {name: getattr(options, name) for name in _GIVEN_BY if getattr(options, name) is not None}
+    if options.working_dir is not None:
+        given["runtime_env"] = {"working_dir": options.working_dir}
+    return RayOptions(**given)

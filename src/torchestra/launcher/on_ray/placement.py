@@ -1,4 +1,4 @@
-"""Places on a Ray cluster: a placement group with a bundle for each rank, and an actor in each bundle."""
+"""Where ranks are on a Ray cluster: a placement group with a bundle for each, and an actor in each bundle."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Cluster:
                 raise DistError(f"no connection to a Ray cluster at {address or 'hand'}: {error}") from error
 
     def ranks_at_most(self) -> int:
-        """How many ranks there are places for, in all: what ``"auto"`` stands for."""
+        """Return how many ranks there are places for, in all: what ``"auto"`` stands for."""
         there = self.ray.cluster_resources()
         fit = (int(there.get(resource, 0) // amount) for resource, amount in self._options.bundle.items())
         return max(1, min(fit))
 
     def place(self, ranks: int) -> Placement:
-        """Places for so many ranks.
+        """Return places for ``ranks`` ranks.
 
         Raises:
             LaunchTimeoutError: the cluster has not given them in time.
@@ -90,17 +90,17 @@ def _check_reachable(address: str | None) -> None:
 
 
 class PlacedRank(NamedTuple):
-    """One rank's.
+    """Where one rank is.
 
     Attributes:
         actor: a handle on its :class:`RankActor`.
-        place: where that is.
+        info: where that is.
         local_rank, local_size: its number among those on the same node, and how many they are.
         node: the node's number.
     """
 
     actor: Any
-    place: ActorInfo
+    info: ActorInfo
     local_rank: int
     local_size: int
     node: int
@@ -128,14 +128,14 @@ class Placement:
         try:
             self._await_group()
             self._actors = self._start_actors(runtime_env)
-            refs = [actor.place.remote() for actor in self._actors]
+            refs = [actor.info.remote() for actor in self._actors]
             self._number(self.call(refs, "start the actors of the ranks"))
         except BaseException:
             self.close()
             raise
 
     def call(self, refs: Sequence[Any], purpose: str) -> list[Any]:
-        """The results of calls to actors.
+        """Return the results of calls to actors.
 
         Raises:
             LaunchTimeoutError: they have not all come before the placement's deadline.
@@ -221,20 +221,20 @@ class Placement:
             for index in range(self._ranks)
         ]
 
-    def _number(self, places: list[ActorInfo]) -> None:
-        """Number the ranks; which node comes first is told by the order of the bundles."""
-        self._check_versions(places)
+    def _number(self, infos: list[ActorInfo]) -> None:
+        """Number the ranks node by node, in the order of the bundles."""
+        self._check_versions(infos)
         members: dict[str, list[int]] = {}
-        for index, place in enumerate(places):
-            members.setdefault(place.node, []).append(index)
+        for index, info in enumerate(infos):
+            members.setdefault(info.node, []).append(index)
         self.ranks_placed = [
-            PlacedRank(self._actors[index], places[index], local_rank, len(indices), node)
+            PlacedRank(self._actors[index], infos[index], local_rank, len(indices), node)
             for node, indices in enumerate(members.values())
             for local_rank, index in enumerate(indices)
         ]
 
-    def _check_versions(self, places: list[ActorInfo]) -> None:
+    def _check_versions(self, infos: list[ActorInfo]) -> None:
         here = torchestra.__version__
-        other = sorted({f"{place.version} on {place.host}" for place in places if place.version != here})
+        other = sorted({f"{info.version} on {info.host}" for info in infos if info.version != here})
         if other:
             raise DistError(f"launch: torchestra is {here} here and {', '.join(other)}; install one version")
