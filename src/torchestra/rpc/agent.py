@@ -28,6 +28,7 @@ from torchestra.engine.p2p import Message
 from torchestra.errors import RpcError, shown
 from torchestra.rpc import remote_errors
 from torchestra.rpc.calls import Call, Named, Pauses, name_of
+from torchestra.rpc.current import is_given_agent
 from torchestra.rpc.encoding import (
     Outgoing,
     decode,
@@ -39,7 +40,7 @@ from torchestra.rpc.encoding import (
     is_plain_value,
     open_envelope,
 )
-from torchestra.rpc.functions import is_async, is_given_agent
+from torchestra.rpc.functions import is_async
 from torchestra.rpc.headers import Outbound
 from torchestra.rpc.leader_followers import Crew, Job
 from torchestra.rpc.router import Roads

@@ -6,11 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["async_execution", "is_async"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "_wrapped_async_rpc_function"
-_TAKES_AGENT = "_torchestra_takes_agent"
 
 
 def async_execution(fn: F) -> F:
@@ -26,20 +23,6 @@ def async_execution(fn: F) -> F:
 
     setattr(wrapper, MARK, fn)
     return wrapper  # type: ignore[return-value]
-
-
-def takes_agent(fn: F) -> F:
-    """Mark a function of the package: the agent that performs a call of it passes itself first.
-
-    So what workers tell each other needs no global to find the worker that has been told.
-    """
-    setattr(fn, _TAKES_AGENT, True)
-    return fn
-
-
-def is_given_agent(fn: object) -> bool:
-    """Whether a function is marked by :func:`takes_agent`."""
-    return getattr(fn, _TAKES_AGENT, None) is True
 
 
 def is_async(fn: object) -> bool:

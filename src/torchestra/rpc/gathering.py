@@ -17,8 +17,7 @@ from torch.futures import Future
 from torchestra.errors import RpcError
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
-from torchestra.rpc.current import current_agent
-from torchestra.rpc.functions import takes_agent
+from torchestra.rpc.current import current_agent, takes_agent
 
 _Key = tuple[tuple[str, ...], int]
 """The names of those who take part, and how many times they have before."""

@@ -14,8 +14,8 @@ from torch.futures import Future
 from torchestra.errors import CallLostError, RemoteReferenceError, RpcError, RpcTimeoutError
 from torchestra.rpc.calls import Named
 from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
-from torchestra.rpc.current import agent_or_none
-from torchestra.rpc.functions import MARK, async_execution, takes_agent
+from torchestra.rpc.current import agent_or_none, takes_agent
+from torchestra.rpc.functions import MARK, async_execution
 from torchestra.rpc.options import call_timeout
 from torchestra.rpc.profiling import profiler_is_on, recorded
 from torchestra.rpc.rref_context import fetch
