@@ -42,7 +42,8 @@ from typing import TYPE_CHECKING, Any
 from torch.futures import Future
 
 from torchestra.errors import CallLostError, RemoteReferenceError, WorkerFailedError
-from torchestra.rpc.functions import async_execution, takes_agent
+from torchestra.rpc.current import takes_agent
+from torchestra.rpc.functions import async_execution
 from torchestra.rpc.headers import Envelope, Inbound, Outbound, Passed
 from torchestra.rpc.rref_state import Entry, Number, User
 
