@@ -17,100 +17,127 @@ from torchestra.errors import LaunchTimeoutError, RankError
 from torchestra.launcher.failure_report import ranks_phrase
 from torchestra.launcher.root_cause import FailedRank, failure_from, root_cause
 from torchestra.launcher.spec import Failure
-from torchestra.store import HashStore, Store
+from torchestra.store import HashStore
 from torchestra.world.registry import thread_rank
 
-__all__ = ["launch_threads"]
+__all__ = ["ThreadRank", "ThreadRanks", "launch_threads"]
 
 T = TypeVar("T")
 
 _PEERS_GRACE_S = 0.8
 
 
-class _Rank:
-    """One rank: its thread, and what became of it."""
+class ThreadRank:
+    """One rank, and how it ended.
 
-    def __init__(
-        self, rank: int, nproc: int, store: Store, call: Callable[[], Any], told: threading.Condition
-    ) -> None:
+    Attributes:
+        rank: which.
+        done: whether it has ended.
+        result: what its function returned.
+        error: what its function raised, if it did.
+        failure: a report of that.
+    """
+
+    def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.done = False
         self.result: Any = None
         self.error: BaseException | None = None
         self.failure: Failure | None = None
-        self.done = False
-        self._nproc = nproc
-        self._store = store
-        self._call = call
-        self._told = told
-        self.thread = threading.Thread(target=self._run, name=f"torchestra rank {rank}", daemon=True)
-
-    def _run(self) -> None:
-        try:
-            with thread_rank(self.rank, self._nproc, self._store):
-                try:
-                    self.result = self._call()
-                except BaseException as error:
-                    self._note(error)
-        except BaseException as error:
-            self._note(error)
-        finally:
-            with self._told:
-                self.done = True
-                self._told.notify_all()
-
-    def _note(self, error: BaseException) -> None:
-        """Before the rank's groups are destroyed, so that its peers' errors come later."""
-        if self.failure is None:
-            with self._told:
-                self.error, self.failure = error, failure_from(error)
-                self._told.notify_all()
-
-    def failed_rank(self) -> FailedRank | None:
-        """How the rank failed, if it has."""
-        return None if self.failure is None else FailedRank(self.rank, 1, self.failure.time, self.failure)
+        self.thread: threading.Thread
 
     def stack(self) -> str:
-        """Where the rank is just now."""
+        """Return the stack of the rank as it is just now."""
         frame = sys._current_frames().get(self.thread.ident or 0)
-        lines = traceback.format_stack(frame) if frame is not None else []
-        return "".join(f"[rank {self.rank}] {line}" for line in "".join(lines).splitlines(keepends=True))
+        return "" if frame is None else "".join(traceback.format_stack(frame))
+
+
+class ThreadRanks:
+    """Threads that call a function, each as a rank of one world; they begin at once.
+
+    Args:
+        size: how many.
+        function: what each calls, with its rank.
+    """
+
+    def __init__(self, size: int, function: Callable[[int], object]) -> None:
+        self.ranks = [ThreadRank(rank) for rank in range(size)]
+        self._function = function
+        self._store = HashStore()
+        self._changed = threading.Condition()
+        for each in self.ranks:
+            name = f"torchestra rank {each.rank}"
+            each.thread = threading.Thread(target=self._run, args=(each,), name=name, daemon=True)
+        for each in self.ranks:
+            each.thread.start()
+
+    def join(self, timeout: float | None, grace_s: float) -> bool:
+        """Wait until all have ended, or ``grace_s`` after one has failed; return whether all have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._all_done() or self.any_failed, timeout)
+            if self.any_failed:
+                self._changed.wait_for(self._all_done, grace_s)
+            return self._all_done()
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether a rank has raised."""
+        return any(each.failure is not None for each in self.ranks)
+
+    def _all_done(self) -> bool:
+        return all(each.done for each in self.ranks)
+
+    def _run(self, each: ThreadRank) -> None:
+        try:
+            with thread_rank(each.rank, len(self.ranks), self._store):
+                try:
+                    each.result = self._function(each.rank)
+                except BaseException as error:
+                    self._note(each, error)
+        except BaseException as error:
+            self._note(each, error)
+        finally:
+            with self._changed:
+                each.done = True
+                self._changed.notify_all()
+
+    def _note(self, each: ThreadRank, error: BaseException) -> None:
+        """Note a failure before the rank's groups are destroyed, so that its peers' errors come later."""
+        if each.failure is None:
+            with self._changed:
+                each.error, each.failure = error, failure_from(error)
+                self._changed.notify_all()
 
 
 def launch_threads(fn: Callable[..., T], nproc: int, args: tuple[Any, ...], timeout: float | None) -> list[T]:
-    """:func:`torchestra.launch` with ``kind="threads"``; each rank finds its world by itself.
+    """Run :func:`torchestra.launch` with ``kind="threads"``; each rank finds its world by itself.
 
     Raises:
         RankError, LaunchTimeoutError: as told there.
     """
-    store = HashStore()
-    told = threading.Condition()
-    ranks = [_Rank(rank, nproc, store, lambda: fn(*args), told) for rank in range(nproc)]
-    for rank in ranks:
-        rank.thread.start()
-    with told:
-        in_time = told.wait_for(lambda: _all_done(ranks) or _any_failed(ranks), timeout)
-        if _any_failed(ranks):
-            told.wait_for(lambda: _all_done(ranks), _PEERS_GRACE_S)
-    cause = root_cause([failed for rank in ranks if (failed := rank.failed_rank()) is not None])
+    threads = ThreadRanks(nproc, lambda rank: fn(*args))
+    threads.join(timeout, _PEERS_GRACE_S)
+    cause = root_cause(
+        FailedRank(each.rank, 1, each.failure.time, each.failure)
+        for each in threads.ranks
+        if each.failure is not None
+    )
     if cause is not None:
         assert cause.failure is not None
         message = f"rank {cause.rank} of {nproc} failed: {cause.failure.summary.splitlines()[0]}"
-        raise RankError(message, cause.rank, traceback=cause.failure.traceback) from ranks[cause.rank].error
-    if not in_time:
-        late = [rank for rank in ranks if not rank.done]
-        numbers = [rank.rank for rank in late]
+        error = threads.ranks[cause.rank].error
+        raise RankError(message, cause.rank, traceback=cause.failure.traceback) from error
+    late = [each for each in threads.ranks if not each.done]
+    if late:
+        numbers = [each.rank for each in late]
         raise LaunchTimeoutError(
             f"launch: {ranks_phrase(numbers)} of {nproc} had not finished after {timeout:g} s, and a thread"
             " cannot be ended; raise timeout= if that is not a hang",
             tuple(numbers),
-            "".join(rank.stack() for rank in late),
+            "".join(
+                f"[rank {each.rank}] {line}"
+                for each in late
+                for line in each.stack().splitlines(keepends=True)
+            ),
         )
-    return [rank.result for rank in ranks]
-
-
-def _all_done(ranks: list[_Rank]) -> bool:
-    return all(rank.done for rank in ranks)
-
-
-def _any_failed(ranks: list[_Rank]) -> bool:
-    return any(rank.failure is not None for rank in ranks)
+    return [each.result for each in threads.ranks]

@@ -87,16 +87,16 @@ def main(options: argparse.Namespace) -> int:
 def _cells(options: argparse.Namespace) -> list[Cell]:
     """Return the lines that the arguments ask for; a barrier has one, which has no bytes."""
     from torchestra.engine.operations import DTYPE_NAMES
-    from torchestra.monitor.operation_timing import OPERATIONS, Cell
+    from torchestra.monitor.operation_timing import Cell, operations
 
-    operations = _names(options.ops) if options.ops else OPERATIONS
+    names = _names(options.ops) if options.ops else operations()
     dtypes, sizes = _names(options.dtypes), [parse_size(text) for text in _names(options.sizes)]
-    _check("operation", operations, OPERATIONS)
+    _check("operation", names, operations())
     _check("dtype", dtypes, DTYPE_NAMES)
     if not 0 < options.seconds <= 3600:
         raise InvalidArgumentError(f"--seconds must be more than 0 and at most 3600, got {options.seconds}")
     cells = []
-    for operation in operations:
+    for operation in names:
         if operation == "barrier":
             cells.append(Cell("barrier", "", 0))
             continue

@@ -7,15 +7,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 import torchestra as dist
+from torchestra.engine.operations import COLLECTIVES, Collective, Shape
 
-__all__ = ["OPERATIONS", "Cell", "Timing", "time_operations"]
+__all__ = ["Cell", "Timing", "operations", "time_operations"]
 
 Call = Callable[[], object]
+Make = Callable[[int], torch.Tensor]
 
+SEND_RECV = "send_recv"
 _BATCH_S = 100e-6  # shorter calls are timed several at once: reading the clock takes a twentieth of a call
 _FEWEST_BATCHES, _MOST_BATCHES = 3, 10_000
 
@@ -39,60 +43,9 @@ class Timing:
     calls: int
 
 
-def _all_to_all(given: torch.Tensor, received: torch.Tensor) -> Call:
-    return partial(dist.all_to_all_single, received, given)
-
-
-def _gather(given: torch.Tensor, received: torch.Tensor) -> Call:
-    return partial(dist.gather, given, _parts(received) if dist.get_rank() == 0 else None, 0)
-
-
-def _scatter(given: torch.Tensor, received: torch.Tensor) -> Call:
-    return partial(dist.scatter, received, _parts(given) if dist.get_rank() == 0 else None, 0)
-
-
-def _send_recv(given: torch.Tensor, received: torch.Tensor) -> Call:
-    """Return a call that sends a message round: every rank to the next one, from the one before."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    send = partial(dist.send, given, (rank + 1) % ranks)
-    recv = partial(dist.recv, received, (rank - 1) % ranks)
-
-    def exchange() -> None:
-        # One rank receives first, so that not all of them wait in send for a receiver.
-        for step in (recv, send) if rank == 0 else (send, recv):
-            step()
-
-    return exchange
-
-
-def _parts(whole: torch.Tensor) -> list[torch.Tensor]:
-    return list(whole.chunk(dist.get_world_size()))
-
-
-@dataclass(frozen=True)
-class _Operation:
-    """How to call an operation, and how much each rank gets out: so many times what it puts in."""
-
-    call: Callable[[torch.Tensor, torch.Tensor], Call]
-    out: Callable[[int], float] = lambda ranks: 1
-
-
-_BY_NAME = {
-    "all_reduce": _Operation(lambda given, received: partial(dist.all_reduce, given)),
-    "reduce": _Operation(lambda given, received: partial(dist.reduce, given, 0)),
-    "broadcast": _Operation(lambda given, received: partial(dist.broadcast, given, 0)),
-    "all_gather": _Operation(
-        lambda given, received: partial(dist.all_gather_into_tensor, received, given), lambda ranks: ranks
-    ),
-    "gather": _Operation(_gather, lambda ranks: ranks),
-    "reduce_scatter": _Operation(
-        lambda given, received: partial(dist.reduce_scatter_tensor, received, given), lambda ranks: 1 / ranks
-    ),
-    "scatter": _Operation(_scatter, lambda ranks: 1 / ranks),
-    "all_to_all": _Operation(_all_to_all),
-    "send_recv": _Operation(_send_recv),
-}
-OPERATIONS = ("barrier", *_BY_NAME)
+def operations() -> list[str]:
+    """Return what can be timed: the collectives of the table of operations, and messages."""
+    return [*COLLECTIVES, SEND_RECV]
 
 
 def time_operations(cells: Sequence[Cell], seconds: float, symmetric: bool) -> list[Timing]:
@@ -105,23 +58,57 @@ def time_operations(cells: Sequence[Cell], seconds: float, symmetric: bool) -> l
     """
     dist.init_process_group()
     try:
-        return [_time(_call(cell, symmetric), seconds) for cell in cells]
+        return [_time(_prepare(cell, symmetric), seconds) for cell in cells]
     finally:
         dist.destroy_process_group()
 
 
-def _call(cell: Cell, symmetric: bool) -> Call:
-    if cell.operation == "barrier":
-        return dist.barrier
-    operation = _BY_NAME[cell.operation]
-    dtype = getattr(torch, cell.dtype)
-    ranks = dist.get_world_size()
-    empty = dist.empty if symmetric else torch.empty
+def _prepare(cell: Cell, symmetric: bool) -> Call:
+    """Make the tensors of a cell, and return the call to time."""
+    row = COLLECTIVES.get(cell.operation)
+    if row is not None and row.input is None:
+        return partial(getattr(dist, row.name))
+    ranks, dtype = dist.get_world_size(), getattr(torch, cell.dtype)
     # A whole number of elements for each rank, so that every operation can divide them.
     count = max(1, cell.nbytes // dtype.itemsize // ranks) * ranks
-    given = empty(count, dtype=dtype).fill_(0)
-    received = empty(int(count * operation.out(ranks)), dtype=dtype).fill_(0)
-    return operation.call(given, received)
+
+    def make(elements: int) -> torch.Tensor:
+        empty: Any = dist.empty if symmetric else torch.empty
+        tensor: torch.Tensor = empty(elements, dtype=dtype)
+        return tensor.fill_(0)
+
+    return _message(count, make) if row is None else _collective(row, count, make)
+
+
+def _collective(row: Collective, count: int, make: Make) -> Call:
+    """Return a call of a row's public function, to which each rank gives ``count`` elements."""
+    ranks, is_root = dist.get_world_size(), dist.get_rank() == 0
+    assert row.input is not None
+    assert row.output is not None
+    piece = count // ranks if row.input.is_list else count
+    out = {Shape.OUTPUT_IS_WHOLE: piece * ranks, Shape.INPUT_IS_WHOLE: piece // ranks}.get(row.shape, piece)
+    given: dict[str, Any] = {}
+    for parameter, elements in {row.input: piece, row.output: out}.items():
+        tensors = [make(elements) for _ in range(ranks if parameter.is_list else 1)]
+        value = tensors if parameter.is_list else tensors[0]
+        given[parameter.name] = value if is_root or not parameter.on_root else None
+    if row.root:
+        given[row.root] = 0
+    return partial(getattr(dist, row.name), **given)
+
+
+def _message(count: int, make: Make) -> Call:
+    """Return a call that sends a message round: every rank to the next one, from the one before."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    send = partial(dist.send, make(count), (rank + 1) % ranks)
+    recv = partial(dist.recv, make(count), (rank - 1) % ranks)
+
+    def exchange() -> None:
+        # One rank receives first, so that not all of them wait in send for a receiver.
+        for step in (recv, send) if rank == 0 else (send, recv):
+            step()
+
+    return exchange
 
 
 def _time(call: Call, seconds: float) -> Timing:
@@ -130,8 +117,7 @@ def _time(call: Call, seconds: float) -> Timing:
     while estimate * batch < _BATCH_S / 2:  # the first calls are cold, and each reads the clock
         batch *= 8
         estimate = min(_batches(call, batch, 3))
-    count = round(seconds / (estimate * batch))
-    count = min(max(count, _FEWEST_BATCHES), _MOST_BATCHES)
+    count = min(max(round(seconds / (estimate * batch)), _FEWEST_BATCHES), _MOST_BATCHES)
     taken = [time_s * 1e6 for time_s in _batches(call, batch, count)]
     p99 = statistics.quantiles(taken, n=100, method="inclusive")[-1]
     return Timing(statistics.median(taken), p99, min(taken), count * batch)

@@ -1,7 +1,7 @@
 """What the testing kit offers, and where each name is defined: the one list of them."""
 
 from . import faults
-from .assertions import TestCase
+from .cases import TestCase
 from .fixtures import fixture
 from .outcomes import RankFailure
 from .processes import MultiProcessTestCase

@@ -59,10 +59,10 @@ def _run_world(
 ) -> None:
     running: dict[Connection, tuple[int, _Worker]] = {}
     for rank in range(request.size):
-        worker = _sent(idle.pop(), rank, request) if idle else None
+        worker = _assign(idle.pop(), rank, request) if idle else None
         if worker is None:
             known = [connection, *running, *(each.connection for each in idle)]
-            worker = _sent(_fork(items, known), rank, request)
+            worker = _assign(_fork(items, known), rank, request)
         assert worker is not None, "a process that was forked just now does not listen"
         running[worker.connection] = (rank, worker)
     connection.send([worker.pid for _, worker in running.values()])
@@ -76,7 +76,7 @@ def _run_world(
             assert isinstance(ready, Connection)
             rank, worker = running[ready]
             try:
-                what, *told = ready.recv()
+                what, *content = ready.recv()
             except (EOFError, OSError):
                 del running[ready]
                 ready.close()
@@ -84,9 +84,9 @@ def _run_world(
                 connection.send(("ended", rank, b"", os.waitstatus_to_exitcode(status)))
                 continue
             if what == "debugging":
-                connection.send((what, rank, *told))
+                connection.send((what, rank, *content))
                 continue
-            payload, stays = told
+            payload, stays = content
             del running[ready]
             (idle if stays else retired).append(worker)
             connection.send(("ended", rank, payload, None))
@@ -96,8 +96,8 @@ def _run_world(
         os.waitpid(worker.pid, 0)
 
 
-def _sent(worker: _Worker, rank: int, request: ItemRequest) -> _Worker | None:
-    """Let a worker be a rank of a world; None if it has died while it was idle."""
+def _assign(worker: _Worker, rank: int, request: ItemRequest) -> _Worker | None:
+    """Make a worker a rank of a world; return None if it died while it was idle."""
     try:
         worker.connection.send((rank, request))
     except OSError:
@@ -123,7 +123,7 @@ def _fork(items: Mapping[str, pytest.Function], known: list[Connection]) -> _Wor
 
 
 def _work(connection: Connection, items: Mapping[str, pytest.Function]) -> int:
-    """The whole life of a worker; its exit code."""
+    """Be a worker until the server is gone; return the exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = os.getcwd()
     threads = threading.active_count()
@@ -134,13 +134,13 @@ def _work(connection: Connection, items: Mapping[str, pytest.Function]) -> int:
             os.chdir(directory)
             _redirect_output(request.output_of(rank))
             faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-            told = run_item(
+            outcome = run_item(
                 items[request.nodeid], rank, request, lambda begins: connection.send(("debugging", begins))
             )
             sys.stdout.flush()
             sys.stderr.flush()
-            stays = told.error is None and threading.active_count() == threads
-            connection.send(("told", pickle.dumps(told), stays))
+            stays = outcome.error is None and threading.active_count() == threads
+            connection.send(("outcome", pickle.dumps(outcome), stays))
     return 0
 
 

@@ -1,74 +1,56 @@
-"""In a process rank: run one pytest test by pytest's own machinery, and say how it ended."""
+"""In a process rank: run one pytest test by pytest's own machinery, and return its outcome."""
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import os
 import pdb  # noqa: T100, what --pdb asks for
 import pickle
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from _pytest.tmpdir import tmppath_result_key
 
-from torchestra.errors import GroupAbortedError
 from torchestra.store import FileStore
+from torchestra.testing.marker import mark_as_rank
 from torchestra.testing.messages import ItemRequest
-from torchestra.testing.outcomes import RankFailure
-from torchestra.testing.plugin import mark_as_rank
+from torchestra.testing.outcomes import Outcome, RankFailure
 from torchestra.world.init import destroy_process_group, init_process_group, is_initialized
 
-__all__ = ["ItemResult", "run_item"]
+__all__ = ["run_item"]
 
-
-# These cannot be pickled.
-_OUTCOMES: dict[str, Callable[[Any], BaseException]] = {
+_PYTEST_OUTCOMES: dict[str, type[BaseException]] = {
     "skip": pytest.skip.Exception,
     "xfail": pytest.xfail.Exception,
     "fail": pytest.fail.Exception,
 }
 
 
-@dataclass
-class ItemResult:
-    """How a test ended on a rank.
+def _rebuilt(name: str, message: str) -> BaseException:
+    return _PYTEST_OUTCOMES[name](message)
 
-    Attributes:
-        exception: what was raised, pickled; None if nothing was, or it cannot be pickled.
-        error: its type and message, or None if nothing was raised.
-        text: as pytest shows it.
-        consequence: it failed only because another rank was gone.
-        by_calling: ``skip``, ``xfail`` or ``fail``, where the test ended itself by that function of pytest's.
-    """
 
-    exception: bytes | None = None
-    error: str | None = None
-    text: str = ""
-    consequence: bool = False
-    by_calling: str = ""
+def _reduced(error: BaseException) -> tuple[Callable[[str, str], BaseException], tuple[str, str]]:
+    name = next(name for name, kind in _PYTEST_OUTCOMES.items() if type(error) is kind)
+    return _rebuilt, (name, str(error))
 
-    def raised(self) -> BaseException:
-        """The exception that was raised, or one that says the same."""
-        if self.by_calling:
-            return _OUTCOMES[self.by_calling](self.error)
-        if self.exception is None:
-            return RankFailure(self.error)
-        error: BaseException = pickle.loads(self.exception)
-        return error
+
+# pickle does not find them under their names.
+for _kind in _PYTEST_OUTCOMES.values():
+    copyreg.pickle(_kind, _reduced)
 
 
 def run_item(
     item: pytest.Function, rank: int, request: ItemRequest, debugging: Callable[[bool], object]
-) -> ItemResult:
+) -> Outcome:
     """Set up, run and tear down a test on this rank.
 
     Args:
-        debugging: told True when a debugger takes over the terminal, and False when it gives it back.
+        debugging: called with True when a debugger takes the terminal, and with False afterwards.
     """
     mark_as_rank(item.config)
     os.environ.clear()
@@ -89,25 +71,25 @@ def run_item(
             item.runtest()
             item.stash[tmppath_result_key]["call"] = True
         except BaseException:
-            with contextlib.suppress(Exception):  # the test's own error is the one to tell
+            with contextlib.suppress(Exception):  # the test's own error is the one to report
                 state.teardown_exact(None)
             raise
         state.teardown_exact(None)
         if is_initialized():
             destroy_process_group()
     except BaseException as error:
-        told = _tell(item, error)
+        outcome = _outcome(item, rank, error)
         # Before anything that takes time: the others wait for this rank.
         if is_initialized():
             destroy_process_group()
-        if request.debug and request.debug_rank in (None, rank) and not told.consequence:
+        if request.debug and request.debug_rank in (None, rank) and not outcome.consequence:
             _debug(error, debugging)
-        return told
-    return ItemResult()
+        return outcome
+    return Outcome(rank)
 
 
 def _provide_shared_values(item: pytest.Function, request: ItemRequest) -> None:
-    """Let fixtures that the world shares have the values that the pytest process has made."""
+    """Give fixtures that the world shares the values that the pytest process has made."""
     for name, pickled in request.values.items():
         definition = item._fixtureinfo.name2fixturedefs[name][-1]
         value = pickle.loads(pickled)
@@ -115,26 +97,21 @@ def _provide_shared_values(item: pytest.Function, request: ItemRequest) -> None:
         object.__setattr__(definition, "argnames", ())
 
 
-def _tell(item: pytest.Function, error: BaseException) -> ItemResult:
-    info = pytest.ExceptionInfo.from_exception(error)
+def _outcome(item: pytest.Function, rank: int, error: BaseException) -> Outcome:
+    """Return the outcome of a rank that raised ``error``, in a form that can be pickled."""
     try:
-        text = str(item.repr_failure(info))
+        text = str(item.repr_failure(pytest.ExceptionInfo.from_exception(error)))
     except Exception:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
-        exception = pickle.dumps(error)
-        pickle.loads(exception)
+        pickle.loads(pickle.dumps(error))
     except Exception:
-        exception = None
-    consequence = isinstance(error, GroupAbortedError)
-    for name, kind in _OUTCOMES.items():
-        if type(error) is kind:
-            return ItemResult(None, str(error), text, by_calling=name)
-    return ItemResult(exception, f"{type(error).__name__}: {error}", text, consequence)
+        return Outcome(rank, RankFailure(f"{type(error).__name__}: {error}"), text)
+    return Outcome(rank, error, text)
 
 
 def _debug(error: BaseException, debugging: Callable[[bool], object]) -> None:
-    """Let the user look at where the error was raised, on the terminal."""
+    """Open a debugger on the terminal where the error was raised."""
     try:
         terminal = open("/dev/tty", "r+b", buffering=0)  # noqa: SIM115
     except OSError:

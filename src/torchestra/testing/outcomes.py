@@ -1,9 +1,8 @@
-"""How the ranks of a test ended, and what that means for the test."""
+"""The outcomes of a test on its ranks, and what they mean for the test."""
 
 from __future__ import annotations
 
 import time
-import traceback
 import unittest
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,12 +38,6 @@ class Outcome:
     time: float = field(default_factory=time.monotonic)
     late: bool = False
 
-    @classmethod
-    def of(cls, rank: int, error: BaseException) -> Outcome:
-        """The outcome of a rank that raised ``error`` just now."""
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(rank, error, text)
-
     @property
     def skip(self) -> str | None:
         """Why the rank skipped the test, if it did."""
@@ -69,13 +62,13 @@ class Outcome:
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The failure that the others followed from, or None if no rank failed."""
+    """Return the failure that the others followed from, or None if no rank failed."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     return min(failed, key=lambda outcome: (outcome.consequence, outcome.late, outcome.time), default=None)
 
 
 def skip_of(outcomes: Sequence[Outcome]) -> str | None:
-    """Why the test is skipped: a rank skipped it, and none failed but for that rank's leaving."""
+    """Return why the test is skipped: a rank skipped it, and none failed but for that rank's leaving."""
     reasons = [outcome.skip for outcome in outcomes if outcome.skip is not None]
     genuine = any(outcome.failed and not outcome.consequence for outcome in outcomes)
     return reasons[0] if reasons and not genuine else None

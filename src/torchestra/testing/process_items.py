@@ -9,26 +9,22 @@ from typing import Any
 
 import pytest
 
-from torchestra.errors import GroupAbortedError, InvalidArgumentError
+from torchestra.errors import InvalidArgumentError
 from torchestra.testing.fixtures import is_shared_by_the_world
 from torchestra.testing.item_outcome import conclude
+from torchestra.testing.marker import RanksSpec
 from torchestra.testing.messages import ItemRequest
-from torchestra.testing.outcomes import Outcome, RankFailure
-from torchestra.testing.plugin import RanksSpec, show_as
-from torchestra.testing.rank_pool import RankExit, RankPool, RankWorld, rank_directory
+from torchestra.testing.outcomes import Outcome
+from torchestra.testing.rank_pool import RankPool, RankWorld, rank_directory
 
 __all__ = ["run_on_processes"]
 
-_GRACE = 2.0  # for ranks that have been released by another's failure
-_LOOK = 0.5
-
-
-class _Released(GroupAbortedError):
-    """A rank that failed because another one was gone."""
+_GRACE_S = 2.0  # for ranks that have been released by another's failure
+_POLL_INTERVAL_S = 0.5
 
 
 def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
-    """Run the test on every rank; raise what its outcome is."""
+    """Run the test on every rank; raise what the outcomes mean."""
     with rank_directory() as directory:
         request = ItemRequest(
             item.nodeid,
@@ -47,7 +43,11 @@ def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> 
             late = _await(item, world, spec.limit)
         finally:
             world.kill()
-        outcomes = [_outcome(world, rank, rank in late, rank in spec.may_die) for rank in range(spec.size)]
+        stack = "Where it was then stands at the end of its output, below."
+        outcomes = [
+            Outcome(rank, text=stack, late=True) if rank in late else world.outcomes[rank]
+            for rank in range(spec.size)
+        ]
         for rank in range(spec.size):
             text = _without_our_frames(world.output(rank))
             if text:
@@ -56,7 +56,7 @@ def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> 
 
 
 def _shared_values(item: pytest.Function) -> dict[str, bytes]:
-    """The values of the fixtures with ``scope="world"``, pickled, by name."""
+    """Return the values of the fixtures with ``scope="world"``, pickled, by name."""
     values = {}
     for name, definitions in item._fixtureinfo.name2fixturedefs.items():
         if definitions and is_shared_by_the_world(definitions[-1].func) and name in item.funcargs:
@@ -71,20 +71,20 @@ def _shared_values(item: pytest.Function) -> dict[str, bytes]:
 
 
 def _await(item: pytest.Function, world: RankWorld, seconds: float) -> set[int]:
-    """Wait until all ranks have ended; the ranks that had not when their time was over."""
+    """Wait until all ranks have ended; return those that had not when their time was over."""
     capture: Any = item.config.pluginmanager.getplugin("capturemanager")
     deadline = time.monotonic() + seconds
     suspended = False
     while world.running:
         limit = deadline
         if world.first_failed is not None:
-            limit = min(limit, world.first_failed + _GRACE)
+            limit = min(limit, world.first_failed + _GRACE_S)
         if not world.debugging and time.monotonic() >= limit:
             late = set(world.running) if world.first_failed is None else set()
             if late:
                 world.dump()
             return late
-        world.wait(_LOOK if world.debugging else min(_LOOK, limit - time.monotonic()))
+        world.wait(_POLL_INTERVAL_S if world.debugging else min(_POLL_INTERVAL_S, limit - time.monotonic()))
         if world.debugging and not suspended and capture is not None:
             capture.suspend_global_capture(in_=True)
             suspended = True
@@ -93,30 +93,8 @@ def _await(item: pytest.Function, world: RankWorld, seconds: float) -> set[int]:
     return set()
 
 
-def _outcome(world: RankWorld, rank: int, late: bool, may_die: bool) -> Outcome:
-    ending: RankExit = world.endings[rank]
-    if late:
-        return Outcome(rank, text="Where it was then stands at the end of its output, below.", late=True)
-    told = ending.told
-    if told is None and may_die:
-        return Outcome(rank, time=ending.time)
-    if told is None:
-        code = ending.exit_code or 0
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        gone = world.first_failed is not None and ending.time > world.first_failed
-        message = f"the process of rank {rank} ended with {how}, before the test did"
-        error = _Released(message) if gone else RankFailure(message)
-        show_as(error, message)
-        return Outcome(rank, error, str(error), ending.time)
-    if told.error is None:
-        return Outcome(rank, time=ending.time)
-    exception = told.raised()
-    show_as(exception, told.text)
-    return Outcome(rank, exception, told.text, ending.time)
-
-
 def _without_our_frames(output: str) -> str:
-    """What a rank has written, stacks cut off where they leave the test and its fixtures for pytest."""
+    """Return what a rank has written, its stacks cut off where they leave the test for pytest."""
     lines, cutting = [], False
     for line in output.splitlines(keepends=True):
         frame = line.startswith('  File "')

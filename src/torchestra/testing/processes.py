@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import tempfile
-import types
 import unittest
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchestra.errors import LaunchTimeoutError, RankError
 from torchestra.launcher.api import launched
-from torchestra.testing.assertions import TestCase, WithoutTests
+from torchestra.testing.cases import RankTests, TestCase
 from torchestra.testing.outcomes import RankFailure
 from torchestra.testing.skips import TEST_SKIPS, skip_reason
 from torchestra.world.init import destroy_process_group, is_initialized
 
 __all__ = ["MultiProcessTestCase", "MultiProcessTests"]
 
-DEFAULT_WORLD_SIZE = 4
-DEFAULT_TIMEOUT = 300.0
-_SETTLE_SECONDS = 2.0  # in which other ranks may fail too, and tell why, when one has
+_SETTLE_S = 2.0  # in which other ranks may fail too, and tell why, when one has
 LAUNCH_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -32,17 +28,17 @@ LAUNCH_VARIABLES = (
     "MASTER_PORT",
     "TORCHESTRA_STORE",
 )
-"""What launching a rank puts into its environment."""
+"""The variables that launching a rank puts into its environment."""
 
 
-class _Ending(NamedTuple):
-    """How a rank ended, as it tells by itself: its exit code, and why it was skipped."""
+class _Exit(NamedTuple):
+    """How a rank ended by its own report: its exit code, and why it was skipped."""
 
     exit_code: int = 0
     text: str = ""
 
 
-class MultiProcessTests(WithoutTests):
+class MultiProcessTests(RankTests):
     """Has each test of a test case run in ``world_size`` processes, each a rank.
 
     To be put before a kind of TestCase, as in :class:`MultiProcessTestCase`.
@@ -65,26 +61,13 @@ class MultiProcessTests(WithoutTests):
     __test__ = False
     MAIN_PROCESS_RANK = -1
     TEST_ERROR_EXIT_CODE = 10
-    timeout: float = DEFAULT_TIMEOUT
-    """Seconds that one test may take."""
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
-        if methodName != "runTest":
-            method_name = methodName
-        super().__init__(method_name)
-        self.rank = self.MAIN_PROCESS_RANK
+        super().__init__(method_name, methodName)
         self.file_name = ""
         self.special_return_code_checks: dict[Any, int] = {}
         self.skip_return_code_checks: list[Any] = []
         self._spawned = False
-        test = getattr(self, method_name, None)
-        if test is not None:
-            setattr(self, method_name, types.MethodType(_joining(test), self))
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks; override it."""
-        return DEFAULT_WORLD_SIZE
 
     @property
     def is_master(self) -> bool:
@@ -97,27 +80,26 @@ class MultiProcessTests(WithoutTests):
         return True
 
     def setUp(self) -> None:
-        """Once per test, in the test's own process."""
+        """Prepare a test, once, in the test's own process."""
         super().setUp()
-        self.rank = self.MAIN_PROCESS_RANK
         with tempfile.NamedTemporaryFile(prefix="torchestra-test-", delete=False) as file:
             self.file_name = file.name
         self.addCleanup(_remove, self.file_name)
 
     @classmethod
     def _enter(cls, before: Mapping[str, str]) -> None:
-        """On a rank, first of all. ``before``: which :data:`LAUNCH_VARIABLES` the test's process has."""
+        """Prepare a rank, first of all. ``before``: which :data:`LAUNCH_VARIABLES` the test's process has."""
 
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
-        """On a rank: make its instance, and run the test. May be overridden, to do something around it."""
+        """Make a rank's instance, and run the test there; may be overridden, to do something around it."""
         case = cls(test_name)
         case.rank = rank
         case.file_name = file_name
         case.run_test(test_name, parent_pipe)
 
     def run_test(self, test_name: str, parent_pipe: Any) -> None:
-        """On a rank: run the test, and leave the default group."""
+        """Run the test on a rank, and leave the default group."""
         try:
             getattr(self, test_name)()
         finally:
@@ -130,7 +112,7 @@ class MultiProcessTests(WithoutTests):
 
     _fork_processes = _spawn_processes
 
-    def _join_processes(self, test: Any) -> None:
+    def _join(self, test: Any) -> None:
         if not self._spawned:
             raise RuntimeError(f"{self.id()}: no ranks were started: call self._spawn_processes() in setUp")
         size = int(getattr(test, "_required_world_size", self.world_size))
@@ -138,9 +120,9 @@ class MultiProcessTests(WithoutTests):
         before = {name: os.environ[name] for name in LAUNCH_VARIABLES if name in os.environ}
         failures: dict[int, str] = {}
         try:
-            with launched(_run_rank, size, (*names, before), self.timeout, {}, _SETTLE_SECONDS) as job:
+            with launched(_run_rank, size, (*names, before), self.timeout, {}, _SETTLE_S) as job:
                 failures = job.failures()
-                endings: list[_Ending] = job.results()
+                exits: list[_Exit] = job.results()
         except RankError as error:
             if error.rank in failures:
                 raise RankFailure(
@@ -150,22 +132,22 @@ class MultiProcessTests(WithoutTests):
                         for rank, text in failures.items()
                     )
                 ) from error.__cause__
-            endings = [_Ending()] * size
-            endings[error.rank] = _Ending(error.exit_code, f"{error}\n{error.traceback}")
-            if endings[0].exit_code == 0 or not self._may_end_so(test, endings[0].exit_code):
+            exits = [_Exit()] * size
+            exits[error.rank] = _Exit(error.exit_code, f"{error}\n{error.traceback}")
+            if exits[0].exit_code == 0 or not self._may_end_so(test, exits[0].exit_code):
                 raise RankFailure(f"Process {error.rank} failed: {error}\n{error.traceback}") from error
         except LaunchTimeoutError as error:
             late = ", ".join(map(str, error.ranks))
             raise RankFailure(
                 f"Process {late} terminated or timed out after {self.timeout:g} seconds\n{error.tracebacks}"
             ) from error
-        self._judge(test, endings)
+        self._judge(test, exits)
 
-    def _judge(self, test: Any, endings: list[_Ending]) -> None:
-        code = endings[0].exit_code
+    def _judge(self, test: Any, exits: list[_Exit]) -> None:
+        code = exits[0].exit_code
         reason = skip_reason(code)
         if reason is not None:
-            raise unittest.SkipTest(endings[0].text or reason)
+            raise unittest.SkipTest(exits[0].text or reason)
         if not self._may_end_so(test, code):
             expected = self.special_return_code_checks.get(test, 0)
             raise self.failureException(f"Expected exit code {expected} but got {code} from rank 0")
@@ -178,31 +160,18 @@ class MultiProcessTests(WithoutTests):
         )
 
 
-def _joining(test: Callable[[], None]) -> Callable[[MultiProcessTests], None]:
-    """In the test's own process, wait for the ranks; on a rank, run the test."""
-
-    @functools.wraps(test)
-    def join_or_run(case: MultiProcessTests) -> None:
-        if case.rank == case.MAIN_PROCESS_RANK:
-            case._join_processes(test)
-        else:
-            test()
-
-    return join_or_run
-
-
-def _run_rank(kind: type[MultiProcessTests], name: str, file_name: str, before: Mapping[str, str]) -> _Ending:
-    """The whole of a rank: run the test, and say how it ended."""
+def _run_rank(kind: type[MultiProcessTests], name: str, file_name: str, before: Mapping[str, str]) -> _Exit:
+    """Run the test on a rank; return how it ended."""
     rank = int(os.environ["RANK"])
     kind._enter(before)
     try:
         kind._run(rank, name, file_name, None)
     except unittest.SkipTest as skipped:
-        return _Ending(TEST_SKIPS["generic"].exit_code, str(skipped))
+        return _Exit(TEST_SKIPS["generic"].exit_code, str(skipped))
     except SystemExit as left:
         code = left.code
-        return _Ending(code if isinstance(code, int) else int(code is not None), "")
-    return _Ending()
+        return _Exit(code if isinstance(code, int) else int(code is not None), "")
+    return _Exit()
 
 
 def _remove(path: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from torchestra.testing.plugin import is_per_rank
+from torchestra.testing.marker import is_per_rank
 
 __all__ = ["RankFixtures"]
 

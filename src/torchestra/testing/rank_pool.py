@@ -11,39 +11,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 
 import pytest
 
+from torchestra.errors import GroupAbortedError
 from torchestra.testing.fork_server import serve
-from torchestra.testing.item_runner import ItemResult
+from torchestra.testing.marker import show_as
 from torchestra.testing.messages import ItemRequest
+from torchestra.testing.outcomes import Outcome, RankFailure
 
-__all__ = ["RankExit", "RankPool", "RankWorld", "rank_directory"]
+__all__ = ["RankPool", "RankWorld", "rank_directory"]
 
-_DUMP_SECONDS = 1.0
+_DUMP_S = 1.0
 
 
-@dataclass
-class RankExit:
-    """How one process rank ended: what it has told, or if that is nothing, its exit code."""
-
-    payload: bytes
-    exit_code: int | None
-    time: float = field(default_factory=time.monotonic)
-
-    @property
-    def told(self) -> ItemResult | None:
-        """What it has told."""
-        told: ItemResult | None = pickle.loads(self.payload) if self.payload else None
-        return told
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended badly."""
-        told = self.told
-        return told is None or told.error is not None
+class Released(GroupAbortedError):
+    """A rank that failed because another one was gone."""
 
 
 class RankPool:
@@ -86,10 +70,16 @@ class RankPool:
 
 
 class RankWorld:
-    """The running ranks of one test."""
+    """The running ranks of one test.
+
+    Attributes:
+        outcomes: of the ranks that have ended.
+        first_failed: ``time.monotonic()`` when the first of them did not end well.
+        debugging: whether a debugger has the terminal.
+    """
 
     def __init__(self, connection: Connection, pids: list[int], request: ItemRequest) -> None:
-        self.endings: dict[int, RankExit] = {}
+        self.outcomes: dict[int, Outcome] = {}
         self.first_failed: float | None = None
         self.debugging = False
         self._connection = connection
@@ -99,22 +89,33 @@ class RankWorld:
     @property
     def running(self) -> list[int]:
         """The ranks that have not ended."""
-        return [rank for rank in range(self._request.size) if rank not in self.endings]
+        return [rank for rank in range(self._request.size) if rank not in self.outcomes]
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the next thing that a rank tells, at most so long; whether there was one."""
+        """Wait for the next message of a rank, ``seconds`` at most; return whether there was one."""
         if not self._connection.poll(max(0.0, seconds)):
             return False
-        what, rank, *told = self._connection.recv()
+        what, rank, *content = self._connection.recv()
         if what == "debugging":
-            self.debugging = told[0]
-        else:
-            ending = RankExit(*told)
-            self.endings[rank] = ending
-            forgiven = ending.told is None and rank in self._request.may_die
-            if ending.failed and not forgiven and self.first_failed is None:
-                self.first_failed = ending.time
+            self.debugging = content[0]
+            return True
+        payload, exit_code = content
+        outcome: Outcome = pickle.loads(payload) if payload else self._died(rank, exit_code)
+        outcome.time = time.monotonic()
+        self.outcomes[rank] = outcome
+        if outcome.error is not None:
+            show_as(outcome.error, outcome.text)
+            self.first_failed = self.first_failed or outcome.time
         return True
+
+    def _died(self, rank: int, exit_code: int) -> Outcome:
+        """Return the outcome of a rank whose process ended before its test did."""
+        if rank in self._request.may_die:
+            return Outcome(rank)
+        how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        message = f"the process of rank {rank} ended with {how}, before the test did"
+        error = RankFailure(message) if self.first_failed is None else Released(message)
+        return Outcome(rank, error, message)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all ranks that still run."""
@@ -125,7 +126,7 @@ class RankWorld:
     def dump(self) -> None:
         """Have the ranks that still run write where they are, into their output."""
         self.signal(signal.SIGUSR1)
-        deadline = time.monotonic() + _DUMP_SECONDS
+        deadline = time.monotonic() + _DUMP_S
         while self.running and self.wait(deadline - time.monotonic()):
             pass
 
@@ -136,7 +137,7 @@ class RankWorld:
             self.wait(60.0)
 
     def output(self, rank: int) -> str:
-        """What a rank has written so far."""
+        """Return what a rank has written so far."""
         try:
             with open(self._request.output_of(rank), errors="replace") as file:
                 return file.read()
@@ -146,7 +147,7 @@ class RankWorld:
 
 @contextlib.contextmanager
 def rank_directory() -> Iterator[str]:
-    """A directory that is gone afterwards."""
+    """Make a directory that is gone afterwards."""
     directory = tempfile.mkdtemp(prefix="torchestra-test-")
     try:
         yield directory

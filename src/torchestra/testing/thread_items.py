@@ -13,9 +13,9 @@ import pytest
 
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.testing.item_outcome import conclude
-from torchestra.testing.plugin import RanksSpec
+from torchestra.testing.marker import RanksSpec
 from torchestra.testing.rank_fixtures import RankFixtures
-from torchestra.testing.threads import ThreadRanks
+from torchestra.testing.threads import join_ranks, start_ranks
 
 __all__ = ["run_on_threads"]
 
@@ -23,7 +23,7 @@ _OUTPUT_FIXTURES = {"capsys", "capsysbinary", "capfd", "capfdbinary", "capteesys
 
 
 def run_on_threads(item: pytest.Function, spec: RanksSpec) -> None:
-    """Call the test function on every rank; raise what its outcome is."""
+    """Call the test function on every rank; raise what the outcomes mean."""
     kind = type(item.instance) if item.cls is not None else None
 
     def body(rank: int) -> None:
@@ -33,8 +33,8 @@ def run_on_threads(item: pytest.Function, spec: RanksSpec) -> None:
             function(**fixtures.arguments())
 
     with _outputs_apart(item, spec.size):
-        ranks = ThreadRanks(spec.size, body, spec.timeout, spec.init, spec.may_die)
-        outcomes = ranks.join(spec.limit)
+        threads = start_ranks(spec.size, body, spec.timeout, spec.init, spec.may_die)
+        outcomes = join_ranks(threads, spec.limit)
     conclude(item, outcomes, "threads", spec.limit)
 
 

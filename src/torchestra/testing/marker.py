@@ -1,0 +1,137 @@
+"""The marker ``ranks``, and what pytest is told of tests that have it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from torchestra.testing.fixtures import is_shared_by_the_world
+
+__all__ = [
+    "ARGUMENT",
+    "MARKER",
+    "RanksSpec",
+    "is_per_rank",
+    "mark_as_rank",
+    "report_of",
+    "show_as",
+    "spec_of",
+    "specs_of",
+]
+
+MARKER = (
+    "ranks(*sizes, kind='threads', timeout=30, init=True, may_die=()): run the test on so many ranks, as"
+    " 'threads', 'processes' or both in turn; operations may wait for timeout seconds, and the whole test may"
+    " take a quarter more; without init the ranks join no group by themselves; it is no failure if ranks in"
+    " may_die are killed"
+)
+ARGUMENT = "ranks_of_this_run"
+"""The name of the parameter that says how a test is run, where it is run in several ways."""
+_KINDS = ("threads", "processes")
+_PER_RANK_BUILTINS = ("monkeypatch",)
+_IN_RANK = pytest.StashKey[bool]()
+_REPORT = "_torchestra_report"
+
+
+@dataclass(frozen=True)
+class RanksSpec:
+    """One way of running a test on ranks.
+
+    Attributes:
+        size: how many ranks.
+        kind: ``"threads"`` or ``"processes"``.
+        timeout: seconds that an operation may wait.
+        init: whether the ranks are in a default group from the beginning.
+        may_die: the ranks whose being killed is no failure of the test.
+    """
+
+    size: int
+    kind: str
+    timeout: float
+    init: bool
+    may_die: tuple[int, ...] = ()
+
+    @property
+    def limit(self) -> float:
+        """Seconds for the whole test: the engine's report of a hang comes before they are over."""
+        return 1.25 * self.timeout + 1.0
+
+    @property
+    def label(self) -> str:
+        """How it stands in the test's name."""
+        return f"{self.size}-{self.kind}"
+
+
+def specs_of(node: pytest.Item | pytest.Function | Any) -> list[RanksSpec]:
+    """Return the ways of running that a test's marker asks for; none without one.
+
+    Raises:
+        pytest.UsageError: the marker's arguments make no sense.
+    """
+    mark = node.get_closest_marker("ranks")
+    return [] if mark is None else _specs(mark.args, **mark.kwargs)
+
+
+def _specs(
+    sizes: Sequence[Any],
+    kind: str | Sequence[str] = "threads",
+    timeout: float = 30.0,
+    init: bool = True,
+    may_die: Sequence[int] = (),
+    **unknown: Any,
+) -> list[RanksSpec]:
+    kinds = (kind,) if isinstance(kind, str) else tuple(kind)
+    if unknown:
+        raise pytest.UsageError(
+            f"ranks: unknown arguments {', '.join(unknown)}; there are kind, timeout, init, may_die"
+        )
+    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+        raise pytest.UsageError(f"ranks: say how many, as in ranks(4) or ranks(2, 4); got {sizes!r}")
+    if not kinds or not all(each in _KINDS for each in kinds):
+        raise pytest.UsageError(f"ranks: kind must be 'threads', 'processes' or both, got {kind!r}")
+    return [RanksSpec(size, each, float(timeout), init, tuple(may_die)) for each in kinds for size in sizes]
+
+
+def spec_of(item: pytest.Function) -> RanksSpec | None:
+    """Return how a test is to be run, or None if it is no test on ranks (or this is one of the ranks)."""
+    if item.config.stash.get(_IN_RANK, False):
+        return None
+    callspec = getattr(item, "callspec", None)
+    chosen: RanksSpec | None = callspec.params.get(ARGUMENT) if callspec is not None else None
+    if chosen is None:
+        specs = specs_of(item)
+        chosen = specs[0] if specs else None
+    return chosen
+
+
+def is_per_rank(fixturedef: pytest.FixtureDef[Any]) -> bool:
+    """Return whether every rank makes a value of its own of a fixture.
+
+    Not so for wider scopes, for ``scope="world"``, and for what pytest itself offers (capsys, caplog, …), of
+    which there is one per process; but for monkeypatch.
+    """
+    function: Any = fixturedef.func
+    module = getattr(function, "__module__", "") or ""
+    if fixturedef.scope != "function" or is_shared_by_the_world(function):
+        return False
+    if module.startswith("_pytest."):
+        return fixturedef.argname in _PER_RANK_BUILTINS or "xunit" in fixturedef.argname
+    return True
+
+
+def show_as(error: BaseException, text: str) -> None:
+    """Make this text the report of a test that fails with ``error``."""
+    setattr(error, _REPORT, text)
+
+
+def report_of(error: BaseException) -> str | None:
+    """Return the text given to :func:`show_as`, if any."""
+    return getattr(error, _REPORT, None)
+
+
+def mark_as_rank(config: pytest.Config) -> None:
+    """Note that this process is a rank: tests and fixtures run here in the ordinary way."""
+    config.stash[_IN_RANK] = True
