@@ -32,7 +32,6 @@ from typing import NoReturn, Protocol, cast
 from torchestra.launcher import rank_process
 from torchestra.launcher.channel import receive, send
 from torchestra.launcher.spec import Ended, Forked, JobSpec, Ready, SignalRanks
-from torchestra.launcher.store_host import serve_store
 
 __all__ = ["serve", "serve_descriptor"]
 
@@ -109,6 +108,15 @@ def _die_with_parent(prctl: _Prctl, parent: int) -> None:
         os._exit(1)
 
 
+def _serve_store(spec: JobSpec, listener: int) -> NoReturn:
+    """Serve a job's store in a process of its own, so that no rank's death takes it along, until killed."""
+    from torchestra.store import TCPStoreServer
+
+    with TCPStoreServer(listen_fd=listener, secret=spec.environment["TORCHESTRA_SECRET"]):
+        while True:
+            signal.pause()
+
+
 class _Server:
     """The server once it is warm: one job after the other."""
 
@@ -164,7 +172,7 @@ class _Server:
                 raise ConnectionResetError("the launcher went while it described its job")
             stations.append(message.files)
         received = [listener, *(descriptor for files in stations for descriptor in files)]
-        self._store_pid = self._fork(lambda: serve_store(spec, listener), received, [listener])
+        self._store_pid = self._fork(partial(_serve_store, spec, listener), received, [listener])
         self._clean_groups = False
         for rank, files in enumerate(stations):
             pid = self._fork(partial(rank_process.run, spec, rank, files), received, files)
