@@ -574,3 +574,25 @@ def test_worlds_of_threads_leave_nothing() -> None:
     gc.collect()
     assert set(mappings()) <= set(mapped)
     assert (descriptors(), threading.active_count()) == before
+
+
+# -- on a busy host
+
+
+def give_up_though_yielding_takes_long(wait: str, step: threading.Event) -> None:
+    """A yield may take as long as another program's time slice: here a wait would yield for hours."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        assert step.wait(60)
+        return
+    dist.group.WORLD.communicator.engine.member.set_word(at.YIELDS, 1 << 40)
+    try:
+        with pytest.raises(CollectiveTimeoutError):
+            dist.all_reduce(torch.ones(2)) if wait == "all_reduce" else dist.recv(torch.ones(2), 1)
+    finally:
+        step.set()
+
+
+@pytest.mark.parametrize("wait", ["all_reduce", "recv"])
+def test_a_wait_looks_around_though_each_of_its_yields_may_take_long(wait: str) -> None:
+    run("threads", 2, give_up_though_yielding_takes_long, wait, threading.Event(), timeout=0.3)

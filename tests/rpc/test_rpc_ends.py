@@ -17,8 +17,9 @@ import rpc_workers
 import torchestra as dist
 import worlds
 from torchestra import rpc
+from torchestra.engine import layout as at
 from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
-from torchestra.rpc import references, starting
+from torchestra.rpc import rref_context, starting
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.current import current_agent
 from torchestra.rpc.rref_context import References
@@ -365,7 +366,7 @@ def hold_acceptance_up(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     def tell_late(self: References, rank: int, function: Any, *args: Any) -> Any:
-        if function is references._accept:
+        if function is rref_context._accept:
             about_to.set()
             while not (seen.wait(0.01) or self._agent.closed):
                 pass
@@ -383,3 +384,21 @@ def pass_back() -> None:
 def test_shutdown_waits_for_what_a_worker_is_about_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     hold_acceptance_up(monkeypatch)
     rpc_workers.first("threads", 2, pass_back)
+
+
+def wait_until_passed() -> bool:
+    return _passed.wait(60)
+
+
+def time_out_though_yielding_takes_long() -> None:
+    current_agent().roads.member.set_word(at.YIELDS, 1 << 40)
+    _passed.clear()
+    try:
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync("worker1", wait_until_passed, timeout=0.3)
+    finally:
+        _passed.set()
+
+
+def test_a_call_times_out_though_each_yield_may_take_long() -> None:
+    rpc_workers.first("threads", 2, time_out_though_yielding_takes_long)

@@ -8,7 +8,8 @@ steps of an operation are the same on every rank, "rank p has finished step s of
 comparison, and stays true when p has gone on.
 
 Sleeping. A waiter looks SPINS times, yields the core YIELDS times, then counts itself in the peer's
-WAITERS word and sleeps on the lower half of PROGRESS (a futex). No wake-up is lost: the waiter does
+WAITERS word and sleeps on the lower half of PROGRESS (a futex). Where other programs compute, each yield may
+cost a time slice of theirs, so it yields for LONGEST_YIELDING at most. No wake-up is lost: the waiter does
 ``WAITERS += 1; read PROGRESS``, the publisher ``write PROGRESS; read WAITERS``, all four
 sequentially consistent, so at least one of the two sees the other's write; and a futex compares
 the word again when it goes to sleep. A sleep that saw no progress for POLL_INTERVAL returns PENDING to
@@ -43,18 +44,20 @@ from torchestra.engine.native.atomics import (
     store_ordered,
     syscall,
 )
+from torchestra.engine.recorder.clock import read_coarse_clock
 from torchestra.engine.recorder.recorder import begin_wait, close_entry, end_wait, open_entry
 
 FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(platform.machine(), 98)
 FUTEX_WAIT = 0
 FUTEX_WAKE = 1
 EVERYBODY = 0x7FFF_FFFF
+LONGEST_YIELDING = 10_000_000  # nanoseconds
 
 CONTROL_BYTES, STEP_BITS = at.CONTROL_BYTES, at.STEP_BITS
 RANK, SIZE, CONTROL, ABORT = at.RANK, at.SIZE, at.CONTROL, at.ABORT
 HEAPS, HEAP_BYTES, NOT_SHARED = at.HEAPS, at.HEAP_BYTES, at.NOT_SHARED
 SEQUENCE, RESUME, BLOCKED, POLL_INTERVAL = at.SEQUENCE, at.RESUME, at.BLOCKED, at.POLL_INTERVAL
-SPINS, YIELDS = at.SPINS, at.YIELDS
+SPINS, YIELDS, YIELD_TIMESPEC = at.SPINS, at.YIELDS, at.YIELD_TIMESPEC
 UNKNOWN = at.UNKNOWN
 META, COUNT, SHARED, WAITERS = at.META, at.COUNT, at.SHARED, at.WAITERS
 THRESHOLDS = at.THRESHOLDS
@@ -95,10 +98,13 @@ def wait_until(context, peer, target):
 @njit(**KERNEL_OPTIONS)
 def _yield_then_sleep(context, peer, word, target):
     settle(context)
+    until = read_coarse_clock(context + YIELD_TIMESPEC) + LONGEST_YIELDING
     for _ in range(load(context + YIELDS)):
         sched_yield()
         if load_acquire(word) >= target:
             return DONE
+        if read_coarse_clock(context + YIELD_TIMESPEC) > until:
+            break
     while True:
         if load_acquire(load(context + ABORT)) != 0:
             store(context + BLOCKED, peer)

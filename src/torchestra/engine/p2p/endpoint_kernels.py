@@ -30,7 +30,7 @@ from typing import Any
 from numba import njit, types
 
 from torchestra.engine.kernels.placement import settle
-from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE
+from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE, LONGEST_YIELDING
 from torchestra.engine.layout import DONE, PENDING, POLL_INTERVAL, SPINS, YIELDS
 from torchestra.engine.native.atomics import (
     KERNEL_OPTIONS,
@@ -47,6 +47,7 @@ from torchestra.engine.native.atomics import (
 )
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p import ring
+from torchestra.engine.recorder.clock import read_coarse_clock
 
 # Byte offsets in a rank's bell.
 LEAD = 32
@@ -287,6 +288,7 @@ def await_message(state, eager, only):
     spins = load(context + SPINS)
     looks = spins + (load(context + YIELDS) if eager else 0)
     code = PENDING
+    until = read_coarse_clock(state + w.YIELD_TIMESPEC) + LONGEST_YIELDING
     for number in range(looks):
         if _find(state, only) != 0:
             code = DONE
@@ -296,6 +298,8 @@ def await_message(state, eager, only):
         else:
             settle(context)
             sched_yield()
+            if read_coarse_clock(state + w.YIELD_TIMESPEC) > until:
+                break
     if code == PENDING:
         rung = load_ordered(lead)
         store_ordered(lead + WHO, ASLEEP)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from numba import njit, types
 
 from torchestra.engine.kernels.placement import settle
+from torchestra.engine.kernels.waiting import LONGEST_YIELDING
 from torchestra.engine.layout import (
     ABORT,
     ABORTED,
@@ -39,6 +40,7 @@ from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p import ring
 from torchestra.engine.p2p.lists import append, remove, unlink
 from torchestra.engine.p2p.matching import advance, free_stored, receive_stored, send_to_self
+from torchestra.engine.recorder.clock import read_coarse_clock
 from torchestra.engine.recorder.recorder import close_message, open_message
 
 _WORD = types.int64
@@ -94,6 +96,7 @@ def run(state, record, eager):
     if not eager:
         yields = min(yields, _YIELDS_OF_THREAD)
     idle = 0
+    until = 0
     rounds = 0
     while True:
         moved = advance(state, record)
@@ -122,7 +125,10 @@ def run(state, record, eager):
         elif idle <= spins + yields:
             if idle == spins + 1:
                 settle(context)
+                until = read_coarse_clock(state + w.YIELD_TIMESPEC) + LONGEST_YIELDING
             sched_yield()
+            if read_coarse_clock(state + w.YIELD_TIMESPEC) > until:
+                idle = spins + yields
         else:
             if load_acquire(load(context + ABORT)) != 0:
                 return ABORTED

@@ -53,6 +53,7 @@ BUSY = 120  # who works with this state: 0, the record of a blocking call, or an
 QUEUEING = 128  # not 0: a blocking call must not go ahead of what is under way
 SPIN_BUDGET = 136  # how often a wait spins now, SPINS at most
 WAITS = 144  # how many waits there have been
+YIELD_TIMESPEC = 152  # scratch of a wait that yields, two words
 PEERS_AT = 192
 
 # Of each peer, in the private state.
