@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchestra.optim import apply_optimizer_in_backward, get_in_backward_optimizers
-from torchestra.optim.in_backward import leave_to_others
+from torchestra.optim.in_backward import remove_hook
 from torchestra.optim.subset import step_some
 
 
@@ -70,7 +70,7 @@ def test_who_registers_no_hook_steps_by_themselves() -> None:
     for forget in (False, True):
         weight = nn.Parameter(torch.ones(3))
         apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 1.0}, register_hook=forget)
-        leave_to_others(weight)
+        remove_hook(weight)
         weight.sum().backward()
         assert weight.tolist() == [1, 1, 1]
         assert weight.grad is not None

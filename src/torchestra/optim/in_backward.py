@@ -55,8 +55,8 @@ def in_backward_optimizers(parameter: torch.Tensor) -> list[torch.optim.Optimize
     return found
 
 
-def leave_to_others(parameter: torch.Tensor) -> None:
-    """Step a parameter's optimizers no more when its gradient is there: somebody else will."""
+def remove_hook(parameter: torch.Tensor) -> None:
+    """Step a parameter's optimizers no more when its gradient is ready: the caller will."""
     if parameter in _handles:
         _handles.pop(parameter).remove()
 

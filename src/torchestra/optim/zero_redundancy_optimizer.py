@@ -107,7 +107,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not isinstance(group, ProcessGroup):
             raise InvalidArgumentError(f"ZeroRedundancyOptimizer: this rank is {group!r}")
         if self.overlap is not None:
-            self.overlap.begin_anew()
+            self.overlap.reset()
         self._begin(group)
 
     def _begin(self, group: ProcessGroup) -> None:

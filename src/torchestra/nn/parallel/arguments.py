@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -93,6 +94,13 @@ def bucket_limits(
     if not limits:
         raise InvalidArgumentError(f"{NAME}: `bucket_cap_mb_list` must have a number at least, got []")
     return limits
+
+
+def warn_of_check_reduction(check_reduction: bool) -> None:
+    """Warn of an argument that does nothing."""
+    if check_reduction:
+        text = "`check_reduction` has no effect: reductions always end, whatever is unused"
+        warnings.warn(text, FutureWarning, stacklevel=3)
 
 
 def check_is_module(module: object) -> None:

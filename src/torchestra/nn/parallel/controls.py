@@ -1,7 +1,8 @@
-"""What a program may tell and ask a DistributedDataParallel, besides to train."""
+"""The part of a DistributedDataParallel that does not train: how it averages, its buffers, its statistics."""
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -9,24 +10,37 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map
 
+from torchestra.algorithms.join import Joinable
 from torchestra.errors import (
     DistError,
     GradientReductionError,
     InvalidArgumentError,
     InvalidArgumentTypeError,
 )
+from torchestra.nn.parallel.arguments import choose_group
 from torchestra.nn.parallel.buffer_hooks import BufferCommHook, BufferCommHookLocation
-from torchestra.nn.parallel.coalesced import broadcast_coalesced
+from torchestra.nn.parallel.coalesced import BufferBroadcast, broadcast_coalesced
+from torchestra.nn.parallel.comm_hooks.default_hooks import allreduce_hook
 from torchestra.nn.parallel.comm_hooks.interface import BuiltinCommHookType, CommHook, check_comm_hook
+from torchestra.nn.parallel.comm_hooks.optimizer_overlap_hooks import (
+    OptimizerHookState,
+    apply_optim_in_backward_hook,
+    hook_then_optimizer,
+)
 from torchestra.nn.parallel.delayed import DelayedReduction
 from torchestra.nn.parallel.logging_data import Logger, LoggingValue
+from torchestra.nn.parallel.mixed_precision import LowPrecision
+from torchestra.nn.parallel.rebuilding import follow, follow_in_modules
 from torchestra.nn.parallel.reducer import Reducer
 from torchestra.nn.parallel.statistics import Counters, DDPStatistics
+from torchestra.optim.in_backward import in_backward_optimizers, remove_hook
+from torchestra.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from torchestra.process_group import ProcessGroup
+from torchestra.world.init import AnyGroup, default_group
 
 
-class Controls:
-    """The methods of a DistributedDataParallel that change how it averages, and tell what it has done."""
+class Controls(torch.nn.Module, Joinable):
+    """A DistributedDataParallel but for its construction, its forward and its copies."""
 
     module: torch.nn.Module
     process_group: ProcessGroup
@@ -35,10 +49,17 @@ class Controls:
     parameters_to_ignore: set[str]
     forward_sync_buffers: bool
     static_graph: bool
+    find_unused_parameters: bool
+    device_mesh: Any
     buffer_hook: BufferCommHook | None
     _counters: Counters
     _delayed: DelayedReduction | None
     _is_set_up: bool
+    _divide_by_initial_world_size: bool
+    _buffers_may_differ: bool
+    _buffer_broadcast: BufferBroadcast
+    _precision: LowPrecision | None
+    _overlapped: list[ZeroRedundancyOptimizer]
 
     # -- how gradients are averaged
 
@@ -94,12 +115,6 @@ class Controls:
             InvalidArgumentError: the optimizer's steps need a closure.
             GradientReductionError: there is a hook already.
         """
-        from torchestra.nn.parallel.comm_hooks.default_hooks import allreduce_hook
-        from torchestra.nn.parallel.comm_hooks.optimizer_overlap_hooks import (
-            OptimizerHookState,
-            hook_then_optimizer,
-        )
-
         self._check_not_all_delayed()
         parameters = list(self.reducer.parameters if optim_params is None else optim_params)
         try:
@@ -110,8 +125,6 @@ class Controls:
 
     def _set_up(self) -> None:
         """Before the first forward: step the optimizers that parameters were given to step in backward."""
-        from torchestra.optim.in_backward import in_backward_optimizers, leave_to_others
-
         if self._delayed is not None and any(map(in_backward_optimizers, self._delayed.parameters)):
             self._log_and_raise(
                 InvalidArgumentError(
@@ -122,12 +135,8 @@ class Controls:
         self._is_set_up = True
         stepped = [each for each in self.reducer.parameters if in_backward_optimizers(each)]
         if stepped:
-            from torchestra.nn.parallel.comm_hooks.optimizer_overlap_hooks import (
-                apply_optim_in_backward_hook,
-            )
-
             for parameter in stepped:
-                leave_to_others(parameter)
+                remove_hook(parameter)
             self.register_comm_hook(self.process_group, apply_optim_in_backward_hook())
             self.reducer.discard_gradients(stepped)
 
@@ -217,7 +226,98 @@ class Controls:
         else:
             broadcast_coalesced(buffers, self.process_group, authoritative_rank, bucket_size)
 
-    # -- what it has done
+    def _sync_buffers(self, reducing: bool, root: int) -> None:
+        """Before a forward pass: take the buffers of a rank, where they may differ."""
+        if self.buffer_hook is not None:
+            self._run_buffer_hook(BufferCommHookLocation.PRE_FORWARD, reducing or self._buffers_may_differ)
+        elif self.forward_sync_buffers and (reducing or self._buffers_may_differ) and self._buffer_broadcast:
+            began = time.perf_counter_ns()
+            self._buffer_broadcast.run(root)
+            took = time.perf_counter_ns() - began
+            self._counters.communication_ns += took
+            self._counters.wait_ns += took
+        if self._buffers_may_differ is not reducing:  # setting a module's attribute takes long
+            self._buffers_may_differ = reducing
+
+    def _state(self, *, with_buffers: bool) -> list[torch.Tensor]:
+        """Return the parameters, and the buffers if wanted, that are not ignored."""
+        named: list[tuple[str, torch.Tensor]] = [*self.module.named_parameters()]
+        if with_buffers:
+            named += self.module.named_buffers()
+        return [tensor for name, tensor in named if name not in self.parameters_to_ignore]
+
+    def _take_state_of(self, rank: int) -> None:
+        """Replace parameters and buffers by those of a rank. Must be called by all ranks."""
+        state = self._state(with_buffers=self.forward_sync_buffers)
+        if self._delayed is not None:
+            state += self._delayed.parameters
+        broadcast_coalesced(state, self.process_group, rank)
+
+    # -- the group
+
+    def rebuild(self, process_group: AnyGroup | None = None) -> None:
+        """Average over another group from now on, in place of one that has failed. By all of its ranks.
+
+        A step that failed is forgotten. Nothing is sent: as some ranks may have ended the step and others
+        not, broadcast the state of one of them (parameters, buffers, optimizer) before you go on.
+
+        The group takes the old one's place in all that belongs to the wrapper: in SyncBatchNorms inside, and
+        in the state of a communication hook or buffer hook, if the state is the old group, or has it as an
+        attribute or item. (Other groups there that were shrunk are replaced by what they became.) A state
+        with a method ``on_rebuild()`` begins anew by it: PowerSGD's and post-local SGD's count their first
+        steps again. A ZeroRedundancyOptimizer that updates in backward is rebuilt too. What remains for you:
+        a group that a hook holds otherwise, such as in its closure; other optimizers
+        (:meth:`torchestra.optim.ZeroRedundancyOptimizer.rebuild`) and averagers.
+
+        Args:
+            process_group: the group; default: the default group, such as :meth:`ProcessGroup.shrink` made it.
+
+        Raises:
+            InvalidArgumentError: the wrapper is in a join context, which ends with the group. Leave it first.
+        """
+        self._update_process_group(default_group() if process_group is None else process_group)
+
+    def _update_process_group(self, new_process_group: AnyGroup) -> None:
+        """Average over another group from now on; also after a group has failed.
+
+        On ranks that are not in it nothing happens.
+        """
+        if new_process_group.rank() < 0:
+            return
+        former, group = self.process_group, choose_group(new_process_group, None)
+        if self._join_config.enable:
+            raise InvalidArgumentError(
+                f"DistributedDataParallel.rebuild: the wrapper is in a join context over {former!r}, which"
+                " has to be left before the group is replaced"
+            )
+        self.process_group = group
+        self.device_mesh = None  # the mesh of the former group
+        # On some ranks the forward pass has failed, on others not.
+        self._buffers_may_differ = True
+        follow_in_modules(self.module, former, group)
+        if self.buffer_hook is not None:
+            state = follow(self.buffer_hook.buffer_comm_hook_state, former, group)
+            self.buffer_hook = self.buffer_hook._replace(buffer_comm_hook_state=state)
+        if self._precision is not None:
+            self._precision.restore()
+        if self._delayed is not None:
+            self._delayed.update_process_group(group)
+        self.reducer.update_process_group(group)
+        self.logger.set_group(group)
+        self._buffer_broadcast = BufferBroadcast(self.module, group, self.parameters_to_ignore)
+        for optimizer in self._overlapped:
+            optimizer.rebuild(group)
+
+    def _rebuild_too(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        """Rebuild an optimizer that a hook steps (ddp_zero_hook.py), too, when this wrapper is rebuilt."""
+        self._overlapped.append(optimizer)
+
+    def _buckets_are_final(self) -> bool:
+        """Return whether the buckets will be the same in all further steps."""
+        # Where unused parameters are looked for, buckets stay as they were made.
+        return (self.find_unused_parameters and not self.static_graph) or self.reducer.rebuilt is not None
+
+    # -- statistics
 
     def statistics(self) -> DDPStatistics:
         """How much was reduced so far and where the time went, on this rank."""

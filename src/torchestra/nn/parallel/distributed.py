@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchestra.algorithms.join import DISABLED, Join, Joinable, JoinHook
-from torchestra.errors import (
-    DistError,
-    InvalidArgumentError,
-)
+from torchestra.errors import DistError, InvalidArgumentError
 from torchestra.nn.parallel.agreement import check_agreement, describe
 from torchestra.nn.parallel.arguments import (
     bucket_limits,
@@ -26,20 +22,20 @@ from torchestra.nn.parallel.arguments import (
     choose_devices,
     choose_group,
     ignored_names,
+    warn_of_check_reduction,
 )
 from torchestra.nn.parallel.buckets import (
     BUCKET_CAP_MB,
     FIRST_BUCKET_BYTES,
     compute_bucket_assignment_by_size,
 )
-from torchestra.nn.parallel.buffer_hooks import BufferCommHook, BufferCommHookLocation
+from torchestra.nn.parallel.buffer_hooks import BufferCommHookLocation
 from torchestra.nn.parallel.coalesced import BufferBroadcast, broadcast_coalesced
 from torchestra.nn.parallel.controls import Controls
 from torchestra.nn.parallel.delayed import DelayedReduction
 from torchestra.nn.parallel.joining import DDPJoinHook, begin_step, check_can_join, set_divisor
 from torchestra.nn.parallel.logging_data import Logger
 from torchestra.nn.parallel.mixed_precision import LowPrecision, MixedPrecision, reduce_in
-from torchestra.nn.parallel.rebuilding import replace_group
 from torchestra.nn.parallel.reducer import Reducer
 from torchestra.nn.parallel.statistics import Counters
 
@@ -59,9 +55,6 @@ from torchestra.nn.parallel.tracing import untraced
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup, default_group, is_initialized
 
-if TYPE_CHECKING:
-    from torchestra.optim import ZeroRedundancyOptimizer
-
 __all__ = ["DistributedDataParallel"]
 
 _NOT_COPIED = (
@@ -76,7 +69,7 @@ _NOT_COPIED = (
 )
 
 
-class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
+class DistributedDataParallel(Controls):
     """A module whose copies on all ranks train together, each on samples of its own.
 
     Wrap the same module on every rank of a group; then train as on one rank::
@@ -176,27 +169,10 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         check_is_module(module)
-        group = choose_group(process_group, device_mesh)
-        self.parameters_to_ignore = ignored_names(module)
-        delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
-        self.parameters_to_ignore |= delayed.keys()
-        if mixed_precision is not None:
-            check_not_all_delayed(module, self.parameters_to_ignore, delayed)
-        device, output_device = choose_devices(device_ids, output_device, dim, list(module.parameters()))
-        check_module(module, self.parameters_to_ignore, group, may_be_empty=bool(delayed))
-        if check_reduction:
-            warnings.warn(
-                "`check_reduction` has no effect: reductions always end, whatever is unused",
-                FutureWarning,
-                stacklevel=2,
-            )
-        limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, FIRST_BUCKET_BYTES, BUCKET_CAP_MB)
+        warn_of_check_reduction(check_reduction)
         self.module = module
-        self.process_group = group
+        self.process_group = choose_group(process_group, device_mesh)
         self.device_mesh = device_mesh
-        self.device = next(module.parameters()).device
-        self.device_ids = None if device is None else [device.index]
-        self.output_device = None if output_device is None else output_device.index
         self.dim = dim
         self.forward_sync_buffers = (
             broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
@@ -205,58 +181,80 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = False
-        self.bucket_bytes_cap = max(limits)
-        self.buffer_hook: BufferCommHook | None = None
+        self.mixed_precision = mixed_precision
+        self.buffer_hook = None
         self.require_backward_grad_sync = True
         self._divide_by_initial_world_size = True
-        self._bucket_limits = limits
         self._buffers_may_differ = not init_sync
+        delayed = self._check_parameters(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self._choose_devices(device_ids, output_device, dim)
+        limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, FIRST_BUCKET_BYTES, BUCKET_CAP_MB)
+        self._bucket_limits, self.bucket_bytes_cap = limits, max(limits)
         if init_sync:
-            options = {
-                "bucket_cap_mb": [limit / (1 << 20) for limit in limits],
-                "find_unused_parameters": find_unused_parameters,
-                "broadcast_buffers": self.forward_sync_buffers,
-                "static_graph": static_graph,
-            }
-            check_agreement(describe(module, options, self.parameters_to_ignore), group)
-            with_buffers = self.forward_sync_buffers or forward_sync_buffers is not None
-            broadcast_coalesced(self._state(with_buffers=with_buffers), group)
+            self._sync_state(static_graph, self.forward_sync_buffers or forward_sync_buffers is not None)
         self._counters = Counters()
-        self._delayed: DelayedReduction | None = None
+        self._delayed = None
         if delayed and param_to_hook_all_reduce is not None:
             self._delayed = DelayedReduction(
-                list(delayed.values()), param_to_hook_all_reduce, group, self._counters
+                delayed, param_to_hook_all_reduce, self.process_group, self._counters
             )
-        self.mixed_precision = mixed_precision
-        self._precision: LowPrecision | None = None
-        if mixed_precision is not None:
-            self._precision = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
         self._make_reducer()
         if static_graph:
             self._set_static_graph()
 
-    def _state(self, *, with_buffers: bool) -> list[torch.Tensor]:
-        """The parameters, and the buffers if wanted, that are not ignored."""
-        named: list[tuple[str, torch.Tensor]] = [*self.module.named_parameters()]
-        if with_buffers:
-            named += self.module.named_buffers()
-        return [tensor for name, tensor in named if name not in self.parameters_to_ignore]
+    def _check_parameters(
+        self,
+        delayed: Sequence[tuple[str, torch.nn.Parameter]] | None,
+        trigger: torch.nn.Parameter | None,
+    ) -> list[torch.Tensor]:
+        """Check what is to be trained; return the parameters whose gradients are averaged together later."""
+        named = check_delayed(delayed, trigger)
+        self.parameters_to_ignore = ignored_names(self.module) | named.keys()
+        if self.mixed_precision is not None:
+            check_not_all_delayed(self.module, self.parameters_to_ignore, named)
+        check_module(self.module, self.parameters_to_ignore, self.process_group, may_be_empty=bool(named))
+        return list(named.values())
 
-    def _make_reducer(self) -> None:
-        """What is not copied or pickled: the reducer, what counts and logs its work, and buffers' places."""
-        trained: dict[str, torch.Tensor] = {}
-        sparse: list[bool] = []
+    def _choose_devices(self, device_ids: Sequence[Any] | None, output_device: Any, dim: int) -> None:
+        parameters = list(self.module.parameters())
+        device, output = choose_devices(device_ids, output_device, dim, parameters)
+        self.device = parameters[0].device
+        self.device_ids = None if device is None else [device.index]
+        self.output_device = None if output is None else output.index
+
+    def _sync_state(self, static_graph: bool, with_buffers: bool) -> None:
+        """Compare the module between the ranks, and take rank 0's state."""
+        options = {
+            "bucket_cap_mb": [limit / (1 << 20) for limit in self._bucket_limits],
+            "find_unused_parameters": self.find_unused_parameters,
+            "broadcast_buffers": self.forward_sync_buffers,
+            "static_graph": static_graph,
+        }
+        check_agreement(describe(self.module, options, self.parameters_to_ignore), self.process_group)
+        broadcast_coalesced(self._state(with_buffers=with_buffers), self.process_group)
+
+    def _trained(self) -> dict[str, tuple[torch.Tensor, bool]]:
+        """Return the parameters that are averaged by name, and whether their gradients are sparse."""
+        trained: dict[str, tuple[torch.Tensor, bool]] = {}
         known: set[torch.Tensor] = set()
         for path, owner in self.module.named_modules():
-            looks_up = isinstance(owner, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and owner.sparse
+            sparse = isinstance(owner, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and owner.sparse
             for name, parameter in owner.named_parameters(recurse=False):
                 full = f"{path}.{name}" if path else name
                 ignored = full in self.parameters_to_ignore or parameter in known
                 if parameter.requires_grad and not ignored:
                     known.add(parameter)
-                    trained[full] = parameter
-                    sparse.append(looks_up)
-        parameters = list(trained.values())
+                    trained[full] = parameter, sparse
+        return trained
+
+    def _make_reducer(self) -> None:
+        """Make what is not copied or pickled: the reducer, what counts and logs its work, and so on."""
+        self._precision, dtypes = None, self.mixed_precision
+        if dtypes is not None:  # its hooks come before the reducer's
+            self._precision = LowPrecision(dtypes, self.module, self.parameters_to_ignore)
+        trained = self._trained()
+        parameters = [parameter for parameter, _ in trained.values()]
+        sparse = [is_sparse for _, is_sparse in trained.values()]
         plan: list[list[int]] = []
         plan_limits: list[int] = []
         if parameters:
@@ -277,6 +275,13 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
             may_be_empty=self._delayed is not None,
         )
         self._buffer_broadcast = BufferBroadcast(self.module, self.process_group, self.parameters_to_ignore)
+        self._overlapped = []
+        self._is_set_up = False
+        self._make_logger(parameters)
+        if dtypes is not None and (dtype := dtypes.reduce_dtype or dtypes.param_dtype) is not None:
+            self.register_comm_hook(self.process_group, reduce_in(dtype))
+
+    def _make_logger(self, parameters: Sequence[torch.Tensor]) -> None:
         self.logger = Logger(self.reducer, self.process_group)
         self.logger.set_construction_data(
             type(self.module).__name__,
@@ -289,13 +294,6 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             has_sync_bn=any(type(each).__name__ == "SyncBatchNorm" for each in self.module.modules()),
         )
-
-        # ZeroRedundancyOptimizers that a hook steps (ddp_zero_hook.py).
-        self._overlapped: list[ZeroRedundancyOptimizer] = []
-        self._is_set_up = False
-        dtypes = self.mixed_precision
-        if dtypes is not None and (dtype := dtypes.reduce_dtype or dtypes.param_dtype) is not None:
-            self.register_comm_hook(self.process_group, reduce_in(dtype))
 
     # -- training
 
@@ -368,19 +366,6 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
-    def _sync_buffers(self, reducing: bool, root: int) -> None:
-        """Before a forward pass: take the buffers of a rank, where they may differ."""
-        if self.buffer_hook is not None:
-            self._run_buffer_hook(BufferCommHookLocation.PRE_FORWARD, reducing or self._buffers_may_differ)
-        elif self.forward_sync_buffers and (reducing or self._buffers_may_differ) and self._buffer_broadcast:
-            began = time.perf_counter_ns()
-            self._buffer_broadcast.run(root)
-            took = time.perf_counter_ns() - began
-            self._counters.communication_ns += took
-            self._counters.wait_ns += took
-        if self._buffers_may_differ is not reducing:  # setting a module's attribute takes long
-            self._buffers_may_differ = reducing
-
     # -- uneven inputs
 
     def join(
@@ -426,42 +411,6 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         """The group of a join context."""
         return self.process_group
 
-    def _take_state_of(self, rank: int) -> None:
-        state = self._state(with_buffers=self.forward_sync_buffers)
-        if self._delayed is not None:
-            state += self._delayed.parameters
-        broadcast_coalesced(state, self.process_group, rank)
-
-    def rebuild(self, process_group: AnyGroup | None = None) -> None:
-        """Average over another group from now on, in place of one that has failed. By all of its ranks.
-
-        A step that failed is forgotten. Nothing is sent: as some ranks may have ended the step and others
-        not, broadcast the state of one of them (parameters, buffers, optimizer) before you go on.
-
-        The group takes the old one's place in all that belongs to the wrapper: in SyncBatchNorms inside, and
-        in the state of a communication hook or buffer hook, if the state is the old group, or has it as an
-        attribute or item. (Other groups there that were shrunk are replaced by what they became.) A state
-        with a method ``on_rebuild()`` is told so, and begins anew: PowerSGD's and post-local SGD's count
-        their first steps again. A ZeroRedundancyOptimizer that updates in backward is rebuilt too. What
-        remains for you: a group that a hook holds otherwise, such as in its closure; other optimizers
-        (:meth:`torchestra.optim.ZeroRedundancyOptimizer.rebuild`) and averagers.
-
-        Args:
-            process_group: the group; default: the default group, such as :meth:`ProcessGroup.shrink` made it.
-
-        Raises:
-            InvalidArgumentError: the wrapper is in a join context, which ends with the group. Leave it first.
-        """
-        self._update_process_group(default_group() if process_group is None else process_group)
-
-    def _update_process_group(self, new_process_group: AnyGroup) -> None:
-        """Average over another group from now on; also after a group has failed.
-
-        On ranks that are not in it nothing happens.
-        """
-        if new_process_group.rank() >= 0:
-            replace_group(self, choose_group(new_process_group, None))
-
     # -- copies
 
     def __getstate__(self) -> dict[str, Any]:
@@ -478,9 +427,6 @@ class DistributedDataParallel(Controls, torch.nn.Module, Joinable):
         self.process_group = choose_group(None, None)
         self.device_mesh = None
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._precision = None
-        if self.mixed_precision is not None:
-            self._precision = LowPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
         self._counters = Counters()
         self._make_reducer()
         if self.static_graph:

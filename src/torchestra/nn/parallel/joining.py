@@ -8,22 +8,18 @@ more small all_reduce says it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from torchestra.algorithms.join import Join, JoinHook
 from torchestra.errors import InvalidArgumentError
+from torchestra.nn.parallel.controls import Controls
 from torchestra.types import ReduceOp
-
-if TYPE_CHECKING:
-    from torchestra.nn.parallel.distributed import DistributedDataParallel
 
 _QUIET = 1
 """The note of a step whose gradients are not averaged."""
 
 
-def check_can_join(ddp: DistributedDataParallel) -> None:
+def check_can_join(ddp: Controls) -> None:
     """Refuse a wrapper of which a rank without inputs cannot know in which order the others reduce.
 
     Raises:
@@ -37,34 +33,34 @@ def check_can_join(ddp: DistributedDataParallel) -> None:
         )
 
 
-def begin_step(ddp: DistributedDataParallel, averages: bool) -> int:
+def begin_step(ddp: Controls, averages: bool) -> int:
     """On a rank that has an input: announce a step; the rank whose buffers are everybody's in it."""
     check_can_join(ddp)
     Join.notify_join_context(ddp, note=0 if averages else _QUIET)
     config = ddp._join_config
     assert config.context is not None
     if not config.is_first_joinable:
-        _tell(ddp, averages)
+        _announce(ddp, averages)
     _choose_divisor(ddp, config.context)
     return config.context.active[0]
 
 
-def _choose_divisor(ddp: DistributedDataParallel, context: Join) -> None:
+def _choose_divisor(ddp: Controls, context: Join) -> None:
     set_divisor(ddp, None if ddp._divide_by_initial_world_size else len(context.active))
 
 
-def set_divisor(ddp: DistributedDataParallel, divisor: int | None) -> None:
+def set_divisor(ddp: Controls, divisor: int | None) -> None:
     """Divide sums of gradients by this, instead of the number of ranks (None)."""
     ddp.reducer.set_divisor(divisor)
     if ddp._delayed is not None:
         ddp._delayed.divisor = divisor
 
 
-def _tell(ddp: DistributedDataParallel, averages: bool) -> bool:
-    """Tell the joined ranks, or as one of them hear, whether the step's gradients are averaged."""
-    told = torch.tensor([int(averages)], dtype=torch.int16)
-    ddp.process_group.communicator.all_reduce(told, ReduceOp.MAX)
-    return bool(told)
+def _announce(ddp: Controls, averages: bool) -> bool:
+    """Tell the joined ranks, or learn as one of them, whether the step's gradients are averaged."""
+    answer = torch.tensor([int(averages)], dtype=torch.int16)
+    ddp.process_group.communicator.all_reduce(answer, ReduceOp.MAX)
+    return bool(answer)
 
 
 class DDPJoinHook(JoinHook):
@@ -76,7 +72,7 @@ class DDPJoinHook(JoinHook):
             those that still have inputs.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
+    def __init__(self, ddp: Controls, divide_by_initial_world_size: bool) -> None:
         self._ddp = ddp
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
         ddp.logger.set("join_uneven_inputs", 1)
@@ -86,7 +82,7 @@ class DDPJoinHook(JoinHook):
         ddp = self._ddp
         context = ddp._join_config.context
         assert context is not None
-        averages = context.note != _QUIET if ddp._join_config.is_first_joinable else _tell(ddp, False)
+        averages = context.note != _QUIET if ddp._join_config.is_first_joinable else _announce(ddp, False)
         ddp._sync_buffers(averages, context.active[0])
         if averages:
             _choose_divisor(ddp, context)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from torchestra.nn.parallel.comm_hooks.default_hooks import average_in
 from torchestra.nn.parallel.comm_hooks.interface import CommHook, GradBucket
 from torchestra.nn.parallel.outputs import tensors_in
 from torchestra.process_group import ProcessGroup
-from torchestra.types import ReduceOp
 
 __all__ = ["MixedPrecision"]
 
@@ -108,13 +108,10 @@ def _raise(parameter: Any) -> None:
 
 
 def reduce_in(dtype: torch.dtype) -> CommHook:
-    """A communication hook that averages in this dtype. Its state is the group."""
+    """Return a hook that averages floating-point gradients in this dtype. Its state is the group."""
 
     def hook(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
-        sent = buffer.to(dtype) if buffer.is_floating_point() else buffer
-        work = group.communicator.all_reduce(sent, ReduceOp.AVG, async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+        return average_in(dtype if buffer.is_floating_point() else buffer.dtype, group, bucket)
 
     return hook

@@ -8,18 +8,13 @@ a wrapper is rebuilt; so all of that begins anew, as at construction, where it i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from torchestra.errors import InvalidArgumentError
-from torchestra.nn.parallel.coalesced import BufferBroadcast
 from torchestra.process_group import ProcessGroup
 
-if TYPE_CHECKING:
-    from torchestra.nn.parallel.distributed import DistributedDataParallel
-
-__all__ = ["StartsAnew", "follow", "replace_group"]
+__all__ = ["StartsAnew", "follow", "follow_in_modules"]
 
 
 @runtime_checkable
@@ -70,38 +65,8 @@ def _attributes(state: object) -> Iterator[str]:
         yield from (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _follow_in_modules(module: torch.nn.Module, former: ProcessGroup, group: ProcessGroup) -> None:
+def follow_in_modules(module: torch.nn.Module, former: ProcessGroup, group: ProcessGroup) -> None:
     """Let the SyncBatchNorms in a module that normalize over ``former``, or a shrunk group, follow it."""
     for each in module.modules():
         if isinstance(each, torch.nn.SyncBatchNorm):
             each.process_group = _in_place_of(each.process_group, former, group)
-
-
-def replace_group(ddp: DistributedDataParallel, group: ProcessGroup) -> None:
-    """Let a wrapper average over this group from now on.
-
-    Raises:
-        InvalidArgumentError: it is in a join context.
-    """
-    if ddp._join_config.enable:
-        raise InvalidArgumentError(
-            f"DistributedDataParallel.rebuild: the wrapper is in a join context over {ddp.process_group!r},"
-            " which has to be left before the group is replaced"
-        )
-    former, ddp.process_group = ddp.process_group, group
-    ddp.device_mesh = None  # the mesh of the former group
-    # On some ranks the forward pass has failed, on others not.
-    ddp._buffers_may_differ = True
-    _follow_in_modules(ddp.module, former, group)
-    if ddp.buffer_hook is not None:
-        state = follow(ddp.buffer_hook.buffer_comm_hook_state, former, group)
-        ddp.buffer_hook = ddp.buffer_hook._replace(buffer_comm_hook_state=state)
-    if ddp._precision is not None:
-        ddp._precision.restore()
-    if ddp._delayed is not None:
-        ddp._delayed.update_process_group(group)
-    ddp.reducer.update_process_group(group)
-    ddp.logger.set_group(group)
-    ddp._buffer_broadcast = BufferBroadcast(ddp.module, group, ddp.parameters_to_ignore)
-    for optimizer in ddp._overlapped:
-        optimizer.rebuild(group)

@@ -33,7 +33,7 @@ import torch
 from torchestra.communicator.multihost import HostsCommunicator
 from torchestra.communicator.queue import RAISED_BY_ALL
 from torchestra.engine.kernels.selection import spare_cores
-from torchestra.errors import GradientReductionError
+from torchestra.errors import GradientReductionError, InvalidArgumentTypeError
 from torchestra.nn.parallel import messages
 from torchestra.nn.parallel.autograd_hooks import one_at_a_time, queue_callback, remove_all, weakly
 from torchestra.nn.parallel.bucket_reducer import BucketReducer
@@ -45,11 +45,11 @@ from torchestra.nn.parallel.buckets import (
     compute_bucket_assignment_by_size,
     make_bucket,
 )
+from torchestra.nn.parallel.comm_hooks.default_hooks import BUILTIN_HOOKS
 from torchestra.nn.parallel.comm_hooks.interface import (
     BuiltinCommHookType,
     CommHook,
     await_future,
-    builtin_hook,
 )
 from torchestra.nn.parallel.gradient_store import GradientStore, ThreadGradientStore
 from torchestra.nn.parallel.outputs import tensors_in, unused_parameters
@@ -62,7 +62,6 @@ from torchestra.types import ReduceOp
 __all__ = ["Reducer"]
 
 _CAP_BYTES = int(BUCKET_CAP_MB * (1 << 20))
-_HOOKED_TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
 _now = time.perf_counter_ns
 
 
@@ -199,7 +198,9 @@ class Reducer:
             GradientReductionError: there is a hook already, or a round has begun.
         """
         if self._bucket_reducer.has_hook:
-            raise GradientReductionError(_HOOKED_TWICE)
+            raise GradientReductionError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
         if self._has_begun():
             raise GradientReductionError(
                 "a DDP communication hook should be registered before calling backward, not while gradients"
@@ -209,8 +210,12 @@ class Reducer:
         self._make_buckets([bucket.indices for bucket in self.buckets], [each.limit for each in self.buckets])
 
     def register_builtin_comm_hook(self, kind: BuiltinCommHookType) -> None:
-        """:meth:`register_comm_hook` with a hook of a built-in kind."""
-        self.register_comm_hook(self._group, builtin_hook(kind))
+        """:meth:`register_comm_hook` with a hook of a built-in kind, whose state is the group."""
+        if not isinstance(kind, BuiltinCommHookType):
+            raise InvalidArgumentTypeError(
+                f"comm_hook_type must be a torchestra.BuiltinCommHookType, got {kind!r}"
+            )
+        self.register_comm_hook(self._group, BUILTIN_HOOKS[kind])
 
     def set_static_graph(self) -> None:
         """Take it that every round uses the same parameters, equally often, as the first one.
@@ -416,11 +421,8 @@ class Reducer:
 
     def _reduced_buckets(self, tracker: ReadyTracker) -> list[Bucket]:
         """Return the buckets of which a parameter was used."""
-        return [
-            bucket
-            for bucket in self.buckets
-            if len(tracker.unused_slots(bucket.indices)) < len(bucket.indices)
-        ]
+        unused = tracker.unused_slots
+        return [each for each in self.buckets if len(unused(each.indices)) < len(each.indices)]
 
     def _end_round(self) -> None:
         self._futures.clear()
@@ -469,12 +471,11 @@ class Reducer:
             write_back: let the averages be this rank's gradients too; if not, they stay as they are.
         """
         self.prepare_for_forward()
-        before, last_unused = self._store.take(self.parameters), set(self.last_unused)
-        reduced = [
-            bucket
-            for bucket in self.buckets
-            if not (self._skip_unused and last_unused >= set(bucket.indices))
-        ]
+        before, skipped = (
+            self._store.take(self.parameters),
+            set(self.last_unused if self._skip_unused else ()),
+        )
+        reduced = [bucket for bucket in self.buckets if not skipped.issuperset(bucket.indices)]
         try:
             for bucket in reduced:
                 if write_back:
@@ -497,7 +498,6 @@ class Reducer:
             raise
 
     def _put_zeros(self, bucket: Bucket) -> None:
+        zeros = empty_like_sparse if bucket.sparse else torch.zeros_like
         for parameter in bucket.parameters:
-            self._store.put(
-                parameter, empty_like_sparse(parameter) if bucket.sparse else torch.zeros_like(parameter)
-            )
+            self._store.put(parameter, zeros(parameter))

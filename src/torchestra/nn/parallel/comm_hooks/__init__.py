@@ -9,31 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchestra.nn.parallel.comm_hooks import debugging_hooks as debugging
 from torchestra.nn.parallel.comm_hooks import default_hooks as default
 from torchestra.nn.parallel.comm_hooks import powerSGD_hook as powerSGD
 from torchestra.nn.parallel.comm_hooks import quantization_hooks as quantization
 from torchestra.nn.parallel.comm_hooks.interface import BuiltinCommHookType as BuiltinCommHookType
-from torchestra.nn.parallel.comm_hooks.interface import CommHook
+from torchestra.nn.parallel.comm_hooks.interface import CommHook, HookedModule
 from torchestra.nn.parallel.comm_hooks.interface import GradBucket as GradBucket
-
-if TYPE_CHECKING:
-    from torchestra.nn.parallel import DistributedDataParallel
-    from torchestra.world.init import AnyGroup
+from torchestra.world.init import AnyGroup
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 
 
-def _plain(hook: CommHook, model: DistributedDataParallel, state: Any) -> None:
+def _plain(hook: CommHook, model: HookedModule, state: Any) -> None:
     model.register_comm_hook(state, hook)
 
 
 def _low_rank(
     hook: CommHook,
     rank: int,
-    model: DistributedDataParallel,
+    model: HookedModule,
     state: AnyGroup | None,
     start_powerSGD_iter: int = 1_000,
 ) -> None:
@@ -49,7 +46,7 @@ class _Choice:
     def __init__(self, register: Callable[..., None]) -> None:
         self._register = register
 
-    def __call__(self, model: DistributedDataParallel, state: Any = None, **options: Any) -> None:
+    def __call__(self, model: HookedModule, state: Any = None, **options: Any) -> None:
         self._register(model=model, state=state, **options)
 
 
@@ -71,9 +68,7 @@ class DDPCommHookType(Enum):
     NOOP = _Choice(partial(_plain, debugging.noop_hook))
 
 
-def register_ddp_comm_hook(
-    comm_hook_type: DDPCommHookType, model: DistributedDataParallel, state: Any = None
-) -> None:
+def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: HookedModule, state: Any = None) -> None:
     """Register a ready-made hook with a model; on every rank the same.
 
     Args:

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError
-from torchestra.nn.parallel.comm_hooks.interface import CommHook, GradBucket, wait_for_hook
-
-if TYPE_CHECKING:
-    from torchestra.nn.parallel import DistributedDataParallel
-    from torchestra.optim import ZeroRedundancyOptimizer
-    from torchestra.optim.overlap import OverlapPlan
+from torchestra.nn.parallel.comm_hooks.interface import (
+    CommHook,
+    GradBucket,
+    HookedModule,
+    put_averages,
+    wait_for_hook,
+)
+from torchestra.optim.overlap import OverlapPlan
+from torchestra.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
 
 def hook_with_zero_step(
-    hook: CommHook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+    hook: CommHook, ddp: HookedModule, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> CommHook:
-    """A hook that averages by ``hook``, and updates when the last gradient was computed.
+    """Return a hook that averages by ``hook``, and updates when the last gradient was computed.
 
     Parameters are updated bucket by bucket on the thread of backward, while the group's thread averages later
     buckets, and sends what was updated. For when communication is slow.
@@ -48,16 +51,17 @@ def hook_with_zero_step(
         if not bucket.index():
             waiting.clear()  # of a step that has failed
         averaged = hook(state, bucket)
-        if not plan.see(bucket, buckets_are_final()):
+        if not plan.see(bucket.index(), bucket.parameters(), buckets_are_final()):
             return averaged
         waiting.append((bucket, averaged))
         if bucket.is_last():
             works: list[Work] = []
-            seen, waiting[:] = list(waiting), ()
-            for each, future in seen:
-                seconds = zero.process_group.communicator.seconds
-                plan.update(each, wait_for_hook(future, each.buffer(), seconds))
-                works += plan.exchange(each, async_op=True)
+            complete, waiting[:] = list(waiting), ()
+            for each, future in complete:
+                timeout_s = zero.process_group.communicator.seconds
+                put_averages(each, wait_for_hook(future, each.buffer(), timeout_s))
+                plan.update(each.index(), each.gradients())
+                works += plan.exchange(each.index(), async_op=True)
             for work in works:
                 work.wait()
         return averaged
@@ -66,9 +70,9 @@ def hook_with_zero_step(
 
 
 def hook_with_zero_step_interleaved(
-    hook: CommHook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+    hook: CommHook, ddp: HookedModule, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> CommHook:
-    """A hook that averages by ``hook``, and updates each bucket as soon as it is averaged.
+    """Return a hook that averages by ``hook``, and updates each bucket as soon as it is averaged.
 
     All of it happens on the group's thread, while backward computes further gradients. For when communication
     is fast. Arguments and errors are those of :func:`hook_with_zero_step`.
@@ -77,15 +81,16 @@ def hook_with_zero_step_interleaved(
 
     def average_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         averaged = hook(state, bucket)
-        if not plan.see(bucket, buckets_are_final()):
+        if not plan.see(bucket.index(), bucket.parameters(), buckets_are_final()):
             return averaged
 
         def step(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            gradients = future.value()
-            plan.update(bucket, gradients)
+            averages = future.value()
+            put_averages(bucket, averages)
+            plan.update(bucket.index(), bucket.gradients())
             # As a callback of the bucket's own operation this comes before those that were queued later.
-            plan.exchange(bucket, async_op=False)
-            return gradients
+            plan.exchange(bucket.index(), async_op=False)
+            return averages
 
         return averaged.then(step)
 
@@ -93,25 +98,20 @@ def hook_with_zero_step_interleaved(
 
 
 def _set_up(
-    ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool
+    ddp: HookedModule, zero: ZeroRedundancyOptimizer, shard_buckets: bool
 ) -> tuple[OverlapPlan, Callable[[], bool]]:
-    """The optimizer's plan, and a function that tells whether the model's buckets are final."""
+    """Return the optimizer's plan, and a function that returns whether the model's buckets are final."""
     if zero.overlap is None:
         raise InvalidArgumentError(
             "ZeroRedundancyOptimizer must be constructed with `overlap_with_ddp=True` to use this hook"
             " properly"
         )
     zero.overlap.shard_buckets = shard_buckets
-    ddp._overlapped.append(zero)
+    ddp._rebuild_too(zero)
     # The model has the hook, and should not be kept alive by it.
     model = weakref.ref(ddp)
 
     def buckets_are_final() -> bool:
-        found = model()
-        if found is None:
-            return False
-        # Where unused parameters are looked for, buckets stay as they were made.
-        keeps_them = found.find_unused_parameters and not found.static_graph
-        return keeps_them or found.reducer.rebuilt is not None
+        return (wrapper := model()) is not None and wrapper._buckets_are_final()
 
     return zero.overlap, buckets_are_final

@@ -1,4 +1,4 @@
-"""Averaging as DistributedDataParallel does it, in full or in half precision."""
+"""Hooks that average as DistributedDataParallel does, in full or in half precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from torchestra.collectives.functions import all_reduce
 from torchestra.errors import InvalidArgumentError
-from torchestra.nn.parallel.comm_hooks.interface import CommHook, GradBucket
+from torchestra.nn.parallel.comm_hooks.interface import BuiltinCommHookType, CommHook, GradBucket
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp
 from torchestra.world.init import AnyGroup, default_group
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def member(group: AnyGroup | None) -> ProcessGroup:
-    """The group that a hook was given, None standing for the default group; this rank must be in it."""
+    """Return the group that a hook was given (None: the default group); this rank must be in it."""
     chosen = default_group() if group is None else group
     if not isinstance(chosen, ProcessGroup):
         raise InvalidArgumentError(f"communication hook: this rank is {chosen!r}")
@@ -57,29 +57,36 @@ def fp16_compress_hook(
 
     Larger gradients become infinite; bfloat16 has no such limit, and 8 bits of precision.
     """
-    return _average_as(torch.float16, process_group, bucket)
+    return average_in(torch.float16, process_group, bucket)
 
 
 def bf16_compress_hook(
     process_group: AnyGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket in bfloat16: half the bytes of float32, 8 bits of precision, float32's range."""
-    return _average_as(torch.bfloat16, process_group, bucket)
+    return average_in(torch.bfloat16, process_group, bucket)
+
+
+BUILTIN_HOOKS: dict[BuiltinCommHookType, CommHook] = {
+    BuiltinCommHookType.ALLREDUCE: allreduce_hook,
+    BuiltinCommHookType.FP16_COMPRESS: fp16_compress_hook,
+}
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
-    """A hook that hands ``hook`` the gradients in float16, and makes its result what they were before."""
+    """Return a hook that passes ``hook`` the gradients in float16, and casts its result back."""
     return _in(torch.float16, hook)
 
 
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
-    """A hook that hands ``hook`` the gradients in bfloat16, and makes its result what they were before."""
+    """Return a hook that passes ``hook`` the gradients in bfloat16, and casts its result back."""
     return _in(torch.bfloat16, hook)
 
 
-def _average_as(
+def average_in(
     dtype: torch.dtype, process_group: AnyGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket in this dtype."""
     buffer = bucket.buffer()
     future = average(member(process_group), buffer.to(dtype))
     return future.then(lambda averaged: buffer.copy_(averaged.value()))

@@ -7,7 +7,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,8 +18,6 @@ from torchestra.errors import (
     InvalidArgumentTypeError,
 )
 from torchestra.nn.parallel.buckets import like
-from torchestra.process_group import ProcessGroup
-from torchestra.types import ReduceOp
 
 __all__ = ["BuiltinCommHookType", "CommHook", "GradBucket"]
 
@@ -73,6 +71,25 @@ class GradBucket:
     def __repr__(self) -> str:
         last = ", the last" if self._is_last else ""
         return f"<GradBucket {self._index}{last}: {len(self._parameters)} parameters, {self._buffer.dtype}>"
+
+
+def put_averages(bucket: GradBucket, averaged: torch.Tensor) -> None:
+    """Copy the averages into the bucket, where a hook has not put them there."""
+    if averaged.data_ptr() != bucket.buffer().data_ptr():
+        bucket.buffer().copy_(averaged.view(-1))
+
+
+class HookedModule(Protocol):
+    """What a hook may use of the DistributedDataParallel that it is registered with."""
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let a hook average."""
+
+    def _buckets_are_final(self) -> bool:
+        """Return whether the buckets will be the same in all further steps."""
+
+    def _rebuild_too(self, optimizer: Any) -> None:
+        """Rebuild an optimizer, too, when the wrapper is rebuilt."""
 
 
 class BuiltinCommHookType(enum.Enum):
@@ -175,20 +192,3 @@ def wait_for_hook(
             f" {expected.layout}, like the bucket's buffer, got {result.numel()} with {result.layout}"
         )
     return result
-
-
-def builtin_hook(kind: BuiltinCommHookType) -> CommHook:
-    """The hook of a built-in kind. Its state is the group."""
-    if not isinstance(kind, BuiltinCommHookType):
-        raise InvalidArgumentTypeError(
-            f"comm_hook_type must be a torchestra.BuiltinCommHookType, got {kind!r}"
-        )
-
-    def hook(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        sent = buffer.half() if kind is BuiltinCommHookType.FP16_COMPRESS else buffer
-        work = group.communicator.all_reduce(sent, ReduceOp.AVG, async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
-
-    return hook

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from torchestra.errors import InvalidArgumentError
 from torchestra.nn.parallel.comm_hooks.default_hooks import allreduce_hook
-from torchestra.nn.parallel.comm_hooks.interface import CommHook, GradBucket
+from torchestra.nn.parallel.comm_hooks.interface import CommHook, GradBucket, put_averages
 from torchestra.optim.in_backward import in_backward_optimizers
 from torchestra.optim.subset import check_steps_without_closure, step_some
 
@@ -58,42 +58,36 @@ class OptimizerHookState:
 
 
 def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> CommHook:
-    """A hook that averages by ``hook``, and then updates the bucket's parameters.
+    """Return a hook that averages by ``hook``, and then updates the bucket's parameters.
 
     The optimizer must not be stepped otherwise.
     """
-
-    def average_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        def step(averaged: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            _keep(bucket, averaged.value())
-            optimizer_state.step(bucket)
-            return bucket.buffer()
-
-        return hook(state, bucket).then(step)
-
-    return average_then_step
+    return _then(hook, optimizer_state.step)
 
 
 def apply_optim_in_backward_hook(hook: CommHook = allreduce_hook) -> CommHook:
-    """A hook that averages by ``hook``, and then steps the optimizers of :mod:`torchestra.optim.in_backward`.
+    """Return a hook that averages by ``hook``, and then steps the optimizers that parameters have.
 
-    Parameters that have none are left to others, with their averaged gradients.
+    Those of :mod:`torchestra.optim.in_backward`. Parameters without one keep their averaged gradients.
     """
 
+    def step(bucket: GradBucket) -> None:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            for optimizer in in_backward_optimizers(parameter):
+                step_some(optimizer, [parameter], [gradient])
+
+    return _then(hook, step)
+
+
+def _then(hook: CommHook, step: Callable[[GradBucket], None]) -> CommHook:
+    """Return a hook that averages by ``hook``, and then takes a step by the averages in the bucket."""
+
     def average_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        def step(averaged: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            _keep(bucket, averaged.value())
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                for optimizer in in_backward_optimizers(parameter):
-                    step_some(optimizer, [parameter], [gradient])
+        def step_by(averaged: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            put_averages(bucket, averaged.value())
+            step(bucket)
             return bucket.buffer()
 
-        return hook(state, bucket).then(step)
+        return hook(state, bucket).then(step_by)
 
     return average_then_step
-
-
-def _keep(bucket: GradBucket, averaged: torch.Tensor) -> None:
-    """Let the bucket hold the averages, where the hook has not put them there."""
-    if averaged.data_ptr() != bucket.buffer().data_ptr():
-        bucket.buffer().copy_(averaged.view(-1))
