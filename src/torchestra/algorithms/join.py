@@ -1,13 +1,13 @@
 """Training on uneven inputs: ranks that have run out of them shadow the collectives of those that have not.
 
-In every step each rank of the group tells the others in one small all_reduce how it is: it has an input
+In every step each rank of the group tells the others its state in one small all_reduce: it has an input
 (:meth:`Join.notify_join_context`, called by the first joinable before the collectives of its step), or it has
 none left (at the end of the ``with`` block, again and again). Both sides run the same all_reduce, so that
 both know who has joined, and the joined ones run their main hooks against the collectives that the others
-are about to call. When all have joined, everybody runs the post hooks. (It is of int16, which no training
-program reduces, so that it is not taken for somebody's data.)
+are about to call. When all have joined, all run the post hooks. (It is of int16, which no training
+program reduces, so that it is not taken for training data.)
 
-The all_reduce adds up a vector with one place per rank, into which each rank puts its own state; so errors
+The all_reduce adds up a vector with one element per rank, into which each rank puts its own state; so errors
 can name ranks. A rank whose block ends by an exception puts a third state there, and does not wait for the
 answer: peers that are about to begin a step, or have joined, learn it at once; peers that are in the midst
 of one learn it as a mismatch of collectives. Nobody waits for a rank that does not come.
@@ -44,17 +44,17 @@ __all__ = ["Join", "JoinHook", "Joinable"]
 _JOINED, _ACTIVE, _FAILED = range(3)
 
 SKEW_THRESHOLD = 1000
-"""After so many steps that a rank has only shadowed, it warns."""
+"""A rank warns when it has only shadowed more steps than this."""
 
 
 class JoinHook:
-    """What a joined rank does in the place of a :class:`Joinable`. Override what is needed."""
+    """What a joined rank does instead of a :class:`Joinable`. Override what is needed."""
 
     def main_hook(self) -> None:
         """Shadow the collectives of one step; called once for each step that some rank still makes."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Called once on every rank, when all have joined.
+        """Finish on every rank, once all have joined.
 
         Args:
             is_last_joiner: whether this rank was among those that had the most inputs.
@@ -77,7 +77,7 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook for one :class:`Join`; ``kwargs`` are what it was given, for all joinables alike."""
+        """Return the hook for one :class:`Join`, whose ``kwargs`` these are, for all joinables alike."""
         ...
 
     @property
@@ -167,7 +167,7 @@ class Join:
         self._tensor = torch.frombuffer(self._states, dtype=torch.int16)
         self._works: dict[int, Work] = {}
         self._shadowing = False
-        # Whether every rank knows that the context is over, so that none needs to be told.
+        # Whether every rank knows that the context is over, so that none needs to be informed.
         self._over = False
         self.active: tuple[int, ...] = ()
         self.note = 0
@@ -187,13 +187,13 @@ class Join:
             if not self._enable:
                 return
             if error is not None:
-                self._say_goodbye(error)
+                self._leave(error)
                 return
             self._shadowing = True
             try:
                 is_last_joiner = self._shadow()
             except Exception as failure:
-                self._say_goodbye(failure)
+                self._leave(failure)
                 raise
             for hook in self._join_hooks:
                 hook.post_hook(is_last_joiner)
@@ -269,19 +269,19 @@ class Join:
         self._states[:] = self._none_yet
         self._states[self._rank] = mine
         all_reduce(self._tensor, group=self._group)
-        told = self._states.tolist()
-        if _FAILED in told:
+        states = self._states.tolist()
+        if _FAILED in states:
             self._over = True
-            failed = [rank for rank, state in enumerate(told) if state == _FAILED]
+            failed = [rank for rank, state in enumerate(states) if state == _FAILED]
             raise JoinInterruptedError(
                 f"an exception has ended the join context on {_named(failed)} of group"
                 f" {self._group.group_name!r}, so rank {self._rank} leaves it too; see what it says there"
             )
-        self.active = tuple(rank for rank, state in enumerate(told) if state % 2 == _ACTIVE)
-        self.note = max(told) // 2
-        return told
+        self.active = tuple(rank for rank, state in enumerate(states) if state % 2 == _ACTIVE)
+        self.note = max(states) // 2
+        return states
 
-    def _say_goodbye(self, error: BaseException) -> None:
+    def _leave(self, error: BaseException) -> None:
         """Tell the others that they need not wait for this rank, without waiting for them.
 
         Not when they know: when the error is of an operation of the group, which fails on all ranks. And not
@@ -308,7 +308,7 @@ def _config_of(joinable: Joinable) -> JoinConfig:
 
 
 def _the_group(joinables: Sequence[Joinable]) -> ProcessGroup:
-    """The one group of all joinables."""
+    """Return the one group of all joinables."""
     groups = []
     for joinable in joinables:
         _config_of(joinable)
@@ -325,7 +325,7 @@ def _the_group(joinables: Sequence[Joinable]) -> ProcessGroup:
 
 
 def _is_known_to_all(error: BaseException) -> bool:
-    """Whether it is, or was caused by, an error of the group's, of which the others have heard too."""
+    """Return whether an error of the group, which all ranks raise, is this one or its cause."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, DistBackendError):

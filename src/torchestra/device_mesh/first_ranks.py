@@ -20,7 +20,7 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     backend_override: Mapping[int | str, str] | None = None,
 ) -> DeviceMesh:
-    """A mesh of the first ranks of the world, numbered row by row. To be called by every rank that is in it.
+    """Make a mesh of the first ranks of the world, row by row. Every rank that is in it must call this.
 
     Args:
         device_type: as for :class:`DeviceMesh`, without an index.

@@ -19,17 +19,17 @@ Axes = tuple[tuple[int, int], ...]
 
 
 def length(axes: Axes) -> int:
-    """How many places the dimension has."""
+    """Return the length of the dimension."""
     return math.prod(length for length, _ in axes)
 
 
 def is_ordered(axes: Axes) -> bool:
-    """Whether strides descend without overlap: no axis steps within what the next one spans."""
+    """Return whether strides descend without overlap: no axis steps within what the next one spans."""
     return all(outer[1] >= inner[0] * inner[1] for outer, inner in itertools.pairwise(axes))
 
 
 def joined(axes: Axes) -> Axes:
-    """The same dimension with as few axes as possible."""
+    """Return the same dimension with as few axes as possible."""
     joined: list[tuple[int, int]] = []
     for length, stride in axes:
         if length == 1:
@@ -42,20 +42,20 @@ def joined(axes: Axes) -> Axes:
 
 
 def row_major(shape: Sequence[int]) -> list[Axes]:
-    """The dimensions of a table of this shape."""
+    """Return the dimensions of a table of this shape."""
     return [((length, math.prod(shape[index + 1 :])),) for index, length in enumerate(shape)]
 
 
-def coordinate(place: int, axes: Axes) -> int:
-    """Where a place of the table is along the dimension."""
+def coordinate(position: int, axes: Axes) -> int:
+    """Return the coordinate of a table's element along the dimension."""
     found = 0
     for length, stride in axes:
-        found = found * length + (place // stride) % length
+        found = found * length + (position // stride) % length
     return found
 
 
 def cut(axes: Axes, lengths: Sequence[int]) -> list[Axes]:
-    """A dimension's axes, divided among several dimensions of these lengths."""
+    """Divide a dimension's axes among several dimensions of these lengths."""
     check_lengths(lengths, "mesh_sizes", "unflatten")
     parts: list[Axes] = []
     left = list(axes)
@@ -74,14 +74,13 @@ def cut(axes: Axes, lengths: Sequence[int]) -> list[Axes]:
     return parts
 
 
-def offset(place: int, axes: Axes) -> int:
-    """How far a place of the table is from where the dimension begins."""
-    return sum((place // stride) % length * stride for length, stride in axes)
+def offset(position: int, axes: Axes) -> int:
+    """Return the distance of a table's element from the first along the dimension."""
+    return sum((position // stride) % length * stride for length, stride in axes)
 
 
-def number_of(mesh_dim: object, names: Sequence[str] | None, ndim: int, name: str) -> int:
-    """The number of a dimension that is given by name or number; ``name`` is of the function, for"
-    " messages."""
+def index_of(mesh_dim: object, names: Sequence[str] | None, ndim: int, name: str) -> int:
+    """Return the index of a dimension that the function ``name`` was given by name or index."""
     if isinstance(mesh_dim, str):
         if names is None:
             raise UnknownDimensionError(
@@ -93,10 +92,10 @@ def number_of(mesh_dim: object, names: Sequence[str] | None, ndim: int, name: st
                 f" mesh_dim_names={names}, got it as `mesh_dim`"
             )
         return names.index(mesh_dim)
-    number = check_integer(mesh_dim, "mesh_dim", name)
-    if not -ndim <= number < ndim:
-        raise InvalidArgumentError(f"{name}: mesh_dim is {shown(number)}, but the mesh has {ndim} dimensions")
-    return number % ndim
+    index = check_integer(mesh_dim, "mesh_dim", name)
+    if not -ndim <= index < ndim:
+        raise InvalidArgumentError(f"{name}: mesh_dim is {shown(index)}, but the mesh has {ndim} dimensions")
+    return index % ndim
 
 
 def check_device_type(device_type: str) -> None:
@@ -113,7 +112,7 @@ def check_device_type(device_type: str) -> None:
 
 
 def table_of(mesh: object) -> torch.Tensor:
-    """A table of global ranks; refuse what is none."""
+    """Return a table of global ranks; refuse what is none."""
     try:
         table = torch.as_tensor(mesh).detach()
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:

@@ -6,7 +6,7 @@ unflattened one is cut in two. So a mesh of a million ranks costs no more than o
 table is a range.
 
 The group along a dimension that this rank belongs to meets when it is first used (lazy.py). Until then
-nothing is sent, and whoever asks a mesh something, on whichever ranks, waits for nobody.
+nothing is sent, and no call on a mesh waits for another rank.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torchestra.device_mesh.layout import (
     check_ranks,
     coordinate,
     cut,
+    index_of,
     is_ordered,
     joined,
     length,
-    number_of,
     offset,
     row_major,
     table_of,
@@ -90,7 +90,7 @@ class DeviceMesh:
         mesh_dim_names: Sequence[str] | None = None,
         backend_override: Sequence[str | None] | None = None,
     ) -> DeviceMesh:
-        """The mesh of this shape of ranks 0, 1, …, row by row; costs the same for any number of ranks."""
+        """Make a mesh of this shape of ranks 0, 1, …, row by row; at the same cost for any number."""
         made = cls.__new__(cls)
         made._fill(device_type, range(math.prod(shape)), shape, mesh_dim_names, backend_override)
         return made
@@ -116,7 +116,7 @@ class DeviceMesh:
         names: Sequence[str] | None,
         root: DeviceMesh | None = None,
     ) -> None:
-        """Everything but the groups."""
+        """Set everything but the groups."""
         check_device_type(device_type)
         if not is_initialized():
             init_process_group()
@@ -133,8 +133,8 @@ class DeviceMesh:
         self._group_names: tuple[str, ...] = ()
         self._coordinate: tuple[int, ...] | None = None
         if self._rank in ranks:
-            place = ranks.index(self._rank)
-            self._coordinate = tuple(coordinate(place, axes) for axes in self._dimensions)
+            position = ranks.index(self._rank)
+            self._coordinate = tuple(coordinate(position, axes) for axes in self._dimensions)
 
     def _join_groups(self, backends: Sequence[str | None] | None = None) -> None:
         """Enter a group for every dimension, which meets when it is used."""
@@ -162,17 +162,17 @@ class DeviceMesh:
         self._group_names = tuple(names)
 
     def _ranks_along(self, axes: Axes) -> Sequence[int]:
-        """The global ranks that differ from this one in nothing but their place along ``axes``."""
-        place = self._ranks.index(self._rank)
-        first = place - offset(place, axes)
+        """Return the global ranks that differ from this one only in their coordinate along ``axes``."""
+        position = self._ranks.index(self._rank)
+        first = position - offset(position, axes)
         steps = joined(axes)
         if len(steps) == 1 and isinstance(self._ranks, range):
-            number, stride = steps[0]
-            return self._ranks[first : first + (number - 1) * stride + 1 : stride]
-        places = [first]
-        for number, stride in steps:
-            places = [place + step * stride for place in places for step in range(number)]
-        return compact([self._ranks[place] for place in places])
+            count, stride = steps[0]
+            return self._ranks[first : first + (count - 1) * stride + 1 : stride]
+        positions = [first]
+        for count, stride in steps:
+            positions = [position + step * stride for position in positions for step in range(count)]
+        return compact([self._ranks[position] for position in positions])
 
     # -- what it looks like
 
@@ -197,7 +197,7 @@ class DeviceMesh:
         return self._shape
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """The number of ranks: of one dimension, or of the whole mesh."""
+        """Return the number of ranks: of one dimension, or of the whole mesh."""
         return math.prod(self._shape) if mesh_dim is None else self._shape[self.dimension(mesh_dim, "size")]
 
     @property
@@ -217,7 +217,7 @@ class DeviceMesh:
         else:
             first = self._ranks.index(self._rank)
             first -= sum(offset(first, axes) for axes in self._dimensions)
-        lengths = [number for axes in self._dimensions for number, _ in axes]
+        lengths = [count for axes in self._dimensions for count, _ in axes]
         strides = [stride for axes in self._dimensions for _, stride in axes]
         ranks = self._ranks
         if isinstance(ranks, range):
@@ -227,26 +227,26 @@ class DeviceMesh:
         return table.as_strided(lengths, strides, first).reshape(self._shape)
 
     def dimension(self, mesh_dim: Dimension, name: str = "dimension") -> int:
-        """The number of a dimension that ``name``, a function, was given by name or number.
+        """Return the index of a dimension that the function ``name`` was given by name or index.
 
         Raises:
             UnknownDimensionError: there is none of that name.
             InvalidArgumentError: there is none of that number.
         """
-        return number_of(mesh_dim, self._names, self.ndim, name)
+        return index_of(mesh_dim, self._names, self.ndim, name)
 
     # -- where this rank is
 
     def get_rank(self) -> int:
-        """This rank's global number."""
+        """Return this rank's global rank."""
         return get_rank()
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """This rank's place in every dimension, or None if it is not in the mesh."""
+        """Return this rank's coordinate, or None if it is not in the mesh."""
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: Dimension | None = None) -> int:
-        """This rank's place in a dimension, which may be left out if there is only one.
+        """Return this rank's coordinate in a dimension, which may be left out if there is only one.
 
         That is its number within :meth:`get_group`, too.
 
@@ -274,13 +274,13 @@ class DeviceMesh:
     # -- groups
 
     def group_name(self, mesh_dim: Dimension) -> str:
-        """The name of the group along a dimension that this rank is in."""
+        """Return the name of the group along a dimension that this rank is in."""
         if not self._group_names:
             raise self._not_in_it()
         return self._group_names[self.dimension(mesh_dim, "group_name")]
 
     def get_group(self, mesh_dim: Dimension | None = None) -> ProcessGroup:
-        """The group along a dimension that this rank is in. An only dimension may be left out.
+        """Return the group along a dimension that this rank is in. An only dimension may be left out.
 
         Raises:
             InvalidArgumentError: the dimension must be given, or this rank is not in the mesh.
@@ -291,7 +291,7 @@ class DeviceMesh:
         return current_world().group(self.group_name(self._only_dimension("get_group", mesh_dim)))
 
     def get_all_groups(self) -> list[ProcessGroup]:
-        """The groups that this rank is in, one for each dimension."""
+        """Return the groups that this rank is in, one for each dimension."""
         return [self.get_group(index) for index in range(self.ndim)]
 
     # -- meshes made of this one
@@ -310,7 +310,7 @@ class DeviceMesh:
         return made
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        """The slice along some dimensions that this rank is in: ``mesh["tp"]``, ``mesh["dp", "tp"]``.
+        """Return the slice along some dimensions that this rank is in: ``mesh["tp"]``, ``mesh["dp", "tp"]``.
 
         Names of dimensions that were flattened are known, too.
 
@@ -340,7 +340,7 @@ class DeviceMesh:
 
     @checked
     def flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """A mesh of one dimension of the same ranks, whose name joins this one's with ``_`` unless given.
+        """Make a mesh of one dimension of the same ranks; its name joins this one's with ``_`` unless given.
 
         It is remembered under that name by the mesh that this one was cut from.
 
@@ -375,7 +375,7 @@ class DeviceMesh:
     def unflatten(
         self, dim: Dimension, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]
     ) -> DeviceMesh:
-        """This mesh with one dimension cut into several, whose lengths and names are given.
+        """Cut one dimension into several, whose lengths and names are given.
 
         Raises:
             InvalidArgumentError: the lengths do not multiply to the dimension's, or names are missing or
@@ -405,7 +405,7 @@ class DeviceMesh:
     @staticmethod
     @checked
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-        """The mesh that has the dimensions of several, which were cut from the same mesh.
+        """Make the mesh that has the dimensions of several, which were cut from the same mesh.
 
         Raises:
             InvalidArgumentError: they were not, have no names, or overlap.
@@ -436,7 +436,7 @@ class DeviceMesh:
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """A mesh whose groups exist already: of one, or of one for each dimension of ``mesh``.
+        """Make a mesh of existing groups: of one, or of one for each dimension of ``mesh``.
 
         Raises:
             InvalidArgumentError: ``mesh`` (or with several groups its names) is missing or does not fit.

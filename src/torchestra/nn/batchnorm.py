@@ -73,11 +73,11 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             )
 
     def _group(self) -> ProcessGroup | None:
-        """The group to normalize with, if there is anybody else in it."""
-        chosen: AnyGroup | None = self.process_group
-        if chosen is None and is_initialized():
-            chosen = default_group()
-        return chosen if isinstance(chosen, ProcessGroup) and chosen.size() > 1 else None
+        """Return the group to normalize with, if it has other ranks."""
+        group: AnyGroup | None = self.process_group
+        if group is None and is_initialized():
+            group = default_group()
+        return group if isinstance(group, ProcessGroup) and group.size() > 1 else None
 
     @torch.no_grad()
     def _update_running(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
@@ -111,7 +111,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 def _converted(
     module: torch.nn.Module, group: AnyGroup | None, known: dict[torch.nn.Module, torch.nn.Module]
 ) -> torch.nn.Module:
-    """The module with its BatchNorms replaced; one that is found in two places, by the same in both."""
+    """Replace a module's BatchNorms; one that is found in two places, by the same in both."""
     if module in known:
         return known[module]
     known[module] = module
@@ -142,7 +142,7 @@ def _replacement(module: torch.nn.modules.batchnorm._BatchNorm, group: AnyGroup 
 
 
 def _over(batch: torch.Tensor) -> list[int]:
-    """All dimensions but that of the channels."""
+    """Return all dimensions but that of the channels."""
     return [0, *range(2, batch.dim())]
 
 
@@ -156,16 +156,16 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 @torch.no_grad()
 def _statistics(batch: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Mean and variance of each channel over all ranks' batches, and how many values that are."""
+    """Return mean and variance of each channel over all ranks' batches, and the number of values."""
     channels = batch.shape[1]
     mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=batch.device)
     if batch.numel():
         variance, mean = torch.var_mean(batch.to(_precise(batch.dtype)), _over(batch), correction=0)
         mine[:channels], mine[channels:-1] = mean, variance
         mine[-1] = batch.numel() // channels
-    everybodys = mine.new_empty(group.size(), mine.numel())
-    all_gather_into_tensor(everybodys, mine, group)
-    counts = everybodys[:, -1:]
+    gathered = mine.new_empty(group.size(), mine.numel())
+    all_gather_into_tensor(gathered, mine, group)
+    counts = gathered[:, -1:]
     count = int(counts.sum())
     if count == 1:
         raise InvalidArgumentError(
@@ -174,14 +174,14 @@ def _statistics(batch: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor,
         )
     # Empty batches everywhere: nothing will be normalized, so any numbers do.
     shares = counts / max(count, 1)
-    means, variances = everybodys[:, :channels], everybodys[:, channels:-1]
+    means, variances = gathered[:, :channels], gathered[:, channels:-1]
     mean = (shares * means).sum(dim=0)
     variance = (shares * (variances + (means - mean).square())).sum(dim=0)
     return mean.to(_precise(batch.dtype)), variance.to(_precise(batch.dtype)), count
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalizing by given statistics, which depend on the inputs of all ranks in the way told above."""
+    """Normalizing by given statistics, which depend on the inputs of all ranks by the formula above."""
 
     @staticmethod
     def forward(

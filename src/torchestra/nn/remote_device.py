@@ -16,8 +16,8 @@ class RemoteDevice:
     """A device of a worker.
 
     Attributes:
-        worker: the worker's name; None if it is told by its rank, or is this one.
-        rank: its rank; None if it is told by its name, or is this one.
+        worker: the worker's name; None if it is given by its rank, or is this one.
+        rank: its rank; None if it is given by its name, or is this one.
         device: the device there.
     """
 
@@ -27,7 +27,7 @@ class RemoteDevice:
 
     @classmethod
     def parse(cls, text: str | torch.device) -> RemoteDevice:
-        """That of ``"<worker>/<device>"``, ``"rank:<rank>/<device>"`` or ``"<device>"``.
+        """Parse ``"<worker>/<device>"``, ``"rank:<rank>/<device>"`` or ``"<device>"``.
 
         Without a device: the worker's CPU.
 
@@ -45,15 +45,15 @@ class RemoteDevice:
                 return cls(None, None, torch.device(where))
             except RuntimeError:
                 device = "cpu"
-        kind, colon, number = where.partition(":")
-        ranked = bool(colon) and kind == "rank" and number.isdigit()
+        prefix, colon, rank = where.partition(":")
+        ranked = bool(colon) and prefix == "rank" and rank.isdigit()
         if not where or "/" in device or (colon and not ranked):
             raise InvalidArgumentError(
                 f"Could not parse remote_device: {text}. The valid format is '<workername>/<device>' or"
                 " 'rank:<rank>/<device>' or '<device>'"
             )
-        found = torch.device(device)
-        return cls(None, int(number), found) if ranked else cls(where, None, found)
+        device_there = torch.device(device)
+        return cls(None, int(rank), device_there) if ranked else cls(where, None, device_there)
 
     def __str__(self) -> str:
         where = self.worker if self.rank is None else f"rank:{self.rank}"

@@ -86,7 +86,7 @@ class RemoteModule(torch.nn.Module):
         self.is_scriptable = False
 
     def _take_methods(self, methods: dict[str, Callable[..., Any]]) -> None:
-        """Be called as an interface says, if there is one."""
+        """Take the methods of an interface, if there is one."""
         if methods:
             self.is_scriptable = True
             self._home = home_of((self.module_rref, self.device))
@@ -97,7 +97,7 @@ class RemoteModule(torch.nn.Module):
     def init_from_module_rref(
         remote_device: str | torch.device, module_rref: RRef, _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """One of a module that is there already.
+        """Make a RemoteModule of a module that exists already.
 
         Args:
             remote_device: as for the constructor; the module's device.
@@ -121,16 +121,16 @@ class RemoteModule(torch.nn.Module):
         return self.forward_async(*args, **kwargs).wait()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`forward`."""
+        """Run :meth:`forward`."""
         return self.forward(*args, **kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef]:
-        """References to the module's parameters; without ``recurse`` those of its submodules are left out."""
+        """Return references to the module's parameters; without ``recurse`` not those of its submodules."""
         found: list[RRef] = rpc_sync(self.module_rref.owner(), _parameters, (self.module_rref, recurse))
         return found
 
     def get_module_rref(self) -> RRef:
-        """The reference to the module."""
+        """Return the reference to the module."""
         return self.module_rref
 
     def train(self: M, mode: bool = True) -> M:
@@ -168,7 +168,7 @@ def _begin(
 
 
 def _received(kind: type[RemoteModule], attributes: list[Any]) -> RemoteModule:
-    """What a worker gets: these attributes and methods, and no state of a module."""
+    """Make what a worker receives: these attributes and methods, and no state of a module."""
     made = kind.__new__(kind)
     vars(made).update(zip(PICKLED_ATTRIBUTES, attributes, strict=True))
     vars(made).update({name: getattr(made, name) for name in _METHODS})
@@ -177,7 +177,7 @@ def _received(kind: type[RemoteModule], attributes: list[Any]) -> RemoteModule:
 
 def _not_supported(name: str, hint: str = "") -> Callable[..., Any]:
     def method(self: RemoteModule, *args: Any, **kwargs: Any) -> Any:
-        """Not to be had from here: raises an InvalidArgumentError."""
+        """Raise an InvalidArgumentError: the method is not supported for a remote module."""
         raise InvalidArgumentError(f"Method ``{name}`` not supported for RemoteModule{hint}")
 
     method.__name__ = name

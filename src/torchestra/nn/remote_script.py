@@ -59,7 +59,7 @@ _begun: dict[int, Future[Any]] = {}
 
 
 def home_of(place: Any) -> Home:
-    """A home that holds a place."""
+    """Make a home that holds a place."""
     home: Home = Future()
     home.set_result(place)
     return home
@@ -74,7 +74,7 @@ def _keep(call: Future[Any]) -> int:
 
 @functools.cache
 def scripted_methods(interface: type, begin: Begin) -> dict[str, Callable[..., Any]]:
-    """The methods of a module that is called as an interface says; they use its attribute ``_home``.
+    """Make the methods of a module that is called by an interface; they use its attribute ``_home``.
 
     Args:
         interface: what ``torch.jit.interface`` has made, with a method ``forward``.

@@ -71,7 +71,7 @@ class DistributedOptimizer:
 
 
 def _all(futures: Sequence[Future[Any]]) -> list[Any]:
-    """What they give, when all are done."""
+    """Wait for all; return their values, or raise their errors."""
     results, errors = [], list[Exception]()
     for future in futures:
         try:

@@ -33,7 +33,7 @@ def apply_optimizer_in_backward(
         optimizer_class: made once for each parameter, of ``([parameter], **optimizer_kwargs)``.
         params: which.
         optimizer_kwargs: its options.
-        register_hook: if False, somebody else sees to it that they step, as DistributedDataParallel does.
+        register_hook: if False, the caller steps them, as DistributedDataParallel does.
     """
     for parameter in params:
         optimizers: list[torch.optim.Optimizer] = in_backward_optimizers(parameter)
@@ -45,12 +45,12 @@ def apply_optimizer_in_backward(
 
 
 def get_in_backward_optimizers(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """The optimizers of a module's parameters; to save and load their state, not to step them."""
+    """Return the optimizers of a module's parameters; to save and load their state, not to step them."""
     return [each for parameter in module.parameters() for each in in_backward_optimizers(parameter)]
 
 
 def in_backward_optimizers(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
-    """The optimizers that step a parameter during backward; none, if there are none."""
+    """Return the optimizers that step a parameter during backward."""
     found: list[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
     return found
 

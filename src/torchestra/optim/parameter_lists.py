@@ -13,7 +13,7 @@ __all__ = ["check_same_type", "listed"]
 
 
 def listed(params: Any) -> tuple[list[Any], list[torch.Tensor]]:
-    """The parameters, or parameter groups, as a list; and all parameters.
+    """List the parameters, or parameter groups; and all parameters.
 
     Raises:
         InvalidArgumentTypeError: they are neither all tensors nor all dicts.

@@ -45,21 +45,21 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return self.optim.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, and average if it is time; what the other optimizer returns."""
+        """Step, and average if it is time; return what the other optimizer returns."""
         loss = self.optim.step() if closure is None else self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the other optimizer does."""
+        """Call the other optimizer's."""
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the other optimizer does."""
+        """Call the other optimizer's."""
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The other optimizer's, and under ``"step"`` how many steps the averager has seen."""
+        """Return the other optimizer's, and under ``"step"`` the averager's number of steps."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Parameters of which each rank updates some, and tells the others.
 
 A partition is a list with, for each rank, the parameters that it updates. It is the same on all ranks, so
-everybody knows what comes from whom.
+each knows what comes from which rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def partition(parameters: Sequence[torch.Tensor], loads: list[int]) -> Partition
 
 
 def flattened(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """One tensor with all of the parameters' elements; their data are parts of it from now on."""
+    """Move the parameters' elements into one tensor, of which their data are views from now on."""
     flat = torch.empty(_numel(parameters), dtype=dtype)
     for parameter, view in zip(parameters, _views(flat, parameters), strict=True):
         view.copy_(parameter.detach())
@@ -75,16 +75,16 @@ class Shards:
     @torch.no_grad()
     def exchange(self) -> None:
         """Take over what the others have updated. Must be called by all ranks."""
-        here = self._group.rank()
+        own = self._group.rank()
         if self._flats:
-            all_gather(self._flats, self._flats[here], self._group)
+            all_gather(self._flats, self._flats[own], self._group)
         elif any(self._small):
             flats = [torch.empty(_numel(share), dtype=self._dtype) for share in self._small]
             views = [_views(flat, share) for flat, share in zip(flats, self._small, strict=True)]
-            _copy(views[here], self._small[here])
-            all_gather(flats, flats[here], self._group)
+            _copy(views[own], self._small[own])
+            all_gather(flats, flats[own], self._group)
             for rank, share in enumerate(self._small):
-                if rank != here:
+                if rank != own:
                     _copy(share, views[rank])
         for rank, share in enumerate(self._large):
             for parameter in share:
@@ -96,7 +96,7 @@ def _numel(parameters: Sequence[torch.Tensor]) -> int:
 
 
 def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of the tensor that are like the parameters."""
+    """View the parts of the tensor that are like the parameters."""
     parts = flat.split([parameter.numel() for parameter in parameters]) if parameters else ()
     return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
 

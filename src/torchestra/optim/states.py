@@ -1,6 +1,6 @@
 """The state of an optimizer that is divided between ranks, as one, and in parts.
 
-In a ``state_dict`` parameters are numbers: their places in the list of all parameters of all groups. A
+In a ``state_dict`` parameters are numbers: their positions in the list of all parameters of all groups. A
 rank's optimizer counts its own only, so numbers are translated.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["collect_states", "global_state", "local_state"]
 
 
 def collect_states(state: dict[str, Any], to: int, group: ProcessGroup) -> list[dict[str, Any]]:
-    """The states of all ranks, on rank ``to``; an empty list elsewhere. Must be called by all ranks."""
+    """Return the states of all ranks on rank ``to``, an empty list elsewhere. All ranks must call it."""
     checks.check_rank(to, group.size(), "to", "consolidate_state_dict")
     found: list[Any] = [None] * group.size()
     is_there = group.rank() == to
@@ -29,10 +29,10 @@ def collect_states(state: dict[str, Any], to: int, group: ProcessGroup) -> list[
     return found if is_there else []
 
 
-def _numbers(groups: Sequence[dict[str, Any]]) -> dict[torch.Tensor, int]:
-    """The number of each parameter."""
+def _indices(groups: Sequence[dict[str, Any]]) -> dict[torch.Tensor, int]:
+    """Return the index of each parameter."""
     every = [parameter for group in groups for parameter in group["params"]]
-    return {parameter: number for number, parameter in enumerate(every)}
+    return {parameter: index for index, parameter in enumerate(every)}
 
 
 def global_state(
@@ -40,22 +40,22 @@ def global_state(
     shares: Sequence[Sequence[Sequence[torch.Tensor]]],
     states: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The state as one optimizer with these parameter groups would have it.
+    """Return the state as one optimizer with these parameter groups would have it.
 
     Args:
         groups: of all parameters.
         shares: for each rank, for each group, its parameters.
         states: for each rank, the state_dict of its optimizer.
     """
-    number = _numbers(groups)
+    index_of = _indices(groups)
     state: dict[int, Any] = {}
     for of_groups, local in zip(shares, states, strict=True):
         every = [parameter for share in of_groups for parameter in share]
-        for place, value in local["state"].items():
-            state[number[every[place]]] = value
+        for position, value in local["state"].items():
+            state[index_of[every[position]]] = value
     packed = []
     for group, options in zip(groups, states[0]["param_groups"], strict=True):
-        packed.append({**options, "params": [number[parameter] for parameter in group["params"]]})
+        packed.append({**options, "params": [index_of[parameter] for parameter in group["params"]]})
     return {"state": dict(sorted(state.items())), "param_groups": packed}
 
 
@@ -64,7 +64,7 @@ def local_state(
     share: Sequence[Sequence[torch.Tensor]],
     state_dict: dict[str, Any],
 ) -> dict[str, Any]:
-    """What one rank's optimizer is to load of the state of them all.
+    """Return the part of the global state that one rank's optimizer loads.
 
     Args:
         groups: of all parameters.
@@ -89,12 +89,12 @@ def local_state(
                 f" {len(ours['params'])}"
             )
         names.update(zip(ours["params"], theirs["params"], strict=True))
-    state, packed, place = {}, [], 0
+    state, packed, position = {}, [], 0
     for theirs, members in zip(saved, share, strict=True):
-        packed.append({**theirs, "params": list(range(place, place + len(members)))})
+        packed.append({**theirs, "params": list(range(position, position + len(members)))})
         for parameter in members:
             if names[parameter] in state_dict["state"]:
                 # Optimizers take tensors over as they are, and change them.
-                state[place] = copy.deepcopy(state_dict["state"][names[parameter]])
-            place += 1
+                state[position] = copy.deepcopy(state_dict["state"][names[parameter]])
+            position += 1
     return {"state": state, "param_groups": packed}

@@ -35,10 +35,10 @@ def step_some(
     """
     before = [parameter.grad for parameter in parameters]
     groups = [list(group["params"]) for group in optimizer.param_groups]
-    chosen: Collection[int] = {id(parameter) for parameter in parameters}
+    stepped: Collection[int] = {id(parameter) for parameter in parameters}
     try:
         for group, members in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [parameter for parameter in members if id(parameter) in chosen]
+            group["params"] = [parameter for parameter in members if id(parameter) in stepped]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()

@@ -145,7 +145,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._optim
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """For each rank, the parameter groups that its optimizer has."""
+        """Return for each rank the parameter groups that its optimizer has."""
         return [
             [{**group, "params": share} for group, share in zip(self.param_groups, shares, strict=True)]
             for shares in self._shares
@@ -156,7 +156,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._shares[rank].append(share)
 
     def assign(self, shares: Partition) -> None:
-        """For the overlap: let the ranks update these parameters, and no others.
+        """Let the ranks update these parameters, and no others; for the overlap.
 
         Raises:
             InvalidArgumentError: there are several parameter groups, or parameters that were not given.
@@ -235,15 +235,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         trainable = [parameter.requires_grad for group in self.param_groups for parameter in group["params"]]
         if self._shards is None or trainable != self._trainable:
             self._trainable = trainable
-            chosen = [
+            trained = [
                 [parameter for share in shares for parameter in share if parameter.requires_grad]
                 for shares in self._shares
             ]
-            self._shards = Shards(chosen, self.process_group, as_views=self.parameters_as_bucket_view)
+            self._shards = Shards(trained, self.process_group, as_views=self.parameters_as_bucket_view)
         self._shards.exchange()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """A hook that steps, so that the ranks that have inputs get this rank's share."""
+        """Return a hook that steps, so that the ranks that have inputs get this rank's share."""
         return _ZeroJoinHook(self)
 
     @property
@@ -272,7 +272,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._collected = collect_states(self.optim.state_dict(), to, self.process_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer as it would be on one rank, when it was last consolidated.
+        """Return the optimizer's last consolidated state, as it would be on one rank.
 
         Raises:
             NotReadyError: it was not consolidated on this rank.

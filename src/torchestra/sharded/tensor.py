@@ -33,11 +33,11 @@ class Placement(NamedTuple):
     on_device: torch.device
 
     def rank(self) -> int:
-        """The rank."""
+        """Return the rank."""
         return self.on_rank
 
     def device(self) -> torch.device:
-        """The device."""
+        """Return the device."""
         return self.on_device
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class Shard:
 
     @classmethod
     def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: list[int], rank: int) -> Shard:
-        """The shard that this tensor of this rank is."""
+        """Make a shard of a tensor of this rank."""
         return cls(tensor, ShardMetadata(shard_offsets, tensor.size(), f"rank:{rank}/{tensor.device}"))
 
 
@@ -158,15 +158,15 @@ class ShardedTensor(torch.Tensor):
         super().__init__()
 
     def local_shards(self) -> list[Shard]:
-        """The parts that lie on this rank."""
+        """Return the parts that are on this rank."""
         return self._local_shards
 
     def metadata(self) -> ShardedTensorMetadata:
-        """What all ranks know of it."""
+        """Return what all ranks know of it."""
         return self._metadata
 
     def local_tensor(self) -> torch.Tensor:
-        """The tensor of this rank's only part.
+        """Return the tensor of this rank's only part.
 
         Raises:
             InvalidArgumentError: it has several parts here.
@@ -189,8 +189,8 @@ class ShardedTensor(torch.Tensor):
             InvalidArgumentError: ``out`` is missing, of another size, or given where it is not wanted.
         """
         group = self._process_group
-        here = group.rank()
-        if here != dst:
+        own = group.rank()
+        if own != dst:
             if out is not None:
                 raise InvalidArgumentError(
                     "Argument ``dst_tensor`` must NOT be specified on non-destination ranks."
@@ -208,7 +208,7 @@ class ShardedTensor(torch.Tensor):
         mine = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in self._local_shards}
         for part in self._metadata.shards_metadata:
             assert part.placement is not None
-            if part.placement.rank() == here:
+            if part.placement.rank() == own:
                 tensor = mine[tuple(part.shard_offsets)].detach()
             else:
                 tensor = torch.empty(part.shard_sizes, dtype=self._metadata.dtype)
@@ -262,23 +262,23 @@ def init_from_local_shards(
     if not isinstance(group, ProcessGroup):
         raise InvalidArgumentError(f"init_from_local_shards: this rank is {group!r}")
     size = global_size[0] if len(global_size) == 1 and not isinstance(global_size[0], int) else global_size
-    # What is wrong here is told to the others, which would wait otherwise.
+    # A rank that is wrong tells the others, which would wait otherwise.
     problem = ""
     try:
         mine = _described(local_shards, torch.Size(size), group.rank())  # type: ignore[arg-type]
     except (InvalidArgumentError, TypeError) as error:
         problem, mine = str(error), None
-    told: list[Any] = [None] * group.size()
-    all_gather_object(told, (problem, mine), group)
-    for rank, (trouble, _) in enumerate(told):
+    gathered: list[Any] = [None] * group.size()
+    all_gather_object(gathered, (problem, mine), group)
+    for rank, (trouble, _) in enumerate(gathered):
         if trouble:
             raise InvalidArgumentError(f"init_from_local_shards: rank {rank}: {trouble}")
-    metadata = _agreed([described for _, described in told])
+    metadata = _agreed([described for _, described in gathered])
     return ShardedTensor(local_shards, metadata, group)
 
 
 def _described(shards: Sequence[Shard], size: torch.Size, rank: int) -> ShardedTensorMetadata:
-    """This rank's part of the metadata."""
+    """Return this rank's part of the metadata."""
     if not shards:
         raise InvalidArgumentError("must have local shards!")
     first = shards[0].tensor
@@ -306,10 +306,10 @@ def _described(shards: Sequence[Shard], size: torch.Size, rank: int) -> ShardedT
     )
 
 
-def _agreed(everybodys: Sequence[ShardedTensorMetadata]) -> ShardedTensorMetadata:
-    """The metadata of the whole."""
-    first = everybodys[0]
-    for rank, each in enumerate(everybodys):
+def _agreed(gathered: Sequence[ShardedTensorMetadata]) -> ShardedTensorMetadata:
+    """Return the metadata of the whole."""
+    first = gathered[0]
+    for rank, each in enumerate(gathered):
         for name in ("size", "dtype", "requires_grad"):
             if getattr(each, name) != getattr(first, name):
                 raise InvalidArgumentError(
@@ -317,7 +317,7 @@ def _agreed(everybodys: Sequence[ShardedTensorMetadata]) -> ShardedTensorMetadat
                     f" {name}={getattr(first, name)} on rank:0, and {name}={getattr(each, name)} on"
                     f" rank:{rank}."
                 )
-    parts = tuple(part for each in everybodys for part in each.shards_metadata)
+    parts = tuple(part for each in gathered for part in each.shards_metadata)
     for part in parts:
         ends = [sum(pair) for pair in zip(part.shard_offsets, part.shard_sizes, strict=True)]
         if len(ends) != len(first.size) or any(
@@ -339,7 +339,7 @@ def _agreed(everybodys: Sequence[ShardedTensorMetadata]) -> ShardedTensorMetadat
 
 
 def _place(part: ShardMetadata) -> tuple[slice, ...]:
-    """The part of the whole, as an index."""
+    """Return the index of a part in the whole."""
     pairs = zip(part.shard_offsets, part.shard_sizes, strict=True)
     return tuple(slice(offset, offset + size) for offset, size in pairs)
 

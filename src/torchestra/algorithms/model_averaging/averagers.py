@@ -31,7 +31,7 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def average_parameters(self, params: Parameters) -> None:
-        """To be called by all ranks after each step, with a model's parameters or an optimizer's groups."""
+        """Count a step, and average if it is time. Must be called by all ranks after each step."""
         ...
 
 
@@ -69,7 +69,7 @@ def check_warmup(warmup_steps: int) -> None:
 
 
 def warn_of_period_one(what: str) -> None:
-    """Averaging parameters in each step costs what averaging gradients costs."""
+    """Warn that averaging parameters in each step costs what averaging gradients costs."""
     warnings.warn(
         f"When {what} is 1, no need to use model averaging because the communication cost of all-reducing"
         " parameters will be no less than the cost of all-reducing gradients by DistributedDataParallel in"

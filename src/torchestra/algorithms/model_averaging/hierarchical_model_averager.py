@@ -40,7 +40,7 @@ class HierarchicalModelAverager(ModelAverager):
         period_process_group_dict: for each period, the group in which this rank averages.
 
     Raises:
-        InvalidArgumentError: periods or sizes are not as told.
+        InvalidArgumentError: periods or sizes are not as said above.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class HierarchicalModelAverager(ModelAverager):
         self.step += 1
 
     def _find_process_group(self) -> ProcessGroup | None:
-        """The group in which the current step averages, if it does."""
+        """Return the group in which the current step averages, if it does."""
         for period in reversed(self._periods):
             if self.step % period == 0:
                 return self.period_process_group_dict[period]

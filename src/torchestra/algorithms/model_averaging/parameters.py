@@ -43,7 +43,7 @@ def average_parameters(params: Iterable[torch.Tensor], process_group: AnyGroup |
 
 
 def get_params_to_average(params: Parameters) -> list[torch.Tensor]:
-    """Those parameters that have a gradient, and so may differ between the ranks.
+    """Return the parameters that have a gradient, and so may differ between the ranks.
 
     Raises:
         InvalidArgumentTypeError: there is something that is neither a parameter nor a parameter group.
@@ -60,5 +60,5 @@ def get_params_to_average(params: Parameters) -> list[torch.Tensor]:
 
 
 def average_parameters_or_parameter_groups(params: Parameters, process_group: AnyGroup | None) -> None:
-    """:func:`average_parameters` of :func:`get_params_to_average`."""
+    """Average those of the parameters that have a gradient; see :func:`average_parameters`."""
     average_parameters(get_params_to_average(params), process_group)

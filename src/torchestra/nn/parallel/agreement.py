@@ -1,4 +1,4 @@
-"""All ranks must wrap the same module in the same way: checked once, told on every rank when it fails."""
+"""All ranks must wrap the same module in the same way: checked once, an error on every rank if it fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Description = list[tuple[str, str]]
 def describe(
     module: torch.nn.Module, options: Mapping[str, object], ignored: Collection[str] = ()
 ) -> Description:
-    """What the ranks must agree on, as pairs: which thing, and how it is here."""
+    """List what must be the same on all ranks, as pairs: its name, and its description here."""
     lines = [(f"argument `{name}`", repr(value)) for name, value in options.items()]
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         kept = [(name, tensor) for name, tensor in named if name not in ignored]
@@ -49,15 +49,15 @@ def check_agreement(mine: Description, group: ProcessGroup) -> None:
     all_gather_into_tensor(lengths, torch.tensor([len(text)]), group)
     texts = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
     all_gather(texts, torch.frombuffer(bytearray(text), dtype=torch.uint8), group)
-    everybody = [[(what, how) for what, how in json.loads(bytes(each.numpy()))] for each in texts]
+    descriptions = [[(what, how) for what, how in json.loads(bytes(each.numpy()))] for each in texts]
     raise InvalidArgumentError(
-        f"DDP expects same model across all ranks, but {_counts(everybody)}{_difference(everybody)}; wrap the"
-        " same module on every rank"
+        f"DDP expects same model across all ranks, but {_counts(descriptions)}{_difference(descriptions)};"
+        " wrap the same module on every rank"
     )
 
 
 def _counts(descriptions: Sequence[Description]) -> str:
-    """Which ranks do not have as many parameters as rank 0, if there are any."""
+    """Name the ranks that do not have as many parameters as rank 0."""
     numbers = [sum(what.startswith("parameter ") for what, _ in each) for each in descriptions]
     return "".join(
         f"Rank {rank} has {number} params, while rank 0 has inconsistent {numbers[0]} params: "
@@ -67,7 +67,7 @@ def _counts(descriptions: Sequence[Description]) -> str:
 
 
 def _difference(descriptions: Sequence[Description]) -> str:
-    """The first thing that is not the same on a rank as on rank 0."""
+    """Describe the first difference between a rank and rank 0."""
     reference = dict(descriptions[0])
     for rank, description in enumerate(descriptions):
         other = dict(description)

@@ -1,4 +1,4 @@
-"""What can be wrong with what DistributedDataParallel is given, said before anything is sent."""
+"""Checks of DistributedDataParallel's arguments, before anything is sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def choose_group(process_group: AnyGroup | None, device_mesh: Any) -> ProcessGroup:
-    """The group that is meant: the one given, that of a mesh of one dimension, or the default group.
+    """Return the given group, that of a mesh of one dimension, or the default group.
 
     Raises:
         InvalidArgumentError: both are given, the mesh has more dimensions, or this rank is not in the group.
@@ -39,7 +39,7 @@ def choose_group(process_group: AnyGroup | None, device_mesh: Any) -> ProcessGro
 def choose_devices(
     device_ids: Sequence[Any] | None, output_device: Any, dim: int, parameters: Sequence[torch.Tensor]
 ) -> tuple[torch.device | None, torch.device | None]:
-    """The device that inputs are moved to (None: they are not), and the one that outputs are said to be on.
+    """Return the device that inputs are moved to (None: they are not), and the nominal one of outputs.
 
     Raises:
         InvalidArgumentError: devices are named though the module is not on one GPU, or is on another; or
@@ -54,29 +54,29 @@ def choose_devices(
             f" modules or CPU modules, but got device_ids {device_ids}, output_device {output_device}, and"
             f" module parameters {set(map(str, devices))}: leave both None for modules on the CPU"
         )
-    chosen = _cuda(device_ids[0]) if device_ids else None
-    if chosen is not None and devices != {chosen}:
+    device = _cuda(device_ids[0]) if device_ids else None
+    if device is not None and devices != {device}:
         raise InvalidArgumentError(
-            f"{NAME}: device_ids names {chosen}, but the module's parameters are on"
+            f"{NAME}: device_ids names {device}, but the module's parameters are on"
             f" {sorted(map(str, devices))}; move the module there first, or leave device_ids None"
         )
     if dim != 0:
         raise InvalidArgumentError(
             f"{NAME}: `dim` must be 0 (a rank has one device, so nothing is scattered), got {dim!r}"
         )
-    return chosen, chosen if output_device is None else _cuda(output_device)
+    return device, device if output_device is None else _cuda(output_device)
 
 
 def _cuda(device: Any) -> torch.device:
-    """A GPU that is named by its number or as torch.device does."""
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return found if found.index is not None else torch.device(found.type, torch.cuda.current_device())
+    """Return a GPU by its index, or as torch.device names it."""
+    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return named if named.index is not None else torch.device(named.type, torch.cuda.current_device())
 
 
 def bucket_limits(
     cap_mb: float | None, cap_mb_list: Sequence[float] | None, first_bytes: int, default_mb: float
 ) -> list[int]:
-    """The sizes at which buckets are closed, in bytes; the last holds for all further ones.
+    """Return the sizes at which buckets are closed, in bytes; the last holds for all further ones.
 
     Raises:
         InvalidArgumentError: one is not a positive number.
@@ -112,7 +112,7 @@ def check_is_module(module: object) -> None:
 
 
 def ignored_names(module: torch.nn.Module) -> set[str]:
-    """The parameters and buffers that are none of ours: those said to be, and sharded tensors."""
+    """Return the names of parameters and buffers to ignore: as the module says, and sharded tensors."""
     named: list[tuple[str, torch.Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     said: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return {*said, *(name for name, tensor in named if isinstance(tensor, ShardedTensor))}
@@ -121,7 +121,7 @@ def ignored_names(module: torch.nn.Module) -> set[str]:
 def check_delayed(
     named: Sequence[tuple[str, torch.nn.Parameter]] | None, trigger: torch.nn.Parameter | None
 ) -> dict[str, torch.Tensor]:
-    """The parameters that are to be averaged together later, by name.
+    """Return the parameters that are averaged together later, by name.
 
     Raises:
         InvalidArgumentError: only one of the two arguments is given.

@@ -30,7 +30,7 @@ def compute_bucket_assignment_by_size(
     expect_sparse_gradient: Sequence[bool] = (),
     tensor_indices: Sequence[int] = (),
 ) -> tuple[list[list[int]], list[int]]:
-    """Which tensors share a bucket: neighbours of one dtype and device, until they have reached a size.
+    """Assign tensors to buckets: neighbours of one dtype and device, until they have reached a size.
 
     Args:
         tensors: what to put into buckets.
@@ -83,8 +83,8 @@ def compute_bucket_assignment_by_size(
             closed_of[kind] = closed_of.get(kind, 0) + 1
     found += [(members, limit_of(kind)) for kind, members in filling.items()]
     if tensor_indices:
-        place = {index: position for position, index in enumerate(indices)}
-        found.sort(key=lambda bucket: place[bucket[0][-1]])
+        order = {index: position for position, index in enumerate(indices)}
+        found.sort(key=lambda bucket: order[bucket[0][-1]])
     else:
         found.sort(key=lambda bucket: bucket[0][0])
     return [members for members, _ in found], [limit for _, limit in found]
@@ -95,7 +95,7 @@ class Bucket:
     """Some parameters whose gradients are reduced together.
 
     Attributes:
-        number: the place of the bucket in the order in which they are reduced.
+        number: the bucket's position in the order in which they are reduced.
         indices: which parameters, in the order in which they lie in the bucket.
         parameters: these parameters.
         flat: memory for all its gradients, one after the other, if it has any.
@@ -125,26 +125,26 @@ def make_bucket(
     sparse: bool = False,
     limit: int = 0,
 ) -> Bucket:
-    """A bucket for the parameters with these indices.
+    """Make a bucket for the parameters with these indices.
 
     Args:
         with_flat: give it memory, unless its gradient is sparse.
     """
-    chosen = tuple(parameters[index] for index in indices)
+    members = tuple(parameters[index] for index in indices)
     flat: torch.Tensor | None = None
     views: list[torch.Tensor] = []
     if with_flat and not sparse:
-        sizes = [parameter.numel() for parameter in chosen]
-        flat = shared_memory(sum(sizes), chosen[0].dtype, group, chosen[0].device).zero_()
-        views = [like(part, parameter) for part, parameter in zip(flat.split(sizes), chosen, strict=True)]
-    nbytes = sum(parameter.nbytes for parameter in chosen)
-    return Bucket(number, tuple(indices), chosen, flat, views, sparse, nbytes, limit)
+        sizes = [parameter.numel() for parameter in members]
+        flat = shared_memory(sum(sizes), members[0].dtype, group, members[0].device).zero_()
+        views = [like(part, parameter) for part, parameter in zip(flat.split(sizes), members, strict=True)]
+    nbytes = sum(parameter.nbytes for parameter in members)
+    return Bucket(number, tuple(indices), members, flat, views, sparse, nbytes, limit)
 
 
 def shared_memory(numel: int, dtype: torch.dtype, group: ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Memory that the group's ranks share, where there is room, else ordinary memory. Uninitialised.
+    """Allocate memory that the group's ranks share, where there is room, else ordinary memory.
 
-    That of a GPU is nobody else's.
+    Uninitialised. That of a GPU is not shared.
     """
     if device.type != "cpu":
         return torch.empty(numel, dtype=dtype, device=device)
@@ -155,7 +155,7 @@ def shared_memory(numel: int, dtype: torch.dtype, group: ProcessGroup, device: t
 
 
 def like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The part with the parameter's shape, and with its strides if those leave no gaps."""
+    """View a part with the parameter's shape, and with its strides if those leave no gaps."""
     dense = torch.empty_like(parameter, memory_format=torch.preserve_format, device="meta").stride()
     if dense != parameter.stride():
         return part.view(parameter.shape)

@@ -45,7 +45,7 @@ def broadcast_coalesced(
 
 
 def batches(tensors: Sequence[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """The tensors of each dtype and device, in their order, as many together as have ``most_bytes``.
+    """Batch the tensors of each dtype and device, in their order, up to ``most_bytes`` together.
 
     A batch has one at least.
     """
@@ -87,7 +87,7 @@ class BufferBroadcast:
         return bool(self._places)
 
     def run(self, root: int = 0) -> None:
-        """Must be called by all ranks."""
+        """Broadcast the buffers as they are now. Must be called by all ranks."""
         buffers = [owner._buffers[name] for owner, name in self._places]
         current = [buffer for buffer in buffers if buffer is not None]
         if len(current) != len(self._buffers) or any(

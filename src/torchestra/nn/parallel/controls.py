@@ -124,7 +124,7 @@ class Controls(torch.nn.Module, Joinable):
         self.register_comm_hook(self.process_group, hook_then_optimizer(allreduce_hook, state))
 
     def _set_up(self) -> None:
-        """Before the first forward: step the optimizers that parameters were given to step in backward."""
+        """Take over, before the first forward, the optimizers that step in backward."""
         if self._delayed is not None and any(map(in_backward_optimizers, self._delayed.parameters)):
             self._log_and_raise(
                 InvalidArgumentError(
@@ -187,7 +187,7 @@ class Controls(torch.nn.Module, Joinable):
         hook: Callable[[Any, Mapping[str, torch.Tensor]], Any],
         comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Synchronise buffers in a way of your own, in the place of rank 0's broadcast. All ranks must do so.
+        """Synchronise buffers in a way of your own, instead of rank 0's broadcast. All ranks must do so.
 
         Args:
             state: handed to the hook.
@@ -219,7 +219,7 @@ class Controls(torch.nn.Module, Joinable):
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """For buffer hooks: broadcast these, or all buffers, from a rank. Must be called by all ranks."""
+        """Broadcast these, or all buffers, from a rank, in a buffer hook. Must be called by all ranks."""
         buffers = list(self.module.buffers()) if bufs is None else bufs
         if bucket_size is None:
             broadcast_coalesced(buffers, self.process_group, authoritative_rank)
@@ -227,7 +227,7 @@ class Controls(torch.nn.Module, Joinable):
             broadcast_coalesced(buffers, self.process_group, authoritative_rank, bucket_size)
 
     def _sync_buffers(self, reducing: bool, root: int) -> None:
-        """Before a forward pass: take the buffers of a rank, where they may differ."""
+        """Take the buffers of a rank before a forward pass, where they may differ."""
         if self.buffer_hook is not None:
             self._run_buffer_hook(BufferCommHookLocation.PRE_FORWARD, reducing or self._buffers_may_differ)
         elif self.forward_sync_buffers and (reducing or self._buffers_may_differ) and self._buffer_broadcast:
@@ -320,15 +320,15 @@ class Controls(torch.nn.Module, Joinable):
     # -- statistics
 
     def statistics(self) -> DDPStatistics:
-        """How much was reduced so far and where the time went, on this rank."""
+        """Return how much was reduced so far, and where the time went, on this rank."""
         return self._counters.snapshot()
 
     def _get_ddp_logging_data(self) -> dict[str, LoggingValue]:
-        """What this wrapper is and has done, in torch's fields."""
+        """Return what this wrapper is and has done, in torch's fields."""
         return self.logger.data()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """After the first ten steps, take logging data of every so-manieth; 100 unless set."""
+        """Sample logging data in every ``sample_rate``-th step after the first ten; 100 unless set."""
         if sample_rate < 1:
             self._log_and_raise(
                 InvalidArgumentError("DDP runtime logging sample rate should be equal or greater than 1")
@@ -348,11 +348,11 @@ class Controls(torch.nn.Module, Joinable):
     # -- torch's, for modules on several devices
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> tuple[Any, Any]:
-        """What each of this rank's devices gets: there is one, so all of it."""
+        """Return the inputs of each of this rank's devices: there is one, so all of them."""
         return (inputs,), (kwargs,)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> tuple[Any, Any]:
-        """The inputs on a device (its number, or a torch.device): those that are not there are copied."""
+        """Move inputs to a device (its index, or a torch.device)."""
         device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
 
         def moved(leaf: Any) -> Any:
@@ -361,5 +361,5 @@ class Controls(torch.nn.Module, Joinable):
         return (tree_map(moved, inputs),), (tree_map(moved, kwargs),)
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
-        """The outputs of this rank's devices: those of the only one."""
+        """Return the outputs of this rank's only device."""
         return outputs[0]

@@ -1,4 +1,4 @@
-"""Parameters whose gradients are averaged together, when that of one chosen parameter is there.
+"""Parameters whose gradients are averaged together, when that of one of them, the trigger, is ready.
 
 Their gradients lie in one tensor, made so before each backward, and are reduced by one operation.
 """
@@ -74,7 +74,7 @@ class DelayedReduction:
 
     @untraced
     def arm(self, *, averages: bool) -> None:
-        """At the end of a forward: gradients are to come into the one tensor, and to be averaged or not."""
+        """Let the gradients of the forward that ends accumulate in the one tensor, and be averaged or not."""
         self._armed = averages
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:

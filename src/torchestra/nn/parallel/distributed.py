@@ -309,7 +309,7 @@ class DistributedDataParallel(Controls):
 
     @untraced
     def _before(self, reducing: bool, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What comes before the module's forward; the inputs for it."""
+        """Prepare for the module's forward; return the inputs for it."""
         if not self._is_set_up:
             self._set_up()
         root = 0
@@ -333,7 +333,7 @@ class DistributedDataParallel(Controls):
 
     @untraced
     def _after(self, reducing: bool, output: Any) -> None:
-        """What comes after the module's forward."""
+        """Expect gradients after the module's forward."""
         if self.buffer_hook is not None:
             self._run_buffer_hook(BufferCommHookLocation.POST_FORWARD, reducing)
         if self._precision is not None:
@@ -374,7 +374,7 @@ class DistributedDataParallel(Controls):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """A context in which ranks may have different numbers of inputs. Must be entered by all ranks.
+        """Return a context in which ranks may have different numbers of inputs. All ranks must enter it.
 
         A rank that has run out of them takes part in the others' steps with gradients of zero. At the end all
         ranks take the state of the last that had inputs. See :class:`torchestra.algorithms.join.Join`.
@@ -398,7 +398,7 @@ class DistributedDataParallel(Controls):
         )
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
-        """What shadows the steps of this wrapper in a join context."""
+        """Return what shadows the steps of this wrapper in a join context."""
         return DDPJoinHook(self, divide_by_initial_world_size)
 
     @property

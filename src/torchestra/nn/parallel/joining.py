@@ -34,7 +34,7 @@ def check_can_join(ddp: Controls) -> None:
 
 
 def begin_step(ddp: Controls, averages: bool) -> int:
-    """On a rank that has an input: announce a step; the rank whose buffers are everybody's in it."""
+    """Announce a step, on a rank that has an input; return the rank whose buffers all ranks take."""
     check_can_join(ddp)
     Join.notify_join_context(ddp, note=0 if averages else _QUIET)
     config = ddp._join_config

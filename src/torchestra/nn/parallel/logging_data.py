@@ -1,6 +1,6 @@
-"""What a DistributedDataParallel tells about itself: torch's fields, by torch's names.
+"""Logging data of a DistributedDataParallel: torch's fields, by torch's names.
 
-Times are in nanoseconds. They are of steps that are sampled: the first ten, then one in so many.
+Times are in nanoseconds. They are of sampled steps: the first ten, then every hundredth.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Logger:
         self._fields |= {"has_error": 1, "error": error, "iteration": self._reducer.iterations}
 
     def before_forward(self) -> None:
-        """To be called before every forward pass that is to be reduced: takes the step before, if sampled."""
+        """Record the step before, if it is sampled. Called before every forward pass to be reduced."""
         done = self._reducer.iterations
         self._reducer.tracker.record = self._samples(done + 1)
         if done and self._samples(done):
@@ -103,7 +103,7 @@ class Logger:
         return step <= _FIRST_STEPS or step % self.sample_rate == 0
 
     def data(self) -> dict[str, LoggingValue]:
-        """All fields as they are now."""
+        """Return all fields as they are now."""
         fields = dict(self._fields)
         fields["can_set_static_graph"] = int(self._reducer.graph_is_static)
         return fields

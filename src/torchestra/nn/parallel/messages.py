@@ -10,7 +10,7 @@ _MOST_NAMES = 10
 def unfinished(
     indices: Sequence[int], names: Sequence[str], rank: int, *, finds_unused: bool, static: bool
 ) -> str:
-    """The round before has not ended: the gradients of these parameters have not come."""
+    """Say that the round before has not ended: the gradients of these parameters have not arrived."""
     opening = "Expected to have finished reduction in the prior iteration before starting a new one"
     if not indices:
         return (
@@ -44,7 +44,7 @@ def unfinished(
 
 
 def marked_twice(name: str, index: int, rank: int) -> str:
-    """A parameter's gradient has come again before all others have come once."""
+    """Say that a parameter's gradient arrived again before all others arrived once."""
     return (
         f"Expected to mark a variable ready only once. The gradient of parameter {name!r} (index {index})"
         f" was computed twice on rank {rank} before all others were computed once. Is it shared between parts"
@@ -55,7 +55,7 @@ def marked_twice(name: str, index: int, rank: int) -> str:
 
 
 def not_unused(name: str, index: int, rank: int) -> str:
-    """The gradient of a parameter has come that no output depended on."""
+    """Say that the gradient of a parameter arrived that no output depended on."""
     return (
         f"Expected to mark a variable ready only once. Parameter {name!r} (index {index}) received a gradient"
         f" on rank {rank}, though no tensor in what forward returned depends on it, so that it was taken for"
@@ -65,7 +65,7 @@ def not_unused(name: str, index: int, rank: int) -> str:
 
 
 def graph_changed(name: str, index: int, rank: int) -> str:
-    """With a static graph, a gradient has come that did not come in the first round."""
+    """Say that, with a static graph, a gradient arrived that did not in the first round."""
     return (
         "Your training graph has changed in this iteration, e.g., one parameter is unused in first"
         " iteration, but then got used in the second iteration. this is not compatible with static_graph set"

@@ -67,7 +67,7 @@ class LowPrecision:
                 parameter.register_post_accumulate_grad_hook(_raise)
 
     def lower(self, inputs: Any) -> Any:
-        """Before a forward: lower the parameters; the inputs, lowered too."""
+        """Lower the parameters before a forward; return the inputs, lowered too."""
         if self._dtype is None:
             return inputs
         for parameter in self._parameters:
@@ -82,7 +82,7 @@ class LowPrecision:
         return leaf.to(self._dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
     def after(self, outputs: Any) -> None:
-        """After a forward: see to it that parameters are raised again at the end of its backward, or now."""
+        """Restore the parameters at the end of this forward's backward, or now if it has none."""
         found = [each for each in tensors_in(outputs) if each.grad_fn is not None]
         if not found:
             self.restore()

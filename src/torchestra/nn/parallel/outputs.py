@@ -1,4 +1,4 @@
-"""The tensors in what a forward pass returns, and the parameters that they depend on."""
+"""Finds the tensors in the output of a forward pass, and the parameters that they depend on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an output: itself, or in lists, tuples, mappings and dataclasses nested as you like."""
+    """Yield the tensors in an output: itself, or in nested lists, tuples, mappings and dataclasses."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -25,7 +25,7 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
 
 
 def unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[int]:
-    """The indices of the parameters that no output depends on, by autograd's graph.
+    """Return the indices of the parameters that no output depends on, by autograd's graph.
 
     What a node computes inside, such as the part of a model that reentrant checkpointing recomputes, is
     not in the graph.

@@ -1,4 +1,4 @@
-"""What refers to a wrapper's group, and refers to the group in its place after ``rebuild()``.
+"""Replaces a wrapper's group by another in everything that refers to it, for ``rebuild()``.
 
 When a step fails, some ranks may have ended it and others not, so what they remember may differ: how many
 steps a hook has counted, what it carries over to the next, which buckets were agreed on. Nothing is sent when
@@ -25,8 +25,8 @@ class StartsAnew(Protocol):
         """Forget what may differ between the ranks; its groups have been replaced. Called by rebuild()."""
 
 
-def _in_place_of(held: Any, former: ProcessGroup, group: ProcessGroup) -> Any:
-    """What stands for something now: ``group`` for ``former``, and for a shrunk group what it became."""
+def _replacement(held: Any, former: ProcessGroup, group: ProcessGroup) -> Any:
+    """Return the replacement: ``group`` for ``former``, and for a shrunk group what it became."""
     if held is former:
         return group
     while isinstance(held, ProcessGroup) and held.successor is not None:
@@ -35,23 +35,23 @@ def _in_place_of(held: Any, former: ProcessGroup, group: ProcessGroup) -> Any:
 
 
 def follow(state: Any, former: ProcessGroup, group: ProcessGroup) -> Any:
-    """The state of a hook, now that ``group`` is in the place of ``former``.
+    """Replace ``former`` by ``group`` in the state of a hook; return the state.
 
     The state may be a group, or hold groups in its attributes or, if it is a list, tuple or dict, in its
     items. It stays the same object unless it is a group or a tuple. If it is :class:`StartsAnew`, it does.
     """
     if isinstance(state, ProcessGroup):
-        return _in_place_of(state, former, group)
+        return _replacement(state, former, group)
     if type(state) is tuple:
-        return tuple(_in_place_of(each, former, group) for each in state)
+        return tuple(_replacement(each, former, group) for each in state)
     if isinstance(state, list):
-        state[:] = [_in_place_of(each, former, group) for each in state]
+        state[:] = [_replacement(each, former, group) for each in state]
     elif isinstance(state, dict):
-        state.update({key: _in_place_of(each, former, group) for key, each in state.items()})
+        state.update({key: _replacement(each, former, group) for key, each in state.items()})
     else:
         for name in _attributes(state):
             held = getattr(state, name, None)
-            if (now := _in_place_of(held, former, group)) is not held:
+            if (now := _replacement(held, former, group)) is not held:
                 setattr(state, name, now)
     if isinstance(state, StartsAnew):
         state.on_rebuild()
@@ -69,4 +69,4 @@ def follow_in_modules(module: torch.nn.Module, former: ProcessGroup, group: Proc
     """Let the SyncBatchNorms in a module that normalize over ``former``, or a shrunk group, follow it."""
     for each in module.modules():
         if isinstance(each, torch.nn.SyncBatchNorm):
-            each.process_group = _in_place_of(each.process_group, former, group)
+            each.process_group = _replacement(each.process_group, former, group)

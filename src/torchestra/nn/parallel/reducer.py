@@ -210,7 +210,7 @@ class Reducer:
         self._make_buckets([bucket.indices for bucket in self.buckets], [each.limit for each in self.buckets])
 
     def register_builtin_comm_hook(self, kind: BuiltinCommHookType) -> None:
-        """:meth:`register_comm_hook` with a hook of a built-in kind, whose state is the group."""
+        """Let a hook of a built-in kind average the gradients; see :meth:`register_comm_hook`."""
         if not isinstance(kind, BuiltinCommHookType):
             raise InvalidArgumentTypeError(
                 f"comm_hook_type must be a torchestra.BuiltinCommHookType, got {kind!r}"
@@ -269,7 +269,7 @@ class Reducer:
     # -- the round
 
     def prepare_for_forward(self) -> None:
-        """To be called before a forward pass whose gradients are to be reduced.
+        """Count a forward pass that begins, and whose gradients are to be reduced.
 
         Raises:
             GradientReductionError: the round before has not ended.
@@ -309,7 +309,7 @@ class Reducer:
         return self._next > 0 or self.tracker.has_begun
 
     def prepare_for_backward(self, outputs: Any) -> None:
-        """To be called with what such a forward pass has returned: from here on gradients are expected."""
+        """Begin a round, with the outputs of such a forward pass: from here on gradients are expected."""
         tracker = self.tracker
         found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         unused: Sequence[int] = ()
@@ -331,7 +331,7 @@ class Reducer:
         self.counters.backward_started = 0
 
     def _backward_reached(self, unused: Sequence[int], _: torch.Tensor) -> None:
-        """Hook on the outputs of a forward pass: backward has begun to go through it."""
+        """Note that a backward has reached the outputs of a forward pass (the hook on them)."""
         queue_callback(self._backward_ended)
         if not self.tracker.is_open:
             self._begin(unused)
@@ -370,7 +370,7 @@ class Reducer:
     # -- the end of a round
 
     def _backward_ended(self) -> None:
-        """At the end of a backward: finish the round, unless gradients are still to come from another one."""
+        """Finish the round at the end of a backward, unless gradients are missing, for another one."""
         tracker, counters = self.tracker, self.counters
         if not tracker.is_open:
             return
@@ -443,7 +443,7 @@ class Reducer:
             self._group.communicator.all_reduce(self._used_by, ReduceOp.SUM)
 
     def _agree_on_order(self) -> None:
-        """After the first round: rank 0's order of arrival. What did not arrive there comes last."""
+        """Take rank 0's order of arrival, after the first round; parameters without a gradient come last."""
         if self._finds_unused_each_round or not self._is_first_round or not self.buckets:
             return
         order = list(self.tracker.order)

@@ -1,4 +1,4 @@
-"""Sparse gradients: the one place that knows how they are averaged over the ranks."""
+"""Averages sparse gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchestra.types import ReduceOp
 
 
 def empty_like_sparse(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient that an embedding's weight has when none of its rows was looked up."""
+    """Return the gradient that an embedding's weight has when none of its rows was looked up."""
     device = parameter.device
     indices = torch.empty(1, 0, dtype=torch.int64, device=device)
     values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=device)
@@ -20,7 +20,7 @@ def empty_like_sparse(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_sparse(communicator: Communicator, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """The sum (or, for AVG, the mean) of the ranks' sparse tensors, which may have any number of rows.
+    """Return the sum (or, for AVG, the mean) of the ranks' sparse tensors, of any number of rows.
 
     Must be called by all ranks. The tensor itself stays as it is.
     """

@@ -74,7 +74,7 @@ class Counters:
         self.communication_started = self.communication_ended = 0
 
     def snapshot(self) -> DDPStatistics:
-        """The numbers as they are now."""
+        """Return the numbers as they are now."""
         return DDPStatistics(
             self.steps,
             self.forward_ns / 1e9,

@@ -48,7 +48,7 @@ _SETTINGS = (
 
 
 def _find_tensors(obj: Any) -> Iterable[torch.Tensor]:
-    """The tensors in an output of any form."""
+    """Return the tensors in an output of any form."""
     return tensors_in(obj)
 
 
@@ -75,7 +75,7 @@ class _BucketCapacityConfig:
         bucket_cap_mb_list: Sequence[float] | None,
         use_python_reducer: bool,
     ) -> _BucketCapacityConfig:
-        """From a cap in MiB, or a list of them, which wins; a reducer in Python knows no lists."""
+        """Make it from a cap in MiB, or a list of them, which wins; a reducer in Python knows no lists."""
         if bucket_cap_mb_list and use_python_reducer:
             raise InvalidShapeError("with bucket_cap_mb_list, python reducer is not supported")
         each = tuple(int(cap * _MB_TO_BYTES) for cap in bucket_cap_mb_list or ())
@@ -99,7 +99,7 @@ class _BucketCapacityConfig:
     def compute_bucket_size_limits(
         self, static_graph: bool, find_unused_parameters: bool
     ) -> tuple[list[int], list[int]]:
-        """The limits of the buckets to begin with, and of those after the first step (empty: the usual)."""
+        """Return the limits of the first buckets, and of those after the first step (empty: the usual)."""
         if self.per_bucket_bytes_caps:
             return list(self.per_bucket_bytes_caps), list(self.per_bucket_bytes_caps)
         if static_graph or not find_unused_parameters:

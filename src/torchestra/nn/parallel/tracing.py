@@ -13,7 +13,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """The function, run as it is where torch.compile traces its caller, and all that it calls too.
+    """Keep torch.compile from tracing a function, and all that it calls.
 
     What torch.compiler.disable does, but without importing the compiler, which takes seconds, in programs
     that have not done so.

@@ -24,10 +24,10 @@ __all__ = [
 
 def member(group: AnyGroup | None) -> ProcessGroup:
     """Return the group that a hook was given (None: the default group); this rank must be in it."""
-    chosen = default_group() if group is None else group
-    if not isinstance(chosen, ProcessGroup):
-        raise InvalidArgumentError(f"communication hook: this rank is {chosen!r}")
-    return chosen
+    found = default_group() if group is None else group
+    if not isinstance(found, ProcessGroup):
+        raise InvalidArgumentError(f"communication hook: this rank is {found!r}")
+    return found
 
 
 def average(group: ProcessGroup, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -15,15 +15,15 @@ _DIGEST_BYTES = 16
 
 
 def same_host(group: ProcessGroup) -> ProcessGroup:
-    """A group of those ranks of ``group`` that run on this rank's host. Must be called by all its ranks."""
+    """Make a group of the ranks of ``group`` on this rank's host. Must be called by all its ranks."""
     me = ProcessIdentity.current()
     boot = me.space.partition("/")[0]
     digest = hashlib.sha256(f"{me.hostname} {boot}".encode()).digest()[:_DIGEST_BYTES]
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    everybodys = torch.empty(group.size(), _DIGEST_BYTES, dtype=torch.uint8)
-    all_gather_into_tensor(everybodys, mine, group)
-    here = (everybodys == mine).all(dim=1).tolist()
-    ranks = [group.to_global_rank(rank) for rank, is_here in enumerate(here) if is_here]
+    digests = torch.empty(group.size(), _DIGEST_BYTES, dtype=torch.uint8)
+    all_gather_into_tensor(digests, mine, group)
+    matches = (digests == mine).all(dim=1).tolist()
+    ranks = [group.to_global_rank(rank) for rank, same in enumerate(matches) if same]
     made = new_group(ranks, use_local_synchronization=True)
     assert isinstance(made, ProcessGroup), "this rank is among them"
     return made

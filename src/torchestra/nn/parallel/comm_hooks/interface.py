@@ -42,26 +42,26 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """The place of the bucket in the order of reduction. Buckets may change after the first step."""
+        """Return the position in the order of reduction. Buckets may change after the first step."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """The gradients in one dimension; for a parameter with sparse gradients, its gradient."""
+        """Return the gradients in one dimension; for a parameter with sparse gradients, its gradient."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradient of each parameter: views of the buffer."""
+        """Return the gradient of each parameter: views of the buffer."""
         if self._buffer.layout is not torch.strided:
             return [self._buffer]
         parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
         return [like(part, each) for part, each in zip(parts, self._parameters, strict=True)]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that the gradients are of."""
+        """Return the parameters that the gradients are of."""
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether no other bucket of this backward comes after it."""
+        """Return whether no other bucket of this backward comes after it."""
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -148,39 +148,39 @@ def run_comm_hook(hook: CommHook, state: Any, bucket: GradBucket) -> torch.futur
     return future
 
 
-def await_future(future: torch.futures.Future[Any], seconds: float) -> Any:
-    """What a future holds, when it is there; what it failed with is raised.
+def await_future(future: torch.futures.Future[Any], timeout_s: float) -> Any:
+    """Wait for a future; return its value, or raise its error.
 
     Raises:
-        CollectiveTimeoutError: it is not there after so many seconds.
+        CollectiveTimeoutError: it is not there in time.
     """
     # Future.wait() would not let an interrupt through, nor know a deadline.
     if not future.done():
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + timeout_s
         while not done.wait(0.05):
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
-                    f"the future of a communication hook is not done after {seconds:.1f} s"
+                    f"the future of a communication hook is not done after {timeout_s:.1f} s"
                 )
     return future.wait()
 
 
 def wait_for_hook(
-    future: torch.futures.Future[torch.Tensor], expected: torch.Tensor, seconds: float
+    future: torch.futures.Future[torch.Tensor], expected: torch.Tensor, timeout_s: float
 ) -> torch.Tensor:
-    """What a hook's future holds, when it is there.
+    """Wait for a hook's future, and check its value.
 
     Args:
         expected: a tensor of the layout and number of elements that it must have.
-        seconds: how long to wait.
+        timeout_s: the seconds to wait.
 
     Raises:
         CollectiveTimeoutError: it is not there in time.
         GradientReductionError: it is no such tensor.
     """
-    result: object = await_future(future, seconds)
+    result: object = await_future(future, timeout_s)
     if not isinstance(result, torch.Tensor):
         raise GradientReductionError(
             f"the future of a communication hook must hold a tensor, got {type(result).__name__}; after"

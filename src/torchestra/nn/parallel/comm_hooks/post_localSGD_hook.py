@@ -38,7 +38,7 @@ class PostLocalSGDState:
     """
 
     __slots__ = [
-        "_chosen",
+        "_made_subgroup",
         "iter",
         "post_local_gradient_allreduce",
         "process_group",
@@ -59,19 +59,19 @@ class PostLocalSGDState:
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
-        self._chosen = False
+        self._made_subgroup = False
 
     def subgroup_here(self) -> ProcessGroup:
-        """The ranks that average locally. The first call must be made by all ranks of the group."""
+        """Return the ranks that average locally. The first call must be made by all ranks of the group."""
         if self.subgroup is None:
-            self.subgroup, self._chosen = same_host(member(self.process_group)), True
+            self.subgroup, self._made_subgroup = same_host(member(self.process_group)), True
         return member(self.subgroup)
 
     def on_rebuild(self) -> None:
-        """Count steps from 0: the wrapper's group was replaced. A subgroup that was chosen is so anew."""
+        """Count steps from 0: the wrapper's group was replaced. The host's subgroup is made anew."""
         self.iter = 0
-        if self._chosen:
-            self.subgroup, self._chosen = None, False
+        if self._made_subgroup:
+            self.subgroup, self._made_subgroup = None, False
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count a step, with its last bucket."""

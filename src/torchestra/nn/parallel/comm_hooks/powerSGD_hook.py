@@ -7,7 +7,7 @@ the ranks' M_i) and Q (m x r) with orthonormal columns, one step of the power me
 1. P = average of M_i Q; one all_reduce, in which the gradients that are not compressed travel too;
 2. the columns of P are made orthonormal;
 3. Q = average of M_i^T P; one all_reduce;
-4. M is taken to be P Q^T: the projection of M onto r directions. What is lost here, M_i - P Q^T, each rank
+4. M is taken to be P Q^T: the projection of M onto r directions. The error, M_i - P Q^T, each rank
    adds to its next gradient (error feedback), and Q is where the next step starts (warm start).
 
 r (n + m) numbers travel instead of n m. The result is exact where M has rank r or less; its error is never
@@ -56,13 +56,13 @@ class PowerSGDState:
         start_powerSGD_iter: before this step gradients are averaged in full, because the first steps are the
             most sensitive ones. More than 1 where something is remembered, since buckets change after the
             first step.
-        min_compression_rate: matrices are compressed only if they shrink more than so many times.
+        min_compression_rate: matrices are compressed only if they shrink by more than this factor.
         use_error_feedback: remember what was lost. Needs memory for all gradients once more.
         warm_start: start from the Q before; if False, from a random one in every step.
         orthogonalization_epsilon: what torch adds to lengths before it divides by them. Not needed here, and
             without effect: the factorization has no such division.
         random_seed: of the random matrices; the same on all ranks.
-        compression_stats_logging_frequency: log the compression rate every so many steps.
+        compression_stats_logging_frequency: steps from one log of the compression rate to the next.
         batch_tensors_with_same_shape: multiply matrices of the same shape together.
 
     Attributes:
@@ -133,7 +133,7 @@ class PowerSGDState:
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
 
     def on_rebuild(self) -> None:
-        """Remember nothing, and count steps from 0: the wrapper's group was replaced, and its buckets are.
+        """Forget everything, and count steps from 0: the wrapper's group and buckets were replaced.
 
         Gradients are averaged in full again in the first ``start_powerSGD_iter`` steps; for fewer, set
         ``iter`` afterwards, on all ranks alike.
@@ -166,7 +166,7 @@ class PowerSGDState:
                 _log.info("Start to apply PowerSGD after %s iterations.", self.iter)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Since compression began: the ratio of numbers there were to numbers sent, and both of these."""
+        """Return, since compression began: the compression rate, the numbers before it, and those sent."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return before / after if after else 0, before, after
 
@@ -221,7 +221,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
 
 
 def _begins(state: PowerSGDState, bucket: GradBucket) -> bool:
-    """Whether this bucket is to be compressed; counts the step."""
+    """Return whether to compress this bucket; count the step."""
     begins = state.iter >= state.start_powerSGD_iter and bucket.buffer().is_floating_point()
     state.maybe_increase_iter(bucket)
     return begins
@@ -236,7 +236,7 @@ def _rank(state: PowerSGDState, rows: int, columns: int) -> int:
 
 
 def _as_matrix(gradient: torch.Tensor) -> torch.Tensor | None:
-    """The gradient's memory as a matrix with as many rows as its first dimension has; None for a number."""
+    """View a gradient as a matrix with as many rows as its first dimension has; None for a number."""
     if not gradient.numel() or not gradient.dim():
         return None
     rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
@@ -260,7 +260,7 @@ def _with_error(state: PowerSGDState, key: int, flat: torch.Tensor) -> torch.Ten
 
 
 def _remembered(memory: dict[int, torch.Tensor], key: int, numel: int) -> torch.Tensor | None:
-    """What is remembered of a bucket, which must not have changed."""
+    """Return the remembered tensor of a bucket, which must not have changed."""
     found = memory.get(key)
     if found is not None and found.numel() != numel:
         raise InvalidArgumentError(
@@ -277,7 +277,7 @@ def _end(
     before: torch.Tensor | None,
     done: torch.futures.Future[None],
 ) -> torch.Tensor:
-    """Remember what was lost; the averaged bucket."""
+    """Remember the error; return the averaged bucket."""
     done.value()  # raises what went wrong
     if before is not None:
         state.error_dict[key] = before.sub_(flat)
@@ -351,7 +351,7 @@ def _compress(
 
 
 def _batches(matrices: Sequence[torch.Tensor], together: bool) -> list[list[torch.Tensor]]:
-    """The matrices that are multiplied together: each alone, or those of the same shape."""
+    """Batch the matrices that are multiplied together: each alone, or those of the same shape."""
     if not together:
         return [[matrix] for matrix in matrices]
     by_shape: dict[torch.Size, list[torch.Tensor]] = {}
@@ -361,7 +361,7 @@ def _batches(matrices: Sequence[torch.Tensor], together: bool) -> list[list[torc
 
 
 def _views(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Consecutive parts of the tensor, with these shapes; what is left over is left out."""
+    """View consecutive parts of the tensor, with these shapes."""
     views, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)
@@ -371,7 +371,7 @@ def _views(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Te
 
 
 def _random(state: PowerSGDState, numel: int, like: torch.Tensor) -> torch.Tensor:
-    """Normal numbers, the same on all ranks and others each time. No other random state is touched."""
+    """Draw normal numbers, the same on all ranks, by a generator of their own."""
     generator = torch.Generator().manual_seed(int(state.rng.randint(_MOST_SEEDS)))
     return torch.randn(numel, generator=generator).to(like.dtype)
 

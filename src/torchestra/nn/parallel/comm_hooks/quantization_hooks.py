@@ -1,7 +1,7 @@
 """Averaging gradients that travel as one byte each.
 
 Each rank maps its gradients linearly onto 0..255 and sends the bytes, with the scale and the zero point, to
-all others in one all_gather; everybody adds up the same numbers in the same order, so the ranks stay
+all others in one all_gather; all ranks add up the same numbers in the same order, so the ranks stay
 bit-identical. Rounding changes a gradient by half a scale at most, that is by the range of the numbers
 quantized together, 0 included, divided by 510; the average by no more than the largest such error. Zeros stay
 zeros. Where gradients are not finite, neither is what comes out of their tensor, or channel.
@@ -51,15 +51,15 @@ def _average(
     group = member(process_group)
     buffer = bucket.buffer()
     mine = quantize(buffer, max(channel, 1))
-    everybodys = torch.empty(group.size(), mine.numel(), dtype=torch.uint8)
-    work = all_gather_into_tensor(everybodys, mine, group, async_op=True)
+    gathered = torch.empty(group.size(), mine.numel(), dtype=torch.uint8)
+    work = all_gather_into_tensor(gathered, mine, group, async_op=True)
     assert work is not None
 
     @default_float_mode()  # run by whichever thread ends the operation
     def add_up(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         done.value()  # raises what went wrong
-        total = dequantize(everybodys[0], buffer.numel(), max(channel, 1))
-        for message in everybodys[1:]:
+        total = dequantize(gathered[0], buffer.numel(), max(channel, 1))
+        for message in gathered[1:]:
             total += dequantize(message, buffer.numel(), max(channel, 1))
         return buffer.copy_(total.div_(group.size()))
 
@@ -67,7 +67,7 @@ def _average(
 
 
 def quantize(tensor: torch.Tensor, channel: int) -> torch.Tensor:
-    """What a rank sends: scales and zero points (float32, one pair per channel), then a byte per element.
+    """Encode a tensor: scales and zero points (float32, one pair per channel), then a byte per element.
 
     Args:
         tensor: real numbers, in one dimension.
@@ -93,7 +93,7 @@ def quantize(tensor: torch.Tensor, channel: int) -> torch.Tensor:
 
 
 def dequantize(message: torch.Tensor, numel: int, channel: int) -> torch.Tensor:
-    """The ``numel`` numbers that :func:`quantize` has made a message of, as float32."""
+    """Decode the ``numel`` numbers that :func:`quantize` has encoded, as float32."""
     head = message.numel() - numel
     scale, zero = message[:head].clone().view(torch.float32).view(2, -1, 1)
     rows = _in_rows(message[head:].float(), channel)
@@ -101,5 +101,5 @@ def dequantize(message: torch.Tensor, numel: int, channel: int) -> torch.Tensor:
 
 
 def _in_rows(flat: torch.Tensor, length: int) -> torch.Tensor:
-    """Rows of this length, the last one filled up with zeros."""
+    """Reshape to rows of this length, the last one padded with zeros."""
     return torch.nn.functional.pad(flat, (0, -flat.numel() % length)).view(-1, length)
