@@ -11,6 +11,7 @@ nothing is sent, and no call on a mesh waits for another rank.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Union
@@ -79,7 +80,8 @@ class DeviceMesh:
         backend_override: Sequence[str | None] | None = None,
     ) -> None:
         table = table_of(mesh)
-        self._fill(device_type, table.flatten().tolist(), table.shape, mesh_dim_names, backend_override)
+        self._lay_out(device_type, compact(table.flatten().tolist()), row_major(table.shape), mesh_dim_names)
+        self._join_groups(backend_override)
 
     @classmethod
     @checked
@@ -91,22 +93,16 @@ class DeviceMesh:
         backend_override: Sequence[str | None] | None = None,
     ) -> DeviceMesh:
         """Make a mesh of this shape of ranks 0, 1, …, row by row; at the same cost for any number."""
-        made = cls.__new__(cls)
-        made._fill(device_type, range(math.prod(shape)), shape, mesh_dim_names, backend_override)
+        made = cls._without_groups(device_type, range(math.prod(shape)), row_major(shape), mesh_dim_names)
+        made._join_groups(backend_override)
         return made
 
-    def _fill(
-        self,
-        device_type: str,
-        ranks: Sequence[int],
-        shape: Sequence[int],
-        names: Sequence[str] | None,
-        backends: Sequence[str | None] | None,
-    ) -> None:
-        dimensions = row_major(shape)
-        check_names(names, dimensions)
-        self._lay_out(device_type, compact(ranks), dimensions, names)
-        self._join_groups(backends)
+    @classmethod
+    def _without_groups(cls, *layout: Any) -> DeviceMesh:
+        """Make a mesh that has no groups yet, of the arguments of :meth:`_lay_out`."""
+        made = cls.__new__(cls)
+        made._lay_out(*layout)
+        return made
 
     def _lay_out(
         self,
@@ -117,15 +113,16 @@ class DeviceMesh:
         root: DeviceMesh | None = None,
     ) -> None:
         """Set everything but the groups."""
+        if root is None:
+            check_names(names, dimensions)
         check_device_type(device_type)
         if not is_initialized():
             init_process_group()
-        size = get_world_size()
-        check_ranks(ranks, size)
+        check_ranks(ranks, get_world_size())
         self._device_type = device_type
         self._ranks = ranks
         self._dimensions = tuple(dimensions)
-        self._shape = tuple(length(axes) for axes in dimensions)
+        self._shape = tuple(map(length, dimensions))
         self._names = tuple(names) if names else None
         self._root = root
         self._rank = get_rank()
@@ -145,21 +142,19 @@ class DeviceMesh:
             )
         if self._coordinate is None:
             return
-        names = []
-        for index, axes in enumerate(self._dimensions):
-            ranks = self._ranks_along(axes)
-            backend = None if backends is None else backends[index]
-            title = self._names[index] if self._names else f"dim_{index}"
-            if ranks == range(get_world_size()):
-                if backend not in (None, default_group().backend):
-                    raise InvalidArgumentError(
-                        f"backend_override: {backend!r} differs from the default group's"
-                    )
-                names.append(default_group().group_name)
-                continue
-            group = make_group(ranks, backend=backend, group_desc=f"mesh_{title}", deferred=True)
-            names.append(group.group_name)
-        self._group_names = tuple(names)
+        titles = self._names or [f"dim_{index}" for index in range(self.ndim)]
+        self._group_names = tuple(
+            map(self._join_group, self._dimensions, titles, backends or [None] * self.ndim)
+        )
+
+    def _join_group(self, axes: Axes, title: str, backend: str | None) -> str:
+        """Enter the group along ``axes``; return its name."""
+        ranks = self._ranks_along(axes)
+        if ranks != range(get_world_size()):
+            return make_group(ranks, backend=backend, group_desc=f"mesh_{title}", deferred=True).group_name
+        if backend not in (None, default_group().backend):
+            raise InvalidArgumentError(f"backend_override: {backend!r} differs from the default group's")
+        return default_group().group_name
 
     def _ranks_along(self, axes: Axes) -> Sequence[int]:
         """Return the global ranks that differ from this one only in their coordinate along ``axes``."""
@@ -217,8 +212,8 @@ class DeviceMesh:
         else:
             first = self._ranks.index(self._rank)
             first -= sum(offset(first, axes) for axes in self._dimensions)
-        lengths = [count for axes in self._dimensions for count, _ in axes]
-        strides = [stride for axes in self._dimensions for _, stride in axes]
+        all_axes = list(itertools.chain(*self._dimensions))
+        lengths, strides = [count for count, _ in all_axes], [stride for _, stride in all_axes]
         ranks = self._ranks
         if isinstance(ranks, range):
             table = torch.arange(ranks.start, ranks.stop, ranks.step, dtype=torch.int, device="cpu")
@@ -304,8 +299,7 @@ class DeviceMesh:
     def _derived(
         self, dimensions: Sequence[Axes], names: Sequence[str], group_names: Sequence[str]
     ) -> DeviceMesh:
-        made = DeviceMesh.__new__(DeviceMesh)
-        made._lay_out(self._device_type, self._ranks, dimensions, names, self._base)
+        made = self._without_groups(self._device_type, self._ranks, dimensions, names, self._base)
         made._group_names = tuple(group_names)
         return made
 
@@ -459,10 +453,9 @@ class DeviceMesh:
                 "Expects mesh with ndim equal to number of ProcessGroups but got mesh"
                 f" {table.tolist()} and {len(groups)} ProcessGroups"
             )
-        dimensions = row_major(table.shape)
-        check_names(mesh_dim_names, dimensions)
-        made = DeviceMesh.__new__(DeviceMesh)
-        made._lay_out(device_type, compact(table.flatten().tolist()), dimensions, mesh_dim_names)
+        made = DeviceMesh._without_groups(
+            device_type, compact(table.flatten().tolist()), row_major(table.shape), mesh_dim_names
+        )
         if made._coordinate is not None:
             for each, axes in zip(groups, made._dimensions, strict=True):
                 along = list(made._ranks_along(axes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,20 +30,9 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self.optim = optim
         self.averager = averager
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The other optimizer's."""
-        return self.optim.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The other optimizer's."""
-        return self.optim.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The other optimizer's."""
-        return self.optim.defaults
+    param_groups = property(attrgetter("optim.param_groups"), doc="The other optimizer's.")
+    state = property(attrgetter("optim.state"), doc="The other optimizer's.")
+    defaults = property(attrgetter("optim.defaults"), doc="The other optimizer's.")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, and average if it is time; return what the other optimizer returns."""

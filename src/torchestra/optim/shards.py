@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch._utils import _unflatten_dense_tensors
 
 from torchestra.collectives.functions import all_gather, broadcast
 from torchestra.process_group import ProcessGroup
@@ -41,7 +42,7 @@ def partition(parameters: Sequence[torch.Tensor], loads: list[int]) -> Partition
 def flattened(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Move the parameters' elements into one tensor, of which their data are views from now on."""
     flat = torch.empty(_numel(parameters), dtype=dtype)
-    for parameter, view in zip(parameters, _views(flat, parameters), strict=True):
+    for parameter, view in zip(parameters, _unflatten_dense_tensors(flat, parameters), strict=True):
         view.copy_(parameter.detach())
         parameter.data = view
     return flat
@@ -80,7 +81,7 @@ class Shards:
             all_gather(self._flats, self._flats[own], self._group)
         elif any(self._small):
             flats = [torch.empty(_numel(share), dtype=self._dtype) for share in self._small]
-            views = [_views(flat, share) for flat, share in zip(flats, self._small, strict=True)]
+            views = list(map(_unflatten_dense_tensors, flats, self._small))
             _copy(views[own], self._small[own])
             all_gather(flats, flats[own], self._group)
             for rank, share in enumerate(self._small):
@@ -95,12 +96,6 @@ def _numel(parameters: Sequence[torch.Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """View the parts of the tensor that are like the parameters."""
-    parts = flat.split([parameter.numel() for parameter in parameters]) if parameters else ()
-    return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
-
-
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     if targets:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(list(targets), list(sources))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Union
 
 import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from torchestra.collectives.functions import all_reduce
 from torchestra.errors import InvalidArgumentTypeError
@@ -35,11 +36,9 @@ def average_parameters(params: Iterable[torch.Tensor], process_group: AnyGroup |
     for parameter in params:
         by_dtype.setdefault(parameter.dtype, []).append(parameter.detach())
     for tensors in by_dtype.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = _flatten_dense_tensors(tensors)
         all_reduce(flat, ReduceOp.AVG, process_group)
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        averages = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-        torch._foreach_copy_(tensors, averages)
+        torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))
 
 
 def get_params_to_average(params: Parameters) -> list[torch.Tensor]:

@@ -134,9 +134,7 @@ def make_bucket(
     flat: torch.Tensor | None = None
     views: list[torch.Tensor] = []
     if with_flat and not sparse:
-        sizes = [parameter.numel() for parameter in members]
-        flat = shared_memory(sum(sizes), members[0].dtype, group, members[0].device).zero_()
-        views = [like(part, parameter) for part, parameter in zip(flat.split(sizes), members, strict=True)]
+        flat, views = shared_flat(members, group)
     nbytes = sum(parameter.nbytes for parameter in members)
     return Bucket(number, tuple(indices), members, flat, views, sparse, nbytes, limit)
 
@@ -152,6 +150,20 @@ def shared_memory(numel: int, dtype: torch.dtype, group: ProcessGroup, device: t
         return group.communicator.engine.empty((numel,), dtype)
     except InvalidArgumentError:
         return torch.empty(numel, dtype=dtype)
+
+
+def shared_flat(
+    parameters: Sequence[torch.Tensor], group: ProcessGroup
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Allocate one tensor of zeros, in memory that the ranks share, for all parameters; and its views."""
+    first = parameters[0]
+    flat = shared_memory(sum(map(torch.Tensor.numel, parameters)), first.dtype, group, first.device).zero_()
+    return flat, views_of(flat, parameters)
+
+
+def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """View consecutive parts of a tensor as the parameters are."""
+    return list(map(like, flat.split(list(map(torch.Tensor.numel, parameters))), parameters))
 
 
 def like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
+from torch._utils import _unflatten_dense_tensors
 
 from torchestra.nn.parallel.buckets import shared_memory
 from torchestra.process_group import ProcessGroup
@@ -20,8 +21,7 @@ class CoalescedBroadcast:
         self._tensors = list(tensors)
         numel = sum(tensor.numel() for tensor in tensors)
         self._flat = shared_memory(numel, tensors[0].dtype, group, tensors[0].device)
-        parts = self._flat.split([tensor.numel() for tensor in tensors])
-        self._views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        self._views = _unflatten_dense_tensors(self._flat, tensors)
 
     def run(self, root: int = 0) -> None:
         """Replace the tensors on every rank by those of a rank of the group. Must be called by all ranks."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from torchestra.errors import InvalidArgumentError
-from torchestra.nn.parallel.buckets import like, shared_memory
+from torchestra.nn.parallel.buckets import shared_flat
 from torchestra.nn.parallel.coalesced import broadcast_coalesced
 from torchestra.nn.parallel.statistics import Counters
 from torchestra.nn.parallel.tracing import untraced
@@ -64,12 +64,7 @@ class DelayedReduction:
     def update_process_group(self, group: ProcessGroup) -> None:
         """Average over these ranks from now on; a backward that has begun is not averaged."""
         self._group = group
-        parameters, first = self.parameters, self.parameters[0]
-        sizes = [parameter.numel() for parameter in parameters]
-        self._flat = shared_memory(sum(sizes), first.dtype, group, first.device).zero_()
-        self._views = [
-            like(part, parameter) for part, parameter in zip(self._flat.split(sizes), parameters, strict=True)
-        ]
+        self._flat, self._views = shared_flat(self.parameters, group)
         self._armed = False
 
     @untraced

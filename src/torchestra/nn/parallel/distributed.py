@@ -284,10 +284,10 @@ class DistributedDataParallel(Controls):
     def _make_logger(self, parameters: Sequence[torch.Tensor]) -> None:
         self.logger = Logger(self.reducer, self.process_group)
         self.logger.set_construction_data(
-            type(self.module).__name__,
             parameters,
-            device=None if self.device_ids is None else self.device,
-            output_device=None if self.output_device is None else torch.device("cuda", self.output_device),
+            module_name=type(self.module).__name__,
+            device_ids="" if self.device_ids is None else str(self.device.index),
+            output_device=-1 if self.output_device is None else self.output_device,
             broadcast_buffers=self.forward_sync_buffers,
             bucket_cap_bytes=self.bucket_bytes_cap,
             find_unused_parameters=self.find_unused_parameters,

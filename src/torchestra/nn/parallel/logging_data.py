@@ -56,31 +56,14 @@ class Logger:
         """Set a field."""
         self._fields[name] = value
 
-    def set_construction_data(
-        self,
-        module_name: str,
-        parameters: Sequence[torch.Tensor],
-        *,
-        device: torch.device | None,
-        output_device: torch.device | None,
-        broadcast_buffers: bool,
-        bucket_cap_bytes: int,
-        find_unused_parameters: bool,
-        gradient_as_bucket_view: bool,
-        has_sync_bn: bool,
-    ) -> None:
-        """Set the fields that do not change any more."""
+    def set_construction_data(self, parameters: Sequence[torch.Tensor], **fields: LoggingValue) -> None:
+        """Set the fields that do not change any more: those given, and those of the parameters."""
         dtypes = sorted({_TYPE_NAMES.get(each.dtype, str(each.dtype)) for each in parameters})
         self._fields |= {
-            "module_name": module_name,
-            "device_ids": "" if device is None else str(device.index),
-            "output_device": -1 if output_device is None else output_device.index,
+            name: int(value) if isinstance(value, bool) else value for name, value in fields.items()
+        }
+        self._fields |= {
             "is_multi_device_module": int(len({each.device for each in parameters}) > 1),
-            "broadcast_buffers": int(broadcast_buffers),
-            "bucket_cap_bytes": bucket_cap_bytes,
-            "find_unused_parameters": int(find_unused_parameters),
-            "gradient_as_bucket_view": int(gradient_as_bucket_view),
-            "has_sync_bn": int(has_sync_bn),
             "dtypes": ", ".join(dtypes),
             "num_parameter_tensors": len(parameters),
             "total_parameter_size_bytes": sum(each.nbytes for each in parameters),

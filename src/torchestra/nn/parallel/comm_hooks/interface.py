@@ -17,7 +17,7 @@ from torchestra.errors import (
     InvalidArgumentError,
     InvalidArgumentTypeError,
 )
-from torchestra.nn.parallel.buckets import like
+from torchestra.nn.parallel.buckets import views_of
 
 __all__ = ["BuiltinCommHookType", "CommHook", "GradBucket"]
 
@@ -53,8 +53,7 @@ class GradBucket:
         """Return the gradient of each parameter: views of the buffer."""
         if self._buffer.layout is not torch.strided:
             return [self._buffer]
-        parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
-        return [like(part, each) for part, each in zip(parts, self._parameters, strict=True)]
+        return views_of(self._buffer, self._parameters)
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters that the gradients are of."""
