@@ -26,36 +26,22 @@ from torch.utils._pytree import tree_map_only
 
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.work import Work
+from torchestra.engine.operations import COLLECTIVES
 from torchestra.types import ReduceOp
 from torchestra.world.registry import current_world
 
 __all__ = ["CommTensor", "wait_comm"]
 
-# Which argument of each operation its result is in.
-_FILLED = {
-    "all_reduce": "tensor",
-    "reduce": "tensor",
-    "broadcast": "tensor",
-    "all_gather": "outputs",
-    "all_gather_into_tensor": "output",
-    "gather": "outputs",
-    "scatter": "output",
-    "reduce_scatter": "output",
-    "reduce_scatter_tensor": "output",
-    "all_to_all": "outputs",
-    "all_to_all_single": "output",
-}
-
 
 class Begun(NamedTuple):
-    """A collective that a traced program has begun: what it fills, and its Work."""
+    """A collective that a traced program has begun: the tensors that it fills, and its Work."""
 
     filled: list[torch.Tensor]
     work: Work
 
 
 def wait_comm(begun: Begun) -> torch.Tensor | list[torch.Tensor]:
-    """In a traced program: wait for a collective; the tensor that it has filled, or all of them."""
+    """Wait, in a traced program, for a collective; return the tensor that it has filled, or all of them."""
     begun.work.wait()
     return begun.filled[0] if len(begun.filled) == 1 else begun.filled
 
@@ -65,23 +51,28 @@ def _begin(method: str, group_name: str, arguments: dict[str, Any]) -> Begun:
     if "op" in values:
         values["op"] = ReduceOp(*values["op"])
     communicator = current_world().group(group_name).communicator
-    filled = values[_FILLED[method]]
     work = getattr(communicator, method)(**values, async_op=True)
-    return Begun(list(filled) if isinstance(filled, (list, tuple)) else [filled], work)
+    return Begun(_filled(values), work)
+
+
+def _filled(arguments: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a collective fills: its first argument."""
+    first = next(iter(arguments.values()))
+    return list(first) if isinstance(first, (list, tuple)) else [first]
 
 
 def _node_function(method: str) -> Callable[..., Begun]:
-    """What a traced program calls for an operation: a function with a name of its own."""
+    """Make the function that a traced program calls for an operation; it has a name of its own."""
 
     def begin(group_name: str, **arguments: Any) -> Begun:
         return _begin(method, group_name, arguments)
 
     begin.__name__ = begin.__qualname__ = f"{method}_"
-    begin.__doc__ = f"In a traced program: begin ``{method}`` on the group of a name."
+    begin.__doc__ = f"Begin, in a traced program, ``{method}`` on the group of a name."
     return begin
 
 
-_NODES = {method: _node_function(method) for method in _FILLED}
+_NODES = {name: _node_function(name) for name, row in COLLECTIVES.items() if row.output is not None}
 
 
 class _Pending:
@@ -177,8 +168,7 @@ class CommTensor(torch.Tensor):
         bound = inspect.signature(method).bind(communicator, *args, **kwargs)
         given = dict(list(bound.arguments.items())[1:])
         async_op = bool(given.pop("async_op", False))
-        filled = given[_FILLED[method.__name__]]
-        filled = list(filled) if isinstance(filled, (list, tuple)) else [filled]
+        filled = _filled(given)
         plain = tree_map_only(CommTensor, lambda tensor: tensor.wait(), given)
         mode = get_innermost_proxy_mode()
         if mode is None:

@@ -21,17 +21,13 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from torchestra.engine.operations import COLLECTIVES
 from torchestra.errors import DistError
 
-COLLECTIVES = (
-    "all_reduce",
-    "all_reduce_coalesced",
-    "broadcast",
-    "all_gather_into_tensor",
-    "all_gather_into_tensor_coalesced",
-    "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced",
-    "all_to_all_single",
+_ROWS = [row for row in COLLECTIVES.values() if row.functional]
+_NAMES = (
+    *(row.functional for row in _ROWS),
+    *(f"{row.functional}_coalesced" for row in _ROWS if row.coalesced),
 )
 
 _lowered = False
@@ -109,23 +105,16 @@ def _register() -> None:
         ir._WaitKernel.create_wait(ops.wait_tensor.default, tensor)
         return tensor
 
-    for operator, lower in (
-        (ops.all_reduce, in_place(ops.all_reduce_.default)),
-        (ops.all_reduce_coalesced, each_in_place(ops.all_reduce_.default)),
-        (ops.broadcast, in_place(ops.broadcast_.default)),
-        (ops.all_gather_into_tensor, out_of_place(ops.all_gather_into_tensor.default)),
-        (
-            ops.all_gather_into_tensor_coalesced,
-            out_of_place(ops.all_gather_into_tensor_coalesced.default),
-        ),
-        (ops.reduce_scatter_tensor, out_of_place(ops.reduce_scatter_tensor.default)),
-        (
-            ops.reduce_scatter_tensor_coalesced,
-            out_of_place(ops.reduce_scatter_tensor_coalesced.default),
-        ),
-        (ops.all_to_all_single, out_of_place(ops.all_to_all_single.default)),
-        (ops.wait_tensor, wait),
-    ):
+    lowerings = {ops.wait_tensor: wait}
+    for row in _ROWS:
+        operator = getattr(ops, row.functional)
+        replacing = getattr(ops, f"{row.functional}_").default if row.in_place else None
+        lowerings[operator] = in_place(replacing) if row.in_place else out_of_place(operator.default)
+        if row.coalesced:
+            operator = getattr(ops, f"{row.functional}_coalesced")
+            several = each_in_place(replacing) if row.in_place else out_of_place(operator.default)
+            lowerings[operator] = several
+    for operator, lower in lowerings.items():
         add_layout_constraint(operator, constrain_to_fx_strides)
         lowering_of(operator)(called_from_python(lower))
     post_grad.pass_patterns.append(cast(Any, Overlap()))
@@ -187,7 +176,7 @@ def _hoist_collectives(graph: fx.Graph) -> int:
     order: list[fx.Node] = []
     since: list[fx.Node] = []  # the last collective, or fence
     for node in nodes:
-        if _is(node, COLLECTIVES):
+        if _is(node, _NAMES):
             needed = _ancestors_among(since, node)
             order += [*(each for each in since if each in needed), node]
             order += [each for each in since if each not in needed]

@@ -1,8 +1,9 @@
 """The functional collectives as torch operators: ``torch.ops.torchestra.*``.
 
-Every operator returns new tensors, at once; ``wait_tensor`` returns its argument when its contents are there.
-An operator knows its group by name, so that graphs hold nothing but strings and numbers, and finds it when it
-runs. Those that end in ``_`` work in place; they are for Inductor.
+They are derived from the rows of the table of operations that name one. Every operator returns new tensors,
+at once; ``wait_tensor`` returns its argument when its contents are there. An operator knows its group by name,
+so that graphs hold nothing but strings and numbers, and finds it when it runs. Those that end in ``_`` work in
+place; they are for Inductor.
 
 ``wait_tensor`` says truthfully that it returns what it is given. In a functional graph, though, its result is
 a tensor of its own: the one that may be read. So it has a functionalization and a derivative of its own
@@ -21,6 +22,7 @@ import torch
 
 from torchestra.communicator import multi_tensor, work_registry
 from torchestra.communicator.work import Work
+from torchestra.engine.operations import COLLECTIVES, Collective, Shape
 from torchestra.errors import InvalidArgumentError, InvalidShapeError
 from torchestra.functional.inductor import lower_collectives
 from torchestra.process_group import ProcessGroup
@@ -37,7 +39,7 @@ Kernel = Callable[..., Any]
 
 
 def reduction(name: str) -> ReduceOp:
-    """The reduce operation of a name in lower case, as operators take it.
+    """Return the reduce operation of a name in lower case, as operators take it.
 
     Raises:
         InvalidArgumentError: there is none of that name.
@@ -48,6 +50,147 @@ def reduction(name: str) -> ReduceOp:
             f"unknown reduce operation {name!r}; functional collectives know {', '.join(_REDUCTIONS)}"
         )
     return op
+
+
+def _expect(output: torch.Tensor, work: Work | None, group: ProcessGroup, what: str) -> torch.Tensor:
+    assert work is not None
+    work_registry.expect(
+        output, work, group, f"{what} on {tuple(output.shape)} of group {group.group_name!r}"
+    )
+    return output
+
+
+# -- fake kernels: shapes
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _gathered(tensor: torch.Tensor, group_size: int) -> torch.Tensor:
+    first, rest = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, ())
+    return tensor.new_empty((first * group_size, *rest))
+
+
+def _scattered(tensor: torch.Tensor, group_size: int) -> torch.Tensor:
+    if not tensor.dim() or tensor.shape[0] % group_size:
+        raise InvalidShapeError(
+            f"reduce_scatter_tensor: input dimension 0 of shape {tuple(tensor.shape)} must be a multiple of"
+            f" group_size {group_size}"
+        )
+    return tensor.new_empty((tensor.shape[0] // group_size, *tensor.shape[1:]))
+
+
+def _exchanged(tensor: torch.Tensor, output_splits: Sequence[int] | None, _: Any) -> torch.Tensor:
+    if output_splits is None:
+        return tensor.new_empty(tensor.shape)
+    for length in output_splits:
+        torch._check(length >= 0, lambda: f"output_split_sizes must not be negative, got {output_splits}")
+    return tensor.new_empty((sum(output_splits), *tensor.shape[1:]))
+
+
+_OUTPUTS: dict[Shape, Kernel] = {
+    Shape.ALIKE: _like,
+    Shape.OUTPUT_IS_WHOLE: _gathered,
+    Shape.INPUT_IS_WHOLE: _scattered,
+    Shape.ROWS: _exchanged,
+}
+
+
+# -- operators
+
+
+class _Operator:
+    """The operators of a row of the table.
+
+    Their arguments are a tensor, or several, then as far as the row has them a reduce operation, a root and
+    split sizes, the group's size if the output's depends on it, and the group's name.
+    """
+
+    def __init__(self, row: Collective) -> None:
+        self._row = row
+        self._is_sized = row.shape in (Shape.OUTPUT_IS_WHOLE, Shape.INPUT_IS_WHOLE)
+
+    def define(self) -> None:
+        """Define the operator, that of several tensors, and that in place, as far as the row has them."""
+        row, name = self._row, self._row.functional
+        parameters = ["str reduce_op"] * row.reduces + [f"int {row.root}"] * bool(row.root)
+        if row.splits:
+            parameters += ["SymInt[]? output_split_sizes", "SymInt[]? input_split_sizes"]
+        parameters += ["int group_size"] * self._is_sized + ["str group_name"]
+        rest = ", ".join(parameters)
+        _define(f"{name}(Tensor input, {rest}) -> Tensor", self._run, self._fake)
+        if row.coalesced:
+            schema = f"{name}_coalesced(Tensor[] inputs, {rest}) -> Tensor[]"
+            _define(schema, self._run_coalesced, self._fake_coalesced)
+        if row.in_place:
+            _define(f"{name}_(Tensor(a!) input, {rest}) -> ()", self._run_in_place, lambda *_: None)
+
+    def _fake(self, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if self._row.reduces:
+            reduction(arguments[0])
+        return self._output(tensor, arguments)
+
+    def _fake_coalesced(self, tensors: Sequence[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
+        return [self._fake(tensor, *arguments) for tensor in tensors]
+
+    def _output(self, tensor: torch.Tensor, arguments: Sequence[Any]) -> torch.Tensor:
+        used = arguments[-2:-1] if self._is_sized else arguments[:-1] if self._row.splits else ()
+        output: torch.Tensor = _OUTPUTS[self._row.shape](tensor, *used)
+        return output
+
+    def _group(self, arguments: Sequence[Any]) -> ProcessGroup:
+        name = arguments[-1]
+        group = current_world().group(name)
+        if self._is_sized and group.size() != arguments[-2]:
+            raise InvalidArgumentError(
+                f"this operation was compiled for a group of {arguments[-2]} ranks, and group {name!r} has"
+                f" {group.size()} now: call torch.compiler.reset() after another world was made"
+            )
+        return group
+
+    def _settings(self, arguments: Sequence[Any], group: ProcessGroup) -> list[Any]:
+        """Return the communicator's arguments after the tensors: reduce operation, root, split sizes."""
+        settings = list(arguments[: -2 if self._is_sized else -1])
+        if self._row.reduces:
+            settings[0] = reduction(settings[0])
+        if self._row.root and not 0 <= settings[-1] < group.size():
+            raise InvalidArgumentError(
+                f"{self._row.name}: {self._row.root} is {settings[-1]}, but the group has ranks 0 to"
+                f" {group.size() - 1}"
+            )
+        return settings
+
+    def _run(self, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if self._row.in_place:
+            output = tensor.clone(memory_format=torch.contiguous_format)
+            self._run_in_place(output, *arguments)
+            return output
+        group = self._group(arguments)
+        output = self._output(tensor, arguments)
+        begin = getattr(group.communicator, self._row.name)
+        work = begin(output, tensor, *self._settings(arguments, group), async_op=True)
+        return _expect(output, work, group, self._row.name)
+
+    def _run_in_place(self, tensor: torch.Tensor, *arguments: Any) -> None:
+        group = self._group(arguments)
+        work_registry.wait_for(tensor)
+        begin = getattr(group.communicator, self._row.name)
+        _expect(
+            tensor, begin(tensor, *self._settings(arguments, group), async_op=True), group, self._row.name
+        )
+
+    def _run_coalesced(self, tensors: Sequence[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
+        group, name = self._group(arguments), f"{self._row.functional}_coalesced"
+        settings = self._settings(arguments, group)
+        begin = getattr(multi_tensor, name)
+        if self._row.in_place:
+            outputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+            work = begin(group.communicator, outputs, *settings, async_op=True)
+        else:
+            outputs = [self._output(tensor, arguments) for tensor in tensors]
+            work = begin(group.communicator, outputs, tensors, *settings, async_op=True)
+        return [_expect(output, work, group, name) for output in outputs]
 
 
 def _define(schema: str, kernel: Kernel, fake: Kernel) -> None:
@@ -62,211 +205,15 @@ def _define(schema: str, kernel: Kernel, fake: Kernel) -> None:
     torch.library.register_fake(f"torchestra::{name}", fake_kernel, lib=_library)
 
 
-def _group(name: str, size: int | None = None) -> ProcessGroup:
-    group = current_world().group(name)
-    if size is not None and group.size() != size:
-        raise InvalidArgumentError(
-            f"this operation was compiled for a group of {size} ranks, and group {name!r} has {group.size()}"
-            " now: call torch.compiler.reset() after another world was made"
-        )
-    return group
-
-
-def _expect(output: torch.Tensor, work: Work | None, group: ProcessGroup, what: str) -> torch.Tensor:
-    assert work is not None
-    work_registry.expect(
-        output, work, group, f"{what} on {tuple(output.shape)} of group {group.group_name!r}"
-    )
-    return output
-
-
-# -- shapes
-
-
-def _like(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
-def _reduced_like(tensor: torch.Tensor, reduce_op: str, *_: Any) -> torch.Tensor:
-    reduction(reduce_op)
-    return _like(tensor)
-
-
-def _gathered(tensor: torch.Tensor, group_size: int, *_: Any) -> torch.Tensor:
-    first, rest = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, ())
-    return tensor.new_empty((first * group_size, *rest))
-
-
-def _scattered(tensor: torch.Tensor, reduce_op: str, group_size: int, *_: Any) -> torch.Tensor:
-    reduction(reduce_op)
-    if not tensor.dim() or tensor.shape[0] % group_size:
-        raise InvalidShapeError(
-            f"reduce_scatter_tensor: input dimension 0 of shape {tuple(tensor.shape)} must be a multiple of"
-            f" group_size {group_size}"
-        )
-    return tensor.new_empty((tensor.shape[0] // group_size, *tensor.shape[1:]))
-
-
-def _exchanged(tensor: torch.Tensor, output_splits: Sequence[int] | None, *_: Any) -> torch.Tensor:
-    if output_splits is None:
-        return tensor.new_empty(tensor.shape)
-    for length in output_splits:
-        torch._check(length >= 0, lambda: f"output_split_sizes must not be negative, got {output_splits}")
-    return tensor.new_empty((sum(output_splits), *tensor.shape[1:]))
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
-def _each(fake: Kernel) -> Kernel:
-    return lambda tensors, *arguments: [fake(tensor, *arguments) for tensor in tensors]
-
-
-# -- kernels
-
-
-def _all_reduce(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    output = tensor.clone(memory_format=torch.contiguous_format)
-    _all_reduce_(output, reduce_op, group_name)
-    return output
-
-
-def _all_reduce_(tensor: torch.Tensor, reduce_op: str, group_name: str) -> None:
-    group = _group(group_name)
-    work_registry.wait_for(tensor)
-    work = group.communicator.all_reduce(tensor, reduction(reduce_op), async_op=True)
-    _expect(tensor, work, group, "all_reduce")
-
-
-def _all_reduce_coalesced(
-    tensors: Sequence[torch.Tensor], reduce_op: str, group_name: str
-) -> list[torch.Tensor]:
-    group, op = _group(group_name), reduction(reduce_op)
-    outputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    work = multi_tensor.all_reduce_coalesced(group.communicator, outputs, op, async_op=True)
-    return [_expect(output, work, group, "all_reduce_coalesced") for output in outputs]
-
-
-def _broadcast(tensor: torch.Tensor, src: int, group_name: str) -> torch.Tensor:
-    output = tensor.clone(memory_format=torch.contiguous_format)
-    _broadcast_(output, src, group_name)
-    return output
-
-
-def _broadcast_(tensor: torch.Tensor, src: int, group_name: str) -> None:
-    group = _group(group_name)
-    work_registry.wait_for(tensor)
-    if not 0 <= src < group.size():
-        raise InvalidArgumentError(
-            f"broadcast: src is {src}, but the group has ranks 0 to {group.size() - 1}"
-        )
-    _expect(tensor, group.communicator.broadcast(tensor, src, async_op=True), group, "broadcast")
-
-
-def _all_gather_into_tensor(tensor: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
-    group = _group(group_name, group_size)
-    output = _gathered(tensor, group_size)
-    work = group.communicator.all_gather_into_tensor(output, tensor, async_op=True)
-    return _expect(output, work, group, "all_gather_into_tensor")
-
-
-def _all_gather_into_tensor_coalesced(
-    tensors: Sequence[torch.Tensor], group_size: int, group_name: str
-) -> list[torch.Tensor]:
-    group = _group(group_name, group_size)
-    outputs = [_gathered(tensor, group_size) for tensor in tensors]
-    work = multi_tensor.all_gather_into_tensor_coalesced(group.communicator, outputs, tensors, async_op=True)
-    return [_expect(output, work, group, "all_gather_into_tensor_coalesced") for output in outputs]
-
-
-def _reduce_scatter_tensor(
-    tensor: torch.Tensor, reduce_op: str, group_size: int, group_name: str
-) -> torch.Tensor:
-    group = _group(group_name, group_size)
-    output = _scattered(tensor, reduce_op, group_size)
-    work = group.communicator.reduce_scatter_tensor(output, tensor, reduction(reduce_op), async_op=True)
-    return _expect(output, work, group, "reduce_scatter_tensor")
-
-
-def _reduce_scatter_tensor_coalesced(
-    tensors: Sequence[torch.Tensor], reduce_op: str, group_size: int, group_name: str
-) -> list[torch.Tensor]:
-    group, op = _group(group_name, group_size), reduction(reduce_op)
-    outputs = [_scattered(tensor, reduce_op, group_size) for tensor in tensors]
-    work = multi_tensor.reduce_scatter_tensor_coalesced(
-        group.communicator, outputs, tensors, op, async_op=True
-    )
-    return [_expect(output, work, group, "reduce_scatter_tensor_coalesced") for output in outputs]
-
-
-def _all_to_all_single(
-    tensor: torch.Tensor,
-    output_splits: Sequence[int] | None,
-    input_splits: Sequence[int] | None,
-    group_name: str,
-) -> torch.Tensor:
-    group = _group(group_name)
-    output = _exchanged(tensor, output_splits)
-    work = group.communicator.all_to_all_single(output, tensor, output_splits, input_splits, async_op=True)
-    return _expect(output, work, group, "all_to_all_single")
-
-
 def _wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     work_registry.wait_for(tensor)
     return tensor
 
 
-_OPERATORS: tuple[tuple[str, Kernel, Kernel], ...] = (
-    ("all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor", _all_reduce, _reduced_like),
-    (
-        "all_reduce_(Tensor(a!) input, str reduce_op, str group_name) -> ()",
-        _all_reduce_,
-        _nothing,
-    ),
-    (
-        "all_reduce_coalesced(Tensor[] inputs, str reduce_op, str group_name) -> Tensor[]",
-        _all_reduce_coalesced,
-        _each(_reduced_like),
-    ),
-    ("broadcast(Tensor input, int src, str group_name) -> Tensor", _broadcast, _like),
-    (
-        "broadcast_(Tensor(a!) input, int src, str group_name) -> ()",
-        _broadcast_,
-        _nothing,
-    ),
-    (
-        "all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor",
-        _all_gather_into_tensor,
-        _gathered,
-    ),
-    (
-        "all_gather_into_tensor_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]",
-        _all_gather_into_tensor_coalesced,
-        _each(_gathered),
-    ),
-    (
-        "reduce_scatter_tensor(Tensor input, str reduce_op, int group_size, str group_name) -> Tensor",
-        _reduce_scatter_tensor,
-        _scattered,
-    ),
-    (
-        "reduce_scatter_tensor_coalesced"
-        "(Tensor[] inputs, str reduce_op, int group_size, str group_name) -> Tensor[]",
-        _reduce_scatter_tensor_coalesced,
-        _each(_scattered),
-    ),
-    (
-        "all_to_all_single(Tensor input, SymInt[]? output_split_sizes, SymInt[]? input_split_sizes,"
-        " str group_name) -> Tensor",
-        _all_to_all_single,
-        _exchanged,
-    ),
-    ("wait_tensor(Tensor(a) input) -> Tensor(a)", _wait_tensor, torch.empty_like),
-)
-
-for _schema, _kernel, _fake in _OPERATORS:
-    _define(_schema, _kernel, _fake)
+for _row in COLLECTIVES.values():
+    if _row.functional:
+        _Operator(_row).define()
+_define("wait_tensor(Tensor(a) input) -> Tensor(a)", _wait_tensor, torch.empty_like)
 
 ops = torch.ops.torchestra
 """The operators, as they appear in graphs."""
