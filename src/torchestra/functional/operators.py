@@ -1,9 +1,9 @@
 """The functional collectives as torch operators: ``torch.ops.torchestra.*``.
 
 They are derived from the rows of the table of operations that name one. Every operator returns new tensors,
-at once; ``wait_tensor`` returns its argument when its contents are there. An operator knows its group by name,
-so that graphs hold nothing but strings and numbers, and finds it when it runs. Those that end in ``_`` work in
-place; they are for Inductor.
+at once; ``wait_tensor`` returns its argument when its contents are there. An operator knows its group by
+name, so that graphs hold nothing but strings and numbers, and finds it when it runs. Those that end in
+``_`` work in place; they are for Inductor.
 
 ``wait_tensor`` says truthfully that it returns what it is given. In a functional graph, though, its result is
 a tensor of its own: the one that may be read. So it has a functionalization and a derivative of its own
