@@ -25,7 +25,7 @@ TURNS = 9
 
 
 def timed(call: Callable[[], object], repetitions: int) -> float:
-    """µs per call: the median of some turns, on the slowest rank."""
+    """Return the µs per call: the median of some turns, on the slowest rank."""
     for _ in range(min(repetitions, 50)):
         call()
     turns = []
@@ -79,7 +79,7 @@ def calls_of(size: int) -> dict[str, tuple[Callable[[], object], Callable[[], ob
 
 
 def there_and_back(size: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """send and recv, half of there and back, between ranks 0 and 1, 2 and 3, …"""
+    """Return the µs of send and recv, half of there and back, between ranks 0 and 1, 2 and 3, …"""
     rank, tensor = dist.get_rank(), torch.ones(max(1, size // 4))
     other = rank ^ 1
     mailbox = default_group().communicator.engine.mailbox
@@ -102,7 +102,7 @@ def there_and_back(size: int) -> dict[str, tuple[Callable[[], object], Callable[
 
 
 def measure(sizes: list[int]) -> list[tuple[int, str, float, float]]:
-    """On every rank: (size, operation, µs of the public call, µs of the kernel)."""
+    """Return, on every rank, (size, operation, µs of the public call, µs of the kernel)."""
     torch.set_num_threads(1)
     dist.init_process_group()
     rows = []

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(given: argparse.Namespace) -> BenchOptions:
-    """The options that the arguments mean.
+    """Return the options that the arguments mean.
 
     Raises:
         InvalidArgumentError: a number, size or name makes no sense.

@@ -20,7 +20,7 @@ OURS, GLOO, KERNEL = "#d6006c", "#6b6b6b", "#f3a6cb"
 
 
 def table_of(heading: str) -> list[list[str]]:
-    """The rows, header first, of the tables under the heading of docs/benchmarks.md that begins like this."""
+    """Return the rows, header first, of the tables of docs/benchmarks.md under a heading that begins so."""
     text = (DOCS / "benchmarks.md").read_text()
     section = re.split(r"^## ", text, flags=re.MULTILINE)
     lines = next(part for part in section if part.startswith(heading)).splitlines()
@@ -29,12 +29,12 @@ def table_of(heading: str) -> list[list[str]]:
 
 
 def digest(rows: list[list[str]]) -> str:
-    """What a picture says of the table that it was drawn from."""
+    """Return the digest of a table, which the picture drawn from it carries."""
     return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
 def draw_training(axes: Any, rows: list[list[str]]) -> None:
-    """Two bars for every model and number of ranks: what each DDP adds, in milliseconds."""
+    """Draw two bars for every model and number of ranks: what each DDP adds, in milliseconds."""
     labels = []
     for place, (name, ours, gloo, ratio) in enumerate(rows[1:]):
         for offset, text, colour in ((-0.2, ours, OURS), (0.2, gloo, GLOO)):
@@ -50,7 +50,7 @@ def draw_training(axes: Any, rows: list[list[str]]) -> None:
 
 
 def draw_calls(axes: Any, rows: list[list[str]]) -> None:
-    """A bar for every operation and small size, in two parts: the kernel, and the Python around it."""
+    """Draw a bar for every operation and small size, in two parts: the kernel, and the Python around it."""
     sizes = [cell.partition(":")[0] for cell in rows[0][1::2]][:2]
     labels: list[str] = []
     ranks = ""

@@ -77,7 +77,7 @@ def run(*words: str) -> None:
 
 
 def make_network(names: list[str], rate: str) -> None:
-    """The hosts and the cable."""
+    """Make the hosts and the cable."""
     for name in names:
         run("ip", "netns", "add", name)
     first, second = names
@@ -156,7 +156,7 @@ def start(names: list[str], directory: Path) -> list[subprocess.Popen[str]]:
 
 
 def has_mpich() -> bool:
-    """Whether MPICH and mpi4py are beside the interpreter."""
+    """Return whether MPICH and mpi4py are beside the interpreter."""
     return MPIEXEC.with_name("mpichversion").exists() and find_spec("mpi4py") is not None
 
 
@@ -177,7 +177,7 @@ def bound(name: str, mbit: int) -> float:
 
 
 def report(found: dict[str, Any], mbit: int) -> None:
-    """A line of the table."""
+    """Return a line of the table."""
     columns, medians = [], []
     for which in ("ours", "gloo"):
         low, middle, high = (each * 1e3 for each in statistics.quantiles(found[which], n=4))
@@ -191,7 +191,7 @@ def report(found: dict[str, Any], mbit: int) -> None:
 
 
 def work(wanted: list[str]) -> None:
-    """One rank's life."""
+    """Be one rank."""
     import torch
     import torch.distributed as theirs
 
@@ -252,7 +252,7 @@ class Mpi:
 
 
 def operation(package: Any, group: Any, name: str, rank: int) -> Callable[[], object] | None:
-    """What is measured, by one of the packages, on a group or on all ranks; None where it has none."""
+    """Return what is measured, by one of the packages, on a group or on all ranks; None where it has none."""
     import torch
 
     kind, _, size = name.partition(" ")
@@ -273,7 +273,7 @@ def operation(package: Any, group: Any, name: str, rank: int) -> Callable[[], ob
 
 
 def ping(package: Any, tensor: Any, rank: int, chosen: dict[str, Any]) -> None:
-    """A message from the first rank to the last, on the other host, and one back."""
+    """Send a message from the first rank to the last, on the other host, and one back."""
     first, last = 0, RANKS - 1
     if rank == first:
         package.send(tensor, last, **chosen)
@@ -284,7 +284,7 @@ def ping(package: Any, tensor: Any, rank: int, chosen: dict[str, Any]) -> None:
 
 
 def compare(name: str, operations: dict[str, Callable[[], object] | None], rounds: int) -> dict[str, Any]:
-    """The seconds of each in turn, after two rounds that do not count."""
+    """Return the seconds of each in turn, after two rounds that do not count."""
     calls = {which: call for which, call in operations.items() if call is not None}
     times: dict[str, list[float]] = {which: [] for which in calls}
     for number in range(rounds + 2):
@@ -296,7 +296,7 @@ def compare(name: str, operations: dict[str, Callable[[], object] | None], round
 
 
 def slowest(operation: Callable[[], object]) -> float:
-    """How long it takes until all ranks have done it, begun together."""
+    """Return how long it takes until all ranks have done it, begun together."""
     import torch
 
     import torchestra as ours
@@ -310,7 +310,7 @@ def slowest(operation: Callable[[], object]) -> float:
 
 
 def make_model() -> Any:
-    """The MLP."""
+    """Return the MLP."""
     from torch import nn
 
     layers = [each for pair in itertools.pairwise(WIDTHS) for each in (nn.Linear(*pair), nn.ReLU())]
@@ -318,7 +318,7 @@ def make_model() -> Any:
 
 
 def make_inputs() -> Any:
-    """A batch."""
+    """Return a batch."""
     import torch
 
     return torch.randn(32, WIDTHS[0])
@@ -334,7 +334,7 @@ def optimize(model: Any) -> None:
 
 
 def training_step(package: Any, group: Any) -> Callable[[], object]:
-    """A step of an MLP under the package's DistributedDataParallel."""
+    """Return a step of an MLP under the package's DistributedDataParallel."""
     from torch import nn
 
     import torchestra as ours
@@ -355,7 +355,7 @@ class EnoughError(Exception):
 
 
 def what_comes_before_and_after() -> Callable[[], object]:
-    """A step of the MLP alone, whose backward ends when the first large gradient is there."""
+    """Return a step of the MLP alone, whose backward ends when the first large gradient is there."""
     model, inputs = make_model(), make_inputs()
     model(inputs).sum().backward()
 

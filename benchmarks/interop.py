@@ -12,7 +12,7 @@ _COLUMNS = (("torchestra", 'backend "torchestra"'), ("gloo", 'backend "gloo"'))
 
 
 def measure_interop(options: BenchOptions) -> tuple[SideTable, list[str]]:
-    """Microseconds of all_reduce and of training steps with both backends, and what failed.
+    """Return the microseconds of all_reduce and of training steps with both backends, and what failed.
 
     Where two backends do not train to the same losses, the step is told as failed.
     """

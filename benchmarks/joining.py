@@ -124,7 +124,7 @@ class Traffic:
         serving.answer = counted
 
     def take(self) -> tuple[Counter[str], Counter[str]]:
-        """What was counted since the last time."""
+        """Return what was counted since the last time."""
         taken = self.requests.copy(), self.bytes.copy()
         self.requests.clear()
         self.bytes.clear()
@@ -167,7 +167,7 @@ class Rank:
         self._note()
 
     def _fetch_memory(self, store: PrefixStore, place: int, size: int) -> RankContext | None:
-        """What the first rank of a host has made. The others do not map it: so many would not fit."""
+        """Return what the first rank of a host has made. The others do not map it: so many would not fit."""
         deadline = time.monotonic() + LIMIT
         if place == 0:
             with TURN.given_away():
@@ -210,7 +210,7 @@ def warm_up() -> None:
 
 
 def raise_limits() -> None:
-    """As many descriptors as this process may have."""
+    """Allow as many open descriptors as this process may have."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -231,7 +231,7 @@ def main() -> None:
 
 
 def run(size: int, per_host: int, processes: int, port: int, traffic: Traffic) -> tuple[float, list[str]]:
-    """How long it took all ranks, and what to print."""
+    """Return how long it took all ranks, and what to print."""
     context = multiprocessing.get_context("spawn")
     pipes, workers = [], []
     for number in range(processes):
@@ -276,7 +276,7 @@ def described(
     moved: Counter[str],
     beats: Counter[str],
 ) -> list[str]:
-    """What to print."""
+    """Return what to print."""
     lines = [
         f"{size} ranks, {-(-size // per_host)} hosts",
         "",

@@ -30,7 +30,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be allocated without swapping; None where the system does not say."""
+    """Return the bytes that can be allocated without swapping; None where the system does not say."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"))
     return int(found[1]) * 1024 if found else None
 

@@ -28,7 +28,7 @@ _STREAM_MOVES = {"update": 2, "read": 1, "write": 1, "copy": 1}
 
 
 def cells_of(options: BenchOptions) -> list[tuple[str, int]]:
-    """The operations and sizes to measure at one world size; a barrier has size 0."""
+    """Return the operations and sizes to measure at one world size; a barrier has size 0."""
     return [
         (operation, size)
         for operation in options.operations
@@ -37,7 +37,7 @@ def cells_of(options: BenchOptions) -> list[tuple[str, int]]:
 
 
 def cell_bytes(operation: str, size: int, world: int) -> int:
-    """The memory that the ranks of one peer need for a cell, all together."""
+    """Return the memory that the ranks of one peer need for a cell, all together."""
     buffers = shape(operation, size, world)
     return (buffers.given + buffers.received) * ITEM_BYTES * world
 
@@ -113,7 +113,7 @@ class _Contest:
         self._ask("release")
 
     def timing(self) -> Timing:
-        """The numbers of this cell."""
+        """Return the numbers of this cell."""
         return summarise(self._means, self._singles, self._batch, self._right)
 
     def _time(self, batch: int, batches: int, warmup: int) -> list[float]:
@@ -126,7 +126,7 @@ class _Contest:
 
 
 def measure_streams(workers: WorkerProcesses, streams: tuple[str, ...], seconds: float) -> dict[str, float]:
-    """What all processes stream at once through memory, per kind of stream, in bytes per second.
+    """Return what all processes stream at once through memory, per kind of stream, in bytes per second.
 
     The mean counts here, not the median: with more processes than cores each one waits part of the time.
     """

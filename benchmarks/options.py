@@ -84,7 +84,7 @@ class BenchOptions:
             )
 
     def wants(self, key: str) -> bool:
-        """Whether the peer of this key is to be measured."""
+        """Return whether the peer of this key is to be measured."""
         return self.peers is None or key in self.peers
 
 

@@ -72,7 +72,7 @@ class Peer:
 
 
 def find_peers(options: BenchOptions, directory: Path) -> tuple[list[Peer], list[str]]:
-    """The peers that the options ask for, and a line about each that is there but cannot be used."""
+    """Return the peers that the options ask for, and a line about each that is there but cannot be used."""
     here = Path(sys.executable)
     peers, notes = [], []
     ours = (Column("torchestra", "torchestra"), Column("symmetric", "symmetric", "symmetric"))
@@ -103,7 +103,7 @@ def find_peers(options: BenchOptions, directory: Path) -> tuple[list[Peer], list
 
 
 def mpi_peer(environment: MpiEnvironment) -> Peer | str:
-    """The peer that an interpreter with mpi4py makes, or a line that says why it makes none.
+    """Return the peer that an interpreter with mpi4py makes, or a line that says why it makes none.
 
     An environment without a name gets that of its library. ``mpiexec`` is the one beside the interpreter,
     else the first on the path.
@@ -144,12 +144,12 @@ def mpi_peer(environment: MpiEnvironment) -> Peer | str:
 
 
 def peer_key(title: str) -> str:
-    """The short name for the command line: lower case, letters and digits."""
+    """Return the short name for the command line: lower case, letters and digits."""
     return "".join(character for character in title.lower() if character.isalnum())
 
 
 def library_name(version: str) -> str:
-    """The name of an MPI, from the text of ``MPI_Get_library_version``."""
+    """Return the name of an MPI, from the text of ``MPI_Get_library_version``."""
     first = version.strip().splitlines()[0].lower() if version.strip() else ""
     for sign, name in _LIBRARIES:
         if sign in first:
@@ -158,7 +158,7 @@ def library_name(version: str) -> str:
 
 
 def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a rank: this process's own, without another launcher's traces, one thread."""
+    """Return the environment of a rank: this process's own, without another launcher's traces, one thread."""
     environment = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     environment.update(dict.fromkeys(threads, "1"))
@@ -167,7 +167,7 @@ def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def torchestra_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a rank that imports torchestra: it finds the one that this process found."""
+    """Return the environment of a rank that imports torchestra: it finds the one that this process found."""
     environment = rank_environment(extra)
     source = str(Path(torchestra.__file__).resolve().parents[1])
     path = environment.get("PYTHONPATH", "")

@@ -16,7 +16,7 @@ _TURNS_PER_ROUND = 5
 
 
 def measure_remote_calls(options: BenchOptions) -> tuple[SideTable, list[str]]:
-    """For each workload: microseconds per call there and back, and what failed.
+    """Return the microseconds per call there and back of each workload, and what failed.
 
     They are the medians over the turns, with the interval in which the true median lies with 95 %
     probability.

@@ -47,7 +47,7 @@ class Cell:
     floor_us: float | None = None
 
     def ratio(self, slower: str, faster: str) -> float | None:
-        """How many times as long ``slower`` took; None where one of the two is missing or wrong."""
+        """Return how many times as long ``slower`` took; None where one of the two is missing or wrong."""
         one, other = self.timings.get(slower), self.timings.get(faster)
         if one is None or other is None or not (one.right and other.right):
             return None
@@ -130,7 +130,7 @@ class BenchReport:
         return tuple(column.key for column in self.columns if column.kind == "mpi")
 
     def best_mpi(self, cell: Cell) -> str | None:
-        """The key of the MPI that was fastest in a cell."""
+        """Return the key of the MPI that was fastest in a cell."""
         there = [key for key in self.mpi_keys if key in cell.timings and cell.timings[key].right]
         return min(there, key=lambda key: cell.timings[key].median_us, default=None)
 
@@ -139,17 +139,17 @@ class BenchReport:
         return cell.ratio(GLOO, OURS)
 
     def mpi_ratio(self, cell: Cell, ours: str = OURS) -> float | None:
-        """The best MPI's time divided by torchestra's: below 1 the cell is lost."""
+        """Return the best MPI's time divided by torchestra's: below 1 the cell is lost."""
         best = self.best_mpi(cell)
         return None if best is None else cell.ratio(best, ours)
 
     def mean(self, ratio: Callable[[Cell], float | None], world: int | None = None) -> float | None:
-        """The geometric mean of a ratio over the cells (of one world size) that have it."""
+        """Return the geometric mean of a ratio over the cells (of one world size) that have it."""
         chosen = (cell for cell in self.cells if world in (None, cell.world))
         return geometric_mean(value for cell in chosen if (value := ratio(cell)) is not None)
 
     def lost(self) -> tuple[Cell, ...]:
-        """The cells in which the best MPI was faster than torchestra on ordinary tensors."""
+        """Return the cells in which the best MPI was faster than torchestra on ordinary tensors."""
         return tuple(cell for cell in self.cells if (ratio := self.mpi_ratio(cell)) is not None and ratio < 1)
 
     def to_json(self) -> dict[str, Any]:

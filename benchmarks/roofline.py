@@ -27,7 +27,7 @@ class Traffic:
 
 
 def traffic(operation: str, size: int, world: int) -> Traffic:
-    """What ``operation`` has to move on ``world`` ranks that put in ``size`` bytes each."""
+    """Return what ``operation`` has to move on ``world`` ranks that put in ``size`` bytes each."""
     buffers = shape(operation, size, world)
     given = buffers.given * ITEM_BYTES
     part = buffers.part * ITEM_BYTES
@@ -49,7 +49,7 @@ def traffic(operation: str, size: int, world: int) -> Traffic:
 
 
 def floor_us(operation: str, size: int, world: int, bandwidth: float) -> float | None:
-    """The floor of a cell in microseconds, for ``bandwidth`` bytes per second read and written by all.
+    """Return the floor of a cell in microseconds, for ``bandwidth`` bytes per second read and written by all.
 
     None for a barrier, and below :data:`FLOOR_FROM_BYTES`.
     """

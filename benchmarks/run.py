@@ -147,7 +147,7 @@ class _Run:
         return turns
 
     def _start_memory(self, world: int, stack: contextlib.ExitStack) -> WorkerProcesses | None:
-        """The processes that find the memory's bandwidth, where a floor is asked for."""
+        """Return the processes that find the memory's bandwidth, where a floor is asked for."""
         if max(self._options.sizes) < FLOOR_FROM_BYTES:
             return None
         peer = Peer("memory", "memory", Path(sys.executable), (Column("memory", "memory bandwidth"),))

@@ -20,7 +20,7 @@ _SCRIPTS = Path(__file__).resolve().parent / "ranks"
 
 
 def found_by(script: str, world: int, *arguments: object) -> dict[str, Any]:
-    """What the ranks that run a script have written into found.json.
+    """Return what the ranks that run a script have written into found.json.
 
     Args:
         script: a file of ``ranks/``; it finds a directory in TORCHESTRA_BENCH_DIRECTORY.

@@ -66,7 +66,7 @@ def measure_startup(options: BenchOptions) -> tuple[SideTable, list[str]]:
 
 
 def launch_time(command: Sequence[str], world: int, environment: Mapping[str, str]) -> float:
-    """Seconds from the start of ``command`` until the last of its ranks says that it is done.
+    """Return the seconds from the start of ``command`` until the last of its ranks says that it is done.
 
     Each rank sends ``repr(time.monotonic())`` to the datagram socket that ``TORCHESTRA_BENCH_SOCKET`` names
     (after a 0 byte). Nothing of the command is left running, nor on the disk.

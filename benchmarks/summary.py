@@ -50,7 +50,7 @@ def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The value below which ``share`` (0 to 1) of the samples lie, interpolated between neighbours.
+    """Return the value below which ``share`` (0 to 1) of the samples lie, interpolated between neighbours.
 
     Raises:
         ValueError: there are no samples.
@@ -65,7 +65,7 @@ def percentile(samples: Sequence[float], share: float) -> float:
 
 
 def median_interval(samples: Sequence[float], certainty: float = 0.95) -> tuple[float, float]:
-    """An interval that holds the median of what the samples are drawn from, with this probability at least.
+    """Return an interval that holds the median of the samples' distribution with this probability at least.
 
     It runs between two of the samples: how many lie below the true median is a matter of tossing coins,
     whatever the distribution. Of too few samples it is their whole range.
@@ -87,7 +87,7 @@ def median_interval(samples: Sequence[float], certainty: float = 0.95) -> tuple[
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
-    """The geometric mean of positive values; None of none."""
+    """Return the geometric mean of positive values; None of none."""
     logarithms = [math.log(value) for value in values]
     return math.exp(math.fsum(logarithms) / len(logarithms)) if logarithms else None
 
@@ -101,7 +101,7 @@ def plan_batches(call_ns: float, seconds: float) -> tuple[int, int]:
 
 
 def summarise(means_ns: Sequence[float], singles_ns: Sequence[float], batch: int, right: bool) -> Timing:
-    """One cell of one peer, from the slowest rank's samples of all rounds."""
+    """Return one cell of one peer, from the slowest rank's samples of all rounds."""
     return Timing(
         median_us=percentile(means_ns, 0.5) / 1e3,
         p99_us=percentile(singles_ns, 0.99) / 1e3,

@@ -25,7 +25,7 @@ _WON = "green"
 
 
 def format_time(microseconds: float) -> str:
-    """Microseconds with three digits or so: ``0.73``, ``28.4``, ``1122``; from 10 ms on ``11.3 ms``."""
+    """Return microseconds with some three digits: ``0.73``, ``28.4``, ``1122``; from 10 ms on ``11.3 ms``."""
     if microseconds < 9.995:
         return f"{microseconds:.2f}"
     if microseconds < 99.95:
@@ -36,14 +36,14 @@ def format_time(microseconds: float) -> str:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """A ratio with two digits or so; a dash where there is none."""
+    """Return a ratio with two digits or so; a dash where there is none."""
     if ratio is None:
         return _MISSING
     return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:.0f}"
 
 
 def format_seconds(value: float | None) -> str:
-    """A value of a side table; a dash where there is none."""
+    """Return a value of a side table; a dash where there is none."""
     return _MISSING if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
@@ -63,7 +63,7 @@ def render(report: BenchReport, console: Console | None = None) -> None:
 
 
 def to_markdown(report: BenchReport) -> str:
-    """The tables for a README; the fastest of each row is bold."""
+    """Return the tables for a README; the fastest of each row is bold."""
     blocks = []
     for world in report.worlds:
         header, *rows = _rows(report, world, _fastest_style)
@@ -80,7 +80,7 @@ def to_markdown(report: BenchReport) -> str:
 
 
 def summary_lines(report: BenchReport) -> list[str]:
-    """The means, the lost cells, the memory's bandwidth, and what it ran on, one line each."""
+    """Return the means, the lost cells, the memory's bandwidth, and what it ran on, one line each."""
     lines = []
     for name, ratio in (("Gloo", report.gloo_ratio), ("best MPI", report.mpi_ratio)):
         mean = report.mean(ratio)
@@ -128,7 +128,7 @@ def summary_lines(report: BenchReport) -> list[str]:
 
 
 def _heading(text: str) -> Text:
-    """A title of its own: that of a table would be broken to the table's width."""
+    """Return a title of its own: that of a table would be broken to the table's width."""
     return Text("\n" + text, style="bold")
 
 
@@ -153,7 +153,7 @@ def _cells_table(report: BenchReport, world: int) -> Table:
 
 
 def _rows(report: BenchReport, world: int, style: Styler) -> list[list[Text]]:
-    """The header and the rows of one world size; ``style`` says how a peer's time is shown."""
+    """Return the header and the rows of one world size; ``style`` says how a peer's time is shown."""
     columns = [c for c in report.columns if any(c.key in cell.timings for cell in report.cells)]
     keys = {column.key for column in columns}
     mpi, gloo = bool(report.mpi_keys), {"gloo", "torchestra"} <= keys
@@ -229,7 +229,7 @@ def _side_rows(table: SideTable) -> list[list[str]]:
 def _with_interval(
     shown: Callable[[float | None], str], value: float | None, interval: tuple[float, float] | None
 ) -> str:
-    """A value, and in brackets between what it lies."""
+    """Return a value, and in brackets between what it lies."""
     if value is None or interval is None:
         return shown(value)
     return f"{shown(value)} ({shown(interval[0])} to {shown(interval[1])})"

@@ -20,7 +20,7 @@ _SHARE_OF_A_TURN = 0.6
 
 
 def measure_training(options: BenchOptions) -> tuple[SideTable, list[str]]:
-    """For each model and world size: microseconds that are added to a step, and what failed.
+    """Return the microseconds that are added to a step of each model in each world, and what failed.
 
     They are the median of the differences between turns that came next to each other, with the interval in
     which the true median lies with 95 % probability.
@@ -50,7 +50,7 @@ def measure_training(options: BenchOptions) -> tuple[SideTable, list[str]]:
 
 
 def training_steps(world: int, seconds: float, turns: int) -> dict[str, dict[str, list[float]]]:
-    """The microseconds of a step in each turn, by model and by way: ``alone``, ``torchestra``, ``gloo``.
+    """Return the microseconds of a step in each turn, by model and way (``alone``, ``torchestra``, ``gloo``).
 
     Args:
         world: how many ranks.

@@ -66,7 +66,7 @@ class _Rank:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> dict[str, Any] | None:
-        """The answer, or None while it is incomplete.
+        """Return the answer, or None while it is incomplete.
 
         Raises:
             ConnectionError: the rank has ended.
@@ -244,14 +244,14 @@ class WorkerProcesses:
         return [answers[position] for position in range(len(ranks))]
 
     def _error(self, reason: str, tail: bool = True) -> PeerError:
-        """The reason, and the last line that the ranks printed, unless the reason says it all."""
+        """Return the reason, and the last line that the ranks printed, unless the reason says it all."""
         line = last_line(self._output) if tail else ""
         output = f" (last output: {line})" if line else ""
         return PeerError(f"{self.peer.columns[0].title}, {self.world} ranks: {reason}{output}")
 
 
 def last_line(output: IO[bytes]) -> str:
-    """The last line with something in it of what processes wrote into a file."""
+    """Return the last line with something in it of what processes wrote into a file."""
     # Read without moving the position that the processes write at.
     size = os.fstat(output.fileno()).st_size
     start = max(0, size - _TAIL_BYTES)
@@ -261,7 +261,7 @@ def last_line(output: IO[bytes]) -> str:
 
 
 def free_port() -> str:
-    """A TCP port of this host that nobody listens on at the moment."""
+    """Return a TCP port of this host that nobody listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

@@ -117,7 +117,7 @@ _TRAININGS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Wrap]] = {
 def _training(
     make: Callable[[], nn.Module], samples: tuple[int, ...], wrap: Wrap, group: Any
 ) -> tuple[Step, Step]:
-    """A step without and with an update of the weights."""
+    """Return a step without and with an update of the weights."""
     torch.manual_seed(0)
     model = wrap(make(), group)
     same = wrap is _tensor_parallel  # whose ranks share one batch
@@ -140,7 +140,7 @@ def _training(
 
 
 def _turn(step: Step, count: int) -> float:
-    """The seconds of a call, the median of so many of the slowest rank."""
+    """Return the seconds of a call, the median of so many of the slowest rank."""
     distributed.barrier()
     taken = []
     for _ in range(count):
@@ -158,7 +158,7 @@ def _times(steps: int, step: Step) -> None:
 
 
 def _measure(ways: Mapping[str, Step], seconds: float, turns: int, together: int = 1) -> dict[str, float]:
-    """Microseconds by way; ``together`` calls are timed as one, where a call is short."""
+    """Return the microseconds by way; ``together`` calls are timed as one, where a call is short."""
     calls = {way: partial(_times, together, step) for way, step in ways.items()}
     counts = {}
     for way, call in calls.items():

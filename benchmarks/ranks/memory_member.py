@@ -41,4 +41,4 @@ class MemoryMember:
         """Do not wait: the driver starts all at once, and they run for far longer than it takes."""
 
     def close(self) -> None:
-        """There is nothing to leave."""
+        """Do nothing: there is nothing to leave."""

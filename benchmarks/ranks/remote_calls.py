@@ -28,7 +28,7 @@ _FEWEST = 3
 
 
 def echo(value: Any) -> Any:
-    """What is called."""
+    """Return what it is called with."""
     return value
 
 
@@ -62,7 +62,7 @@ def workloads(library: Any) -> dict[str, tuple[Calls, int]]:
 
 
 def _time(calls: Calls, count: int) -> float:
-    """Microseconds per call."""
+    """Return the microseconds per call."""
     start = time.perf_counter()
     calls(count)
     return (time.perf_counter() - start) / count * 1e6

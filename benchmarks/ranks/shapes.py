@@ -82,7 +82,7 @@ class Piece:
 
 
 def shape(operation: str, size: int, world: int) -> Shape:
-    """The buffers of ``operation`` where each of ``world`` ranks puts in ``size`` bytes."""
+    """Return the buffers of ``operation`` where each of ``world`` ranks puts in ``size`` bytes."""
     if operation == "barrier":
         return Shape(0, 0, 0)
     count = max(1, size // ITEM_BYTES)
@@ -95,13 +95,13 @@ def shape(operation: str, size: int, world: int) -> Shape:
 
 
 def partner(rank: int, world: int) -> int | None:
-    """The other rank of the pair that sends and receives; none for the last of an odd number."""
+    """Return the other rank of the pair that sends and receives; none for the last of an odd number."""
     other = rank ^ 1
     return other if other < world else None
 
 
 def pieces(operation: str, rank: int, world: int, size: int) -> list[Piece]:
-    """Where the elements of this rank's result come from; empty where it gets none."""
+    """Return where the elements of this rank's result come from; empty where it gets none."""
     buffers = shape(operation, size, world)
     count, part = buffers.given, buffers.part
     mine = rank * part
@@ -149,7 +149,7 @@ class Pattern:
             buffer[start:stop] = self._stretch(rank, start, stop - start)
 
     def holds(self, result: Floats, expected: list[Piece]) -> bool:
-        """Whether a result is, element by element, what its pieces say."""
+        """Return whether a result is, element by element, what its pieces say."""
         for piece in expected:
             for start in range(piece.start, piece.stop, self.BLOCK):
                 stop = min(start + self.BLOCK, piece.stop)

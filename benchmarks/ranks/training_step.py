@@ -64,7 +64,7 @@ def _step(module: nn.Module, samples: torch.Tensor) -> Step:
 
 
 def _turn(step: Step, count: int) -> list[float]:
-    """The seconds of some steps, of the slowest rank each."""
+    """Return the seconds of some steps, of the slowest rank each."""
     dist.barrier()
     taken = []
     for _ in range(count):

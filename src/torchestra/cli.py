@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _overview(given: list[str]) -> int:
-    """``--help``, ``--version``, or what is wrong with the command's name."""
+    """Print the help or the version, or refuse an unknown command."""
     parser = argparse.ArgumentParser(
         "torchestra",
         description="Distributed PyTorch in plain Python.",

@@ -137,7 +137,7 @@ def launched(
     env: Mapping[str, str],
     settle_s: float = SETTLE_S,
 ) -> Iterator[LaunchedJob]:
-    """What :func:`launch` does, with processes: the job, all of whose ranks have ended.
+    """Return what :func:`launch` does, with processes: the job, all of whose ranks have ended.
 
     Args:
         fn, nproc, args, timeout, env: as there.
@@ -174,7 +174,7 @@ class _Servers:
         self._hooked = False
 
     def take(self, nproc: int) -> ForkServerClient:
-        """A server of the caller's own: one that is warm already, or one just started."""
+        """Return a server for the caller alone: one that is ready already, or one just started."""
         with self._lock:
             while self._idle:
                 server = self._idle.pop()
@@ -188,8 +188,8 @@ class _Servers:
         return ForkServerClient.spawned(with_threads_per_rank(os.environ, nproc))
 
     def give_back(self, server: ForkServerClient) -> None:
-        """Keep a server for the next launch; end it if it never got warm."""
-        if not server.warm:
+        """Keep a server for the next launch; end it if it never got ready."""
+        if not server.ready:
             server.close()
             return
         with self._lock:

@@ -32,12 +32,12 @@ class Message(NamedTuple):
 
 
 def channel() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends for :func:`send` and :func:`receive`."""
+    """Return two connected ends for :func:`send` and :func:`receive`."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def anonymous_file() -> BinaryIO:
-    """A new file that has no name, so that nothing is left of it whoever is killed."""
+    """Return a new file that has no name, so that nothing is left of it whoever is killed."""
     return os.fdopen(make_memory_file("torchestra-message"), "w+b")
 
 
@@ -58,7 +58,7 @@ def send(end: socket.socket, content: object, files: Sequence[int] = ()) -> None
 
 
 def receive(end: socket.socket) -> Message | None:
-    """The next message, or None when the other end is closed or its process gone.
+    """Return the next message, or None when the other end is closed or its process gone.
 
     Raises:
         DistBackendError: this process can open no more files.

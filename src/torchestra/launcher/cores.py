@@ -1,4 +1,4 @@
-"""How many cores this process may use: its affinity, and the quota of its control group."""
+"""The cores that this process may use: its affinity, and the quota of its control group."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def _quota() -> float:
 
 
 def usable_cores() -> int:
-    """The cores in this process's affinity mask, or fewer where a container's quota is lower; at least 1."""
+    """Return the cores in this process's affinity mask, or a container's quota if that is lower; at least 1."""
     return max(1, int(min(len(os.sched_getaffinity(0)), _quota())))

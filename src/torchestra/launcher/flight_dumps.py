@@ -1,4 +1,4 @@
-"""What is left of a job's flight record when its ranks are ended: the launcher keeps their arenas open.
+"""Flight dumps of ranks that are ended: the launcher keeps their arenas open until it has written them.
 
 A rank that leaves a group, or finds it broken, writes the record itself. But when a job fails its ranks are
 ended at once, so the launcher opens their arenas before it signals them, and writes the records afterwards.

@@ -19,7 +19,7 @@ from torchestra.system.limits import check_free_descriptors, naming_limits
 __all__ = ["ForkBackend"]
 
 _READ_SIZE = 1 << 16
-_MOST_READS_AT_THE_END = 17
+_FINAL_READS = 17
 """Enough for the largest pipe, and an end to it if a child of a rank writes on for ever."""
 
 _FILES_OF_RANK = 5  # what the fork server has open for each at a time: the launcher has less
@@ -53,7 +53,7 @@ class ForkBackend(LaunchBackend):
     def start(self, listener: JobListener) -> None:
         self._listener = listener
         listener.loop.watch(self._server.end, self._on_server)
-        if self._server.warm:
+        if self._server.ready:
             self._start_ranks()
 
     def signal(self, signum: signal.Signals, final: bool) -> None:
@@ -61,7 +61,7 @@ class ForkBackend(LaunchBackend):
 
     def drain(self) -> None:
         for descriptor in list(self._outputs):
-            for _ in range(_MOST_READS_AT_THE_END):
+            for _ in range(_FINAL_READS):
                 if not self._on_output(descriptor):
                     break
 
@@ -102,7 +102,7 @@ class ForkBackend(LaunchBackend):
         message = receive(self._server.end)
         content = None if message is None else message.content
         if isinstance(content, Ready):
-            self._server.warm = True
+            self._server.ready = True
             self._start_ranks()
         elif isinstance(content, Forked):
             self._alive = dict(enumerate(content.pids))
@@ -116,12 +116,12 @@ class ForkBackend(LaunchBackend):
             self._lose_server()
 
     def _lose_server(self) -> None:
-        """The server has died, so the kernel has killed the ranks; what the ranks started is left to kill."""
+        """Kill what the ranks started: the server has died, so the kernel has killed the ranks."""
         for pid in self._alive.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         self.listener.lost()
-        self._server.warm = False
+        self._server.ready = False
         if not self._controls:
             raise DistError("the ranks could not be started: the process that loads torch for them failed")
         raise DistError("the launcher's fork server was killed, and its ranks with it; start the job again")
@@ -131,7 +131,7 @@ class ForkBackend(LaunchBackend):
             self.listener.loop.unwatch(self._controls[rank])
 
     def _hear(self, rank: int) -> bool:
-        """Take every message that a rank has sent so far; False when no more can come."""
+        """Take every message that a rank has sent so far; return False when no more can come."""
         with contextlib.suppress(BlockingIOError):
             while (message := receive(self._controls[rank])) is not None:
                 if isinstance(message.content, Failure):
@@ -143,7 +143,7 @@ class ForkBackend(LaunchBackend):
         return True
 
     def _on_output(self, descriptor: int) -> bool:
-        """Pass on what a rank has written; False when there was nothing."""
+        """Pass on what a rank has written; return False when there was nothing."""
         try:
             data = os.read(descriptor, _READ_SIZE)
         except BlockingIOError:

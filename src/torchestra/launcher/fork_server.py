@@ -44,7 +44,7 @@ class _Prctl(Protocol):
 
 
 def serve_descriptor(descriptor: int) -> NoReturn:
-    """:func:`serve` for a server that was started as a fresh interpreter with an inherited socket."""
+    """Call :func:`serve` in a fresh interpreter that has inherited the socket."""
     serve(socket.socket(fileno=descriptor), os.getppid(), spawned=True)
 
 
@@ -125,7 +125,7 @@ class _Server:
         self._prctl = prctl
         self._ranks: dict[int, int] = {}  # rank by pid, of those alive
         self._store_pid: int | None = None
-        self._clean_groups = True  # of the ranks that end now: the job is failing or was told to stop
+        self._clean_groups = True  # of the ranks that end now: the job fails or is being stopped
         self._epoll = select.epoll()
         self._epoll.register(end.fileno(), select.EPOLLIN)
         self._pidfds: dict[int, int] = {}  # pid by pidfd
@@ -153,7 +153,7 @@ class _Server:
             self._end_store()
 
     def _obey(self) -> bool:
-        """Carry out one message of the launcher; False when it has gone."""
+        """Carry out one message of the launcher; return False when it has gone."""
         message = receive(self._end)
         if message is None:
             return False
@@ -165,16 +165,16 @@ class _Server:
         return True
 
     def _start_job(self, spec: JobSpec, listener: int) -> None:
-        stations: list[list[int]] = []
+        files_of_ranks: list[list[int]] = []
         for _ in range(spec.nproc):
             message = receive(self._end)
             if message is None:
                 raise ConnectionResetError("the launcher went while it described its job")
-            stations.append(message.files)
-        received = [listener, *(descriptor for files in stations for descriptor in files)]
+            files_of_ranks.append(message.files)
+        received = [listener, *(descriptor for files in files_of_ranks for descriptor in files)]
         self._store_pid = self._fork(partial(_serve_store, spec, listener), received, [listener])
         self._clean_groups = False
-        for rank, files in enumerate(stations):
+        for rank, files in enumerate(files_of_ranks):
             pid = self._fork(partial(rank_process.run, spec, rank, files), received, files)
             self._ranks[pid] = rank
             self._watch(pid)

@@ -1,4 +1,4 @@
-"""The launcher's handle on its fork server: how one is started, asked and ended."""
+"""The launcher's end of its fork server: starts one, asks it and ends it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class ForkServerClient:
 
     Attributes:
         end: this side of the channel to it.
-        warm: it has said that it has loaded everything.
+        ready: whether it has loaded everything.
     """
 
     def __init__(self, end: socket.socket, wait: Callable[[], object], kill: Callable[[], object]) -> None:
         self.end = end
-        self.warm = False
+        self.ready = False
         self._wait = wait
         self._kill = kill
 
     @classmethod
     def forked(cls) -> ForkServerClient:
-        """A server forked from this process, which must have a single thread and nothing half done."""
+        """Fork a server from this process, which must have a single thread and nothing half done."""
         ours, theirs = channel()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -45,7 +45,7 @@ class ForkServerClient:
 
     @classmethod
     def spawned(cls, environment: Mapping[str, str]) -> ForkServerClient:
-        """A server that is a fresh interpreter, whatever this process has done before."""
+        """Start a server that is a fresh interpreter, whatever this process has done before."""
         ours, theirs = channel()
         program = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
@@ -65,7 +65,7 @@ class ForkServerClient:
         return cls(ours, process.wait, process.kill)
 
     def alive(self) -> bool:
-        """Whether it can still be asked, as far as can be told while it has no job."""
+        """Return whether it can still be asked, as far as can be told while it has no job."""
         try:
             return self.end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -76,7 +76,7 @@ class ForkServerClient:
     def close(self) -> None:
         """Let the server go, which kills what its job has left running, and wait until it is gone."""
         self.end.close()
-        if not self.warm:
+        if not self.ready:
             self._kill()
         self._wait()
 

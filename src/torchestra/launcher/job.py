@@ -40,15 +40,15 @@ _SETTLE_CONSEQUENCE = 5
 
 
 class RankState:
-    """What is known of one rank.
+    """The state of one rank.
 
     Attributes:
         rank: which, counted from the job's first here.
         pid: its process, once there is one.
         host: where that is, if it is not here.
-        failure: what it said of the exception that ends it.
+        failure: its report of the exception that ends it.
         result: the file with its pickled result.
-        ended: the word that its process is gone.
+        ended: that its process is gone, and how.
     """
 
     def __init__(self, rank: int) -> None:
@@ -60,7 +60,7 @@ class RankState:
         self.ended: Ended | None = None
 
     def failed_rank(self, must_return: bool) -> FailedRank | None:
-        """How the rank failed, if it has. One that ``must_return`` fails also by ending without a result."""
+        """Return how the rank failed, if it has; ending without a result is a failure if it ``must_return``."""
         if self.failure is not None:
             return FailedRank(self.rank, self.failure.exit_code, self.failure.time, self.failure)
         if self.ended is not None and (self.ended.exit_code != 0 or (must_return and self.result is None)):

@@ -1,4 +1,4 @@
-"""What :func:`~torchestra.launch` makes of a job: the results of its ranks, or the error that names one."""
+"""A job of :func:`~torchestra.launch`: the results of its ranks, or the error that names one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LaunchedJob:
             raise
 
     def results(self) -> list[Any]:
-        """What the ranks returned, in their order.
+        """Return the ranks' results, in their order.
 
         Raises:
             LaunchTimeoutError: the time ran out.
@@ -73,7 +73,7 @@ class LaunchedJob:
         return [_result(state) for state in job.ranks]
 
     def failures(self) -> dict[int, str]:
-        """The tracebacks of the ranks that raised, by rank."""
+        """Return the tracebacks of the ranks that raised, by rank."""
         return {
             state.rank: state.failure.traceback
             for state in self._job.ranks
@@ -112,7 +112,7 @@ def _rank_error(job: Job, cause: FailedRank) -> RankError:
 
 
 def _exception_of(cause: FailedRank) -> BaseException | None:
-    """What the rank raised, with its traceback as text; or that text alone."""
+    """Return the rank's exception, with its traceback as text; or that text alone."""
     if cause.failure is None or not cause.failure.traceback:
         return None
     text = RemoteTraceback(cause.failure.traceback)

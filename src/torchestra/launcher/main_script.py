@@ -91,7 +91,7 @@ def _set_path(directory: str) -> None:
 
 
 def find_runnable(name: str) -> ModuleSpec:
-    """What ``python -m name`` would run: the module, or a package's ``__main__``.
+    """Find what ``python -m name`` would run: the module, or a package's ``__main__``.
 
     Raises:
         SystemExit: there is none.

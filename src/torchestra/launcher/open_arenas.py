@@ -1,4 +1,4 @@
-"""Which arenas the processes of this user have open.
+"""The arenas that the processes of this user have open.
 
 Imports nothing that takes time: a launcher asks when its ranks are about to be ended.
 """
@@ -35,7 +35,7 @@ class OpenArena(NamedTuple):
 
 
 def open_arenas(pids: Iterable[int] | None = None, proc: Path = PROC) -> Iterator[OpenArena]:
-    """The arenas that these processes, by default all of this user, have open to write to.
+    """Return the arenas that these processes, by default all of this user, have open to write to.
 
     Ranks have; whoever has it open only to read looks on, as this process, and is none.
     """

@@ -1,4 +1,4 @@
-"""What the ranks print, line by line, on the launcher's own output.
+"""The ranks' output, line by line, on the launcher's own.
 
 Lines are whole: a line of one rank is never cut by another's. An unfinished line (a prompt, a progress
 bar) is shown once its rank has been silent for a moment, or has kept it for long; when somebody else
@@ -72,7 +72,7 @@ class OutputSink:
 
 
 def open_sinks(stdout: TextIO, stderr: TextIO) -> tuple[OutputSink, OutputSink]:
-    """The sinks of two streams: the same one where both lead to the same terminal or file."""
+    """Return the sinks of two streams: the same one where both lead to the same terminal or file."""
     out = OutputSink(stdout)
     stdout.flush()
     try:
@@ -90,7 +90,7 @@ def colours_wanted(terminal: bool) -> bool:
 
 
 def prefix(rank: int, nproc: int, coloured: bool) -> bytes:
-    """What stands before each line of a rank; nothing where the rank is alone."""
+    """Return the prefix of each line of a rank; nothing where the rank is alone."""
     if nproc == 1:
         return b""
     label = f"[rank {rank:>{len(str(nproc - 1))}}]"
@@ -138,7 +138,7 @@ class OutputSource:
             self._sink.write(self._compose(text, b""))
 
     def _compose(self, text: bytes, ending: bytes) -> bytes:
-        """The bytes that show ``text`` (of one line) wherever the sink's last line stands."""
+        """Return the bytes that show ``text`` (of one line) wherever the sink's last line stands."""
         _, redraw, last = text.rpartition(b"\r")
         open_line, self._sink.open_line = self._sink.open_line, None if ending else self
         if open_line is self and not redraw:

@@ -1,4 +1,4 @@
-"""Functions, arguments, results and exceptions on their way between the caller of launch() and its ranks."""
+"""Serialization of functions, arguments, results and exceptions between launch() and its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["dump_call", "dump_exception", "dump_result", "load_call", "load_in_c
 
 
 def dump_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, elsewhere: bool = False) -> Call:
-    """The call as bytes. By reference where the ranks can import the function, else by value (cloudpickle).
+    """Pickle a call: by reference where ranks can import the function, else by value (cloudpickle).
 
     Args:
         function, arguments: what the ranks call.
@@ -51,7 +51,7 @@ def _cannot_pickle(error: Exception) -> InvalidArgumentError:
 
 
 def _callers_main() -> MainModule:
-    """Where this process's ``__main__`` came from."""
+    """Return where this process's ``__main__`` came from."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:
@@ -61,13 +61,13 @@ def _callers_main() -> MainModule:
 
 
 def load_call(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and its arguments, in a rank."""
+    """Return the function and its arguments, in a rank."""
     loaded: tuple[Callable[..., Any], tuple[Any, ...]] = _InRank(io.BytesIO(call.payload), call.main).load()
     return loaded
 
 
 def load_in_caller(file: BinaryIO) -> Any:
-    """A result or an exception of a rank, in the process that called launch()."""
+    """Return a result or an exception of a rank, in the process that called launch()."""
     return _InCaller(file).load()
 
 
@@ -90,7 +90,7 @@ def dump_result(result: Any, file: BinaryIO) -> None:
 
 
 def dump_exception(error: BaseException) -> bytes | None:
-    """The exception as bytes, or None if it would not come out at the other end."""
+    """Return the exception as bytes, or None if it would not come out at the other end."""
     try:
         data = pickle.dumps(error, pickle.HIGHEST_PROTOCOL)
     except Exception:

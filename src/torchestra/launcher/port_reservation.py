@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet, and the environment that tells them."""
+"""The ports of a job, and the environment that names them to its ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _BACKLOG = 1024
 class PortReservation:
     """Two ports of this host, for one job.
 
-    One is listened on before any rank exists, for torchestra's own store. The other, MASTER_PORT, is
-    only held: a program that uses torch.distributed under this launcher lets its rank 0 listen there.
-    It can (both sides set SO_REUSEADDR), and nobody is given that port by chance meanwhile.
+    One listens before any rank exists, for torchestra's own store. The other, MASTER_PORT, is only bound: a
+    program that uses torch.distributed under this launcher lets its rank 0 listen there. It can (both sides
+    set SO_REUSEADDR), and nobody is given that port by chance meanwhile.
 
     Args:
         host: the interface of MASTER_PORT; empty for all.
@@ -30,17 +30,17 @@ class PortReservation:
 
     def __init__(self, host: str = _HOST) -> None:
         self.listener = socket.create_server((_HOST, 0), backlog=_BACKLOG)
-        self._held = socket.socket()
-        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._held.bind((host, 0))
+        self._bound = socket.socket()
+        self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._bound.bind((host, 0))
 
     @property
     def master_port(self) -> int:
         """MASTER_PORT."""
-        return int(self._held.getsockname()[1])
+        return int(self._bound.getsockname()[1])
 
     def environment(self, base: Mapping[str, str], nproc: int) -> dict[str, str]:
-        """What every rank of a job finds in its environment, RANK and LOCAL_RANK excepted."""
+        """Return the environment of every rank of a job, but for RANK and LOCAL_RANK."""
         size = str(nproc)
         return {
             **with_threads_per_rank(base, nproc),
@@ -55,9 +55,9 @@ class PortReservation:
     def close(self) -> None:
         """Give the ports back."""
         self.listener.close()
-        self._held.close()
+        self._bound.close()
 
 
 def with_threads_per_rank(base: Mapping[str, str], nproc: int) -> dict[str, str]:
-    """``base``, with OMP_NUM_THREADS set to this rank's share of the cores unless it is there already."""
+    """Return ``base`` with OMP_NUM_THREADS, a rank's share of the cores unless it is there already."""
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // nproc)), **base}

@@ -1,4 +1,4 @@
-"""A rank from the fork to its end: its environment, the user's code, the last word, the exit.
+"""A rank from the fork to its end: its environment, the user's code, its report of a failure, the exit.
 
 The rank ends in ``os._exit`` after doing what the interpreter does at its end (join threads, run exit
 handlers, destroy the program's objects, flush files). A whole ``Py_Finalize`` would take torch apart
@@ -107,7 +107,7 @@ def _run_target(spec: JobSpec, control: socket.socket) -> int:
 
 
 def _exit_code(end: SystemExit) -> int:
-    """What the interpreter makes of ``sys.exit(...)``: a number as it is, anything else is printed."""
+    """Return the exit code of ``sys.exit(...)``: a number as it is; anything else is printed."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):

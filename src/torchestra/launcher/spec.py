@@ -1,4 +1,4 @@
-"""What launcher, fork server and ranks tell each other: plain data.
+"""The messages between launcher, fork server and ranks: plain data.
 
 ===================  ======================================================================
 launcher to server   :class:`JobSpec`, then per rank a message with its files
@@ -84,14 +84,14 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank says when an exception ends it, before anything of it is torn down.
+    """A rank's report of the exception that ends it, sent before anything of it is torn down.
 
     Attributes:
         time: ``time.monotonic()`` when the exception reached the top.
         exit_code: what the rank will exit with; negative for a signal.
         summary: the last line of the traceback, such as ``ValueError: no``.
         traceback: the whole traceback as text, beginning at the user's own code.
-        consequence: the exception says that another rank is gone, so that rank is the one to blame.
+        consequence: the exception says that another rank is gone, so that rank is the cause.
         exception: the pickled exception, or None where it does not survive pickling.
     """
 
@@ -134,7 +134,7 @@ class Forked:
 
 @dataclass(frozen=True)
 class Ended:
-    """The server's word that a rank's process is gone.
+    """A rank's process is gone.
 
     Attributes:
         rank: which.

@@ -20,7 +20,7 @@ _RETRY_S = 0.25
 
 
 class StandardInput:
-    """What rank 0 reads.
+    """The standard input of rank 0.
 
     Attributes:
         for_rank: the descriptor to hand to rank 0.

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Time the operations and print a table; 1 if a rank failed, 2 if an argument is wrong."""
+    """Time the operations and print a table; return 1 if a rank failed, 2 if an argument is wrong."""
     from torchestra.launcher.api import launch
     from torchestra.monitor.operation_timing import time_operations
 

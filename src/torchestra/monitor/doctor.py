@@ -21,7 +21,7 @@ from torchestra.store.tcp.locality import peer_user
 from torchestra.system.cache_directories import ENGINE, can_be_trusted, choose
 from torchestra.system.memory_files import SHARED_MEMORY, is_sealable, make_memory_file
 
-__all__ = ["Finding", "add_arguments", "examine", "main"]
+__all__ = ["CheckResult", "add_arguments", "examine", "main"]
 
 _PACKAGES = ("torchestra", "torch", "numba", "numpy")
 _FEW_FILES = 1024
@@ -29,7 +29,7 @@ _SHORT_SECRET = 16
 _GIB = 1 << 30
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One thing looked at: what was found, and a remark where it is not as it should be."""
 
     subject: str
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command has no arguments."""
+    """Do nothing: the command has no arguments."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -46,23 +46,23 @@ def main(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    findings = list(examine())
+    results = list(examine())
     table = Table("", "found", "remark", box=None, header_style="bold", pad_edge=False)
-    for finding in findings:
-        table.add_row(
-            finding.subject, finding.found, f"[yellow]{finding.remark}[/]" if finding.remark else ""
-        )
+    for result in results:
+        table.add_row(result.subject, result.found, f"[yellow]{result.remark}[/]" if result.remark else "")
     Console().print(table)
-    return 1 if any(finding.found == "missing" for finding in findings) else 0
+    return 1 if any(result.found == "missing" for result in results) else 0
 
 
-def examine() -> Iterator[Finding]:
+def examine() -> Iterator[CheckResult]:
     """Look at the machine; imports neither torch nor numba."""
-    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    yield CheckResult("python", f"{platform.python_version()} ({sys.executable})")
     for package in _PACKAGES:
-        yield Finding(package, _version(package))
+        yield CheckResult(package, _version(package))
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    yield Finding("system", system, "" if sys.byteorder == "little" else "big-endian: torchestra cannot run")
+    yield CheckResult(
+        "system", system, "" if sys.byteorder == "little" else "big-endian: torchestra cannot run"
+    )
     yield _cores()
     yield _memory()
     yield _memory_files()
@@ -86,32 +86,32 @@ def _version(package: str) -> str:
         return "not installed" if package == "torchestra" else "missing"
 
 
-def _cores() -> Finding:
+def _cores() -> CheckResult:
     present, usable = os.cpu_count() or 1, usable_cores()
     remark = "the affinity mask or the container's quota holds some back" if usable < present else ""
-    return Finding("cores", f"{usable} usable of {present}", remark)
+    return CheckResult("cores", f"{usable} usable of {present}", remark)
 
 
-def _memory() -> Finding:
+def _memory() -> CheckResult:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     remark = f"limited to {limit / _GIB:.1f} GiB per process" if limit != resource.RLIM_INFINITY else ""
-    return Finding("memory", f"{total / _GIB:.1f} GiB", remark)
+    return CheckResult("memory", f"{total / _GIB:.1f} GiB", remark)
 
 
-def _memory_files() -> Finding:
+def _memory_files() -> CheckResult:
     try:
         descriptor = make_memory_file("torchestra-doctor")
     except DistBackendError as error:
-        return Finding("memory files", "missing", f"ranks cannot share memory: {error}")
+        return CheckResult("memory files", "missing", f"ranks cannot share memory: {error}")
     try:
         if is_sealable(descriptor):
-            return Finding("memory files", "memfd_create")
+            return CheckResult("memory files", "memfd_create")
     finally:
         os.close(descriptor)
     found = os.statvfs(SHARED_MEMORY)
     free = found.f_bavail * found.f_frsize / _GIB
-    return Finding(
+    return CheckResult(
         "memory files",
         f"no memfd_create; {SHARED_MEMORY} with {free:.1f} GiB in its place",
         "a group of 8 ranks takes 60 MiB of it, and its dist.empty() tensors; `torchestra top` sees no jobs",
@@ -119,7 +119,7 @@ def _memory_files() -> Finding:
 
 
 def _has_file_locks() -> bool:
-    """Whether a process sees the lock of another on a memory file."""
+    """Return whether a process sees the lock of another on a memory file."""
     try:
         descriptor = make_memory_file("torchestra-doctor")
     except DistBackendError:
@@ -137,8 +137,8 @@ def _has_file_locks() -> bool:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
-def _supported(subject: str, probe: Callable[[], bool], without: str) -> Finding:
-    return Finding(subject, "yes") if probe() else Finding(subject, "no", without)
+def _supported(subject: str, probe: Callable[[], bool], without: str) -> CheckResult:
+    return CheckResult(subject, "yes") if probe() else CheckResult(subject, "no", without)
 
 
 def _has_pidfd() -> bool:
@@ -150,31 +150,31 @@ def _has_pidfd() -> bool:
 
 
 def _has_futex() -> bool:
-    """Whether a FUTEX_WAKE of nobody succeeds."""
+    """Return whether a FUTEX_WAKE of nobody succeeds."""
     number = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
     word = ctypes.c_uint32(0)
     futex_wake = 1
     return number is not None and ctypes.CDLL(None).syscall(number, ctypes.byref(word), futex_wake, 1, 0) == 0
 
 
-def _open_files() -> Finding:
+def _open_files() -> CheckResult:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     remark = "a rank needs one for each group; ulimit -n raises it" if limit <= _FEW_FILES else ""
-    return Finding("open files", f"{limit} per process", remark)
+    return CheckResult("open files", f"{limit} per process", remark)
 
 
-def _secret() -> Finding:
+def _secret() -> CheckResult:
     secret = job_secret(None)
     if secret is None:
-        return Finding(
+        return CheckResult(
             "secret", f"{SECRET_VARIABLE} is not set: one host, one user; torchestra run makes one"
         )
     remark = "can be guessed; take `openssl rand -hex 32`" if len(secret) < _SHORT_SECRET else ""
-    return Finding("secret", f"{SECRET_VARIABLE} is set, {len(secret)} bytes", remark)
+    return CheckResult("secret", f"{SECRET_VARIABLE} is set, {len(secret)} bytes", remark)
 
 
 def _knows_users() -> bool:
-    """Whether the kernel tells whose the other end of a connection within this host is."""
+    """Return whether the kernel tells whose the other end of a connection within this host is."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as end,
@@ -183,10 +183,10 @@ def _knows_users() -> bool:
         return peer_user(end) == os.geteuid()
 
 
-def _kernel_cache() -> Finding:
+def _kernel_cache() -> CheckResult:
     place, refused = choose()
     if place is None:
-        return Finding("kernel cache", "none: every process compiles in memory", "; ".join(refused))
+        return CheckResult("kernel cache", "none: every process compiles in memory", "; ".join(refused))
     directory = ENGINE if place.root is None else place.root
     files = [os.lstat(each) for each in directory.rglob("*.nb[ci]")]
     foreign = sum(1 for each in files if not can_be_trusted(each))
@@ -195,4 +195,4 @@ def _kernel_cache() -> Finding:
         remarks.append(f"{foreign} files belong to other users, or others can write them: not used")
     if not files:
         remarks.append("the first run will compile them")
-    return Finding("kernel cache", f"{len(files) // 2} compiled in {directory}", "; ".join(remarks))
+    return CheckResult("kernel cache", f"{len(files) // 2} compiled in {directory}", "; ".join(remarks))

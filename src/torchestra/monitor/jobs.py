@@ -1,4 +1,4 @@
-"""Which jobs run on this host: found by the arenas that their processes have open, and by nothing else.
+"""The jobs that run on this host: found by the arenas that their processes have open, and by nothing else.
 
 A job leaves no note anywhere, so nothing is left when it is killed. Every rank keeps its groups' arenas open
 (arena.py), under a name that /proc tells; which processes may be looked into is the system's business: those
@@ -37,7 +37,7 @@ class Group:
     pids: set[int] = field(default_factory=set)
 
     def is_alive(self, rank: int) -> bool:
-        """Whether the process of a rank runs (a thread's is that of all)."""
+        """Return whether the process of a rank runs (a thread's is that of all)."""
         pid, started = self.arena.process(rank)
         if pid in self.pids and process_start(pid) == started:
             return True
@@ -74,12 +74,12 @@ class Job:
         return "?"
 
     def was_started_by(self, pid: int) -> bool:
-        """Whether a process started a rank, directly or not: the launcher did, and the shell it runs in."""
+        """Return whether a process started a rank, directly or not, as the launcher and its shell did."""
         return any(pid in _ancestry(rank) for rank in self.pids)
 
 
 def find_jobs(pids: Iterable[int] | None = None) -> tuple[list[Job], list[str]]:
-    """The jobs of this user that run on this host now, those that began first come first.
+    """Return the jobs of this user that run on this host now, those that began first come first.
 
     Of all processes, or only of those given. And what looks like an arena but cannot be read, because it is
     damaged or of another version of torchestra: a line for each that says why.
@@ -108,7 +108,7 @@ def find_jobs(pids: Iterable[int] | None = None) -> tuple[list[Job], list[str]]:
 
 
 def choose_job(pid: int | None) -> Job:
-    """The job of a process (a rank, or the launcher), or the only one that runs.
+    """Return the job of a process (a rank, or the launcher), or the only one that runs.
 
     Raises:
         InvalidArgumentError: there is none, or there are several to choose from; says which.
@@ -151,7 +151,7 @@ def _opened(path: Path) -> ForeignArena:
 
 
 def _ancestry(pid: int) -> set[int]:
-    """A process, its parent, and so on."""
+    """Return a process, its parent, and so on."""
     found: set[int] = set()
     while pid > 1 and pid not in found:
         found.add(pid)

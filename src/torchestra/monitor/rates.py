@@ -1,4 +1,4 @@
-"""What ranks did between two looks at them: operations and bytes per second, waiting, and for whom."""
+"""Rates of ranks between two looks at them: operations and bytes per second, waiting, and for whom."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RankRates:
 
 
 def rates(before: FlightRecord, after: FlightRecord) -> list[RankRates]:
-    """Of every rank of a group, from two looks at it."""
+    """Return the rates of every rank of a group, from two looks at it."""
     seconds = max(1e-6, after.taken - before.taken)
     return [
         _rates(early, _waits(early, before.taken), late, _waits(late, after.taken), seconds)
@@ -44,7 +44,7 @@ def rates(before: FlightRecord, after: FlightRecord) -> list[RankRates]:
 
 
 def straggler(of_ranks: list[RankRates]) -> tuple[int, float] | None:
-    """The rank that the others waited for most, and the share of their time; None if nobody waits."""
+    """Return the rank that the others waited for most, and the share of their time; None if nobody waits."""
     if len(of_ranks) < 2:
         return None
     shares = [
@@ -75,7 +75,7 @@ def _rates(
 
 
 def _waits(rank: RankRecord, now: float) -> list[float]:
-    """Seconds waited so far for each rank, what goes on at this moment included."""
+    """Return the seconds waited so far for each rank, what goes on at this moment included."""
     waited = list(rank.waited_for)
     if rank.waiting_for is not None and rank.waiting_since is not None:
         waited[rank.waiting_for] += max(0.0, now - rank.waiting_since)

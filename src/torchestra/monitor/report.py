@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the file; 1 if there is nothing to write or it cannot be written."""
+    """Write the file; return 1 if there is nothing to write or it cannot be written."""
     try:
         trace = _live(options.job) if options.kept is None else merged(_kept(options.kept))
         write = write_page if options.out.suffix == ".html" else write_trace
@@ -77,7 +77,7 @@ def _live(pid: int | None) -> dict[str, Any]:
 
 
 def _kept(paths: list[str]) -> list[dict[str, Any]]:
-    """The traces in files and directories."""
+    """Return the traces in files and directories."""
     files: list[Path] = []
     for path in map(Path, paths):
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]
@@ -87,7 +87,7 @@ def _kept(paths: list[str]) -> list[dict[str, Any]]:
 
 
 def _loaded(path: Path) -> dict[str, Any]:
-    """A trace that this package has written (others have events of many more kinds)."""
+    """Return a trace that this package has written (others have events of many more kinds)."""
     try:
         trace: dict[str, Any] = json.loads(path.read_bytes())
         events = trace["traceEvents"]

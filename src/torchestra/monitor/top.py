@@ -1,4 +1,4 @@
-"""``torchestra top``: what the ranks of a running job do, how fast, and for whom they wait.
+"""``torchestra top``: shows what the ranks of a running job do, how fast, and for whom they wait.
 
 It maps the job's arenas read-only and looks at them from time to time; the job is not asked for anything.
 """
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Show the job until it ends or Ctrl-C; 1 if there is none to show."""
+    """Show the job until it ends or Ctrl-C; return 1 if there is none to show."""
     try:
         job = choose_job(options.job)
     except InvalidArgumentError as error:
@@ -85,7 +85,7 @@ class Watch:
         return [read_flight_record(group.arena, _ENTRIES) for group in self._job.groups]
 
     def look(self) -> list[Look]:
-        """All groups, with what has happened since the look before."""
+        """Return all groups, with their rates since the look before."""
         records = self._records()
         looks = [
             Look(
@@ -107,7 +107,7 @@ def _seconds(text: str) -> float:
 
 
 def _still_there(job: Job) -> Job | None:
-    """The same job as it is now: groups come and go, ranks die."""
+    """Return the same job as it is now: groups come and go, ranks die."""
     found, _ = find_jobs(job.pids)  # quicker than to look at all processes
     return next(iter(found), None)
 
@@ -152,7 +152,7 @@ def _print_json(job: Job, options: argparse.Namespace) -> None:
 
 
 def as_json(look: Look) -> dict[str, Any]:
-    """One group, as ``--json`` tells it."""
+    """Return one group as ``--json`` prints it."""
     ranks = []
     for rank, rate, alive in zip(look.record.ranks, look.rates, look.alive, strict=True):
         entry = rank.running_message or rank.last_operation
@@ -176,7 +176,7 @@ def _title(job: Job) -> RenderableType:
 
 
 def tables(looks: list[Look]) -> list[RenderableType]:
-    """The groups, as rich shows them."""
+    """Return the groups as rich renders them."""
     from rich.text import Text
 
     parts: list[RenderableType] = []

@@ -48,8 +48,8 @@ OPERATIONS = (
 )
 """The operations that a fault can come before."""
 
-_LOOK_SECONDS = 0.01
-_PAST_THE_TIMEOUT = 5.0
+_POLL_INTERVAL_S = 0.01
+_AFTER_TIMEOUT_S = 5.0
 
 
 class RankKilled(BaseException):
@@ -93,23 +93,23 @@ class Fault:
         self.calls = 0
         self._act = act
         if self.group.rank() == rank:
-            _tapped(self.group).append(self)
+            _intercepted(self.group).append(self)
 
     def remove(self) -> None:
         """Take the fault out again; twice does no harm."""
-        faults = _tapped(self.group)
+        faults = _intercepted(self.group)
         if self in faults:
             faults.remove(self)
 
     def before(self, operation: str) -> None:
-        """For the group: an operation is about to begin on the fault's rank."""
+        """Act if this is its operation, which is about to begin on the fault's rank."""
         if self.at in (None, operation):
             self.calls += 1
             if self.nth in (None, self.calls):
                 self._act(self)
 
     def after(self) -> None:
-        """For the group: an operation has come to its end."""
+        """Note that an operation has ended."""
 
     def __enter__(self) -> Fault:
         return self
@@ -161,7 +161,7 @@ def draw(
     within: int = 10,
     group: ProcessGroup | None = None,
 ) -> Fault:
-    """A fault that the seed decides, the same on all ranks: which kind, on which rank, before what.
+    """Return a fault that the seed decides, the same on all ranks: which kind, on which rank, before what.
 
     Args:
         kinds: of what to choose from: functions of this module that take rank, at and nth.
@@ -196,11 +196,11 @@ def _kill(fault: Fault) -> None:
 def _drop_out(fault: Fault) -> None:
     group = fault.group
     member = group.communicator.engine.member
-    limit = time.monotonic() + group.timeout.total_seconds() + _PAST_THE_TIMEOUT
+    limit = time.monotonic() + group.timeout.total_seconds() + _AFTER_TIMEOUT_S
     while time.monotonic() < limit:
         if member.is_aborted:
             raise DroppedOut(f"rank {fault.rank} stayed away from {fault.at} until its group was aborted")
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_INTERVAL_S)
     raise CollectiveTimeoutError(
         f"rank {fault.rank} stayed away from {fault.at} for longer than the time-out of group"
         f" {group.group_name!r}, and its peers have not given up"
@@ -210,21 +210,21 @@ def _drop_out(fault: Fault) -> None:
 _FAULTS = "_faults_of_testing"
 
 
-def _tapped(group: ProcessGroup) -> list[Fault]:
-    """The faults of a group, which every operation of it on this rank goes by from now on."""
+def _intercepted(group: ProcessGroup) -> list[Fault]:
+    """Return the faults of a group, and intercept its operations on this rank from now on."""
     communicator = group.communicator
     faults: list[Fault] | None = communicator.__dict__.get(_FAULTS)
     if faults is None:
         faults = []
         setattr(communicator, _FAULTS, faults)
         for name in OPERATIONS:
-            setattr(communicator, name, _tap(name, getattr(communicator, name), faults))
+            setattr(communicator, name, _intercepting(name, getattr(communicator, name), faults))
     return faults
 
 
-def _tap(name: str, operation: Callable[..., Any], faults: list[Fault]) -> Callable[..., Any]:
+def _intercepting(name: str, operation: Callable[..., Any], faults: list[Fault]) -> Callable[..., Any]:
     @functools.wraps(operation)
-    def tapped(*args: Any, **kwargs: Any) -> Any:
+    def intercepting(*args: Any, **kwargs: Any) -> Any:
         for fault in tuple(faults):
             fault.before(name)
         try:
@@ -233,4 +233,4 @@ def _tap(name: str, operation: Callable[..., Any], faults: list[Fault]) -> Calla
             for fault in tuple(faults):
                 fault.after()
 
-    return tapped
+    return intercepting

@@ -13,7 +13,7 @@ _MARK = "_torchestra_world"
 
 
 def fixture(function: Callable[..., Any] | None = None, *, scope: str = "function", **options: Any) -> Any:
-    """``pytest.fixture``, which also knows ``scope="world"``.
+    """Decorate as ``pytest.fixture`` does, which also knows ``scope="world"``.
 
     In a test that is marked with ``ranks`` a fixture of function scope has a value of its own on every rank,
     made on that rank (inside its default group). With ``scope="world"`` it is made once per test, outside the
@@ -29,5 +29,5 @@ def fixture(function: Callable[..., Any] | None = None, *, scope: str = "functio
 
 
 def is_shared_by_the_world(function: object) -> bool:
-    """Whether a fixture's function was given ``scope="world"``."""
+    """Return whether a fixture's function was given ``scope="world"``."""
     return getattr(function, _MARK, False) is True

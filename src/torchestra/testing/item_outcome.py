@@ -1,4 +1,4 @@
-"""What the outcomes of the ranks mean for a pytest test."""
+"""The meaning of the ranks' outcomes for a pytest test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PASSED_ON = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Excepti
 
 
 def conclude(item: pytest.Function, outcomes: Sequence[Outcome], kind: str, seconds: float) -> None:
-    """Raise what the ranks' outcomes mean for the test, and add to its report what the others say.
+    """Raise what the ranks' outcomes mean for the test, and add to its report the others' failures.
 
     Args:
         kind: of ranks, for messages.
@@ -28,7 +28,7 @@ def conclude(item: pytest.Function, outcomes: Sequence[Outcome], kind: str, seco
     reason = next((each.skip for each in outcomes if each.skip is not None), None)
     if reason is not None and not genuine:
         pytest.skip(reason)
-    shown = _chosen(item, outcomes) or first_failure(outcomes)
+    shown = _failure_asked_for(item, outcomes) or first_failure(outcomes)
     if shown is None:
         return
     for each in outcomes:
@@ -44,7 +44,7 @@ def conclude(item: pytest.Function, outcomes: Sequence[Outcome], kind: str, seco
     raise shown.error
 
 
-def _chosen(item: pytest.Function, outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The failure of the rank that the user asked for, if it has one."""
+def _failure_asked_for(item: pytest.Function, outcomes: Sequence[Outcome]) -> Outcome | None:
+    """Return the failure of the rank that the user asked for, if it has one."""
     rank = item.config.getoption("--pdb-rank")
     return next((each for each in outcomes if each.rank == rank and each.failed and not each.late), None)

@@ -1,4 +1,4 @@
-"""What the server of process ranks is asked for."""
+"""The request to the server of process ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ItemRequest:
         size, timeout, init, may_die: as in the marker.
         directory: for the ranks' store and output.
         values: the pickled values of the fixtures that the world shares, by name.
-        debug_rank: whose failure a debugger shall look at, or None.
+        debug_rank: the rank whose failure a debugger opens, or None.
     """
 
     nodeid: str
@@ -32,5 +32,5 @@ class ItemRequest:
     debug_rank: int | None
 
     def output_of(self, rank: int) -> str:
-        """The file that a rank's output goes to."""
+        """Return the file that a rank's output goes to."""
         return os.path.join(self.directory, f"rank-{rank}.out")

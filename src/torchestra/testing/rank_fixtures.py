@@ -49,7 +49,7 @@ class RankFixtures:
         return {name: self.value(name) for name in info.argnames}
 
     def value(self, name: str, below: int = 0) -> Any:
-        """The value of a fixture.
+        """Return the value of a fixture.
 
         Args:
             below: how many definitions of the same name, the innermost first, are passed over: a fixture that
@@ -110,7 +110,7 @@ class RankFixtures:
 
 
 class RankRequest:
-    """What a fixture that asks for ``request`` gets on a rank that is a thread."""
+    """The ``request`` of a fixture on a rank that is a thread."""
 
     def __init__(self, fixtures: RankFixtures, name: str, below: int) -> None:
         item = fixtures.item
@@ -143,7 +143,7 @@ class RankRequest:
         return params[self.fixturename]
 
     def getfixturevalue(self, argname: str) -> Any:
-        """The value of another fixture that the test knows."""
+        """Return the value of another fixture that the test knows."""
         below = self._below + 1 if argname == self.fixturename else 0
         return self._fixtures.value(argname, below)
 

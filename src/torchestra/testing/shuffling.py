@@ -31,7 +31,7 @@ _STUCK_SECONDS = 20.0
 
 
 class Schedule:
-    """Who ran when: one object for all ranks of a :func:`shuffle`.
+    """The order in which ranks run: one object for all ranks of a :func:`shuffle`.
 
     Attributes:
         seed: what decides it.
@@ -42,7 +42,7 @@ class Schedule:
         self.seed = seed
         self.turns: list[int] = []
         self._size = size
-        self._dice = random.Random(seed)
+        self._random = random.Random(seed)
         self._inside: set[int] = set()
         self._left = 0
         self._given_up = ""
@@ -58,14 +58,14 @@ class Schedule:
             self._await_turn(rank)
 
     def step(self, rank: int, waits: bool = False) -> None:
-        """A synchronisation point: the dice decide who goes on; another than this rank, if it ``waits``."""
+        """Synchronise: the seed decides which rank goes on; another than this one, if it ``waits``."""
         with self._changed:
             if rank in self._inside:
                 self._hand_on(rank if waits else None)
                 self._await_turn(rank)
 
     def leave(self, rank: int) -> bool:
-        """The rank has come to its end; whether all have."""
+        """Note that a rank has come to its end; return whether all have."""
         with self._changed:
             self._inside.discard(rank)
             self._left += 1
@@ -82,7 +82,7 @@ class Schedule:
 
     def _hand_on(self, but: int | None) -> None:
         candidates = sorted(self._inside - {but}) or sorted(self._inside)
-        self._turn = self._dice.choice(candidates) if candidates else None
+        self._turn = self._random.choice(candidates) if candidates else None
         if self._turn is not None:
             self.turns.append(self._turn)
         self._changed.notify_all()
@@ -141,7 +141,7 @@ def shuffle(seed: int, group: ProcessGroup | None = None) -> Iterator[Schedule]:
     try:
         if schedule.seed != seed:
             schedule.give_up(f"rank {rank} has seed {seed}, another rank {schedule.seed}")
-        with _impatient(chosen, schedule, rank):
+        with _stepping_group(chosen, schedule, rank):
             schedule.enter(rank)
             yield schedule
     finally:
@@ -156,7 +156,7 @@ def _entered(schedule: Schedule) -> set[int]:
 
 
 @contextlib.contextmanager
-def _impatient(group: ProcessGroup, schedule: Schedule, rank: int) -> Iterator[None]:
+def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Iterator[None]:
     """Let every wait of the group's kernels come back to Python at once, and take a step of the schedule."""
     communicator = group.communicator
     member = communicator.engine.member

@@ -64,7 +64,7 @@ TEST_SKIPS: dict[str, TestSkip] = {
 
 
 def skip_reason(exit_code: object) -> str | None:
-    """The reason that an exit code stands for, or None if it stands for none."""
+    """Return the reason that an exit code stands for, or None if it stands for none."""
     return next((skip.message for skip in TEST_SKIPS.values() if skip.exit_code == exit_code), None)
 
 
@@ -119,7 +119,7 @@ def requires_world_size(n: int) -> Callable[[F], F]:
 
 
 def requires_gloo() -> Callable[[F], F]:
-    """For tests written for Gloo: they run, on torchestra's own engine."""
+    """Run a test written for Gloo, on torchestra's own engine."""
     return _only_if(lambda: True, "backend_unavailable")
 
 

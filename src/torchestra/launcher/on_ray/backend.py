@@ -35,7 +35,7 @@ _OF_A_HOST = frozenset({"TORCHESTRA_HOST_ID", "TORCHESTRA_STORE"})
 
 
 class _Rank:
-    """What the launcher knows of a rank's actor.
+    """The launcher's view of a rank's actor.
 
     Attributes:
         seen: how many events have been taken.
@@ -94,7 +94,7 @@ class RayBackend(LaunchBackend):
             self.listener.loop.call_at(time.monotonic() + _LAST_WAIT_S, self._give_up)
 
     def drain(self) -> None:
-        """Nothing is left to read: a rank's output comes before the word that it has ended."""
+        """Do nothing: a rank's output comes before its end."""
 
     def close(self) -> None:
         for rank in self._ranks:
