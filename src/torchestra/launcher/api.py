@@ -137,7 +137,7 @@ def launched(
     env: Mapping[str, str],
     settle_s: float = SETTLE_S,
 ) -> Iterator[LaunchedJob]:
-    """Return what :func:`launch` does, with processes: the job, all of whose ranks have ended.
+    """Launch ranks as processes; yield the job, all of whose ranks have ended.
 
     Args:
         fn, nproc, args, timeout, env: as there.

@@ -21,5 +21,5 @@ def _quota() -> float:
 
 
 def usable_cores() -> int:
-    """Return the cores in this process's affinity mask, or a container's quota if that is lower; at least 1."""
+    """Return the cores of this process's affinity mask, or a container's lower quota; at least 1."""
     return max(1, int(min(len(os.sched_getaffinity(0)), _quota())))

@@ -60,7 +60,7 @@ class RankState:
         self.ended: Ended | None = None
 
     def failed_rank(self, must_return: bool) -> FailedRank | None:
-        """Return how the rank failed, if it has; ending without a result is a failure if it ``must_return``."""
+        """Return how the rank failed, if it has; one that ``must_return`` fails without a result."""
         if self.failure is not None:
             return FailedRank(self.rank, self.failure.exit_code, self.failure.time, self.failure)
         if self.ended is not None and (self.ended.exit_code != 0 or (must_return and self.result is None)):
