@@ -483,13 +483,13 @@ def count_posts() -> list[Any]:
     agent = current_agent()
     if not hasattr(agent, "told_for_test"):
         agent.told_for_test = []
-        tell = agent.tell_autograd
+        tell = agent.send_scope_message
 
         def tell_and_note(to: int, note: Any) -> None:
             agent.told_for_test.append(note)
             tell(to, note)
 
-        agent.tell_autograd = tell_and_note
+        agent.send_scope_message = tell_and_note
     found = list(agent.told_for_test)
     agent.told_for_test.clear()
     return found

@@ -142,9 +142,10 @@ class EndsContext(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        from torchestra.autograd.contexts import contexts_of
         from torchestra.rpc.current import current_agent
 
-        current_agent().contexts.release(ctx.context_id)
+        contexts_of(current_agent()).release(ctx.context_id)
         return gradient, None
 
 

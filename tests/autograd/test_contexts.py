@@ -15,12 +15,13 @@ from crossings import leaf
 import rpc_workers
 from torchestra import autograd, rpc
 from torchestra.autograd.api import current_context, new_context, release_context
+from torchestra.autograd.contexts import contexts_of
 from torchestra.rpc.current import current_agent
-from torchestra.rpc.thread_state import here
+from torchestra.rpc.thread_state import thread_state
 
 
 def known(context_id: int) -> bool:
-    return current_agent().contexts.find(context_id) is not None
+    return contexts_of(current_agent()).find(context_id) is not None
 
 
 def counts() -> dict[str, Any]:
@@ -45,7 +46,7 @@ def numbers() -> None:
             assert context_id >> 48 == current_agent().rank
             seen.append(context_id)
     assert len(set(seen)) == 20
-    assert current_agent().contexts.max_number == 281474976710655 + (current_agent().rank << 48)
+    assert contexts_of(current_agent()).max_number == 281474976710655 + (current_agent().rank << 48)
     for context_id in seen:
         with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context_id}"):
             autograd.get_gradients(context_id)
@@ -79,7 +80,7 @@ def fail(_: torch.Tensor) -> None:
 
 
 def is_in(context_id: int) -> bool:
-    return here.context is not None and here.context.number == context_id
+    return thread_state.scope is not None and thread_state.scope.number == context_id
 
 
 def calls_that_fail() -> None:
@@ -120,7 +121,7 @@ def node_names(functions: dict[int, Any]) -> list[list[str]]:
 
 
 def graph_there(context_id: int) -> Any:
-    context = current_agent().contexts.get(context_id)
+    context = contexts_of(current_agent()).get(context_id)
     return node_names(context._send_functions()), len(context._recv_functions())
 
 
@@ -240,7 +241,7 @@ def across_threads() -> None:
     def end() -> None:
         with pytest.raises(RuntimeError):
             current_context()  # a context belongs to the thread that made it
-        agent.contexts.release(context.number)
+        contexts_of(agent).release(context.number)
         ended.append(True)
 
     thread = threading.Thread(target=end)

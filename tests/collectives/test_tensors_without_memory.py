@@ -23,8 +23,8 @@ from torch.masked import masked_tensor
 import torchestra as dist
 from torchestra.engine.operations import Kind
 from torchestra.errors import InvalidArgumentError
-from torchestra.rpc.encoding import encode
-from torchestra.tensors.serialization import Parcel
+from torchestra.rpc.messages import encode
+from torchestra.tensors.packed_objects import PackedObjects
 from worlds import run
 
 COUNT = 8
@@ -274,7 +274,7 @@ def test_results_do_not_share_memory() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not has_bytes(kind)])
-@pytest.mark.parametrize("pack", [lambda item: Parcel.of([item]), encode], ids=["object", "rpc"])
+@pytest.mark.parametrize("pack", [lambda item: PackedObjects.of([item]), encode], ids=["object", "rpc"])
 def test_what_has_no_memory_is_not_pickled(pack: Callable[[object], Any], kind: str) -> None:
     """Neither for the collectives of objects nor for a call of another worker."""
     with (

@@ -22,8 +22,8 @@ from torchestra.engine.p2p import endpoint
 from torchestra.engine.p2p.endpoint import Endpoint, _Outbox, _Parcel
 from torchestra.engine.try_lock import TryLock
 from torchestra.errors import InvalidArgumentError
-from torchestra.rpc import leader_followers as crew_file
-from torchestra.rpc.leader_followers import Crew
+from torchestra.rpc import leader_followers as pool_file
+from torchestra.rpc.leader_followers import LeaderFollowersPool
 
 
 def set_holder(lock: TryLock, claim: object) -> None:
@@ -116,40 +116,40 @@ def test_of_sending_to_a_worker(monkeypatch: pytest.MonkeyPatch, taken: bool) ->
     assert not box.queue
 
 
-class Office:
+class SilentEndpoint:
     """One to which no message comes."""
 
     def __init__(self) -> None:
-        self.awaited = SimpleNamespace(done=False, leading=False, latch=None)
+        self.awaited = SimpleNamespace(finished=False, leading=False, latch=None)
 
     def receive(self, *, eager: bool) -> None:
-        self.awaited.done = True
+        self.awaited.finished = True
 
     def wake_leader(self) -> None:
         pass
 
 
 @pytest.mark.parametrize("taken", [False, True])
-@pytest.mark.parametrize("what", ["wait", "look", "drain"])
+@pytest.mark.parametrize("what", ["wait", "check", "drain"])
 def test_of_waiting_for_an_answer(monkeypatch: pytest.MonkeyPatch, what: str, taken: bool) -> None:
-    for constant in ("_LOOK_SECONDS", "_NAP_SECONDS"):
-        monkeypatch.setattr(crew_file, constant, 0.0)
-    office: Any = Office()
-    crew = Crew("of a test", office, lambda _: (False, crew_file.Job), lambda: None, 1, 1)
-    looks = itertools.count()
+    for constant in ("_CHECK_SECONDS", "_PAUSE_SECONDS"):
+        monkeypatch.setattr(pool_file, constant, 0.0)
+    endpoint: Any = SilentEndpoint()
+    pool = LeaderFollowersPool("of a test", endpoint, lambda _: (False, pool_file.Job), lambda: None, 1, 1)
+    checks = itertools.count()
 
     def call() -> None:
-        office.awaited.done = False
+        endpoint.awaited.finished = False
         if what != "wait":
-            getattr(crew, what)()
+            getattr(pool, what)()
             return
         if taken:
-            crew._look = lambda: setattr(office.awaited, "done", next(looks) % 3 == 2)
-            set_holder(crew._looking, None)
-        crew.wait(office.awaited)
+            pool._check = lambda: setattr(endpoint.awaited, "finished", next(checks) % 3 == 2)
+            set_holder(pool._checking, None)
+        pool.wait(endpoint.awaited)
 
-    locks = [crew._lead] if taken else [crew._lead, crew._looking, crew._watching]
-    interrupt_everywhere(call, locks, [crew_file.__file__], taken)
-    assert crew._waiting == []
-    assert not crew._draining
-    assert not office.awaited.leading
+    locks = [pool._leader] if taken else [pool._leader, pool._checking, pool._standby]
+    interrupt_everywhere(call, locks, [pool_file.__file__], taken)
+    assert pool._waiting == []
+    assert not pool._draining
+    assert not endpoint.awaited.leading

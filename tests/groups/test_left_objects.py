@@ -18,7 +18,7 @@ import torchestra as dist
 from torchestra.collectives import objects
 from torchestra.errors import GroupAbortedError
 from torchestra.process_group import monitored_barrier
-from torchestra.tensors.serialization import Parcel
+from torchestra.tensors.packed_objects import PackedObjects
 from worlds import run
 
 SOON = 20.0
@@ -67,14 +67,14 @@ def move_and_fail(move: Callable[[], None], error: type[BaseException]) -> None:
 def test_objects_whose_rest_is_not_moved(
     move: Callable[[], None], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class FailingParcel(Parcel):
+    class FailingPackedObjects(PackedObjects):
         @classmethod
         def arriving(cls, block: torch.Tensor) -> Any:
             if dist.get_rank() == 0:
                 raise error("no memory for what is to come")
-            return Parcel.arriving(block)
+            return PackedObjects.arriving(block)
 
-    monkeypatch.setattr(objects, "Parcel", FailingParcel)
+    monkeypatch.setattr(objects, "PackedObjects", FailingPackedObjects)
     run_together(move_and_fail, move, error)
 
 

@@ -61,7 +61,7 @@ def call_all(rank: int) -> list[int]:
     kept = rpc.remote((rank + 2) % 4, torch.ones, (2,))
     assert kept.to_here().tolist() == [1, 1]
     del kept
-    far = current_agent().roads.far()
+    far = current_agent().router.remote_ranks()
     rpc.shutdown()
     return far
 

@@ -22,7 +22,7 @@ from torchestra.errors import RpcError, RpcTimeoutError, WorkerFailedError
 from torchestra.rpc import rref_context, starting
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.current import current_agent
-from torchestra.rpc.rref_context import References
+from torchestra.rpc.rref_context import RRefContext
 from torchestra.store import HashStore, PrefixStore
 
 
@@ -124,7 +124,7 @@ def fork_in_between(road: str) -> None:
     rank = begin_on(road)
     for _ in range(3):
         rpc.rpc_sync(1 - rank, echo, (torch.ones(100_000),))
-        with current_agent().crew._gate:  # as one of its threads may have it just then
+        with current_agent().pool._gate:  # as one of its threads may have it just then
             child = os.fork()
             if child == 0:
                 try:
@@ -356,7 +356,7 @@ def use_here(rref: rpc.RRef) -> int:
 def hold_acceptance_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have worker 1 accept a reference only once it has seen, in its shutdown, that it is not done."""
     about_to, seen = threading.Event(), threading.Event()
-    tell, is_quiet = References._tell, Agent.is_quiet.fget
+    tell, is_quiet = RRefContext._tell, Agent.is_quiet.fget
     assert is_quiet is not None
 
     def look(agent: Agent) -> bool:
@@ -365,7 +365,7 @@ def hold_acceptance_up(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.set()
         return found
 
-    def tell_late(self: References, rank: int, function: Any, *args: Any) -> Any:
+    def tell_late(self: RRefContext, rank: int, function: Any, *args: Any) -> Any:
         if function is rref_context._accept:
             about_to.set()
             while not (seen.wait(0.01) or self._agent.closed):
@@ -373,7 +373,7 @@ def hold_acceptance_up(monkeypatch: pytest.MonkeyPatch) -> None:
         return tell(self, rank, function, *args)
 
     monkeypatch.setattr(Agent, "is_quiet", property(look))
-    monkeypatch.setattr(References, "_tell", tell_late)
+    monkeypatch.setattr(RRefContext, "_tell", tell_late)
 
 
 def pass_back() -> None:

@@ -352,10 +352,10 @@ def say_nonsense(meeting: threading.Barrier) -> None:
         meeting.wait(30)
         text = np.frombuffer(b"no pickle", np.uint8)
         if rank == 2:
-            agent.office.send(1, 4, 0, parts_of([text]), text)
+            agent.endpoint.send(1, 4, 0, parts_of([text]), text)
         if rank == 1:
             deadline = time.monotonic() + 30
-            while not agent.is_gone(2):
+            while 2 not in agent.liveness.gone:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             with pytest.raises(WorkerFailedError, match=r"'worker2' .* sent a message that cannot be read"):
@@ -371,19 +371,19 @@ def test_a_worker_that_sends_what_cannot_be_read_is_given_up_alone() -> None:
     worlds.run("threads", 3, say_nonsense, threading.Barrier(3), hosts=["here", "there", "elsewhere"])
 
 
-# -- roads
+# -- routes
 
 
-def take_both_roads(rank: int) -> list[int]:
-    roads = current_agent().roads
+def take_both_routes(rank: int) -> list[int]:
+    router = current_agent().router
     large = torch.arange(1 << 18)
     for peer in range(4):
         assert torch.equal(rpc.rpc_sync(peer, echo, (large,)), large)
         assert rpc.rpc_sync(peer, ask_onwards, (3 - peer, rank)) == rank
-    assert [roads.lender_to(peer) is not None for peer in range(4)] == [
+    assert [router.buffers_to(peer) is not None for peer in range(4)] == [
         peer != rank and peer % 2 == rank % 2 for peer in range(4)
     ]
-    return roads.far()
+    return router.remote_ranks()
 
 
 def ask_onwards(peer: int, value: int) -> int:
@@ -391,7 +391,7 @@ def ask_onwards(peer: int, value: int) -> int:
 
 
 def test_two_hosts_of_two_workers_use_the_arena_within_and_the_wire_between() -> None:
-    assert rpc_workers.run("hosts", 4, take_both_roads) == [[1, 3], [0, 2], [1, 3], [0, 2]]
+    assert rpc_workers.run("hosts", 4, take_both_routes) == [[1, 3], [0, 2], [1, 3], [0, 2]]
 
 
 def give_much(number: float, length: int = 1 << 15) -> torch.Tensor:

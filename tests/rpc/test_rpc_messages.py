@@ -15,11 +15,11 @@ import torchestra as dist
 import worlds
 from torchestra import rpc
 from torchestra.rpc.current import current_agent
-from torchestra.rpc.encoding import address_of, decode, encode, in_own_memory
+from torchestra.rpc.messages import CALL, address_of, decode, encode, to_self
 
 
 def through(value):
-    return decode(*in_own_memory(encode(value)))
+    return decode(to_self(0, CALL, 1, encode(value)))
 
 
 def echo(value):
@@ -64,7 +64,7 @@ def test_views_share_their_storage_and_only_what_they_reach_is_sent() -> None:
     first, second = base[10_000:20_000], base[15_000:25_000]
     message = encode([first, second])
     assert [length for _, length in message.parts[1:]] == [60_000]
-    found = decode(*in_own_memory(message))
+    found = decode(to_self(0, CALL, 1, message))
     found[0][5_000] = -1
     assert found[1][0] == -1
     assert base[15_000] == 15_000
@@ -74,7 +74,7 @@ def test_a_sparse_view_of_a_large_tensor_is_sent_alone() -> None:
     base = torch.arange(5_000_000.0)
     message = encode(base[::1000])
     assert [length for _, length in message.parts[1:]] == [20_000]
-    assert torch.equal(decode(*in_own_memory(message)), base[::1000])
+    assert torch.equal(decode(to_self(0, CALL, 1, message)), base[::1000])
 
 
 def test_the_address_of_bytes_is_where_they_are() -> None:
@@ -147,29 +147,29 @@ def test_everybody_sends_to_everybody_more_than_the_channels_hold(kind: str) -> 
     rpc_workers.run(kind, 3, exchange)
 
 
-def lent() -> int:
+def shared() -> int:
     gc.collect()
-    return current_agent().roads.lender.lent
+    return current_agent().router.shared_buffers.in_use
 
 
-def lend_and_take_back() -> None:
+def share_and_release() -> None:
     large = torch.arange(1 << 18)
     kept = [rpc.rpc_sync("worker1", echo, (large + number,)) for number in range(4)]
-    assert rpc.rpc_sync("worker1", lent) == 4
-    kept[0].add_(1)  # borrowed memory is the borrower's own
+    assert rpc.rpc_sync("worker1", shared) == 4
+    kept[0].add_(1)  # shared memory is the borrower's own
     assert torch.equal(kept[1], large + 1)
     kept.clear()
-    assert rpc.rpc_sync("worker1", lent) == 0
-    assert lent() == 0
+    assert rpc.rpc_sync("worker1", shared) == 0
+    assert shared() == 0
 
 
 @pytest.mark.parametrize("kind", worlds.KINDS)
-def test_lent_memory_comes_back_when_the_tensors_that_lie_in_it_die(kind: str) -> None:
-    rpc_workers.first(kind, 2, lend_and_take_back)
+def test_shared_buffers_come_back_when_the_tensors_that_lie_in_it_die(kind: str) -> None:
+    rpc_workers.first(kind, 2, share_and_release)
 
 
-def keep_what_was_lent(rank: int) -> torch.Tensor | None:
-    """Two tensors that this worker borrows, of which it drops one."""
+def keep_what_was_shared(rank: int) -> torch.Tensor | None:
+    """Two tensors that lie in shared buffers, of which it drops one."""
     if rank != 0:
         return None
     large = torch.arange(1 << 18)
@@ -177,15 +177,15 @@ def keep_what_was_lent(rank: int) -> torch.Tensor | None:
     return kept
 
 
-def outlive_the_lender() -> bool:
+def outlive_the_owner() -> bool:
     rank = rpc_workers.begin()
-    kept = keep_what_was_lent(rank)
+    kept = keep_what_was_shared(rank)
     rpc.shutdown()
     gc.collect()
-    dist.barrier()  # all lenders are gone
+    dist.barrier()  # all owners are gone
     return kept is None or torch.equal(kept, torch.arange(1 << 18))
 
 
 @pytest.mark.parametrize("kind", worlds.KINDS)
-def test_lent_memory_lasts_as_long_as_the_tensors_that_lie_in_it(kind: str) -> None:
-    assert worlds.run(kind, 2, outlive_the_lender) == [True, True]
+def test_shared_buffers_last_as_long_as_the_tensors_that_lie_in_it(kind: str) -> None:
+    assert worlds.run(kind, 2, outlive_the_owner) == [True, True]

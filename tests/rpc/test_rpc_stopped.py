@@ -6,12 +6,10 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
 import rpc_workers
 import worlds
 from torchestra import rpc
-from torchestra.rpc.calls import Call, Pauses
+from torchestra.rpc.current import current_agent
 from torchestra.transport.pair import PairConnection
 
 
@@ -44,14 +42,19 @@ def test_a_call_does_not_time_out_because_the_workers_were_stopped() -> None:
         assert worlds.results(world.finish()) == [5, 5]
 
 
-def test_a_pause_puts_off_the_deadlines_of_calls_that_were_under_way() -> None:
-    pauses = Pauses()
-    pauses.look(100.0)
-    before, after = (Call(1, "f", began, began + 5.0, None, lambda _: None) for began in (99.0, 119.9))
-    pauses.look(120.0, {1: before, 2: after})
-    assert before.deadline == pytest.approx(104.0 + 19.5)
-    assert before.began == pytest.approx(99.0 + 19.5)
-    assert after.deadline == pytest.approx(124.9)
+def call_while_time_jumps() -> None:
+    """The clock of the worker finds that much time has passed, as it does when the process was stopped."""
+    future = rpc.rpc_async("worker1", answer_late, ("go",), timeout=20.0)
+    agent = current_agent()
+    agent.clock._looked -= 100.0
+    agent.liveness.check()
+    assert agent.pending
+    worlds.leave_note("go")
+    assert future.wait() == 5
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count_for_calls() -> None:
+    rpc_workers.first("processes", 2, call_while_time_jumps)
 
 
 def test_a_worker_whose_connection_has_ended_is_not_gone_because_this_process_paused() -> None:

@@ -34,7 +34,7 @@ class Box:
 
 
 def counts() -> dict[str, int]:
-    found = current_agent().references.counts()
+    found = current_agent().rrefs.counts()
     return {name: found[name] for name in NOTHING}
 
 
@@ -269,7 +269,7 @@ def die_at_any_moment() -> None:
         return call(*args, **kwargs)
 
     agent.call = watched_call
-    with agent.crew._gate:  # as if the garbage collector ran while a thread of the crew is added
+    with agent.pool._gate:  # as if the garbage collector ran while a thread of the crew is added
         del rref
         assert here not in calls
     await_counts(1, NOTHING)

@@ -1,7 +1,9 @@
 """Contexts: what one iteration of a program that spans workers has of autograd, on each of them.
 
-A context comes to a worker with the first call within it, and goes when whoever made it tells so: every
-worker passes that on to those it has called within the context.
+A context comes to a worker with the first call within it, and goes when the worker that made it says so:
+every worker passes that on to those it has called within the context.
+
+The contexts of a worker are the scope of its messages (rpc/message_scope.py), which this module installs.
 """
 
 from __future__ import annotations
@@ -9,23 +11,28 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchestra.autograd.gradients import Gradients
-from torchestra.autograd.graph_task import Key, Part
-from torchestra.autograd.send_recv import Receipt, Send, Sending, record_receipt, record_send
-from torchestra.errors import RpcError
-
-if TYPE_CHECKING:
-    from torchestra.rpc.agent import Agent
+from torchestra.autograd.graph_task import GraphTask, Key, Note
+from torchestra.autograd.send_recv import (
+    ContextMark,
+    RecvRpc,
+    SendRecorder,
+    SendRpc,
+    record_receipt,
+    record_send,
+)
+from torchestra.errors import BackwardError, RpcError
+from torchestra.rpc import message_scope
+from torchestra.rpc.agent import Agent
 
 _COUNT_BITS = 48
 MAX_COUNT = (1 << _COUNT_BITS) - 1
 
-# What workers tell each other; the number of the context and what concerns it follow.
-RELEASE, BACKWARD = "release", "backward"
+_POLL_SECONDS = 0.1
 
 
 class Context:
@@ -33,24 +40,24 @@ class Context:
 
     Attributes:
         number: the rank of the worker that made it, in the upper 16 of 64 bits, and how many it had made.
-        gradients: those that have landed on this worker.
+        gradients: those that have accumulated on this worker.
         called: the ranks that were called from here, within it.
         neighbours: these and those that have called.
         sends, receipts: by the number of the message, in the order in which they were made.
-        parts: the backward passes that run here.
+        tasks: the backward passes that run here.
         released: it has ended.
-        turn: held by who runs a pass that begins here.
+        turn: held by the thread that runs a pass that begins here.
     """
 
-    def __init__(self, contexts: Contexts, number: int) -> None:
+    def __init__(self, contexts: ContextContainer, number: int) -> None:
         self.contexts = contexts
         self.number = number
         self.gradients = Gradients()
         self.called: set[int] = set()
         self.neighbours: set[int] = set()
-        self.sends: dict[int, Send] = {}
-        self.receipts: dict[int, Receipt] = {}
-        self.parts: dict[Key, Part] = {}
+        self.sends: dict[int, SendRpc] = {}
+        self.receipts: dict[int, RecvRpc] = {}
+        self.tasks: dict[Key, GraphTask] = {}
         self.finished: dict[Key, None] = {}
         self.released = False
         self.turn = threading.Lock()
@@ -59,18 +66,18 @@ class Context:
 
     # -- messages
 
-    def outgoing(self, to: int, content: object, *, is_call: bool) -> Sending | None:
-        """For the tensors in a message to a worker; None if the context is over."""
+    def outgoing(self, to: int, content: object, *, is_call: bool) -> SendRecorder | None:
+        """See :class:`~torchestra.rpc.message_scope.CallScope`."""
         with self.lock:
             if self.released:
                 return None
             self.neighbours.add(to)
             if is_call and to != self.contexts.rank:
                 self.called.add(to)
-        return Sending(self, to, content, is_call)
+        return SendRecorder(self, to, content, is_call)
 
     def note_send(self, to: int, tensors: Sequence[torch.Tensor]) -> int:
-        """Tensors go to a worker: the number of the message."""
+        """Record tensors that go to a worker; return the number of the message."""
         message = self.contexts.new_message()
         with self.lock:
             order, self.seen = self.seen, self.seen + 1
@@ -81,51 +88,51 @@ class Context:
         return message
 
     def see_release(self, to: int) -> None:
-        """A call has gone to a worker: if the context was released meanwhile, the worker must know."""
+        """Tell a worker that was called if the context was released meanwhile."""
         if self.released:
-            self.contexts.tell(to, RELEASE, self.number)
+            self.contexts.tell(to, Note(self.number, "release"))
 
     def note_receipt(self, source: int, message: int, tensors: list[torch.Tensor]) -> None:
-        """Tensors have come from a worker; none if they could not be read."""
+        """Record tensors that have come from a worker; none if they could not be read."""
         with self.lock:
             order, self.seen = self.seen, self.seen + 1
         if tensors:
             receipt = record_receipt(message, source, order, tensors)
         else:
-            receipt = Receipt(message, source, order, None)
+            receipt = RecvRpc(message, source, order, None)
         with self.lock:
             if self.released:
                 return
             self.receipts[message] = receipt
             self.neighbours.add(source)
-            late = [*self.parts, *list(self.finished)[-1:]]
+            late = [*self.tasks, *list(self.finished)[-1:]]
         for key in late:
             # Its sender may wait for its gradients already.
-            self.contexts.tell(source, BACKWARD, self.number, key, "late", message)
+            self.contexts.tell(source, Note(self.number, "late", key, (message,)))
 
     # -- backward passes
 
-    def take_part(self, key: Key, retain: bool, engager: int) -> Part | None:
-        """The part in a pass, which begins if it is new here; None if it is over."""
+    def task_of(self, key: Key, retain: bool, engager: int) -> GraphTask | None:
+        """Return the task of a pass, which begins if it is new here; None if it is over."""
         with self.lock:
-            part = self.parts.get(key)
-            if part is not None:
-                return part
+            task = self.tasks.get(key)
+            if task is not None:
+                return task
             if key in self.finished or self.released:
                 return None
-            part = self.parts[key] = Part(self, key, retain, engager)
+            task = self.tasks[key] = GraphTask(self, key, retain, engager)
         if key[0] != self.contexts.rank:
-            self.contexts.agent.crew.give(part.run_here)
-        return part
+            self.contexts.agent.pool.submit(task.run_here)
+        return task
 
-    def leave_part(self, key: Key) -> Part | None:
-        """A pass is over here; the part in it if it was running."""
+    def end_task(self, key: Key) -> GraphTask | None:
+        """End a pass here; return its task if it was running."""
         with self.lock:
             self.finished[key] = None
-            return self.parts.pop(key, None)
+            return self.tasks.pop(key, None)
 
-    def retire(self, sends: Sequence[Send], receipts: Sequence[Receipt]) -> None:
-        """The graph of these messages has been freed: they take no part in other passes."""
+    def retire(self, sends: Sequence[SendRpc], receipts: Sequence[RecvRpc]) -> None:
+        """Forget messages whose graph has been freed: they take no part in other passes."""
         with self.lock:
             for send in sends:
                 self.sends.pop(send.message, None)
@@ -133,18 +140,18 @@ class Context:
                 self.receipts.pop(receipt.message, None)
 
     def release(self) -> bool:
-        """It is over; False if it was before."""
+        """End it; return False if it was over before."""
         with self.lock:
             if self.released:
                 return False
             self.released = True
-            parts = tuple(self.parts.values())
+            tasks = tuple(self.tasks.values())
             sends = tuple(self.sends.values())
             self.sends.clear()
             self.receipts.clear()
             self.gradients = Gradients()
-        for part in parts:
-            part.fail(self.contexts.not_found(self.number))
+        for task in tasks:
+            task.fail(self.contexts.not_found(self.number))
         del sends
         return True
 
@@ -166,8 +173,8 @@ class Context:
             return {number: receipt.node for number, receipt in self.receipts.items() if receipt.node}
 
 
-class Contexts:
-    """All contexts of one worker."""
+class ContextContainer:
+    """All contexts of one worker: a :class:`~torchestra.rpc.message_scope.MessageScope`."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -181,29 +188,29 @@ class Contexts:
 
     @property
     def max_number(self) -> int:
-        """The greatest number that a context made here could have."""
+        """Return the greatest number that a context made here could have."""
         return self._first + MAX_COUNT
 
     def new(self) -> Context:
-        """A context that begins here."""
+        """Return a context that begins here."""
         context = Context(self, next(self._numbers))
         self._all[context.number] = context
         return context
 
     def new_message(self) -> int:
-        """A number for a message."""
+        """Return a number for a message."""
         return next(self._messages)
 
     def new_pass(self) -> Key:
-        """A name for a backward pass."""
+        """Return a name for a backward pass."""
         return (self.rank, next(self._passes))
 
-    def find(self, number: int, _: int = -1) -> Context | None:
-        """The context of a number, if it is here."""
+    def find(self, number: int) -> Context | None:
+        """Return the context of a number, if it is here."""
         return self._all.get(number)
 
     def get(self, number: int) -> Context:
-        """The context of a number.
+        """Return the context of a number.
 
         Raises:
             RpcError: it is not here.
@@ -214,30 +221,30 @@ class Contexts:
         return context
 
     def not_found(self, number: int) -> RpcError:
-        """There is no such context."""
-        return RpcError(
-            f"Could not find autograd context with id: {number} on worker {self.agent.info.name!r} (rank"
-            f" {self.rank}): it was released, or no call within it has come here"
-        )
+        """Return the error where there is no such context."""
+        return message_scope.context_not_found(number, self.agent.info)
 
-    def enter(self, number: int, source: int) -> Context:
-        """The context of a call that has come."""
+    def enter(self, mark: ContextMark, source: int, *, is_call: bool) -> Context | None:
+        """Return the context of a message that has come; a call brings it here."""
+        if not is_call:
+            return self.find(mark.context)
         with self._lock:
-            context = self._all.get(number)
+            context = self._all.get(mark.context)
             if context is None:
-                context = self._all[number] = Context(self, number)
+                context = self._all[mark.context] = Context(self, mark.context)
         context.neighbours.add(source)
         return context
 
-    def read(self, inbound: Any, source: int) -> None:
-        """A message within a context was unpickled, with the tensors that it has attached."""
-        context, message = inbound.context, inbound.envelope.attached
-        if message is None:
+    def read(
+        self, scope: Context | None, mark: ContextMark, tensors: list[torch.Tensor], source: int
+    ) -> None:
+        """Record the tensors in a message that has been unpickled."""
+        if mark.message is None:
             return
-        if context is not None and not context.released:
-            context.note_receipt(source, message, inbound.attached)
+        if scope is not None and not scope.released:
+            scope.note_receipt(source, mark.message, tensors)
         else:
-            for tensor in inbound.attached:
+            for tensor in tensors:
                 tensor.requires_grad_()
 
     def release(self, number: int) -> None:
@@ -246,33 +253,54 @@ class Contexts:
             context = self._all.pop(number, None)
         if context is not None and context.release():
             for rank in context.called:
-                self.tell(rank, RELEASE, number)
+                self.tell(rank, Note(number, "release"))
+
+    def backward(self, scope_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
+        """Run a backward pass that begins here; see :func:`torchestra.autograd.backward`."""
+        context = self.get(scope_id)
+        _check_roots(roots)
+        if torch._C._autograd._profiler_enabled():
+            with torch.autograd.profiler.record_function("torch::distributed::autograd::backward"):
+                self._run(context, roots, retain_graph)
+        else:
+            self._run(context, roots, retain_graph)
+
+    def _run(self, context: Context, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
+        key = self.new_pass()
+        while not context.turn.acquire(timeout=_POLL_SECONDS):
+            pass
+        try:
+            task = context.task_of(key, bool(retain_graph), key[0])
+            if task is None:
+                raise self.not_found(context.number)
+            task.run_at_origin(roots)
+        finally:
+            context.turn.release()
 
     # -- what workers tell each other
 
-    def tell(self, to: int, *note: Any) -> None:
+    def tell(self, to: int, note: Note) -> None:
         """Tell a worker; nothing if it is gone."""
         agent = self.agent
-        if not agent.closed and not agent.is_gone(to):
-            agent.tell_autograd(to, note)
+        if not agent.closed and to not in agent.liveness.gone:
+            agent.send_scope_message(to, note)
 
-    def told(self, source: int, note: tuple[Any, ...]) -> None:
-        """A worker has told something."""
-        kind, number, *rest = note
-        if kind == RELEASE:
+    def told(self, source: int, note: Note) -> None:
+        """Take what a worker has told."""
+        number, what, key, content = note
+        if key is None:
             self.release(number)
             return
         context = self._all.get(number)
-        key, what, *rest = rest
         if what in ("gradients", "start"):
-            self._engage(source, number, context, key, *rest)
+            self._engage(source, number, context, key, *content)
         elif context is not None and what == "abort":
-            self._abort(context, source, key, *rest)
-        elif context is not None and (part := context.parts.get(key)) is not None:
+            self._abort(context, source, key, *content)
+        elif context is not None and (task := context.tasks.get(key)) is not None:
             if what == "done":
-                part.peer_done(source, *rest)
+                task.peer_done(source, *content)
             else:
-                part.gradients_came(source, rest[0], None)
+                task.gradients_came(source, content[0], None)
 
     def _engage(
         self,
@@ -286,26 +314,26 @@ class Contexts:
     ) -> None:
         if context is None:
             error = (self.rank, str(self.not_found(number)), None, "")
-            self.tell(key[0], BACKWARD, number, key, "done", (), error)
+            self.tell(key[0], Note(number, "done", key, ((), error)))
             return
-        part = context.take_part(key, retain, source)
-        if part is not None and message is not None:
-            part.gradients_came(source, message, gradients)
+        task = context.task_of(key, retain, source)
+        if task is not None and message is not None:
+            task.gradients_came(source, message, gradients)
 
     def _abort(self, context: Context, source: int, key: Key, text: str) -> None:
         if key in context.finished:
             return
-        part = context.leave_part(key)
-        if part is not None:
-            part.fail(RpcError(text))
+        task = context.end_task(key)
+        if task is not None:
+            task.fail(RpcError(text))
         for rank in tuple(context.neighbours):
             if rank not in (source, self.rank):
-                self.tell(rank, BACKWARD, context.number, key, "abort", text)
+                self.tell(rank, Note(context.number, "abort", key, (text,)))
 
     # -- ends
 
     def lost(self, rank: int) -> None:
-        """A worker is gone: so are the contexts that it made."""
+        """End the contexts that a worker has made which is gone."""
         for number in tuple(self._all):
             if number >> _COUNT_BITS == rank:
                 self.release(number)
@@ -316,9 +344,34 @@ class Contexts:
             self.release(number)
 
     def counts(self) -> dict[str, int]:
-        """How many contexts there are, and how many backward passes run, by torch.distributed's names."""
+        """Return how many contexts and running backward passes there are, by torch.distributed's names."""
         contexts = tuple(self._all.values())
         return {
-            "num_current_backward_passes": sum(len(context.parts) for context in contexts),
+            "num_current_backward_passes": sum(len(context.tasks) for context in contexts),
             "num_autograd_contexts": len(contexts),
         }
+
+
+def _check_roots(roots: Sequence[torch.Tensor]) -> None:
+    if not roots:
+        raise BackwardError("No tensors provided for gradient computation.")
+    for number, root in enumerate(roots):
+        if not root.requires_grad:
+            raise BackwardError(f"requires_grad not set on root {number}")
+        if root.numel() != 1:
+            raise BackwardError(
+                f"Root {number} is not a scalar, all roots need to be scalar; its shape is"
+                f" {tuple(root.shape)}"
+            )
+        if root.grad_fn is None:
+            raise BackwardError(f"Root {number} does not have a valid gradient function.")
+
+
+def contexts_of(agent: Agent) -> ContextContainer:
+    """Return the contexts of a worker."""
+    scope = agent.scope
+    assert isinstance(scope, ContextContainer)
+    return scope
+
+
+message_scope.install(ContextContainer)

@@ -10,17 +10,17 @@ from torchestra.rpc import remote_errors
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
 
-Described: TypeAlias = "tuple[int, str, bytes | None, str]"
+ErrorRecord: TypeAlias = "tuple[int, str, bytes | None, str]"
 """The rank, what the error said, and what rpc.remote_errors makes of it."""
 
 
-def describe(agent: Agent, error: BaseException) -> Described:
+def describe(agent: Agent, error: BaseException) -> ErrorRecord:
     """An error that has happened here, for the way."""
-    described, text = remote_errors.describe(error, f"worker {agent.info.name!r} (rank {agent.rank})")
+    described, text = remote_errors.describe(error, agent)
     return agent.rank, str(error) or type(error).__name__, described, text
 
 
-def rebuild(described: Described) -> Exception:
+def rebuild(described: ErrorRecord) -> Exception:
     """The error to raise where the pass began, for one that happened elsewhere."""
     rank, message, pickled, text = described
     cause = remote_errors.rebuild(pickled, text)

@@ -1,4 +1,4 @@
-"""The gradients of a context: how they add up, and what is told when one lands."""
+"""The gradients of a context: how they add up, and how autograd hands them over."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from torchestra.rpc.thread_state import here
+from torchestra.rpc.thread_state import thread_state
 
 # What a gradient's tensor is held by when autograd hands it over and nothing else has it: a list of
 # autograd's own, and the Python object.
 _OWN_USES = 2
-_MARK = "torchestra: gradients may land in a context"
+_MARK = "torchestra: gradients may accumulate in a context"
 
 
 class Gradients:
@@ -24,7 +24,7 @@ class Gradients:
         self._found: dict[torch.Tensor, torch.Tensor] = {}
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor, *, shared: bool) -> None:
-        """A gradient has come for a parameter.
+        """Add a gradient of a parameter.
 
         Args:
             shared: its memory belongs to others, too.
@@ -39,7 +39,7 @@ class Gradients:
                 self._found[parameter] = before + gradient
 
     def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of a parameter, if it has one."""
+        """Return the gradient of a parameter, if it has one."""
         return self._found.get(parameter)
 
     def put(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -58,13 +58,13 @@ class Gradients:
                     self._found[parameter] = gradient.clone()
 
     def all(self) -> dict[torch.Tensor, torch.Tensor]:
-        """All of them."""
+        """Return all of them."""
         with self._lock:
             return dict(self._found)
 
 
 def _own(gradient: torch.Tensor, shared: bool) -> torch.Tensor:
-    """The gradient with memory of its own, and laid out plainly."""
+    """Return the gradient with memory of its own, and laid out plainly."""
     gradient = gradient.detach()
     if gradient.is_sparse:
         plain = gradient._indices().is_contiguous() and gradient._values().is_contiguous()
@@ -73,25 +73,25 @@ def _own(gradient: torch.Tensor, shared: bool) -> torch.Tensor:
     return gradient if plain and not shared else gradient.clone(memory_format=torch.contiguous_format)
 
 
-def watch(node: Any) -> None:
-    """Have the gradients of a parameter land in contexts, for backward passes that run for one.
+def accumulate_in_contexts(node: Any) -> None:
+    """Have the gradients of a parameter accumulate in contexts, for backward passes that run for one.
 
     Args:
         node: the parameter's node in the graph.
     """
     if _MARK not in node.metadata:
-        node.register_prehook(partial(_land, node.variable))
+        node.register_prehook(partial(_accumulate, node.variable))
         node.metadata[_MARK] = True
 
 
-def _land(parameter: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
+def _accumulate(parameter: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
     """Hook on a parameter's node: it gets no gradient where a context has taken it."""
-    part = here.part
-    if part is None:
+    task = thread_state.graph_task
+    if task is None:
         return None
     gradient = gradients[0]
     if gradient is not None:
         uses: int = gradient._use_count()  # type: ignore[attr-defined]
-        shared = not part.is_first_use_of(gradient) or uses > _OWN_USES
-        part.context.gradients.add(parameter, gradient, shared=shared)
+        shared = not task.is_first_use_of(gradient) or uses > _OWN_USES
+        task.context.gradients.add(parameter, gradient, shared=shared)
     return (None,)

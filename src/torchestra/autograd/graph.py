@@ -1,4 +1,4 @@
-"""Looking through the graph of autograd that one worker has."""
+"""Look through the graph of autograd that one worker has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchestra.autograd.gradients import watch
+from torchestra.autograd.gradients import accumulate_in_contexts
 from torchestra.autograd.send_recv import ReceiptNode, SendNode
 
 _Accumulate: type = type(torch.empty((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
@@ -17,7 +17,7 @@ _REENTRANT = "CheckpointFunctionBackward"
 
 
 class Reached(NamedTuple):
-    """What backward will come to.
+    """The nodes that backward will come to.
 
     Attributes:
         receipts: the nodes of received messages.
@@ -29,7 +29,7 @@ class Reached(NamedTuple):
 
 
 def prepare(starts: Iterable[Any], floor: int) -> Reached:
-    """Look through all that nodes lead to; have the gradients of parameters land in contexts.
+    """Look through all that nodes lead to; have the gradients of parameters accumulate in contexts.
 
     Args:
         starts: nodes.
@@ -43,7 +43,7 @@ def prepare(starts: Iterable[Any], floor: int) -> Reached:
         node = stack.pop()
         kind = type(node)
         if kind is _Accumulate:
-            watch(node)
+            accumulate_in_contexts(node)
             continue
         if kind is ReceiptNode:
             receipts.add(node)
@@ -59,8 +59,8 @@ def prepare(starts: Iterable[Any], floor: int) -> Reached:
     return Reached(receipts, reentrant)
 
 
-class WatchingParameters(TorchFunctionMode):
-    """Has the gradients of every parameter that is used meanwhile land in contexts.
+class ParameterTracker(TorchFunctionMode):
+    """Has the gradients of every parameter that is used meanwhile accumulate in contexts.
 
     A checkpointed function runs again within the backward pass, in a graph that nobody has seen before. The
     leaves that checkpointing itself makes, in the place of the function's inputs, are none of them.
@@ -80,17 +80,17 @@ class WatchingParameters(TorchFunctionMode):
             for each in (*args, *(kwargs or {}).values()):
                 for tensor in each if isinstance(each, (tuple, list)) else (each,):
                     if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf:
-                        self._watch(tensor)
+                        self._track(tensor)
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and not result.requires_grad:
             self._made[id(result)] = weakref.ref(result)
         return result
 
-    def _watch(self, tensor: torch.Tensor) -> None:
+    def _track(self, tensor: torch.Tensor) -> None:
         made = self._made.get(id(tensor))
         if made is None or made() is not tensor:
             node = torch.autograd.graph.get_gradient_edge(tensor).node
-            watch(node)
+            accumulate_in_contexts(node)
             self._nodes.append(node)
 
     def _backward(self, tensors: Any, grad_tensors: Any = None, **options: Any) -> None:

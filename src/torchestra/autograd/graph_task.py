@@ -4,7 +4,7 @@ The worker where ``backward()`` was called is the *origin*. Every worker takes p
 it is told of the pass: it runs torch's own engine once, over all that its roots and its sends lead to.
 
 *Sends* are sources of that graph. Their nodes run after everything else that is ready, and of them the one
-that was made last; it waits until its gradients have come. *Receipts* send gradients back as soon as they
+that was made last; it waits until its gradients have come. *RecvRpc* send gradients back as soon as they
 run. A receipt that nothing leads to tells so at once: its message was not used, and its send has no gradient
 to wait for. So every message that has tensors in it is answered by exactly one.
 
@@ -26,20 +26,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from torchestra.autograd import graph
-from torchestra.autograd.errors import Described, describe, located, rebuild
+from torchestra.autograd.errors import ErrorRecord, describe, located, rebuild
 from torchestra.errors import RpcTimeoutError, WorkerFailedError
-from torchestra.rpc.thread_state import here
+from torchestra.rpc.thread_state import thread_state
+from torchestra.system.deadline import RunningClock
 
 if TYPE_CHECKING:
     from torchestra.autograd.contexts import Context
-    from torchestra.autograd.send_recv import Receipt, Send
+    from torchestra.autograd.send_recv import RecvRpc, SendRpc
 
 Key: TypeAlias = tuple[int, int]
 """Of a pass: the rank of its origin, and how many had begun there before."""
@@ -47,18 +47,34 @@ Key: TypeAlias = tuple[int, int]
 _ONE = torch.ones(())
 
 
-class _Wait:
-    """Something that a thread waits for; see leader_followers.py."""
+class Note(NamedTuple):
+    """What a worker tells another one about a context.
 
-    __slots__ = ("done", "latch", "leading")
+    Attributes:
+        context: its number.
+        what: "release", or of a backward pass "start", "gradients", "late", "done" or "abort".
+        key: of the pass.
+        content: what belongs to it.
+    """
+
+    context: int
+    what: str
+    key: Key | None = None
+    content: tuple[Any, ...] = ()
+
+
+class _Wait:
+    """Something that a thread waits for; see rpc/leader_followers.py."""
+
+    __slots__ = ("finished", "latch", "leading")
 
     def __init__(self) -> None:
-        self.done = False
+        self.finished = False
         self.leading = False
         self.latch: threading.Lock | None = None
 
 
-class Part:
+class GraphTask:
     """One worker's part in one backward pass.
 
     Args:
@@ -76,7 +92,7 @@ class Part:
         self._retain = retain
         self._engager = engager
         self._lock = threading.Lock()
-        self._sends: dict[int, Send] | None = None
+        self._sends: dict[int, SendRpc] | None = None
         self._arrived: dict[int, list[torch.Tensor | None] | None] = {}
         self._told: set[int] = set()  # the ranks that know of the pass from here
         self._awaited: set[int] = set()  # at the origin: the ranks that take part and are not done
@@ -104,23 +120,23 @@ class Part:
             if isinstance(error, Exception) and error is not self._failure:
                 raise located(self._agent.rank, str(error) or type(error).__name__, error) from error
             raise
-        self.context.leave_part(self._key)
+        self.context.end_task(self._key)
 
     def _give_up(self, error: BaseException) -> None:
         """At the origin: have everybody stop."""
-        self.context.leave_part(self._key)
+        self.context.end_task(self._key)
         why = (str(error) or type(error).__name__).partition("\n")[0]
         for rank in tuple(self.context.neighbours - {self._agent.rank}):
             self._tell(rank, "abort", f"the backward pass was given up, for: {why}")
 
     def run_here(self) -> None:
-        """Run this worker's part. On a thread of the crew."""
-        failed: Described | None = None
+        """Run this worker's task. On a thread of the pool."""
+        failed: ErrorRecord | None = None
         try:
             self._run(())
         except BaseException as error:
             failed = describe(self._agent, error)
-        self.context.leave_part(self._key)
+        self.context.end_task(self._key)
         self._tell(self._key[0], "done", tuple(self._told), failed)
 
     def _run(self, roots: Sequence[torch.Tensor]) -> None:
@@ -158,14 +174,14 @@ class Part:
 
     @contextlib.contextmanager
     def _landing_here(self, reentrant: bool) -> Iterator[None]:
-        before, here.part = here.part, self
+        before, thread_state.graph_task = thread_state.graph_task, self
         try:
-            with graph.WatchingParameters() if reentrant else contextlib.nullcontext():
+            with graph.ParameterTracker() if reentrant else contextlib.nullcontext():
                 yield
         finally:
-            here.part = before
+            thread_state.graph_task = before
 
-    def _peers_to_start(self, sends: Collection[Send], receipts: Collection[Receipt]) -> list[int]:
+    def _peers_to_start(self, sends: Collection[SendRpc], receipts: Collection[RecvRpc]) -> list[int]:
         """Whom to tell of the pass, because it may come to them in no other way."""
         last: dict[int, tuple[int, bool]] = {}
         for is_send, messages in ((True, sends), (False, receipts)):
@@ -219,19 +235,19 @@ class Part:
         self._storages.add(address)
         return is_first
 
-    def _send(self, receipt: Receipt, gradients: Sequence[torch.Tensor | None] | None) -> None:
+    def _send(self, receipt: RecvRpc, gradients: Sequence[torch.Tensor | None] | None) -> None:
         found = [each for each in gradients or () if each is not None]
         for each in found:
             self.is_first_use_of(each)
         told = [None if each is None else each.detach() for each in gradients or ()] if found else None
-        if self._agent.is_gone(receipt.peer):
+        if receipt.peer in self._agent.liveness.gone:
             raise self._gone(receipt.peer, "it could be sent gradients")
         if receipt.peer != self._agent.rank:
             self._told.add(receipt.peer)
         self._tell(receipt.peer, "gradients", self._retain, receipt.message, told)
 
-    def _tell(self, rank: int, what: str, *rest: Any) -> None:
-        self._contexts.tell(rank, "backward", self.context.number, self._key, what, *rest)
+    def _tell(self, rank: int, what: str, *content: Any) -> None:
+        self._contexts.tell(rank, Note(self.context.number, what, self._key, content))
 
     # -- what others tell
 
@@ -250,7 +266,7 @@ class Part:
             )
         self._stir()
 
-    def peer_done(self, rank: int, told: Collection[int], failed: Described | None) -> None:
+    def peer_done(self, rank: int, told: Collection[int], failed: ErrorRecord | None) -> None:
         """At the origin: a worker has done its part, and told these of the pass."""
         if failed is not None:
             self.fail(rebuild(failed))
@@ -272,30 +288,30 @@ class Part:
     def _stir(self) -> None:
         wait = self._wait
         if wait is not None and (self._failure is not None or self._is_ready()):
-            wait.done = True
-            self._agent.crew.nudge(wait)
+            wait.finished = True
+            self._agent.pool.wake(wait)
 
     def _await(self, is_ready: Callable[[], bool], peers: Callable[[], Collection[int]], doing: str) -> None:
         """Wait until something is there that these peers are to send."""
         if self._failure is None and not is_ready():
             agent = self._agent
-            began = time.monotonic()
+            clock = RunningClock()
             self._is_ready = is_ready
             wait = self._wait = _Wait()
 
-            def look() -> None:
-                gone = [rank for rank in peers() if agent.is_gone(rank)]
+            def check() -> None:
+                gone = [rank for rank in peers() if rank in agent.liveness.gone]
                 if gone:
                     self.fail(self._gone(gone[0], f"{doing} came"))
-                elif agent.timeout and time.monotonic() - began > agent.timeout:
+                elif agent.timeout and clock.elapsed() > agent.timeout:
                     self.fail(self._late(peers(), doing, agent.timeout))
 
-            agent.watchers.add(look)
+            agent.liveness.checks.add(check)
             try:
                 self._stir()
-                agent.crew.wait(wait)
+                agent.pool.wait(wait)
             finally:
-                agent.watchers.discard(look)
+                agent.liveness.checks.discard(check)
                 self._wait = None
                 self._is_ready = bool  # what it was knows this part, which shall die without a collector
         if self._failure is not None:
@@ -308,11 +324,10 @@ class Part:
 
     def _gone(self, rank: int, before: str) -> WorkerFailedError:
         agent = self._agent
-        name = agent.workers[rank].name
-        return WorkerFailedError(
-            f"worker {name!r} (rank {rank}) {agent.how_gone(rank)} in a backward pass of context"
-            f" {self.context.number}, before {before} on worker {agent.info.name!r}",
-            name,
+        return agent.liveness.failure_of(
+            rank,
+            f"in a backward pass of context {self.context.number}, before {before} on worker"
+            f" {agent.info.name!r}",
         )
 
     def _late(self, ranks: Collection[int], doing: str, seconds: float) -> RpcTimeoutError:

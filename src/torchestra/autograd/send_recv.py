@@ -1,8 +1,8 @@
-"""Where the graph of autograd crosses between workers: tensors that are sent, and that are received.
+"""SendRpc and RecvRpc: where the graph of autograd leads from one worker to another.
 
 For the tensors of one message that require gradients there is one node on each side, found by the number of
-the message. The *send* is a source of the graph of the worker that sent them: gradients come into it there.
-The *receipt* is where gradients leave the graph of the worker that received them, back to the send.
+the message. *SendRpc* is a source of the graph of the worker that sent them: gradients come into it there.
+*RecvRpc* is where gradients leave the graph of the worker that received them, back to the send.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.function import FunctionMeta
 
-from torchestra.rpc.thread_state import here
+from torchestra.rpc.thread_state import thread_state
 
 if TYPE_CHECKING:
     from torchestra.autograd.contexts import Context
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _EARLY = 1 << 62  # in the order in which autograd runs nodes that are ready
 
 
-class Send(NamedTuple):
-    """What a worker knows of tensors that it has sent.
+class SendRpc(NamedTuple):
+    """Tensors that a worker has sent.
 
     Attributes:
         message: its number.
-        peer: the rank of who got it.
+        peer: the rank that got it.
         order: how many messages the context had seen here before.
         token: a tensor that depends on the tensors sent: backward begins there.
         kinds: the shape, dtype and layout of each.
@@ -39,17 +39,17 @@ class Send(NamedTuple):
     kinds: list[tuple[torch.Size, torch.dtype, torch.layout]]
 
     def zeros(self, slot: int) -> torch.Tensor:
-        """A gradient of zeros for one of the tensors."""
+        """Return a gradient of zeros for one of the tensors."""
         shape, dtype, layout = self.kinds[slot]
         return torch.zeros(shape, dtype=dtype, layout=layout)
 
 
-class Receipt(NamedTuple):
-    """What a worker knows of tensors that it has received.
+class RecvRpc(NamedTuple):
+    """Tensors that a worker has received.
 
     Attributes:
         message: its number.
-        peer: the rank of who sent it.
+        peer: the rank that sent it.
         order: how many messages the context had seen here before.
         node: the node of autograd; None for a message that nobody could read any more.
     """
@@ -70,8 +70,8 @@ class _SendFunction:
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        assert here.part is not None
-        return (None, *here.part.gradients_for(ctx.message))
+        assert thread_state.graph_task is not None
+        return (None, *thread_state.graph_task.gradients_for(ctx.message))
 
 
 class _ReceiptFunction:
@@ -85,13 +85,13 @@ class _ReceiptFunction:
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
-        part = here.part
-        if part is None:
+        task = thread_state.graph_task
+        if task is None:
             raise RuntimeError(
                 "backward() has come to a tensor that was received from another worker: call"
                 " torchestra.autograd.backward(context_id, [loss]) instead of loss.backward()"
             )
-        part.send_back(ctx.message, gradients)
+        task.send_back(ctx.message, gradients)
         return None, None, None
 
 
@@ -109,26 +109,33 @@ SendNode: type = _send._backward_cls
 ReceiptNode: type = _receive._backward_cls
 
 
-def record_send(message: int, peer: int, order: int, tensors: Sequence[torch.Tensor]) -> Send:
+def record_send(message: int, peer: int, order: int, tensors: Sequence[torch.Tensor]) -> SendRpc:
     """Make tensors that are being sent depend on the gradients that will come."""
     with torch.enable_grad():
         token = _send.apply(message, *tensors)
     # The later a message was sent, the earlier its gradients are waited for; see graph_task.py.
     token.grad_fn._set_sequence_nr(order)
     kinds = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors]
-    return Send(message, peer, order, token, kinds)
+    return SendRpc(message, peer, order, token, kinds)
 
 
-def record_receipt(message: int, peer: int, order: int, tensors: list[torch.Tensor]) -> Receipt:
+def record_receipt(message: int, peer: int, order: int, tensors: list[torch.Tensor]) -> RecvRpc:
     """Make received tensors depend on the message."""
     with torch.enable_grad():
         _receive.apply(_anchor, message, tensors)
     node = tensors[0].grad_fn
     node._set_sequence_nr(_EARLY)  # type: ignore[union-attr]
-    return Receipt(message, peer, order, node)
+    return RecvRpc(message, peer, order, node)
 
 
-class Sending:
+class ContextMark(NamedTuple):
+    """The mark of a message: the context, and its own number if tensors within are attached to the graph."""
+
+    context: int
+    message: int | None
+
+
+class SendRecorder:
     """The tensors in a message that is being pickled, within a context.
 
     A parameter takes part if it is an argument or result itself, or in a list, tuple or dict that is; the
@@ -146,7 +153,7 @@ class Sending:
         self._direct: set[int] | None = None
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that requires gradients is to depend on those that come back; then it will."""
+        """Return whether a tensor that requires gradients takes part; then it will get those that come."""
         if isinstance(tensor, torch.nn.Parameter):
             if self._direct is None:
                 self._direct = {id(each) for each in _parameters(self._content)}
@@ -155,15 +162,15 @@ class Sending:
         self._tensors.append(tensor)
         return True
 
-    def close(self) -> tuple[int | None, int | None]:
-        """All is pickled: the numbers of the context and of the message, None where there is no need."""
+    def close(self) -> ContextMark | None:
+        """All is pickled: return the mark of the message, None where there is no need."""
         tensors, self._tensors, self._content = self._tensors, [], None
         if not tensors:
-            return (self._context.number if self._is_call else None), None
-        return self._context.number, self._context.note_send(self._to, tensors)
+            return ContextMark(self._context.number, None) if self._is_call else None
+        return ContextMark(self._context.number, self._context.note_send(self._to, tensors))
 
-    def has_gone(self) -> None:
-        """The message was sent."""
+    def sent(self) -> None:
+        """Note that the message was sent."""
         self._context.see_release(self._to)
 
 

@@ -1,9 +1,9 @@
 """Collectives and messages of Python objects, with torch.distributed's names, arguments and defaults.
 
-Objects are pickled (see parcels.py): use these only among ranks that trust each other. Each is to be called
-by every rank of the group, in the same order, but for send_object_list and recv_object_list, which are for
-the two ranks that they are between. They block until they are done. A small object takes one operation on
-tensors; larger ones take one more, and one for each large tensor or array (some 32 KiB) within.
+Objects are pickled (tensors/serialization.py): use these only among ranks that trust each other. Each is to
+be called by every rank of the group, in the same order, except send_object_list and recv_object_list, which
+are for the two ranks that they are between. They block until they are done. A small object takes one
+operation on tensors; larger ones take one more, and one for each large tensor or array (some 32 KiB) within.
 
 Raised by all of them: InvalidArgumentError (wrong arguments; nothing was sent) and what the operations on
 tensors raise. Of the collectives, the rank whose object cannot be pickled raises an UnpicklableObjectError,
@@ -23,7 +23,7 @@ from torchestra.arguments.annotations import checked
 from torchestra.collectives.functions import _member, _root, _sender
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, ObjectTransferError
 from torchestra.process_group import ProcessGroup
-from torchestra.tensors.serialization import BLOCK_BYTES, Parcel, Unreadable
+from torchestra.tensors.packed_objects import BLOCK_BYTES, PackedObjects, Unreadable
 from torchestra.world.init import AnyGroup, default_group
 
 __all__ = [
@@ -46,8 +46,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup | None =
     if member is None:
         return
     _check_places(object_list, "object_list", member.size(), name)
-    parcels = _collect(member, obj, None, name)
-    _unpack_each(parcels, object_list, member, name)
+    all_packed = _collect(member, obj, None, name)
+    _unpack_each(all_packed, object_list, member, name)
 
 
 @checked
@@ -78,9 +78,9 @@ def gather_object(
         )
     else:
         _check_places(object_gather_list, "object_gather_list", member.size(), name)
-    parcels = _collect(member, obj, root, name)
+    all_packed = _collect(member, obj, root, name)
     if object_gather_list is not None and member.rank() == root:
-        _unpack_each(parcels, object_gather_list, member, name)
+        _unpack_each(all_packed, object_gather_list, member, name)
 
 
 @checked
@@ -108,17 +108,17 @@ def broadcast_object_list(
     with communicator.abort_on_error(name):
         block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8) if own is None else own.block()
         communicator.broadcast(block, root)
-        parcel = Parcel.arriving(block)[0] if own is None else own
-        error = _failure({root: parcel}, error, member, name)
+        packed = PackedObjects.arriving(block)[0] if own is None else own
+        error = _failure({root: packed}, error, member, name)
         if error is None:
-            if parcel.rest.numel():
-                communicator.broadcast(parcel.rest, root)
-            for buffer in parcel.buffers if is_source else parcel.expect_buffers():
+            if packed.rest.numel():
+                communicator.broadcast(packed.rest, root)
+            for buffer in packed.buffers if is_source else packed.expect_buffers():
                 communicator.broadcast(buffer, root)
     if error is not None:
         raise error
     if not is_source:
-        _unpack_list(parcel, object_list, root, member, name)
+        _unpack_list(packed, object_list, root, member, name)
 
 
 @checked
@@ -143,7 +143,7 @@ def scatter_object_list(
         )
     root = _root(member, src, group_src, "src", name, default=0)
     communicator, size = member.communicator, member.size()
-    outgoing: list[Parcel] | None = None
+    outgoing: list[PackedObjects] | None = None
     error: Exception | None = None
     if member.rank() == root:
         if scatter_object_input_list is None:
@@ -155,27 +155,27 @@ def scatter_object_list(
             )
         outgoing, error = _packed_for_each(scatter_object_input_list, name)
 
-    def move(piece: Callable[[Parcel], torch.Tensor]) -> None:
+    def move(piece: Callable[[PackedObjects], torch.Tensor]) -> None:
         sources = [_NOTHING] * size if outgoing is None else [piece(each) for each in outgoing]
         communicator.all_to_all(
-            [piece(parcel) if peer == root else _NOTHING for peer in range(size)], sources
+            [piece(packed) if peer == root else _NOTHING for peer in range(size)], sources
         )
 
     with communicator.abort_on_error(name):
         block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
         communicator.scatter(block, None if outgoing is None else _blocks(outgoing), root)
-        parcel, head = Parcel.arriving(block)
-        error = _failure({root: parcel}, error, member, name)
+        packed, head = PackedObjects.arriving(block)
+        error = _failure({root: packed}, error, member, name)
         if error is None:
             if head.more & 1:
                 move(_rest)
-            parcel.expect_buffers()
+            packed.expect_buffers()
             for number in range(head.more >> 1):
                 move(partial(_buffer, number))
     if error is not None:
         raise error
-    if parcel:
-        (scatter_object_output_list[0],) = _unpacked(parcel, root, member, name)
+    if packed:
+        (scatter_object_output_list[0],) = _unpacked(packed, root, member, name)
 
 
 @checked
@@ -202,13 +202,13 @@ def send_object_list(
     _check_device(device, name)
     rank = _root(member, dst, group_dst, "dst", name)
     _check_not_self(member, rank, "destination", name)
-    parcel = Parcel.of(object_list, name)
+    packed = PackedObjects.of(object_list, name)
     send = member.communicator.send
-    send(parcel.block(), rank)
+    send(packed.block(), rank)
     with member.communicator.abort_on_error(name):
-        if parcel.rest.numel():
-            send(parcel.rest, rank)
-        for buffer in parcel.buffers:
+        if packed.rest.numel():
+            send(packed.rest, rank)
+        for buffer in packed.buffers:
             send(buffer, rank)
 
 
@@ -241,28 +241,28 @@ def recv_object_list(
     receive = member.communicator.recv
     source = receive(block, source)
     with member.communicator.abort_on_error(name):
-        parcel, _ = Parcel.arriving(block)
-        if parcel.rest.numel():
-            receive(parcel.rest, source)
-        for buffer in parcel.expect_buffers():
+        packed, _ = PackedObjects.arriving(block)
+        if packed.rest.numel():
+            receive(packed.rest, source)
+        for buffer in packed.expect_buffers():
             receive(buffer, source)
-    _unpack_list(parcel, object_list, source, member, name)
+    _unpack_list(packed, object_list, source, member, name)
     return member.to_global_rank(source)
 
 
-# -- how parcels travel
+# -- how packed objects travel
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def _collect(member: ProcessGroup, obj: object, root: int | None, name: str) -> list[Parcel]:
-    """The parcels of all ranks, on the root or (None) on every rank; else an empty list."""
+def _collect(member: ProcessGroup, obj: object, root: int | None, name: str) -> list[PackedObjects]:
+    """Return the objects of all ranks, on the root or (None) on every rank; else an empty list."""
     communicator, size, rank = member.communicator, member.size(), member.rank()
     own, error = _packed([obj], name)
     receives = root is None or root == rank
 
-    def move(piece: Callable[[Parcel], torch.Tensor]) -> None:
-        targets = [piece(parcel) if receives else _NOTHING for parcel in parcels]
+    def move(piece: Callable[[PackedObjects], torch.Tensor]) -> None:
+        targets = [piece(packed) if receives else _NOTHING for packed in all_packed]
         if root is None:
             communicator.all_gather(targets, piece(own))
         else:
@@ -273,59 +273,59 @@ def _collect(member: ProcessGroup, obj: object, root: int | None, name: str) -> 
     with communicator.abort_on_error(name):
         blocks = torch.empty((size, BLOCK_BYTES), dtype=torch.uint8)
         communicator.all_gather_into_tensor(blocks, own.block())
-        arrived = [Parcel.arriving(block) for block in blocks]
-        parcels = [parcel for parcel, _ in arrived]
-        error = _failure(dict(enumerate(parcels)), error, member, name)
+        arrived = [PackedObjects.arriving(block) for block in blocks]
+        all_packed = [packed for packed, _ in arrived]
+        error = _failure(dict(enumerate(all_packed)), error, member, name)
         if error is None:
-            if any(parcel.rest.numel() for parcel in parcels):
+            if any(packed.rest.numel() for packed in all_packed):
                 move(_rest)
             if receives:
-                for parcel in parcels:
-                    parcel.expect_buffers()
+                for packed in all_packed:
+                    packed.expect_buffers()
             for number in range(max(head.buffers for _, head in arrived)):
                 move(partial(_buffer, number))
     if error is not None:
         raise error
-    return parcels if receives else []
+    return all_packed if receives else []
 
 
-def _rest(parcel: Parcel) -> torch.Tensor:
-    return parcel.rest
+def _rest(packed: PackedObjects) -> torch.Tensor:
+    return packed.rest
 
 
-def _buffer(number: int, parcel: Parcel) -> torch.Tensor:
-    return parcel.buffers[number] if number < len(parcel.buffers) else _NOTHING
+def _buffer(number: int, packed: PackedObjects) -> torch.Tensor:
+    return packed.buffers[number] if number < len(packed.buffers) else _NOTHING
 
 
-def _blocks(parcels: list[Parcel]) -> list[torch.Tensor]:
-    more = int(any(parcel.rest.numel() for parcel in parcels))
-    more += 2 * max(len(parcel.buffers) for parcel in parcels)
-    return [parcel.block(more) for parcel in parcels]
+def _blocks(all_packed: list[PackedObjects]) -> list[torch.Tensor]:
+    more = int(any(packed.rest.numel() for packed in all_packed))
+    more += 2 * max(len(packed.buffers) for packed in all_packed)
+    return [packed.block(more) for packed in all_packed]
 
 
-def _packed(objects: Sequence[object], name: str) -> tuple[Parcel, Exception | None]:
-    """A parcel, and why it is one of a failure: the others wait for a parcel in any case."""
+def _packed(objects: Sequence[object], name: str) -> tuple[PackedObjects, Exception | None]:
+    """Pack objects, or the reason why they cannot be: the others wait for something in any case."""
     try:
-        return Parcel.of(objects, name), None
+        return PackedObjects.of(objects, name), None
     except Exception as error:
-        return Parcel.failure(error.__cause__ or error), error
+        return PackedObjects.failure(error.__cause__ or error), error
 
 
-def _packed_for_each(objects: Sequence[object], name: str) -> tuple[list[Parcel], Exception | None]:
-    parcels = []
+def _packed_for_each(objects: Sequence[object], name: str) -> tuple[list[PackedObjects], Exception | None]:
+    all_packed = []
     for item in objects:
-        parcel, error = _packed([item], name)
+        packed, error = _packed([item], name)
         if error is not None:
-            return [parcel] * len(objects), error
-        parcels.append(parcel)
-    return parcels, None
+            return [packed] * len(objects), error
+        all_packed.append(packed)
+    return all_packed, None
 
 
 def _failure(
-    parcels: dict[int, Parcel], own: Exception | None, member: ProcessGroup, name: str
+    all_packed: dict[int, PackedObjects], own: Exception | None, member: ProcessGroup, name: str
 ) -> Exception | None:
     """What all ranks are to raise if any had no objects to send; this one's own reason first."""
-    failures = {rank: parcel.reason for rank, parcel in parcels.items() if parcel.failed}
+    failures = {rank: packed.reason for rank, packed in all_packed.items() if packed.failed}
     if own is not None or not failures:
         return own
     told = "; ".join(f"that of rank {rank}: {reason}" for rank, reason in failures.items())
@@ -336,8 +336,8 @@ def _failure(
     )
 
 
-def _unpacked(parcel: Parcel, sender: int, member: ProcessGroup, name: str) -> list[object]:
-    found = parcel.objects()
+def _unpacked(packed: PackedObjects, sender: int, member: ProcessGroup, name: str) -> list[object]:
+    found = packed.objects()
     for index, item in enumerate(found):
         if isinstance(item, Unreadable):
             which = f" {index} of {len(found)}" if len(found) > 1 else ""
@@ -349,22 +349,24 @@ def _unpacked(parcel: Parcel, sender: int, member: ProcessGroup, name: str) -> l
     return found
 
 
-def _unpack_each(parcels: list[Parcel], places: list[Any], member: ProcessGroup, name: str) -> None:
-    """Put each parcel's object into its place; all that can be, before an error is raised."""
+def _unpack_each(all_packed: list[PackedObjects], places: list[Any], member: ProcessGroup, name: str) -> None:
+    """Put each rank's object into its place; all that can be, before an error is raised."""
     error: ObjectTransferError | None = None
-    for rank, parcel in enumerate(parcels):
+    for rank, packed in enumerate(all_packed):
         try:
-            (places[rank],) = _unpacked(parcel, rank, member, name)
+            (places[rank],) = _unpacked(packed, rank, member, name)
         except ObjectTransferError as unreadable:
             error = error or unreadable
     if error is not None:
         raise error
 
 
-def _unpack_list(parcel: Parcel, places: list[Any], sender: int, member: ProcessGroup, name: str) -> None:
-    if not parcel:
+def _unpack_list(
+    packed: PackedObjects, places: list[Any], sender: int, member: ProcessGroup, name: str
+) -> None:
+    if not packed:
         return
-    found = _unpacked(parcel, sender, member, name)
+    found = _unpacked(packed, sender, member, name)
     if len(found) != len(places):
         raise InvalidArgumentError(
             f"{name}: object_list has {len(places)} places on rank {member.rank()}, but rank {sender} sent"

@@ -7,6 +7,7 @@ from torchestra.autograd import debug_info as _get_debug_info
 from torchestra.autograd.api import current_context as _current_context
 from torchestra.autograd.api import new_context as _new_context
 from torchestra.autograd.api import release_context as _release_context
+from torchestra.autograd.contexts import contexts_of
 from torchestra.rpc.current import agent_or_none, current_agent
 
 __all__ = [
@@ -32,13 +33,13 @@ def _init(worker_id: int) -> None:
 
 def _get_max_id() -> int:
     """The greatest number that a context made here could have."""
-    return current_agent().contexts.max_number
+    return contexts_of(current_agent()).max_number
 
 
 def _is_valid_context(context_id: int) -> bool:
     """Whether there is a context of this number here."""
     agent = agent_or_none()
-    return agent is not None and agent.contexts.find(context_id) is not None
+    return agent is not None and contexts_of(agent).find(context_id) is not None
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
@@ -47,4 +48,4 @@ def _retrieve_context(context_id: int) -> DistAutogradContext:
     Raises:
         RpcError: it is not here.
     """
-    return current_agent().contexts.get(context_id)
+    return contexts_of(current_agent()).get(context_id)

@@ -16,7 +16,7 @@ from torchestra.nn.remote_device import RemoteDevice
 from torchestra.nn.remote_script import NOT_PICKLED, Home, home_of, scripted_methods
 from torchestra.rpc import RRef, get_worker_info, remote, rpc_async, rpc_sync
 from torchestra.rpc.current import agent_or_none
-from torchestra.rpc.encoding import reducer_in_progress
+from torchestra.tensors.serialization import reducer_in_progress
 
 __all__ = ["PICKLED_ATTRIBUTES", "RemoteModule"]
 

@@ -16,7 +16,7 @@ from torchestra.rpc.current import current_agent
 from torchestra.rpc.options import call_timeout
 from torchestra.rpc.profiling import profiler_is_on, recorded
 from torchestra.rpc.rref import RRef, remote_call
-from torchestra.rpc.thread_state import calling_context
+from torchestra.rpc.thread_state import calling_scope, thread_state
 from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.types import timeout_seconds
 
@@ -54,7 +54,7 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float | timedelta = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
-    """Call a function on a worker; a future of what it returns.
+    """Call a function on a worker; return a future of the result.
 
     Tensors in the arguments must not be changed before the future is done. Arguments and errors as for
     :func:`rpc_sync`; what goes wrong later is raised by the future's ``wait()``.
@@ -64,12 +64,16 @@ def rpc_async(
 
 def _call(mode: str, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | timedelta) -> Future[Any]:
     agent = current_agent()
-    given = _checked(func, args, kwargs, f"rpc_{mode}")
-    rank, seconds, context = agent.find(to).id, call_timeout(timeout, f"rpc_{mode}"), calling_context()
+    if not callable(func) or type(args) is not tuple or kwargs is not None:
+        args = _checked(func, args, kwargs, f"rpc_{mode}")
+    info = agent.by_name.get(to) if type(to) is str else None
+    rank = agent.find(to).id if info is None else info.id
+    seconds = UNSET_RPC_TIMEOUT if timeout is UNSET_RPC_TIMEOUT else call_timeout(timeout, f"rpc_{mode}")
+    scope = None if thread_state.scope is None else calling_scope()
     if profiler_is_on():
-        call = partial(agent.call, rank, func, given, kwargs, timeout=seconds, context=context)
+        call = partial(agent.call, rank, func, args, kwargs, timeout=seconds, scope=scope)
         return recorded(mode, func, agent, rank, call)
-    return agent.call(rank, func, given, kwargs, timeout=seconds, context=context)
+    return agent.call(rank, func, args, kwargs, timeout=seconds, scope=scope)
 
 
 def remote(
@@ -79,7 +83,7 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: float | timedelta = UNSET_RPC_TIMEOUT,
 ) -> RRef:
-    """Call a function on a worker and leave the result there; a reference to it, at once.
+    """Call a function on a worker and leave the result there; return a reference to it, at once.
 
     Arguments as for :func:`rpc_sync`. What the function raises, and a time-out, are raised by ``to_here()``.
     """
@@ -94,7 +98,7 @@ def remote(
 
 @checked
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """The worker of a name, or this one.
+    """Return the worker of a name, or this one.
 
     Raises:
         RpcError: there is none of that name.
@@ -104,7 +108,7 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 
 def get_rpc_timeout() -> float:
-    """How long, in seconds, calls of this worker may take that are given no time-out; 0: without end."""
+    """Return how many seconds calls of this worker may take that are given no time-out; 0: without end."""
     return current_agent().timeout
 
 
@@ -115,17 +119,17 @@ def set_rpc_timeout(seconds: float | timedelta) -> None:
 
 
 def debug_info() -> dict[str, str]:
-    """How many references, calls and threads this worker has, by the names of torch.distributed.rpc."""
+    """Return how many references, calls and threads this worker has, by torch.distributed.rpc's names."""
     agent: Agent = current_agent()
-    counts = agent.references.counts()
+    counts = agent.rrefs.counts()
     counts["agent.num_pending_requests"] = len(agent.pending)
-    counts["agent.thread_pool_size"] = agent.crew.kept
-    counts["agent.num_threads"] = agent.crew.threads
+    counts["agent.thread_pool_size"] = agent.pool.max_idle
+    counts["agent.num_threads"] = agent.pool.threads
     return {name: str(number) for name, number in counts.items()}
 
 
 def _checked(func: Any, args: Any, kwargs: Any, name: str) -> tuple[Any, ...]:
-    """The arguments to call a function with; refused is what cannot be called, or called with."""
+    """Return the arguments to call a function with; refuse what cannot be called, or called with."""
     if not callable(func):
         raise InvalidArgumentTypeError(f"{name}: `func`: function should be callable, got {shown(func)}")
     if kwargs is not None and not isinstance(kwargs, dict):

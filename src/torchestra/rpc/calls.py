@@ -1,111 +1,81 @@
-"""A call that waits for its answer, and the future that the caller has of it."""
+"""Calls that wait for their answer."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.futures import Future
 
-from torchestra.rpc.thread_state import in_same_context
+from torchestra.rpc.thread_state import in_same_scope
 
-_LONGEST_LOOK = 0.5
-
-
-class RpcFuture(Future):  # type: ignore[type-arg]
-    """A ``torch.futures.Future`` whose waiting thread works for the worker meanwhile."""
-
-    call: Call | None = None
-
-    def wait(self) -> Any:
-        """The result of the call, when it is there; its exception is raised."""
-        call = self.call
-        if call is not None and not call.done:
-            call.await_end(call)
-        return super().wait()
-
-    def then(self, callback: Callable[[Any], Any]) -> Any:
-        """A future of what the callback returns, which is called in this thread's autograd context."""
-        return super().then(in_same_context(callback))
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Have a callback called, in this thread's autograd context, when the future is done."""
-        super().add_done_callback(in_same_context(callback))
+_start_future = torch._C.Future.__init__
+_await_future = torch._C.Future.wait
 
 
-class Call:
-    """What a worker knows of a call that it has made.
+class PendingCall(Future):  # type: ignore[type-arg]
+    """The future of a call: a ``torch.futures.Future`` whose waiting thread works for the worker meanwhile.
 
     Attributes:
-        future: what the caller has; None when it is done.
         peer: the worker called.
-        doing: what is called, for messages.
-        began, deadline: ``time.monotonic()``; the deadline is None where there is no time-out.
+        function: what is called, for messages.
+        began, timeout_s: when by the worker's clock, and how long it may take; 0 is without end.
         keep: what must live until the answer is there.
-        done, leading, latch: see leader_followers.py.
+        finished, leading, latch: see leader_followers.py.
     """
-
-    __slots__ = (
-        "await_end",
-        "began",
-        "deadline",
-        "doing",
-        "done",
-        "future",
-        "keep",
-        "latch",
-        "leading",
-        "peer",
-    )
 
     def __init__(
         self,
         peer: int,
-        doing: Any,
+        function: Any,
         began: float,
-        deadline: float | None,
+        timeout_s: float,
         keep: object,
-        await_end: Callable[[Call], None],
+        await_finish: Callable[[PendingCall], None],
     ) -> None:
-        self.future: Any = RpcFuture()
-        self.future.call = self
+        _start_future(self, [])
         self.peer = peer
-        self.doing = doing
+        self.function = function
         self.began = began
-        self.deadline = deadline
+        self.timeout_s = timeout_s
         self.keep = keep
-        self.await_end = await_end
-        self.done = False
+        self._await_finish = await_finish
+        self.finished = False
         self.leading = False
         self.latch: threading.Lock | None = None
 
+    def is_late(self, now: float) -> bool:
+        """Return whether its time is over."""
+        return self.timeout_s > 0 and now > self.began + self.timeout_s
 
-class Pauses:
-    """Has time in which this process was stopped not count for calls. Told by who looks after them."""
+    def wait(self) -> Any:
+        """Return the result of the call, when it is there; its exception is raised."""
+        if not self.finished:
+            self._await_finish(self)
+        return _await_future(self)
 
-    def __init__(self) -> None:
-        self._looked = time.monotonic()
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        """Return a future of what the callback returns, which is called in this thread's scope."""
+        return super().then(in_same_scope(callback))
 
-    def look(self, now: float, *calls: dict[int, Call]) -> None:
-        """Put off the deadlines of calls that were under way in a pause, if there was one."""
-        since, self._looked = self._looked, now
-        for each in calls if now - since > _LONGEST_LOOK else ():
-            for call in each.copy().values():
-                pause = now - max(since, call.began) - _LONGEST_LOOK
-                if call.deadline is not None and pause > 0:
-                    call.began += pause
-                    call.deadline += pause
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Have a callback called, in this thread's scope, when the future is done."""
+        super().add_done_callback(in_same_scope(callback))
 
 
-class Named:
-    """Something that is called, for messages."""
+class Label:
+    """Stands for something that is called, in messages."""
 
     def __init__(self, name: str) -> None:
         self.__qualname__ = name
 
 
-def name_of(fn: object) -> str:
-    """What to call a function in a message."""
-    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
+def name_of(function: object) -> str:
+    """Return what to call a function in a message."""
+    return (
+        getattr(function, "__qualname__", None)
+        or getattr(function, "__name__", None)
+        or type(function).__name__
+    )

@@ -8,7 +8,8 @@ remote references is sent until it arrives, so it only comes later.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +18,18 @@ from torch.jit._builtins import _find_builtin
 
 from torchestra.errors import CallLostError, InvalidArgumentError
 from torchestra.rpc import rref_context
-from torchestra.rpc.agent import CALL, Agent
+from torchestra.rpc.agent import Agent
 from torchestra.rpc.calls import name_of
-from torchestra.rpc.encoding import Outgoing
+from torchestra.rpc.messages import CALL, Encoded
 from torchestra.rpc.options import RpcBackendOptions
-from torchestra.rpc.router import Roads
+from torchestra.rpc.router import Endpoint, Parts, Router
 
 __all__ = ["MESSAGES", "FaultyAgent", "FaultyRpcBackendOptions"]
 
 _REPEATED = {
     rref_context._list: "RREF_FORK_REQUEST",
     rref_context._accept: "RREF_CHILD_ACCEPT",
-    rref_context._strike_out: "RREF_USER_DELETE",
+    rref_context._remove_fork: "RREF_USER_DELETE",
 }
 _FETCHES = ("PYTHON_RREF_FETCH_CALL", "SCRIPT_RREF_FETCH_CALL")
 MESSAGES = (
@@ -41,8 +42,8 @@ MESSAGES = (
     *_FETCHES,
 )
 """What faults are told of: calls of Python's functions, those of torch's and of TorchScript ("SCRIPT"), what
-``remote`` calls, ``to_here()``, the owner's being asked to list, accept and strike out references, and the
-end of autograd contexts (which is never lost)."""
+``remote`` calls, ``to_here()``, requests to list, accept and remove forks of references, and the end of
+autograd contexts (which is never lost)."""
 _REPEAT_SECONDS = 0.01
 
 
@@ -83,21 +84,23 @@ class FaultyRpcBackendOptions(RpcBackendOptions):
                 f" {num_fail_sends} and {self.messages_to_delay}"
             )
 
-    def _make_agent(self, roads: Roads, names: list[str]) -> Agent:
-        return FaultyAgent(self, roads, names)
+    def _make_agent(self, agent_class: type[Agent], router: Router, names: list[str]) -> Agent:
+        return FaultyAgent(self, router, names)
 
 
 class FaultyAgent(Agent):
     """A worker whose messages to others and to itself are lost or late, as its options say."""
 
-    def __init__(self, options: FaultyRpcBackendOptions, roads: Roads, names: list[str]) -> None:
+    def __init__(self, options: FaultyRpcBackendOptions, router: Router, names: list[str]) -> None:
         limits = options.num_worker_threads, options.max_worker_threads
-        super().__init__(roads, names, options.rpc_timeout, *limits)
+        super().__init__(router, names, options.rpc_timeout, *limits)
         self._lost_kinds = frozenset(options.messages_to_fail if options.num_fail_sends else ())
         self._late = options.messages_to_delay
         self._repeats = options.num_fail_sends
         self._of_thread = threading.local()
         self._timers: set[threading.Timer] = set()
+        if self.endpoint is not None:
+            self.endpoint = _LateEndpoint(self.endpoint, self)
 
     def call(self, to: int, function: Any, *args: Any, **options: Any) -> Future[Any]:
         """:meth:`Agent.call`, unless the call is lost, or it is sent later."""
@@ -123,18 +126,22 @@ class FaultyAgent(Agent):
         )
         return future
 
-    def _post(self, to: int, kind: int, number: int, outgoing: Outgoing) -> None:
+    def _send_to_self(self, kind: int, number: int, encoded: Encoded) -> None:
+        self.send_late(kind, lambda: Agent._send_to_self(self, kind, number, encoded))
+
+    def send_late(self, kind: int, send: Callable[[], None]) -> None:
+        """Send a message now, or a call later, if the thread is to delay it."""
         delay = getattr(self._of_thread, "delay", 0.0) if kind == CALL else 0.0
         if not delay:
-            super()._post(to, kind, number, outgoing)
+            send()
             return
 
-        def post() -> None:
+        def send_now() -> None:
             self._timers.discard(timer)
             if not self.closed:
-                Agent._post(self, to, kind, number, outgoing)
+                send()
 
-        timer = threading.Timer(delay, post)
+        timer = threading.Timer(delay, send_now)
         timer.daemon = True
         self._timers.add(timer)
         timer.start()
@@ -144,6 +151,20 @@ class FaultyAgent(Agent):
         for timer in tuple(self._timers):
             timer.cancel()
         super().close()
+
+
+class _LateEndpoint:
+    """An endpoint that sends calls as late as the worker says."""
+
+    def __init__(self, endpoint: Endpoint, agent: FaultyAgent) -> None:
+        self._endpoint = endpoint
+        self._agent = agent
+
+    def send(self, peer: int, kind: int, tag: int, parts: Parts, keep: object = None) -> None:
+        self._agent.send_late(kind, partial(self._endpoint.send, peer, kind, tag, parts, keep))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._endpoint, name)
 
 
 def _kinds(function: Any, *, remote: bool) -> tuple[str, ...]:

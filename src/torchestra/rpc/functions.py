@@ -1,4 +1,4 @@
-"""What a function can say about how it is to be called."""
+"""Marks of functions: how calls of them are executed."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def async_execution(fn: F) -> F:
 
 
 def is_async(fn: object) -> bool:
-    """Whether a function, or a bound method of it, is marked."""
+    """Return whether a function, or a bound method of it, is marked by :func:`async_execution`."""
     return hasattr(fn, MARK)

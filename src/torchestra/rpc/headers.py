@@ -1,4 +1,4 @@
-"""What goes around the pickle of a call or an answer: the references within, and what they are to become."""
+"""The header of a call or an answer: the references and the scope of what is within."""
 
 from __future__ import annotations
 
@@ -8,119 +8,102 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchestra.rpc.encoding import being_read
-from torchestra.rpc.rref_state import Entry, Number, User
+from torchestra.rpc.messages import registered_reducers
+from torchestra.rpc.rref_state import GlobalId, OwnerRRef, UserRRef
+from torchestra.tensors.serialization import Reducer, deserialization_context
 
 if TYPE_CHECKING:
-    from torchestra.autograd.contexts import Context
-    from torchestra.autograd.send_recv import Sending
+    from torchestra.rpc.message_scope import CallScope, TensorRecorder
     from torchestra.rpc.rref import RRef
-    from torchestra.rpc.rref_context import References
+    from torchestra.rpc.rref_context import RRefContext
+
+Creation = tuple[GlobalId, "GlobalId | None"]
+"""The numbers of the reference that the result of a call is kept under, and of its creator's fork."""
 
 
-class Passed(NamedTuple):
+class ForkData(NamedTuple):
     """A reference in a message: its number, owner, the fork made for it, and whether the owner lists that."""
 
-    reference: Number
+    rref_id: GlobalId
     owner: int
-    fork: Number
+    fork_id: GlobalId
     listed: bool
 
 
-class Envelope(NamedTuple):
-    """What goes around the pickle of a call or an answer, where there is any of it.
+class OutgoingHeader:
+    """The header of a message that is being pickled: (creation, references within, mark of the scope)."""
 
-    Attributes:
-        creates: the numbers of the reference that the result is kept under, and of its creator's fork.
-        passed: the references within.
-        context: the number of a distributed autograd context.
-        attached: the number of the message in that context, if tensors in it are attached to its graph.
-    """
-
-    creates: tuple[Number, Number | None] | None
-    passed: list[Passed]
-    context: int | None
-    attached: int | None
-
-
-class Outbound:
-    """The references in a message that is being pickled."""
-
-    __slots__ = ("_creates", "_passed", "_references", "_sending", "_to", "reducers", "takes")
+    __slots__ = ("_creation", "_forks", "_recorder", "_rrefs", "_to", "reducers", "takes")
 
     def __init__(
-        self,
-        references: References,
-        to: int,
-        creates: tuple[Number, Number | None] | None,
-        sending: Sending | None,
+        self, rrefs: RRefContext, to: int, creation: Creation | None, recorder: TensorRecorder | None
     ) -> None:
-        self._references = references
+        self._rrefs = rrefs
         self._to = to
-        self._creates = creates
-        self._sending = sending
-        self.takes = None if sending is None else sending.takes
-        self._passed: list[Passed] = []
-        self.reducers: dict[type, Callable[[Any], Any]] = {references.rref_class: self._pass}
+        self._creation = creation
+        self._recorder = recorder
+        self.takes = None if recorder is None else recorder.takes
+        self._forks: list[ForkData] = []
+        self.reducers: dict[type, Reducer] = {**registered_reducers(), rrefs.rref_class: self._reduce_rref}
 
-    def envelope(self) -> tuple[Any, ...] | None:
-        """What to send around the pickle."""
-        context, attached = (None, None) if self._sending is None else self._sending.close()
-        if self._passed or self._creates is not None or context is not None:
-            return (self._creates, [tuple(each) for each in self._passed], context, attached)
+    def content(self) -> tuple[Any, ...] | None:
+        """Return what to send, or None if nothing has to be said."""
+        mark = None if self._recorder is None else self._recorder.close()
+        if self._forks or self._creation is not None or mark is not None:
+            return (self._creation, [tuple(each) for each in self._forks], mark)
         return None
 
-    def _pass(self, rref: RRef) -> Any:
-        self._passed.append(self._references.fork(rref, self._to))
-        return _passed_reference, (len(self._passed) - 1,)
+    def _reduce_rref(self, rref: RRef) -> Any:
+        self._forks.append(self._rrefs.fork(rref, self._to))
+        return _rref_of_message, (len(self._forks) - 1,)
 
-    def take_back(self) -> None:
-        """The message will not be sent."""
-        for each in self._passed:
-            self._references.take_back(each)
-        self._passed.clear()
-
-
-def _passed_reference(number: int) -> Any:
-    return being_read().rrefs[number]
+    def withdraw(self) -> None:
+        """Undo it: the message will not be sent."""
+        for each in self._forks:
+            self._rrefs.withdraw_fork(each)
+        self._forks.clear()
 
 
-class Inbound:
-    """The references in a message that has come.
+def _rref_of_message(number: int) -> Any:
+    return deserialization_context().rrefs[number]
+
+
+class IncomingHeader:
+    """The header of a message that has come.
 
     Attributes:
-        envelope: what it said.
-        entry: what the result of the call is to be kept in, if so.
+        owned: what the result of the call is to be kept in, if so.
         rrefs: the references within.
-        context: the distributed autograd context that it belongs to, if that is here.
-        attached: the tensors within that are attached to the graph of that.
+        mark: what the scope of the sender has told.
+        scope: the scope that the message belongs to, if that is here.
+        attached: the tensors within that the sender's scope has recorded.
     """
 
-    __slots__ = ("_job", "_lock", "_unconfirmed", "attached", "context", "entry", "envelope", "rrefs")
+    __slots__ = ("_job", "_lock", "_unconfirmed", "attached", "mark", "owned", "rrefs", "scope")
 
     def __init__(
-        self, envelope: Envelope, entry: Entry | None, rrefs: list[RRef], unconfirmed: list[User]
+        self, owned: OwnerRRef | None, rrefs: list[RRef], mark: Any, unconfirmed: list[UserRRef]
     ) -> None:
-        self.envelope = envelope
-        self.entry = entry
+        self.owned = owned
         self.rrefs = rrefs
-        self.context: Context | None = None
+        self.mark = mark
+        self.scope: CallScope | None = None
         self.attached: list[torch.Tensor] = []
         self._unconfirmed = len(unconfirmed)
         self._job: Callable[[], Any] | None = None
         self._lock = threading.Lock()
         for user in unconfirmed:
-            user.inbound = self
+            user.incoming = self
 
     def defer(self, job: Callable[[], Any]) -> bool:
-        """Have a job done when all references within are confirmed; False if they are, and it is not done."""
+        """Do a job when all references within are confirmed; return False if they are, and it is not done."""
         with self._lock:
             if self._unconfirmed:
                 self._job = job
             return bool(self._unconfirmed)
 
     def confirmed_one(self) -> None:
-        """One of the references within is confirmed, or never will be."""
+        """Note that one of the references within is confirmed, or never will be."""
         with self._lock:
             self._unconfirmed -= 1
             if self._unconfirmed:

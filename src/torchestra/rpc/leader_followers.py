@@ -1,15 +1,16 @@
-"""The threads of a worker: who receives messages, who works at them, and how they take turns.
+"""The threads of a worker: which of them receives messages, and how they take turns.
 
-*The lead* is the right to receive; it is held while a thread receives and sorts one message, never while it
-runs anybody's function. A thread that waits for an answer takes the lead if it is free, and mostly receives
-its answer itself; so a call wakes no thread at the caller, and one at the worker called.
+This is the Leader/Followers pattern (Schmidt et al., Pattern-Oriented Software Architecture 2). *The leader*
+is the one thread that receives and dispatches a message; it never runs anybody's function as such. A thread
+that waits for an answer becomes the leader if there is none, and mostly receives its answer itself; so a call
+wakes no thread at the caller, and one at the worker called.
 
-*The crew* are threads of our own. One that has received a call answers it itself. While it does, nobody
-leads: so there must be a *watchman* (endpoint_kernels.py), who takes the lead over when a message stays
-unreceived. The invariant: **a thread of the crew begins to run a function, or to deal with an answer, whose
-callbacks may wait for others, only while another one is free** (leading, watching, parked with the watch
-taken, or on its way to one of these). Threads are added as this asks for, up to a limit; at the limit,
-calls wait in ``todo``, and everything else goes on.
+*The pool* are threads of our own. One that has received a call executes it itself. While it does, nobody
+leads: so there must be a *standby* (endpoint_kernels.py), a follower that becomes the leader when a message
+stays unreceived. The invariant: **a thread of the pool begins to run a function, or to deal with an answer,
+whose callbacks may wait for others, only while another one is free** (leading, standing by, idle with a
+standby there, or on its way to one of these). Threads are added as this asks for, up to a limit; at the
+limit, calls wait in ``queue``, and everything else goes on.
 
 So somebody always receives, whatever functions and callbacks wait for, sends to a peer that is slow included;
 but the locks in here must not be held by anybody who waits. Finalisers run anywhere, so none may send.
@@ -24,80 +25,82 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from torchestra.engine.p2p import LostPeerError, Message
+import torch
+
+from torchestra.engine.p2p import Message
 from torchestra.engine.try_lock import TryLock
 from torchestra.errors import DistBackendError
-from torchestra.rpc.thread_state import aside
-from torchestra.rpc.transport import Office
+from torchestra.rpc.router import Endpoint
+from torchestra.rpc.thread_state import run_detached, thread_state
 from torchestra.system.limits import start_thread
 
-_LOOK_SECONDS = 0.05
+_CHECK_SECONDS = 0.05
 _JOIN_SECONDS = 2.0
 _DRAIN_SECONDS = 1.0
-_NAP_SECONDS = 0.0005
+_PAUSE_SECONDS = 0.0005
 
 Job = Callable[[], None]
 
 
-class Awaited(Protocol):
+class Waitable(Protocol):
     """What a thread waits for.
 
     Attributes:
-        done: it is there.
-        leading: the thread that waits for it leads.
-        latch: what the thread sleeps on if another leads.
+        finished: it is there.
+        leading: the thread that waits for it is the leader.
+        latch: what the thread sleeps on if another one is.
     """
 
-    done: bool
+    finished: bool
     leading: bool
     latch: threading.Lock | None
 
 
-class Crew:
+class LeaderFollowersPool:
     """The threads of one worker.
 
     Args:
         name: for the names of the threads.
-        office: where messages come, None if there are no other workers.
-        sort: what to do about a message: told with the lead held, so it must run nobody's code. Whether it
-            is a call, and what to do without the lead.
-        look: called some 20 times a second.
-        kept: how many threads may wait for work.
-        limit: how many there may be.
+        endpoint: where messages come, None if there are no other workers.
+        dispatch: returns what to do about a message: whether it is a call, and a job for a thread that is
+            not the leader. It is called by the leader, so it must run nobody's code.
+        check: called some 20 times a second.
+        max_idle: how many threads may wait for work.
+        max_threads: how many there may be.
     """
 
     def __init__(
         self,
         name: str,
-        office: Office | None,
-        sort: Callable[[Message], tuple[bool, Job]],
-        look: Callable[[], None],
-        kept: int,
-        limit: int,
+        endpoint: Endpoint | None,
+        dispatch: Callable[[Message], tuple[bool, Job]],
+        check: Callable[[], None],
+        max_idle: int,
+        max_threads: int,
     ) -> None:
-        self.limit = limit
+        self.max_threads = max_threads
         self.closed = False
-        self.todo: deque[Job] = deque()
+        self.queue: deque[Job] = deque()
         self._name = name
-        self._office = office
-        self._sort = sort
-        self._look = look
-        self.kept = kept
-        self._lead = TryLock()
-        self._watching = TryLock()
-        self._looking = TryLock()
-        self._next_look = 0.0
-        self._draining = False  # a thread wants the lead, and no other shall take it
-        self._stand_back = False
+        self._endpoint = endpoint
+        self._dispatch = dispatch
+        self._check = check
+        self.max_idle = max_idle
+        self._leader = TryLock()
+        self._standby = TryLock()
+        self._checking = TryLock()
+        self._next_check = 0.0
+        self._draining = False  # a thread wants to lead, and no other shall
+        self._step_back = False
         # Guards what follows; held for moments.
         self._gate = threading.Lock()
-        # Threads of the crew run in it, so that functions know which rank they run for. The context of the
+        # Threads of the pool run in it, so that functions know which rank they run for. The context of the
         # thread that has them added would not do: torch.jit, for one, waits on threads that know of no rank.
         self._context = contextvars.copy_context()
         self._threads: set[threading.Thread] = set()
         self._busy = 0
         self._idle: list[threading.Lock] = []
-        self._waiting: list[Awaited] = []
+        self._waiting: list[Waitable] = []
 
     def start(self) -> None:
         """Start the first thread."""
@@ -106,163 +109,155 @@ class Crew:
 
     @property
     def threads(self) -> int:
-        """How many threads there are."""
+        """Return how many threads there are."""
         return len(self._threads)
 
-    def wait(self, awaited: Awaited) -> None:
-        """Return when it is done. Every thread may call."""
-        office = self._office
-        lead, claim = self._lead, object()
-        while not (awaited.done or self.closed):
-            found = None
+    def wait(self, waitable: Waitable) -> None:
+        """Return when it is finished. Every thread may call."""
+        endpoint = self._endpoint
+        leader, claim = self._leader, object()
+        while not (waitable.finished or self.closed):
+            received = message = None  # what they refer to shall not wait for the next ones
+            leads = False
             try:
-                leads = office is not None and not self._draining and lead.take(claim)
-                if leads:
-                    awaited.leading = True
-                    if not awaited.done:
-                        assert office is not None
-                        found = self._receive(office)
+                if endpoint is not None and not self._draining and (leads := leader.take(claim)):
+                    waitable.leading = True
+                    if not waitable.finished and (message := endpoint.receive(eager=True)) is not None:
+                        received = self._dispatch(message)
             finally:
-                awaited.leading = False
-                if lead.holder is claim:
-                    del lead.holder
+                waitable.leading = False
+                if leader.holder is claim:
+                    del leader.holder
             if not leads:
-                self._sleep(awaited)
-            elif found is None:
-                self.look()
-            elif found[0]:
-                self.give(found[1])
+                self._sleep(waitable)
+            elif received is None:
+                self.check()
+            elif received[0]:
+                self.submit(received[1])
+            elif thread_state.scope is thread_state.graph_task is None and torch.is_grad_enabled():
+                received[1]()
             else:
-                aside(found[1])
+                run_detached(received[1])
         if self._waiting:
-            self._pass_lead()
+            self._promote()
 
-    def _sleep(self, awaited: Awaited) -> None:
-        """Wait while another thread leads."""
+    def _sleep(self, waitable: Waitable) -> None:
+        """Wait while another thread is the leader."""
         latch = threading.Lock()
         latch.acquire()
-        awaited.latch = latch
+        waitable.latch = latch
         try:
             with self._gate:
-                self._waiting.append(awaited)
-            if not awaited.done and (self._lead.holder is not None or self._draining or self._office is None):
-                latch.acquire(timeout=_LOOK_SECONDS)
+                self._waiting.append(waitable)
+            if not waitable.finished and (
+                self._leader.holder is not None or self._draining or self._endpoint is None
+            ):
+                latch.acquire(timeout=_CHECK_SECONDS)
         finally:
             with self._gate:
-                if awaited in self._waiting:  # not so if an interrupt came first
-                    self._waiting.remove(awaited)
-        self.look()
+                if waitable in self._waiting:  # not so if an interrupt came first
+                    self._waiting.remove(waitable)
+        self.check()
 
-    def _pass_lead(self) -> None:
-        """Have a thread that waits look whether it can lead."""
+    def _promote(self) -> None:
+        """Have a thread that waits try to become the leader."""
         with self._gate:
-            for awaited in self._waiting:
-                if self.nudge(awaited):
+            for waitable in self._waiting:
+                if self.wake(waitable):
                     return
 
-    def nudge(self, awaited: Awaited) -> bool:
-        """Wake who waits for this, if anybody sleeps: whether so. To be called when it is done."""
-        latch, awaited.latch = awaited.latch, None
+    def wake(self, waitable: Waitable) -> bool:
+        """Wake the thread that waits for this; return whether it slept. To be called when it is finished."""
+        latch, waitable.latch = waitable.latch, None
         if latch is not None:
-            self._stand_back = True
+            self._step_back = True
             try:
                 latch.release()
             except RuntimeError:  # another thread was quicker
                 pass
-        if awaited.leading and self._office is not None:
-            self._office.wake_leader()
+        if waitable.leading and self._endpoint is not None:
+            self._endpoint.wake_leader()
         return latch is not None
 
-    def give(self, job: Job) -> None:
-        """Have a thread of the crew do something."""
-        self.todo.append(job)
+    def submit(self, job: Job) -> None:
+        """Have a thread of the pool do a job."""
+        self.queue.append(job)
         with self._gate:
             if self._idle:
                 self._idle.pop().release()
-            elif len(self._threads) < self.limit:
+            elif len(self._threads) < self.max_threads:
                 self._add()
 
     def drain(self) -> bool:
-        """Receive all that has been sent; whether that was possible now."""
-        office = self._office
-        if office is None:
+        """Receive all that has been sent; return whether that was possible now."""
+        endpoint = self._endpoint
+        if endpoint is None:
             return True
-        found: list[tuple[bool, Job]] = []
-        lead, claim = self._lead, object()
+        received: list[tuple[bool, Job]] = []
+        leader, claim = self._leader, object()
         try:
-            if not self._have_the_lead(office, claim):
+            if not self._become_leader(endpoint, claim):
                 return False
             deadline = time.monotonic() + _DRAIN_SECONDS
-            while (each := self._receive(office)) is not None:
-                found.append(each)
+            while (message := endpoint.receive(eager=True)) is not None:
+                received.append(self._dispatch(message))
                 if time.monotonic() > deadline:
                     break
         finally:
             self._draining = False
-            if lead.holder is claim:
-                del lead.holder
-        self._pass_lead()
-        for is_call, job in found:
+            if leader.holder is claim:
+                del leader.holder
+        self._promote()
+        for is_call, job in received:
             if is_call:
-                self.give(job)
+                self.submit(job)
             else:
                 job()
-        return each is None
+        return message is None
 
-    def _have_the_lead(self, office: Office, claim: object) -> bool:
-        """Get the lead from whoever has it, within a moment; whether that was possible."""
-        if self._lead.take(claim):
+    def _become_leader(self, endpoint: Endpoint, claim: object) -> bool:
+        """Become the leader in place of another thread, within a moment; return whether that was possible."""
+        if self._leader.take(claim):
             return True
-        self._draining = True  # or who has it would mostly take it again at once
-        deadline = time.monotonic() + _LOOK_SECONDS
+        self._draining = True  # or the leader would mostly be it again at once
+        deadline = time.monotonic() + _CHECK_SECONDS
         while time.monotonic() < deadline:
-            office.wake_leader()
-            time.sleep(_NAP_SECONDS)
-            if self._lead.take(claim):
+            endpoint.wake_leader()
+            time.sleep(_PAUSE_SECONDS)
+            if self._leader.take(claim):
                 return True
         return False
 
-    def look(self) -> None:
-        """Call ``look`` if it is time to."""
-        if time.monotonic() < self._next_look:
+    def check(self) -> None:
+        """Call ``check`` if it is time to."""
+        if time.monotonic() < self._next_check:
             return
-        looking, claim = self._looking, object()
+        checking, claim = self._checking, object()
         try:
-            if looking.take(claim):
-                aside(self._look)
-                self._next_look = time.monotonic() + _LOOK_SECONDS
+            if checking.take(claim):
+                run_detached(self._check)
+                self._next_check = time.monotonic() + _CHECK_SECONDS
         finally:
-            if looking.holder is claim:
-                del looking.holder
+            if checking.holder is claim:
+                del checking.holder
 
     def close(self) -> None:
         """Stop all threads; those that run a function end after it."""
         self.closed = True
-        if self._office is not None:
-            self._office.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         with self._gate:
             threads = tuple(self._threads)
             while self._idle:
                 self._idle.pop().release()
-            for awaited in self._waiting:
-                self.nudge(awaited)
+            for waitable in self._waiting:
+                self.wake(waitable)
         deadline = time.monotonic() + _JOIN_SECONDS
         for thread in threads:
-            if thread is not threading.current_thread() and not self._at_work(thread):
+            if thread is not threading.current_thread() and not getattr(thread, "is_working", False):
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _at_work(self, thread: threading.Thread) -> bool:
-        return getattr(thread, "at_work", False)
-
-    def _receive(self, office: Office) -> tuple[bool, Job] | None:
-        """With the lead: receive and sort a message, if one comes."""
-        try:
-            message = office.receive(eager=True)
-        except LostPeerError:
-            return None
-        return None if message is None else self._sort(message)
-
-    # -- threads of the crew
+    # -- threads of the pool
 
     def _add(self) -> None:
         run = self._context.copy().run
@@ -275,92 +270,91 @@ class Crew:
             raise
 
     def _serve(self) -> None:
+        """Lead, work, stand by or idle, until the pool is closed or has threads enough."""
         thread = threading.current_thread()
-        office = self._office
+        endpoint = self._endpoint
         must_lead = False
         claim = object()  # no signal is handled on this thread
         while not self.closed:
-            if self.todo and self._begin_work():
+            received = message = None  # what they refer to shall not wait for the next ones
+            if self.queue and self._begin_work():
                 self._work(thread, None)
                 continue
-            found = None
-            if office is None:
-                if not self._park(thread):
-                    return
-                self.look()
-                continue
-            # Who has just been woken with an answer will mostly call again, and should lead then itself.
-            stand_back, self._stand_back = self._stand_back and not must_lead, False
-            stand_back = stand_back or self._draining or (bool(self._waiting) and not must_lead)
-            if not stand_back and self._lead.take(claim):
-                try:
-                    found = self._receive(office)
-                finally:
-                    del self._lead.holder
+            # A thread that was just woken with an answer will mostly call again, and should lead itself then.
+            step_back, self._step_back = self._step_back and not must_lead, False
+            step_back = step_back or self._draining or (bool(self._waiting) and not must_lead)
+            if endpoint is not None and not step_back and self._leader.take(claim):
                 must_lead = False
-                if found is None:
-                    self.look()
-                    office.send_leftovers()
-                elif self._begin_work():
-                    self._work(thread, found[1])
-                elif found[0]:
-                    self.todo.append(found[1])
-                else:
-                    found[1]()  # an answer: those who are at work may wait for it
-                if self._waiting:
-                    self._pass_lead()
-            elif self._watching.take(claim):
                 try:
-                    must_lead = office.watch()
+                    if (message := endpoint.receive(eager=True)) is not None:
+                        received = self._dispatch(message)
                 finally:
-                    del self._watching.holder
-                self.look()
-            elif not self._park(thread):
+                    del self._leader.holder
+                if received is None:
+                    self.check()
+                    endpoint.send_leftovers()
+                elif self._begin_work():
+                    self._work(thread, received[1])
+                elif received[0]:
+                    self.queue.append(received[1])
+                else:
+                    received[1]()  # an answer: threads that work may wait for it
+                if self._waiting:
+                    self._promote()
+            elif endpoint is not None and self._standby.take(claim):
+                try:
+                    must_lead = endpoint.watch()
+                finally:
+                    del self._standby.holder
+                self.check()
+            elif not self._idle_until_needed(thread):
                 return
+            elif endpoint is None:
+                self.check()
         with self._gate:
             self._threads.discard(thread)
 
     def _begin_work(self) -> bool:
-        """Whether this thread may run a function: another one is free then."""
+        """Return whether this thread may run a function: another one is free then."""
         with self._gate:
             if self._busy + 1 >= len(self._threads):
-                if len(self._threads) >= self.limit:
+                if len(self._threads) >= self.max_threads:
                     return False
                 self._add()
-            elif self._idle and self._watching.holder is None:
+            elif self._idle and self._standby.holder is None:
                 self._idle.pop().release()
             self._busy += 1
             return True
 
     def _work(self, thread: threading.Thread, job: Job | None) -> None:
-        thread.at_work = True  # type: ignore[attr-defined]
+        thread.is_working = True  # type: ignore[attr-defined]
         try:
             if job is None:
                 try:
-                    job = self.todo.popleft()
+                    job = self.queue.popleft()
                 except IndexError:
                     return
             job()
         finally:
-            thread.at_work = False  # type: ignore[attr-defined]
+            thread.is_working = False  # type: ignore[attr-defined]
             with self._gate:
                 self._busy -= 1
 
-    def _park(self, thread: threading.Thread) -> bool:
-        """Sleep until needed; False if there are enough that do."""
+    def _idle_until_needed(self, thread: threading.Thread) -> bool:
+        """Sleep until needed; return False if there are enough that do."""
         latch = threading.Lock()
         with self._gate:
-            if self.closed or self.todo or not (self._watching.holder is not None or self._office is None):
+            if self.closed or self.queue or not (self._standby.holder is not None or self._endpoint is None):
                 return True
-            if len(self._idle) >= self.kept:
+            if len(self._idle) >= self.max_idle:
                 self._threads.discard(thread)
                 return False
             latch.acquire()
             self._idle.append(latch)
-        if self._office is not None:
+        if self._endpoint is not None:
             latch.acquire()
             return True
-        if not latch.acquire(timeout=_LOOK_SECONDS):
+        if not latch.acquire(timeout=_CHECK_SECONDS):
             with self._gate:
                 if latch in self._idle:
                     self._idle.remove(latch)

@@ -1,4 +1,4 @@
-"""How a worker is set up: :class:`RpcBackendOptions`, and the one backend there is."""
+"""Tells how a worker is set up: :class:`RpcBackendOptions`, and the one backend there is."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torchestra.types import timeout_seconds
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
-    from torchestra.rpc.router import Roads
+    from torchestra.rpc.router import Router
 
 
 class BackendType(enum.Enum):
-    """How messages travel. Both names mean the same: through shared memory within a host, ZeroMQ between."""
+    """Tells how messages travel; both names mean: in shared memory within a host, by ZeroMQ between hosts."""
 
     NATIVE = "native"
     TENSORPIPE = NATIVE
@@ -33,7 +33,7 @@ class BackendType(enum.Enum):
 
 @checked_methods
 class RpcBackendOptions:
-    """What :func:`init_rpc` may be told.
+    """Options of :func:`init_rpc`.
 
     Args:
         rpc_timeout: how long a call may take that is given no time-out of its own; seconds, 0 without end.
@@ -49,7 +49,7 @@ class RpcBackendOptions:
             the store's server.
         ports: the first and the last that it may listen at; default: what TORCHESTRA_RPC_PORTS says
             (``29600-29700``), else any.
-        heartbeat_timeout: a worker on another host that nothing is heard of for so many seconds is given up.
+        heartbeat_timeout: after how many seconds of silence a worker on another host is given up.
 
     Raises:
         InvalidArgumentError: a number is out of range, or a device is named.
@@ -98,21 +98,19 @@ class RpcBackendOptions:
 
     @property
     def rpc_timeout(self) -> float:
-        """The default time-out of calls, in seconds; 0 is without end."""
+        """Return the default time-out of calls, in seconds; 0 is without end."""
         return self._rpc_timeout
 
     @rpc_timeout.setter
     def rpc_timeout(self, seconds: float | timedelta) -> None:
         self._rpc_timeout = timeout_seconds(seconds, "RpcBackendOptions", "rpc_timeout")
 
-    def _make_agent(self, roads: Roads, names: list[str]) -> Agent:
-        """For ``init_rpc``: the worker, among those of these names."""
-        from torchestra.rpc.agent import Agent
-
-        return Agent(roads, names, self.rpc_timeout, self.num_worker_threads, self.max_worker_threads)
+    def _make_agent(self, agent_class: type[Agent], router: Router, names: list[str]) -> Agent:
+        """Return the worker, among those of these names, for ``init_rpc``."""
+        return agent_class(router, names, self.rpc_timeout, self.num_worker_threads, self.max_worker_threads)
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Refused, but for a map that names the CPU only.
+        """Refuse every map, except one that names the CPU only.
 
         Raises:
             InvalidArgumentError: the map names another device.
@@ -121,7 +119,7 @@ class RpcBackendOptions:
             _check_cpu(f"device_maps[{to!r}]", device)
 
     def set_devices(self, devices: Sequence[Any]) -> None:
-        """Refused, but for the CPU.
+        """Refuse every device, except the CPU.
 
         Raises:
             InvalidArgumentError: another device is named.
@@ -134,7 +132,7 @@ TensorPipeRpcBackendOptions = RpcBackendOptions
 
 
 def call_timeout(timeout: float | timedelta, name: str) -> float:
-    """The time-out of a call in seconds, 0 for none; -1 as it is, for that of the worker.
+    """Return the time-out of a call in seconds, 0 for none; -1 as it is, for that of the worker.
 
     Raises:
         InvalidArgumentError: it is no number, negative or too large.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.futures import Future
 
-from torchestra.rpc.agent import Agent
 from torchestra.rpc.calls import name_of
+
+if TYPE_CHECKING:
+    from torchestra.rpc.agent import Agent
 
 profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 

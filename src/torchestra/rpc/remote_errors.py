@@ -1,4 +1,4 @@
-"""How the exception of a function on one worker becomes one at the caller."""
+"""The errors of calls: exceptions of functions on other workers, time-outs, workers that are gone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from torchestra.errors import RemoteError, RemoteNameError, RpcError, RpcTimeoutError, WorkerFailedError
-from torchestra.rpc.calls import Call, name_of
+from torchestra.rpc.calls import PendingCall, name_of
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def describe(error: BaseException, worker: str) -> tuple[bytes | None, str]:
-    """An exception for the way: its class and attributes where they can be pickled, and what to say.
+def describe(error: BaseException, agent: Agent) -> tuple[bytes | None, str]:
+    """Return what to send of an exception: class and attributes where they can be pickled, and a text.
 
-    It is written to this worker's log too: who operates it may not be who called.
+    The text is written to this worker's log too: who operates it may not be who called.
     """
+    worker = f"worker {agent.info.name!r} (rank {agent.rank})"
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     text = f"On {worker}:\n{_say(error)}\n{lines}"
     _log.warning("a function called by another worker failed. %s", text)
@@ -42,7 +43,7 @@ def _say(error: BaseException) -> str:
 
 
 def rebuild(described: bytes | None, text: str) -> BaseException:
-    """The exception to raise at the caller: of the same class where that exists here."""
+    """Return the exception to raise at the caller: of the same class where that exists here."""
     remote = RemoteError(text)
     if described is None:
         return remote
@@ -62,7 +63,7 @@ _ORIGINAL = "_torchestra_original"
 
 
 def _made(kind: Any, text: str) -> BaseException:
-    """An exception of that class with that text.
+    """Return an exception of that class with that text.
 
     One that cannot be made from a text alone is made without its ``__init__``, which might have done
     more than keep its arguments. So it is a RemoteError as well.
@@ -78,38 +79,46 @@ def _made(kind: Any, text: str) -> BaseException:
     return error
 
 
-def unreadable(error: Exception, source: str, here: str) -> Exception:
-    """Why a call cannot be read."""
+def unreadable_call(error: Exception, source: int, agent: Agent) -> Exception:
+    """Return the error of a call that worker ``agent`` cannot read."""
     message = (
-        f"a call from worker {source!r} cannot be unpickled on worker {here!r}: {type(error).__name__}:"
-        f" {error}. RPC pickler does not serialize code, functions and classes are sent by name: they must be"
-        " importable, by the same name, on both workers"
+        f"a call from worker {agent.workers[source].name!r} cannot be unpickled on worker"
+        f" {agent.info.name!r}: {type(error).__name__}: {error}. RPC pickler does not serialize code,"
+        " functions and classes are sent by name: they must be importable, by the same name, on both workers"
     )
     return RemoteNameError(message) if isinstance(error, AttributeError) else RpcError(message)
 
 
-def too_late(call: Call, now: float, agent: Agent) -> RpcTimeoutError:
-    """What a call that worker ``agent`` has made ends with when its time is over."""
-    crew, waiting = agent.crew, len(agent.crew.todo)
+def unreadable_result(error: Exception, call: PendingCall, agent: Agent) -> RpcError:
+    """Return the error of a call that worker ``agent`` has made, and whose result it cannot read."""
+    unreadable = RpcError(
+        f"the result of {name_of(call.function)}, called on worker {agent.workers[call.peer].name!r},"
+        f" cannot be unpickled on worker {agent.info.name!r}: {type(error).__name__}: {error}"
+    )
+    unreadable.__cause__ = error
+    return unreadable
+
+
+def too_late(call: PendingCall, now: float, agent: Agent) -> RpcTimeoutError:
+    """Return the error of a call that worker ``agent`` has made, and that took too long."""
+    pool, waiting = agent.pool, len(agent.pool.queue)
     at_limit = (
-        f" This worker itself has reached its limit of {crew.limit} threads, and {waiting} calls"
+        f" This worker itself has reached its limit of {pool.max_threads} threads, and {waiting} calls"
         " wait for one."
         if waiting
         else ""
     )
     return RpcTimeoutError(
-        f"RPC ran for more than set timeout ({(call.deadline or now) - call.began:g} s) and will now be"
-        f" marked with an error: {name_of(call.doing)}, called on worker"
+        f"RPC ran for more than set timeout ({call.timeout_s:g} s) and will now be"
+        f" marked with an error: {name_of(call.function)}, called on worker"
         f" {agent.workers[call.peer].name!r} by worker {agent.info.name!r}, had not answered after"
         f" {now - call.began:.3f} s.{at_limit}"
     )
 
 
-def gone(call: Call, agent: Agent) -> WorkerFailedError:
-    """What a call that worker ``agent`` has made ends with when the worker it was for is gone."""
-    called = agent.workers[call.peer]
-    return WorkerFailedError(
-        f"worker {called.name!r} (rank {called.id}) {agent.how_gone(called.id)} before it answered the call"
-        f" of {name_of(call.doing)} from worker {agent.info.name!r}",
-        called.name,
+def gone(call: PendingCall, agent: Agent) -> WorkerFailedError:
+    """Return the error of a call that worker ``agent`` has made to a worker that is gone."""
+    return agent.liveness.failure_of(
+        call.peer,
+        f"before it answered the call of {name_of(call.function)} from worker {agent.info.name!r}",
     )

@@ -1,32 +1,56 @@
-"""Which road leads from a worker to which other one: the arena within its host, the wire to other hosts.
+"""Which way leads from a worker to another one: shared memory within its host, the network to other hosts.
 
-The crew receives from one place. So what comes over the wire is put down beside the arena, and a *slip* that
-says so is posted to oneself: whoever leads finds it among the messages, and nobody has to wait for two
-things. Without other hosts there is only the arena's post office, and nothing in between.
+The pool receives from one place. So what comes over the network is put down here, and a message of kind
+``_ARRIVED`` that says so is sent to oneself through shared memory: the leader finds it among the messages,
+and no thread has to wait for two things. Without other hosts there is nothing in between.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from torchestra.engine import p2p
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.p2p import Endpoint, Message
-from torchestra.rpc.shared_buffers import Lender
-from torchestra.rpc.transport import Office, Parts
+from torchestra.rpc.shared_buffers import SharedBufferPool
+from torchestra.transport.message import Message
 
 if TYPE_CHECKING:
     from torchestra.transport.transport import Transport
 
-_SLIP = 0  # a kind of message that agents have no other use for
+_ARRIVED = 0  # a kind of message that agents have no other use for
 _EMPTY = ((0, 0),)
+Parts = Sequence[tuple[int, int]]
+"""A message: the address and length of each part, the text first."""
 
 
-class Roads:
+class Endpoint(Protocol):
+    """What workers send and receive with; the endpoint in shared memory (engine/p2p) is one."""
+
+    def send(self, peer: int, kind: int, tag: int, parts: Parts, keep: object = None) -> None:
+        """Send a message to another worker. Every thread may call."""
+
+    def send_leftovers(self) -> None:
+        """Send what a thread has left that was interrupted while it sent."""
+
+    def receive(self, *, eager: bool) -> Message | None:
+        """Receive a message, as the leader; return None if none came for a while, or when roused."""
+
+    def watch(self) -> bool:
+        """Sleep until a message has come that nobody takes, or for a while; return whether one has."""
+
+    def wake_leader(self) -> None:
+        """Have :meth:`receive` return."""
+
+    def close(self) -> None:
+        """Wake everybody; from now on nothing sleeps here."""
+
+
+class Router:
     """The ways from one worker to the others.
 
     Args:
@@ -35,8 +59,8 @@ class Roads:
         hosts: which workers share a host.
 
     Attributes:
-        lender: of large memory, to workers on this host.
-        wire: the road to other hosts, None without.
+        shared_buffers: for large memory, among workers on this host.
+        network: the transport to other hosts, None without.
     """
 
     def __init__(self, member: RankContext, rank: int, hosts: Hosts) -> None:
@@ -44,111 +68,101 @@ class Roads:
         self.rank = rank
         self.hosts = hosts
         self.size = len(hosts.host_of)
-        self.near = hosts.members[hosts.host_of[rank]]
-        self.is_near = [host == hosts.host_of[rank] for host in hosts.host_of]
-        self.lender = Lender(member)
-        self.wire: Transport | None = None
-        self._junction: Junction | None = None
+        self.local_ranks = hosts.members[hosts.host_of[rank]]
+        self.is_local = [host == hosts.host_of[rank] for host in hosts.host_of]
+        self.shared_buffers = SharedBufferPool(member)
+        self.network: Transport | None = None
+        self._routed: RoutedEndpoint | None = None
 
-    def office(self, is_lost: Callable[[int], bool]) -> Office | None:
-        """What to send and receive with; None if there are no other workers.
+    def endpoint(self, is_lost: Callable[[int], bool]) -> Endpoint | None:
+        """Return what to send and receive with; None if there are no other workers.
 
         Args:
-            is_lost: whether a worker is gone.
+            is_lost: returns whether a worker is gone.
         """
         if self.size == 1:
             return None
-        member, near = self.member, self.near
-        arena = Endpoint(
+        member, local_ranks = self.member, self.local_ranks
+        spans_hosts = len(local_ranks) < self.size
+        shared_memory = p2p.Endpoint(
             member.address,
             member.arena.address + member.arena.layout.channels,
             member.rank,
             member.size,
-            is_lost if len(near) == self.size else lambda place: is_lost(near[place]),
+            (lambda local_rank: is_lost(local_ranks[local_rank])) if spans_hosts else is_lost,
         )
-        if len(near) == self.size:
-            return arena
-        self._junction = Junction(arena, self)
-        return self._junction
+        if not spans_hosts:
+            return shared_memory
+        self._routed = RoutedEndpoint(shared_memory, self)
+        return self._routed
 
-    def far(self) -> list[int]:
-        """The ranks of the workers on other hosts."""
-        return [rank for rank, near in enumerate(self.is_near) if not near]
+    def remote_ranks(self) -> list[int]:
+        """Return the ranks of the workers on other hosts."""
+        return [rank for rank, is_local in enumerate(self.is_local) if not is_local]
 
     def deliver(self, message: Message) -> None:
-        """Let the crew have what has come over the wire."""
-        assert self._junction is not None
-        self._junction.deliver(message)
+        """Let the pool have what has come over the network."""
+        assert self._routed is not None
+        self._routed.deliver(message)
 
-    def lender_to(self, rank: int) -> Lender | None:
-        """Who lends large memory to a worker: nobody to other hosts, nor to oneself."""
-        return self.lender if rank != self.rank and self.is_near[rank] else None
+    def buffers_to(self, rank: int) -> SharedBufferPool | None:
+        """Return the buffers for large memory to a worker: none to other hosts, nor to oneself."""
+        return self.shared_buffers if rank != self.rank and self.is_local[rank] else None
 
     def borrow(self, source: int, offset: int, length: int) -> torch.UntypedStorage:
-        """What a worker has lent to this one."""
-        return self.lender.borrow(self.hosts.place_of[source], offset, length)
+        """Return the storage that a worker has shared with this one."""
+        return self.shared_buffers.open(self.hosts.place_of[source], offset, length)
 
     def lost(self, known: Container[int]) -> dict[int, str]:
-        """What has become of workers that are gone, but for those that are known to be."""
-        member = self.member
+        """Return what has become of workers that are gone, except those that are known to be."""
+        member, ranks = self.member, self.local_ranks
         dead = member.peers.dead() if member.peers is not None else ()
-        lost = {
-            self.near[place]: f"died ({member.how(place)})" for place in dead if self.near[place] not in known
-        }
-        for place, rank in enumerate(self.near):
-            if rank != self.rank and member.has_left(place):
+        lost = {ranks[each]: f"died ({member.how(each)})" for each in dead if ranks[each] not in known}
+        for local_rank, rank in enumerate(ranks):
+            if rank != self.rank and member.has_left(local_rank):
                 lost[rank] = "has shut down"
-        if self.wire is not None:
-            lost.update(self.wire.lost())
+        if self.network is not None:
+            lost.update(self.network.lost())
         return lost
 
     def leave(self) -> None:
         """Let the others know that this worker answers no more."""
         self.member.leave()
-        if self.wire is not None:
-            self.wire.close()
+        if self.network is not None:
+            self.network.close()
 
 
-class Junction:
-    """Where the roads of a worker meet that has others on its host and elsewhere."""
+class RoutedEndpoint:
+    """The endpoint of a worker that has others on its host and elsewhere."""
 
-    def __init__(self, arena: Endpoint, roads: Roads) -> None:
-        self._arena = arena
-        self._roads = roads
-        self._places = roads.hosts.place_of
-        self._is_near = roads.is_near
-        self._near = roads.near
-        self._own = roads.member.rank
+    def __init__(self, shared_memory: p2p.Endpoint, router: Router) -> None:
+        self._shared_memory = shared_memory
+        self._router = router
+        self._local_rank_of = router.hosts.place_of
         self._arrived: deque[Message] = deque()
+        self.send_leftovers = shared_memory.send_leftovers
+        self.watch = shared_memory.watch
+        self.wake_leader = shared_memory.wake_leader
+        self.close = shared_memory.close
 
     def send(self, peer: int, kind: int, tag: int, parts: Parts, keep: object = None) -> None:
-        if self._is_near[peer]:
-            self._arena.send(self._places[peer], kind, tag, parts, keep)
+        """See :class:`Endpoint`."""
+        if self._router.is_local[peer]:
+            self._shared_memory.send(self._local_rank_of[peer], kind, tag, parts, keep)
         else:
-            assert self._roads.wire is not None
-            self._roads.wire.send(peer, kind, tag, parts, keep)
+            assert self._router.network is not None
+            self._router.network.send(peer, kind, tag, parts, keep)
 
     def deliver(self, message: Message) -> None:
-        """Put down what has come over the wire, and say so. For one thread at a time."""
+        """Put down what has come over the network, and say so. For one thread at a time."""
         self._arrived.append(message)
-        self._arena.send(self._own, _SLIP, 0, _EMPTY)
-
-    def send_leftovers(self) -> None:
-        self._arena.send_leftovers()
+        self._shared_memory.send(self._router.member.rank, _ARRIVED, 0, _EMPTY)
 
     def receive(self, *, eager: bool) -> Message | None:
-        message = self._arena.receive(eager=eager)
+        """See :class:`Endpoint`."""
+        message = self._shared_memory.receive(eager=eager)
         if message is None:
             return None
-        if message.kind == _SLIP:
+        if message.kind == _ARRIVED:
             return self._arrived.popleft()
-        return message._replace(source=self._near[message.source])
-
-    def watch(self) -> bool:
-        return self._arena.watch()
-
-    def wake_leader(self) -> None:
-        self._arena.wake_leader()
-
-    def close(self) -> None:
-        self._arena.close()
+        return message._replace(source=self._router.local_ranks[message.source])

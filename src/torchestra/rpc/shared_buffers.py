@@ -1,12 +1,13 @@
-"""Large memory for other workers: copied once, into the sender's heap in the arena, and used where it lies.
+"""Shared buffers: large memory for workers on the same host, copied once and used where it lies.
 
-A *loan* is a block of the lender's heap. The lender copies memory in and tells the borrower where it is; the
-borrower's storage lies in the block itself. The first word of the block is the lender's own again when the
-borrower has written 1 into it, which it does when that storage dies. The lender looks when it needs a block,
-and keeps some for the next time: memory that has been used before is much faster.
+A *buffer* is a block of the sender's heap in the arena. The sender copies memory in and tells the receiver
+where it is; the receiver's storage lies in the block itself. When that storage dies, the receiver writes 1
+into the first word of the block, which is the sender's own again then. The sender looks for such blocks when
+it needs one, and keeps some for the next time: memory that has been used before is much faster.
 
-What a worker has borrowed when it dies is never given back, and lost until the lender shuts down. What is
-with others when the lender shuts down is left alone: it lasts until nobody has the memory file mapped.
+The buffers that a worker has when it dies are never released, and lost until the sender shuts down. Those
+that are with others when the sender shuts down are left alone: they last until nobody has the memory file
+mapped.
 """
 
 from __future__ import annotations
@@ -21,51 +22,50 @@ import torch
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.heap import Heap
+from torchestra.tensors.serialization import OUT_OF_BAND
 
-LEND_FROM = 1 << 15  # bytes; smaller memory goes through the channel
+SHARE_FROM = 1 << 15  # bytes; smaller memory is a part of the message
 _HEAD_BYTES = 128
 _KEPT_BYTES = 1 << 29
 _SMALLEST = 1 << 18
 
 
-class Lender:
-    """Lends blocks of one worker's heap, and borrows those of others."""
+class SharedBufferPool:
+    """Shares buffers of one worker's heap, and opens those of others."""
 
     def __init__(self, member: RankContext) -> None:
         self._arena = member.arena
         self._heap: Heap = member.heap
         self._lock = threading.Lock()
-        self._lent: dict[int, int] = {}  # bytes, by the place in the heap
-        self._kept: dict[int, list[int]] = {}  # places, by bytes
+        self._shared: dict[int, int] = {}  # bytes, by offset in the heap
+        self._kept: dict[int, list[int]] = {}  # offsets, by bytes
         self._kept_bytes = 0
-        weakref.finalize(self, _drop, self._heap, self._kept).atexit = False
+        weakref.finalize(self, _free_kept, self._heap, self._kept).atexit = False
 
     @property
-    def lent(self) -> int:
-        """How many blocks are with others."""
+    def in_use(self) -> int:
+        """Return how many buffers are with others."""
         with self._lock:
             self._collect()
-            return len(self._lent)
+            return len(self._shared)
 
-    def lend(self, address: int, length: int) -> int:
-        """Copy memory into a block; where in this rank's heap that is."""
-        offset = self._block(length)
+    def share(self, address: int, length: int) -> int:
+        """Copy large memory into a buffer; return where in this rank's heap it is, or -1 for small memory."""
+        if length < SHARE_FROM:
+            return OUT_OF_BAND
+        offset = self._buffer(length)
         ctypes.memmove(self._heap.first_address + offset + _HEAD_BYTES, address, length)
         return offset
 
-    def take_back(self, offset: int) -> None:
-        """What was lent will not be sent."""
-        shared_words.store_ordered(self._heap.first_address + offset, 1)
-
-    def borrow(self, rank: int, offset: int, length: int) -> torch.UntypedStorage:
-        """The storage of a loan by a rank; the loan ends with it."""
+    def open(self, rank: int, offset: int, length: int) -> torch.UntypedStorage:
+        """Return a storage that lies in a buffer of a rank; when it dies, the buffer is released."""
         heaps = self._arena.heaps
         start = rank * self._arena.layout.heap_bytes + offset
         memory = heaps[start + _HEAD_BYTES : start + _HEAD_BYTES + length]
-        weakref.finalize(memory, _give_back, heaps.ctypes.data + start, os.getpid()).atexit = False
+        weakref.finalize(memory, _release, heaps.ctypes.data + start, os.getpid()).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
-    def _block(self, length: int) -> int:
+    def _buffer(self, length: int) -> int:
         size = max(_SMALLEST, 1 << (length + _HEAD_BYTES - 1).bit_length())
         with self._lock:
             self._collect()
@@ -76,14 +76,14 @@ class Lender:
             else:
                 offset = self._heap.take(size)
             shared_words.store_ordered(self._heap.first_address + offset, 0)
-            self._lent[offset] = size
+            self._shared[offset] = size
         return offset
 
     def _collect(self) -> None:
-        """Take back what has been given back."""
-        for offset, size in tuple(self._lent.items()):
+        """Take back the buffers that have been released."""
+        for offset, size in tuple(self._shared.items()):
             if shared_words.load_acquire(self._heap.first_address + offset) == 1:
-                del self._lent[offset]
+                del self._shared[offset]
                 if self._kept_bytes + size <= _KEPT_BYTES:
                     self._kept_bytes += size
                     self._kept.setdefault(size, []).append(offset)
@@ -91,13 +91,13 @@ class Lender:
                     self._heap.give(offset, size)
 
 
-def _drop(heap: Heap, kept: dict[int, list[int]]) -> None:
-    """A lender is gone, with what nobody has borrowed; what is lent stays as it is."""
-    for size, places in kept.items():
-        for offset in places:
+def _free_kept(heap: Heap, kept: dict[int, list[int]]) -> None:
+    """Free what a pool that is gone had kept; the buffers that are with others stay as they are."""
+    for size, offsets in kept.items():
+        for offset in offsets:
             heap.give(offset, size)
 
 
-def _give_back(address: int, owner: int) -> None:
+def _release(address: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked child only drops its copy of the storage
         shared_words.store_ordered(address, 1)

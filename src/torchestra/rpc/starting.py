@@ -23,8 +23,8 @@ from torchestra.rpc.agent import Agent
 from torchestra.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
 from torchestra.rpc.current import agent_or_none, current_agent, set_agent
 from torchestra.rpc.options import BackendType, RpcBackendOptions
-from torchestra.rpc.router import Roads
-from torchestra.rpc.termination import Closing
+from torchestra.rpc.router import Router
+from torchestra.rpc.termination import TerminationDetector
 from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.store import PrefixStore
 from torchestra.store.missing_keys import missing_indices
@@ -91,13 +91,13 @@ def init_rpc(
     names = _meet(own, name, met.rank, met.world_size, seconds)
     warm_up()
     torchscript.register()
-    roads = _open_roads(own, name, met.rank, met.world_size, seconds, here)
-    agent = options._make_agent(roads, names)
+    router = _open_router(own, name, met.rank, met.world_size, seconds, here)
+    agent = options._make_agent(Agent, router, names)
     try:
-        if far := roads.far():
-            from torchestra.rpc.host_connections import connect
+        if remote := router.remote_ranks():
+            from torchestra.rpc.host_connections import connect  # needs ZeroMQ
 
-            roads.wire = connect(own, met.rank, far, names, seconds, options, roads.deliver)
+            router.network = connect(own, met.rank, remote, names, seconds, options, router.deliver)
     except BaseException:
         agent.close()
         raise
@@ -106,9 +106,9 @@ def init_rpc(
     agent.start()
 
 
-def _open_roads(
+def _open_router(
     store: PrefixStore, name: str, rank: int, size: int, seconds: float, here: ThreadRank | None
-) -> Roads:
+) -> Router:
     """Find out who is on this host, and meet them in an arena."""
     threads = choose_backend(None) == "threads"
     hosts = find_hosts(PrefixStore("hosts", store), rank, size, f"rpc of {name}", seconds, threads=threads)
@@ -122,7 +122,7 @@ def _open_roads(
         threads=threads,
         thread=here.thread if here is not None else threading.current_thread(),
     )
-    return Roads(member, rank, hosts)
+    return Router(member, rank, hosts)
 
 
 def _meet(store: PrefixStore, name: str, rank: int, size: int, seconds: float) -> list[str]:
@@ -178,10 +178,10 @@ def shutdown(graceful: bool = True, timeout: float | timedelta = DEFAULT_SHUTDOW
     left: list[str] = []
     try:
         if graceful:
-            closing = Closing(agent, timeout)
-            closing.await_quiet()
-            left = agent.references.delete_users()
-            closing.await_quiet()
+            detector = TerminationDetector(agent, timeout)
+            detector.await_quiet()
+            left = agent.rrefs.delete_users()
+            detector.await_quiet()
             _check_counts(agent)
     finally:
         stop(agent)
@@ -201,7 +201,7 @@ def stop(agent: Agent) -> None:
 
 def _check_counts(agent: Agent) -> None:
     """After a graceful end no fork may be left: that would be a bug of the protocol."""
-    counts: dict[str, Any] = agent.references.counts()
+    counts: dict[str, Any] = agent.rrefs.counts()
     wrong = {name: counts[name] for name in ("num_forks", "num_users", "num_kept") if counts[name]}
     if wrong:
         warnings.warn(

@@ -1,7 +1,7 @@
-"""How the workers come to an end together.
+"""Termination detection: how the workers come to an end together.
 
 All calls are over when no worker has one pending, at one moment. Each waits until it has none, and tells how
-many it has made so far; when everybody has told, it begins again. If two rounds in succession tell the same
+many it has made so far; when everybody has told, it begins again. If two rounds in succession give the same
 numbers, no call was made between a worker's word in the first and its word in the second, and none was
 pending at either; so at the moment when all had told the first, none was under way anywhere.
 
@@ -10,16 +10,19 @@ pending at either; so at the moment when all had told the first, none was under 
 
 from __future__ import annotations
 
+import pickle
 import time
 from typing import Any
 
-from torchestra.errors import RpcTimeoutError, WorkerFailedError
+from torchestra.errors import RpcTimeoutError
 from torchestra.rpc.agent import Agent
+from torchestra.rpc.messages import TERMINATION, address_of
+from torchestra.system.deadline import Deadline
 
-_NAP_SECONDS = 0.001
+_PAUSE_SECONDS = 0.001
 
 
-class Closing:
+class TerminationDetector:
     """One worker's part in a graceful shutdown.
 
     Args:
@@ -32,8 +35,7 @@ class Closing:
 
     def __init__(self, agent: Agent, seconds: float) -> None:
         self._agent = agent
-        self._began = time.monotonic()
-        self._seconds = seconds
+        self._deadline = Deadline(seconds or float("inf"))
         self._round = -1
 
     def await_quiet(self) -> None:
@@ -49,33 +51,35 @@ class Closing:
     def _await_own(self) -> None:
         agent = self._agent
         while not agent.is_quiet:
-            time.sleep(_NAP_SECONDS)
+            time.sleep(_PAUSE_SECONDS)
             self._check(())
 
     def _gather(self, value: object) -> list[Any]:
-        """What all workers have told in this round."""
+        """Return what all workers tell in this round, by rank."""
         agent = self._agent
         number = self._round = next(agent.rounds)
+        values = agent.termination.setdefault(number, {})
+        values[agent.rank] = value
+        text = pickle.dumps(value, 5)
         for rank in range(len(agent.workers)):
-            agent.tell(rank, number, value)
-        while len(agent.gathered.get(number, ())) < len(agent.workers):
-            time.sleep(_NAP_SECONDS)
-            told = agent.gathered.get(number, {})
-            self._check(tuple(rank for rank in range(len(agent.workers)) if rank not in told))
-        told = agent.gathered.pop(number)
-        return [told[rank] for rank in sorted(told)]
+            if rank != agent.rank:
+                assert agent.endpoint is not None
+                agent.endpoint.send(rank, TERMINATION, number, [(address_of(text), len(text))], text)
+        while len(values) < len(agent.workers):
+            time.sleep(_PAUSE_SECONDS)
+            self._check(tuple(rank for rank in range(len(agent.workers)) if rank not in values))
+        del agent.termination[number]
+        return [values[rank] for rank in sorted(values)]
 
     def _check(self, missing: tuple[int, ...]) -> None:
         agent = self._agent
         for rank in missing:
-            if agent.is_gone(rank) and rank not in agent.gathered.get(self._round, ()):
-                raise WorkerFailedError(
-                    f"worker {agent.workers[rank].name!r} (rank {rank}) {agent.how_gone(rank)} before worker"
-                    f" {agent.info.name!r} could shut down together with it",
-                    agent.workers[rank].name,
+            if rank in agent.liveness.gone and rank not in agent.termination.get(self._round, ()):
+                raise agent.liveness.failure_of(
+                    rank, f"before worker {agent.info.name!r} could shut down together with it"
                 )
-        waited = time.monotonic() - self._began
-        if self._seconds and waited > self._seconds:
+        waited = self._deadline.elapsed()
+        if waited > self._deadline.timeout_s:
             names = ", ".join(repr(agent.workers[rank].name) for rank in missing)
             what = (
                 f"{names} had not called shutdown()" if missing else f"{len(agent.pending)} calls are pending"

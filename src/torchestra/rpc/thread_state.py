@@ -1,4 +1,4 @@
-"""What a thread is at: the context that its calls belong to, and where gradients that it computes land."""
+"""The state of a thread: the scope that its calls belong to, and the backward pass that it runs."""
 
 from __future__ import annotations
 
@@ -9,56 +9,52 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from torchestra.autograd.contexts import Context
-    from torchestra.autograd.graph_task import Part
+    from torchestra.rpc.message_scope import CallScope
 
 
-class _Here(threading.local):
-    """Of each thread.
+class _ThreadState(threading.local):
+    """What a thread is at.
 
     Attributes:
-        context: what calls that the thread makes belong to.
-        part: the part in a backward pass that it is running; gradients of parameters land in its context.
+        scope: what calls that the thread makes belong to: a distributed autograd context.
+        graph_task: the part in a backward pass that it runs; gradients of parameters land in its context.
     """
 
-    context: Context | None = None
-    part: Part | None = None
+    scope: CallScope | None = None
+    graph_task: Any = None
 
 
-here = _Here()
+thread_state = _ThreadState()
 
 
-def calling_context() -> Context | None:
-    """The context that a call made now belongs to: none where autograd records nothing."""
-    context = here.context
-    return context if context is not None and torch.is_grad_enabled() else None
+def calling_scope() -> CallScope | None:
+    """Return the scope that a call made now belongs to: none where autograd records nothing."""
+    scope = thread_state.scope
+    return scope if scope is not None and torch.is_grad_enabled() else None
 
 
-def in_same_context(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A callback that runs in the context that this thread is in now, on whichever thread it is called."""
-    context = here.context
-    if context is None:
+def in_same_scope(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a callback that runs in the scope this thread is in now, on any thread."""
+    scope = thread_state.scope
+    if scope is None:
         return callback
 
     def call(value: Any) -> Any:
-        before, here.context = here.context, context
+        before, thread_state.scope = thread_state.scope, scope
         try:
             return callback(value)
         finally:
-            here.context = before
+            thread_state.scope = before
 
     return call
 
 
-def aside(job: Callable[[], Any]) -> None:
-    """Do something of others on this thread, which waits: as a thread would that is at nothing."""
-    if here.context is None and here.part is None and torch.is_grad_enabled():
-        job()
-        return
-    context, part = here.context, here.part
-    here.context = here.part = None
+def run_detached(job: Callable[[], Any]) -> None:
+    """Do the work of others on this thread, which waits, as a thread would that has no state."""
+    scope, graph_task = thread_state.scope, thread_state.graph_task
+    thread_state.scope = thread_state.graph_task = None
     try:
         with torch.enable_grad():
             job()
     finally:
-        here.context, here.part = context, part
+        thread_state.scope, thread_state.graph_task = scope, graph_task

@@ -11,7 +11,7 @@ from torch.jit._script import RecursiveScriptModule
 from torch.jit._state import _python_cu
 
 from torchestra.errors import RpcError
-from torchestra.rpc.encoding import register_reducer
+from torchestra.rpc.messages import register_reducer
 
 
 def _reduce_function(function: Any) -> Any:
@@ -39,6 +39,6 @@ def _module(text: bytes) -> Any:
 
 
 def register() -> None:
-    """Have this process's calls send them so."""
+    """Have calls of this process send them so."""
     register_reducer(torch.jit.ScriptFunction, _reduce_function)
     register_reducer(RecursiveScriptModule, _reduce_module)

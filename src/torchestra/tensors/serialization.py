@@ -1,228 +1,227 @@
-"""Python objects as tensors of bytes, and back.
+"""Serialize Python objects, with the memory of their tensors out of band.
 
-Objects are pickled (protocol 5). The memory of large tensors and arrays on the CPU is not copied into the
-pickle but travels beside it, as buffers of their own: they are sent from where they are and received into
-where they will be. Tensors that share memory in an object share it again afterwards.
+Objects are pickled (protocol 5). In the pickle a tensor is its shape and the number of its storage; the
+storages stand beside the pickle, each once, and tensors that share one share it again afterwards::
 
-A parcel is *a stream and buffers*. The stream begins with an index (words of 8 bytes)::
+    count | per storage: first byte, bytes, place | memory of the small storages | pickle
 
-    objects | buffers | per object: bytes of its pickle, number of its buffers | per buffer: bytes
+Small memory is copied into this data, since a copy costs less than a transfer. Large memory is *out of band*:
+the sender moves it from where it is to where the receiver will use it.
 
-and the pickles follow. For the way, the first bytes of the stream go into a *block*: a head of some words and
-as much of the stream as fits, so that small objects need one message of a size that all ranks know.
+Two callers have made different promises. *Exact* serialization (of objects that collectives move) keeps all
+that torch pickles: attributes, devices, whole storages. The memory of objects that pickle themselves with
+out-of-band buffers, as NumPy's arrays do, counts as a storage there. The other one (of remote calls) sends
+values: of a storage only the range that its tensors reach; a large view that uses less than half of the range
+it spans is copied first, and shares nothing; devices but the CPU are refused; arrays are copied, since
+callers may change them at once.
+
+What comes out are leaves: what autograd knew of a tensor stays behind, except ``requires_grad``.
 """
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import io
 import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Union
+import struct
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from torchestra.errors import UnpicklableObjectError
 from torchestra.tensors.contiguity import check_memory, check_storage
 
-BLOCK_BYTES = 1024
-_HEAD_WORDS = 4
-_INLINE_BYTES = BLOCK_BYTES - 8 * _HEAD_WORDS
-# Below, a copy costs less than an operation for this buffer alone.
-_LARGE_BYTES = 32 << 10
-_MOST_TOLD = 400  # characters of what pickling has raised
-# The attribute by which exported memory knows the tensor that it belongs to.
-_TENSOR = "tensor"
+__all__ = [
+    "OUT_OF_BAND",
+    "OutOfBand",
+    "Reducer",
+    "Serialized",
+    "deserialization_context",
+    "deserialize",
+    "reducer_in_progress",
+    "serialize",
+]
+
+Reducer = Callable[[Any], Any]
+"""Returns what ``__reduce__`` of an object would."""
+OutOfBand = tuple[torch.UntypedStorage, int, int]
+"""A storage, the first byte that is needed, and how many bytes are."""
+
+OUT_OF_BAND, _INLINE = -1, -2  # places of storages; others are places in memory that both sides share
+_COUNT = struct.Struct("=i")
+_ENTRY = struct.Struct("=qqq")
+_BUFFER = -1  # as the first byte: a buffer of an object that pickles itself
+_ALIGNMENT = 16
+_INLINE_BELOW = 1 << 14  # bytes: to copy so few twice is quicker than to send them apart
+_WASTE_FROM = 1 << 13  # bytes: what a view spans, but does not use, is sent with it if it is less than that
+# The common types by number: their names take longer to write and to look up than all else about a tensor.
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_COPYREG: dict[type, Reducer] = copyreg.dispatch_table
+_thread = threading.local()  # .table while it pickles, .message while it unpickles
 
 
-class Head(NamedTuple):
-    """What a block says first: whether there is anything, and what comes after the block.
+class Serialized:
+    """A pickled object.
 
     Attributes:
-        failed: 1 where the sender could not pickle its objects; the stream says why.
-        stream: bytes of the stream.
-        buffers: how many buffers come.
-        more: where parcels for several ranks go out together, 1 if the stream of any of them goes on after
-            its block, plus twice the most buffers that any of them has.
+        pickled: the pickle.
+        storages: the storages that it needs: each, its first byte needed (or -1, see above), and the last.
     """
 
-    failed: int
-    stream: int
-    buffers: int
-    more: int = 0
+    __slots__ = ("_numbers", "pickled", "storages")
 
+    def __init__(self) -> None:
+        self.pickled = b""
+        self.storages: list[tuple[torch.UntypedStorage, int, int]] = []
+        self._numbers: dict[int, int] = {}
 
-@dataclass
-class Parcel:
-    """Some objects on their way."""
+    def number(self, storage: torch.UntypedStorage, begin: int, end: int) -> int:
+        """Return the number of a storage of which these bytes are needed."""
+        number = self._numbers.get(storage._cdata)
+        if number is None:
+            number = self._numbers[storage._cdata] = len(self.storages)
+            self.storages.append((storage, begin, end))
+        else:
+            _, first, last = self.storages[number]
+            self.storages[number] = (storage, min(first, begin), max(last, end))
+        return number
 
-    stream: torch.Tensor
-    buffers: list[torch.Tensor]
-    failed: bool = False
+    def add_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take the memory of an object that pickles itself; return whether it shall be in the pickle."""
+        raw = buffer.raw()
+        if raw.nbytes < _INLINE_BELOW:
+            return True
+        memory = np.frombuffer(raw, dtype=np.uint8)
+        # torch has no tensors that must not be written.
+        storage = torch.from_numpy(memory.copy() if raw.readonly else memory).untyped_storage()
+        self.storages.append((storage, _BUFFER, raw.nbytes))
+        return False
 
-    @classmethod
-    def of(cls, objects: Sequence[object], name: str = "") -> Parcel:
-        """Pack objects. The buffers are their own memory.
+    def pack(
+        self, share: Callable[[int, int], int] | None = None, inline_below: int = _INLINE_BELOW
+    ) -> tuple[list[bytes], list[OutOfBand]]:
+        """Return the data, in pieces, and the memory that is out of band.
 
         Args:
-            objects: the objects.
-            name: of the function that is to send them, for messages.
-
-        Raises:
-            UnpicklableObjectError: one cannot be pickled.
+            share: given the address and length of large memory, puts it where the receiver finds it, and
+                returns that place, or -1 where it shall be out of band.
+            inline_below: how many bytes are too many to be copied into the data.
         """
-        buffers: list[torch.Tensor] = []
-        pickles, counts = [], []
-        for number, item in enumerate(objects):
-            before = len(buffers)
-            file = io.BytesIO()
-            try:
-                _Pickler(file, buffers).dump(item)
-            except Exception as error:
-                which = f"object {number} of {len(objects)}" if len(objects) > 1 else "the object"
-                raise UnpicklableObjectError(
-                    f"{name}: {which}, of type {type(item).__name__}, cannot be pickled:"
-                    f" {one_line(error)}; no object was moved"
-                ) from error
-            pickles.append(file.getbuffer())
-            counts.append(len(buffers) - before)
-        lengths = [
-            pair for pickled, count in zip(pickles, counts, strict=True) for pair in (len(pickled), count)
-        ]
-        index = np.array(
-            [len(objects), len(buffers), *lengths, *(buffer.numel() for buffer in buffers)], dtype=np.int64
-        )
-        stream = torch.empty(index.nbytes + sum(map(len, pickles)), dtype=torch.uint8)
-        memory = stream.numpy().data
-        memory[: index.nbytes] = index.tobytes()
-        place = index.nbytes
-        for pickled in pickles:
-            memory[place : place + len(pickled)] = pickled
-            place += len(pickled)
-        return cls(stream, buffers)
-
-    @classmethod
-    def failure(cls, reason: BaseException) -> Parcel:
-        """In place of objects that could not be pickled."""
-        text = one_line(reason).encode()[:_INLINE_BYTES]
-        return cls(torch.frombuffer(bytearray(text), dtype=torch.uint8), [], failed=True)
-
-    @property
-    def rest(self) -> torch.Tensor:
-        """The part of the stream that is not in the block; may be empty."""
-        return self.stream[_INLINE_BYTES:]
-
-    def block(self, more: int = 0) -> torch.Tensor:
-        """The first bytes on the way."""
-        head = Head(int(self.failed), self.stream.numel(), len(self.buffers), more)
-        block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
-        block[: 8 * _HEAD_WORDS] = torch.from_numpy(np.array(head, dtype=np.int64).view(np.uint8))
-        inline = self.stream[:_INLINE_BYTES]
-        block[8 * _HEAD_WORDS : 8 * _HEAD_WORDS + inline.numel()] = inline
-        return block
-
-    @classmethod
-    def arriving(cls, block: torch.Tensor) -> tuple[Parcel, Head]:
-        """A parcel whose block has come; its ``rest`` is to be filled, and then its buffers."""
-        head = Head(*block[: 8 * _HEAD_WORDS].numpy().view(np.int64).tolist())
-        stream = torch.empty(head.stream, dtype=torch.uint8)
-        inline = stream[:_INLINE_BYTES]
-        inline.copy_(block[8 * _HEAD_WORDS : 8 * _HEAD_WORDS + inline.numel()])
-        return cls(stream, [], bool(head.failed)), head
-
-    def expect_buffers(self) -> list[torch.Tensor]:
-        """Make room for the buffers, now that the whole stream is here."""
-        if self:
-            objects, buffers = self._words(2)
-            lengths = self._words(2 + 2 * objects + buffers)[2 + 2 * objects :]
-            self.buffers = [torch.empty(length, dtype=torch.uint8) for length in lengths]
-        return self.buffers
-
-    @property
-    def reason(self) -> str:
-        """Why it failed."""
-        return self.stream.numpy().tobytes().decode(errors="replace")
-
-    def __bool__(self) -> bool:
-        """Whether anything came: nobody sends in a fake world."""
-        return self.stream.numel() > 0
-
-    def objects(self) -> list[object]:
-        """The objects, each an exception of class Unreadable where it cannot be unpickled."""
-        objects, buffers = self._words(2)
-        sizes = self._words(2 + 2 * objects)[2:]
-        memory = self.stream.numpy().data
-        place, used, found = 8 * (2 + 2 * objects + buffers), 0, []
-        for length, count in zip(sizes[::2], sizes[1::2], strict=True):
-            own = [_memory_of(buffer) for buffer in self.buffers[used : used + count]]
-            try:
-                found.append(pickle.loads(memory[place : place + length], buffers=own))
-            except Exception as error:
-                found.append(Unreadable(error))
-            place, used = place + length, used + count
-        return found
-
-    def _words(self, number: int) -> list[int]:
-        words: list[int] = self.stream[: 8 * number].numpy().view(np.int64).tolist()
-        return words
+        table, inline = [_COUNT.pack(len(self.storages))], list[bytes]()
+        outside = list[OutOfBand]()
+        for storage, begin, end in self.storages:
+            first = max(begin, 0) // _ALIGNMENT * _ALIGNMENT
+            address, length, place = storage.data_ptr() + first, end - first, OUT_OF_BAND
+            if length < inline_below:
+                place = _INLINE
+                inline.append(ctypes.string_at(address, length))
+            elif share is not None:
+                place = share(address, length)
+            if place == OUT_OF_BAND:
+                outside.append((storage, first, length))
+            table.append(_ENTRY.pack(begin if begin == _BUFFER else first, length, place))
+        return [*table, *inline, self.pickled], outside
 
 
-def one_line(error: BaseException) -> str:
-    """The class and text of an exception, whatever its ``str`` does."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:
-        text = "?"
-    told = f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
-    return told if len(told) <= _MOST_TOLD else f"{told[: _MOST_TOLD - 1]}…"
+class _DispatchTable(dict[type, Reducer]):
+    """How a pickler treats types: as this says of tensors, then as callers do, then as copyreg."""
+
+    def __init__(self, result: Serialized, exact: bool, takes: Callable[[torch.Tensor], bool] | None) -> None:
+        super().__init__()
+        self._result = result
+        self._exact = exact
+        self._takes = takes
+        self[torch.Tensor] = self._reduce_tensor
+        self[torch.nn.Parameter] = self._reduce_parameter
+        self[torch.UntypedStorage] = self._reduce_untyped
+        self[torch.storage.TypedStorage] = self._reduce_typed
+
+    def __missing__(self, kind: type) -> Reducer:
+        return _reduce_subclass if issubclass(kind, torch.Tensor) else _COPYREG[kind]
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        exact = self._exact
+        if not exact and tensor.device.type not in ("cpu", "meta"):
+            raise TypeError(f"only CPU tensors can be sent, got one on {tensor.device}: call .cpu() first")
+        check_memory(tensor)
+        if self._takes is not None and tensor.requires_grad and self._takes(tensor):
+            return _attached, (tensor.detach(),)
+        if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_quantized:
+            return _with_typed_storage((tensor if exact else tensor.detach()).__reduce_ex__(5))
+        if exact:
+            return self._reduce_exactly(tensor)
+        data = tensor
+        if tensor.is_conj() or tensor.is_neg():
+            data = tensor.detach().resolve_conj().resolve_neg()
+        shape, strides, size, count = tuple(data.shape), data.stride(), data.element_size(), data.numel()
+        dtype = _CODES.get(data.dtype, data.dtype)
+        if count == 0:
+            return _empty, (dtype, shape, tensor.requires_grad)
+        span = count
+        if not data.is_contiguous():
+            span = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
+            if span > 2 * count and span * size >= _WASTE_FROM:
+                data = data.detach().contiguous()
+                strides, span = data.stride(), count
+        offset = int(data.storage_offset()) * size
+        number = self._result.number(data.untyped_storage(), offset, offset + span * size)
+        return _tensor, (number, dtype, shape, strides, offset, tensor.requires_grad)
+
+    def _reduce_exactly(self, tensor: torch.Tensor) -> Any:
+        """Reduce a strided tensor on the CPU, and keep its attributes and the whole storage."""
+        if tensor.is_conj() or tensor.is_neg() or tensor.__dict__ or tensor._backward_hooks:
+            return _with_typed_storage(tensor.__reduce_ex__(5))
+        storage = tensor.untyped_storage()
+        number = self._result.number(storage, 0, storage.nbytes())
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        dtype = _CODES.get(tensor.dtype, tensor.dtype)
+        return _tensor, (number, dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.requires_grad)
+
+    def _reduce_parameter(self, parameter: torch.nn.Parameter) -> Any:
+        if self._takes is not None and parameter.requires_grad and self._takes(parameter):
+            return _attached, (parameter.detach(),)
+        if self._exact and (parameter.__dict__ or parameter._backward_hooks or not parameter.is_cpu):
+            return _reduce_subclass(parameter)
+        return torch.nn.Parameter, (parameter.data, parameter.requires_grad)
+
+    def _reduce_untyped(self, storage: torch.UntypedStorage) -> Any:
+        if storage.device.type != "cpu":
+            if self._exact:
+                return storage.__reduce__()
+            raise TypeError(f"only CPU tensors can be sent, got a storage on {storage.device}")
+        check_storage(storage)
+        return _storage, (self._result.number(storage, 0, storage.nbytes()),)
+
+    def _reduce_typed(self, storage: torch.storage.TypedStorage) -> Any:
+        if self._exact and storage._untyped_storage.device.type != "cpu":
+            return storage.__reduce__()
+        return _typed, (storage._untyped_storage, storage.dtype)
 
 
-class Unreadable:
-    """In place of an object that could not be unpickled.
-
-    Attributes:
-        error: why.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-class _Pickler(pickle.Pickler):
-    """Puts large memory aside instead of copying it, and small memory of tensors in without torch.save."""
-
-    def __init__(self, file: io.BytesIO, buffers: list[torch.Tensor]) -> None:
-        def keep(buffer: pickle.PickleBuffer) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes < _LARGE_BYTES:
-                return True  # into the pickle
-            if isinstance(raw.obj, ctypes.Array):
-                buffers.append(getattr(raw.obj, _TENSOR))
-            else:
-                memory = np.frombuffer(raw, dtype=np.uint8)
-                # torch has no tensors that must not be written.
-                buffers.append(torch.from_numpy(memory.copy() if raw.readonly else memory))
-            return False
-
-        super().__init__(file, 5, buffer_callback=keep)
-
-    def reducer_override(self, item: object) -> Any:
-        if isinstance(item, torch.Tensor):
-            check_memory(item)
-            return _with_typed_storage(item.__reduce_ex__(5))
-        if isinstance(item, torch.storage.TypedStorage) and item._untyped_storage.device.type == "cpu":
-            return _typed, (item._untyped_storage, item.dtype)
-        if isinstance(item, torch.UntypedStorage) and item.device.type == "cpu":
-            check_storage(item)
-            tensor = torch.empty(0, dtype=torch.uint8).set_(item)
-            return _untyped, (pickle.PickleBuffer(_memory_of(tensor)),)
-        return NotImplemented
+def _reduce_subclass(tensor: torch.Tensor) -> Any:
+    check_memory(tensor)
+    return _with_typed_storage(tensor.__reduce_ex__(5))
 
 
 def _with_typed_storage(reduced: Any) -> Any:
-    """What a tensor is pickled as. Of newer dtypes torch hands out a storage that it does not take back."""
+    """Mend what torch reduces a tensor to: of newer dtypes to a storage that it does not take back."""
     if not isinstance(reduced, tuple):
         return reduced
     function, arguments, *more = reduced
@@ -234,25 +233,137 @@ def _with_typed_storage(reduced: Any) -> Any:
     return reduced
 
 
+# -- what pickles call to rebuild tensors
+
+
+def _storage(number: int) -> torch.UntypedStorage:
+    storage: torch.UntypedStorage = _thread.message[0][number]
+    return storage
+
+
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def _untyped(memory: Union[bytearray, ctypes.Array[ctypes.c_uint8]]) -> torch.UntypedStorage:
-    """A storage from what lay in the pickle, or from a buffer, whose memory it becomes."""
-    if isinstance(memory, ctypes.Array):
-        received: torch.Tensor = getattr(memory, _TENSOR)
-        return received.untyped_storage()
-    tensor = torch.empty(len(memory), dtype=torch.uint8)
-    ctypes.memmove(tensor.data_ptr(), bytes(memory), len(memory))
-    return tensor.untyped_storage()
+def _tensor(
+    number: int,
+    dtype: int | torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    grad: bool,
+) -> torch.Tensor:
+    storages, begins, _ = _thread.message
+    dtype = _DTYPES[dtype] if isinstance(dtype, int) else dtype
+    tensor = torch.empty(0, dtype=dtype)
+    tensor.set_(storages[number], (offset - begins[number]) // dtype.itemsize, shape, strides)
+    return tensor.requires_grad_() if grad else tensor
 
 
-def _memory_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_uint8]:
-    """The memory of a tensor of bytes; it knows and keeps the tensor.
+def _empty(dtype: int | torch.dtype, shape: tuple[int, ...], grad: bool) -> torch.Tensor:
+    dtype = _DTYPES[dtype] if isinstance(dtype, int) else dtype
+    return torch.empty(shape, dtype=dtype, requires_grad=grad)
 
-    (``tensor.numpy()`` would make its storage one that can never be resized.)
+
+def _attached(tensor: torch.Tensor) -> torch.Tensor:
+    deserialization_context().attached.append(tensor)
+    return tensor
+
+
+# -- both ways
+
+
+def serialize(
+    item: object,
+    *,
+    exact: bool = False,
+    reducers: Mapping[type, Reducer] | None = None,
+    takes: Callable[[torch.Tensor], bool] | None = None,
+) -> Serialized:
+    """Pickle an object, and put the memory of its tensors and arrays aside.
+
+    Args:
+        exact: keep everything of tensors, see above.
+        reducers: how objects of exactly these further types are pickled.
+        takes: whether a tensor, which requires gradients, is to be appended to ``attached`` of the context
+            that :func:`deserialize` is given.
+
+    Raises:
+        Exception: what pickling raised.
     """
-    memory = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
-    setattr(memory, _TENSOR, tensor)
+    result, file = Serialized(), io.BytesIO()
+    table = _DispatchTable(result, exact, takes)
+    if reducers is not None:
+        table.update(reducers)
+    pickler = pickle.Pickler(file, 5, buffer_callback=result.add_buffer if exact else None)
+    pickler.dispatch_table = table
+    before, _thread.table = getattr(_thread, "table", None), table
+    try:
+        pickler.dump(item)
+    finally:
+        _thread.table = before
+        table.clear()  # its values are methods of its own, and it shall die without the garbage collector
+    result.pickled = file.getvalue()
+    return result
+
+
+def reducer_in_progress(kind: type) -> Reducer | None:
+    """Return how the pickle that this thread is making treats a type; None outside of one.
+
+    For objects that pickle parts of themselves: these parts belong to the same message.
+    """
+    table: _DispatchTable | None = getattr(_thread, "table", None)
+    return None if table is None else table.get(kind)
+
+
+def deserialize(
+    data: memoryview,
+    out_of_band: Iterable[torch.UntypedStorage] = (),
+    context: object = None,
+    borrow: Callable[[int, int], torch.UntypedStorage] | None = None,
+) -> Any:
+    """Return the object of the data that :meth:`Serialized.pack` has made.
+
+    Args:
+        data: its data.
+        out_of_band: the memory that was out of band, in the same order. Tensors and arrays lie in it.
+        context: what :func:`deserialization_context` returns to functions that rebuild parts of it.
+        borrow: returns the memory that was shared, for its place and length.
+
+    Raises:
+        Exception: what unpickling raised.
+    """
+    (count,) = _COUNT.unpack_from(data)
+    at = _COUNT.size + count * _ENTRY.size
+    storages, begins, buffers, outside = [], [], [], iter(out_of_band)
+    for begin, length, place in _ENTRY.iter_unpack(data[_COUNT.size : at]):
+        if place == OUT_OF_BAND:
+            storage = next(outside)
+        elif place == _INLINE:
+            storage = torch.UntypedStorage(length)
+            ctypes.memmove(storage.data_ptr(), bytes(data[at : at + length]), length)
+            at += length
+        else:
+            assert borrow is not None
+            storage = borrow(place, length)
+        storages.append(storage)
+        begins.append(begin)
+        if begin == _BUFFER:
+            buffers.append(_memory_of(storage, length))
+    before, _thread.message = getattr(_thread, "message", None), (storages, begins, context)
+    try:
+        return pickle.loads(data[at:], buffers=buffers)
+    finally:
+        _thread.message = before
+
+
+def deserialization_context() -> Any:
+    """Return the context that :func:`deserialize`, which runs on this thread, was given."""
+    return _thread.message[2]
+
+
+def _memory_of(storage: torch.UntypedStorage, length: int) -> ctypes.Array[ctypes.c_uint8]:
+    """Return the memory of a storage, which lives as long (``tensor.numpy()`` forbids to resize it)."""
+    memory = (ctypes.c_uint8 * length).from_address(storage.data_ptr())
+    setattr(memory, "storage", storage)  # noqa: B010
     return memory

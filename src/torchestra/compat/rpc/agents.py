@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchestra.rpc.agent import Agent
 from torchestra.rpc.api import debug_info
 from torchestra.rpc.starting import stop
-from torchestra.rpc.termination import Closing
+from torchestra.rpc.termination import TerminationDetector
 from torchestra.rpc.worker_info import WorkerInfo
 
 __all__ = ["RpcAgent", "TensorPipeAgent"]
@@ -39,7 +39,7 @@ class TensorPipeAgent(RpcAgent):
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Wait until all workers have come here, and no call is pending anywhere."""
-        Closing(self._agent, timeout).await_quiet()
+        TerminationDetector(self._agent, timeout).await_quiet()
 
     sync = join
 

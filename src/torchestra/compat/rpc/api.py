@@ -203,7 +203,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
     """Drop all references to values on other workers."""
-    current_agent().references.delete_users()
+    current_agent().rrefs.delete_users()
 
 
 @_require_initialized
@@ -220,7 +220,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
             agent.join(shutdown=True, timeout=timeout)
-        forks = current_agent().references.counts()["num_forks"]
+        forks = current_agent().rrefs.counts()["num_forks"]
         if forks and graceful and not _ignore_rref_leak:
             raise RemoteReferenceError(
                 f"Leaking RRefs detected: other workers have {forks} references to values of this one"

@@ -1,7 +1,7 @@
 """As ``torch.distributed.rpc.internal``: how calls are pickled and named in profiles.
 
-Calls themselves are not pickled by this, but by ``torchestra.rpc.encoding``; what an object pickles of itself
-by it, within a call, belongs to that call.
+Calls themselves are not pickled by this, but by ``torchestra.tensors.serialization``; what an object pickles
+of itself by it, within a call, belongs to that call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchestra.errors import RemoteNameError, RemoteReferenceError
-from torchestra.rpc.encoding import reducer_in_progress, register_reducer
+from torchestra.rpc.messages import register_reducer
 from torchestra.rpc.rref import RRef
+from torchestra.tensors.serialization import reducer_in_progress
 
 __all__ = [
     "PythonUDF",

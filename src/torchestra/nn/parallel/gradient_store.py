@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from torchestra.rpc.thread_state import here
+from torchestra.rpc.thread_state import thread_state
 
 _grad_of = attrgetter("grad")
 
@@ -32,13 +32,13 @@ class ThreadGradientStore:
 
     def take(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """See :class:`GradientStore`."""
-        if here.part is None:
+        if thread_state.graph_task is None:
             return list(map(_grad_of, parameters))
-        return list(map(here.part.context.gradients.get, parameters))
+        return list(map(thread_state.graph_task.context.gradients.get, parameters))
 
     def put(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """See :class:`GradientStore`."""
-        if here.part is None:
+        if thread_state.graph_task is None:
             parameter.grad = gradient
         else:
-            here.part.context.gradients.put(parameter, gradient)
+            thread_state.graph_task.context.gradients.put(parameter, gradient)

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from torchestra.tensors.serialization import Parcel, Unreadable
+from torchestra.tensors.packed_objects import PackedObjects, Unreadable
 
 
 def there_and_back(*objects: object) -> list[Any]:
     """As if sent and received, piece by piece."""
-    own = Parcel.of(objects)
-    parcel, head = Parcel.arriving(own.block())
+    own = PackedObjects.of(objects)
+    packed, head = PackedObjects.arriving(own.block())
     assert head.buffers == len(own.buffers)
-    parcel.rest.copy_(own.rest)
-    for target, source in zip(parcel.expect_buffers(), own.buffers, strict=True):
+    packed.rest.copy_(own.rest)
+    for target, source in zip(packed.expect_buffers(), own.buffers, strict=True):
         target.copy_(source)
-    return parcel.objects()
+    return packed.objects()
 
 
 def same(found: object, given: object) -> bool:
@@ -90,30 +90,30 @@ def test_tensors_that_share_memory_share_it_again(length: int) -> None:
 
 @pytest.mark.parametrize("large", [torch.ones(100_000), np.ones(100_000)])
 def test_large_memory_is_not_copied_when_packed(large: Any) -> None:
-    parcel = Parcel.of([large, "and more"])
-    (buffer,) = parcel.buffers
+    packed = PackedObjects.of([large, "and more"])
+    (buffer,) = packed.buffers
     address = large.data_ptr() if isinstance(large, torch.Tensor) else large.ctypes.data
     assert buffer.data_ptr() == address
-    assert parcel.stream.numel() < 1000
+    assert packed.stream.numel() < 1000
     (found, _) = there_and_back(large, "and more")
     found[0] = 5  # may be written to
     assert found[1] == 1
 
 
 def test_large_memory_is_not_copied_when_unpacked() -> None:
-    own = Parcel.of([torch.ones(100_000), np.ones(100_000)])
-    parcel, _ = Parcel.arriving(own.block())
-    parcel.rest.copy_(own.rest)
-    targets = parcel.expect_buffers()
-    tensor, array = parcel.objects()
+    own = PackedObjects.of([torch.ones(100_000), np.ones(100_000)])
+    packed, _ = PackedObjects.arriving(own.block())
+    packed.rest.copy_(own.rest)
+    targets = packed.expect_buffers()
+    tensor, array = packed.objects()
     assert tensor.data_ptr() == targets[0].data_ptr()
     assert array.ctypes.data == targets[1].data_ptr()
 
 
 def test_small_tensors_cost_no_buffers() -> None:
-    parcel = Parcel.of([[torch.ones(10) for _ in range(50)]])
-    assert parcel.buffers == []
-    assert Parcel.of([torch.ones(4)]).rest.numel() == 0
+    packed = PackedObjects.of([[torch.ones(10) for _ in range(50)]])
+    assert packed.buffers == []
+    assert PackedObjects.of([torch.ones(4)]).rest.numel() == 0
 
 
 def test_an_array_that_must_not_be_written_stays_so() -> None:
@@ -141,8 +141,8 @@ def test_one_object_that_cannot_be_unpickled_does_not_take_the_others() -> None:
 
 def test_a_failure_says_why_however_long_that_is() -> None:
     for text in ("short", "ü" * 5000, ""):
-        parcel, head = Parcel.arriving(Parcel.failure(ValueError(text)).block())
+        packed, head = PackedObjects.arriving(PackedObjects.failure(ValueError(text)).block())
         assert head.failed
-        assert parcel.failed
-        assert parcel.reason.startswith(f"ValueError: {text[:100]}")
-        assert parcel.rest.numel() == 0
+        assert packed.failed
+        assert packed.reason.startswith(f"ValueError: {text[:100]}")
+        assert packed.rest.numel() == 0

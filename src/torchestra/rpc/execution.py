@@ -1,0 +1,107 @@
+"""Executes the calls that come, and answers them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.futures import Future
+
+from torchestra.errors import RpcError
+from torchestra.rpc import remote_errors
+from torchestra.rpc.current import TAKES_AGENT
+from torchestra.rpc.functions import MARK
+from torchestra.rpc.headers import IncomingHeader
+from torchestra.rpc.messages import ANSWER, FAILURE, decode, encode, encode_plain_value
+from torchestra.rpc.thread_state import thread_state
+from torchestra.transport.message import Message
+
+if TYPE_CHECKING:
+    from torchestra.rpc.agent import Agent
+    from torchestra.rpc.message_scope import CallScope
+    from torchestra.rpc.rref_state import OwnerRRef
+
+
+class CallExecutor:
+    """Executes the calls that come to a worker, on threads of its pool."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def execute(self, message: Message, header: IncomingHeader | None) -> None:
+        """Execute a call and answer it."""
+        agent, source, number = self._agent, message.source, message.tag
+        owned, scope = (None, None) if header is None else (header.owned, header.scope)
+        thread_state.scope = scope
+        try:
+            try:
+                content = (
+                    decode(message, None, agent.router.borrow)
+                    if header is None
+                    else agent.read(message, header)
+                )
+                function, args, kwargs = content
+            except Exception as error:
+                raise remote_errors.unreadable_call(error, source, agent) from error
+            if getattr(function, TAKES_AGENT, None) is True:
+                args = (agent, *args)
+            result = function(*args, **kwargs) if kwargs else function(*args)
+            if hasattr(function, MARK):
+                if not isinstance(result, torch._C.Future):
+                    raise RpcError(
+                        "Functions decorated with @rpc.async_function must return a torch.futures.Future"
+                        f" object, but got {type(result)}"
+                    )
+                result.then(partial(self._answer_later, source, number, owned, scope))
+                return
+        except BaseException as error:
+            self._answer_failure(source, number, owned, error)
+            return
+        finally:
+            thread_state.scope = None
+        self._answer(source, number, owned, scope, result)
+
+    def _answer_later(
+        self,
+        source: int,
+        number: int,
+        owned: OwnerRRef | None,
+        scope: CallScope | None,
+        future: Future[Any],
+    ) -> None:
+        try:
+            value = future.value()
+        except BaseException as error:
+            self._answer_failure(source, number, owned, error)
+            return
+        self._answer(source, number, owned, scope, value)
+
+    def _answer(
+        self, source: int, number: int, owned: OwnerRRef | None, scope: CallScope | None, result: Any
+    ) -> None:
+        agent = self._agent
+        if owned is not None:
+            owned.set(result)
+            result = None
+        encoded = encode_plain_value(result)
+        if encoded is None:
+            recorder = None if scope is None else scope.outgoing(source, result, is_call=False)
+            try:
+                encoded = agent.encode(source, result, None, recorder)
+            except BaseException as error:
+                self._answer_failure(source, number, None, error)
+                return
+        if source == agent.rank or agent.endpoint is None:
+            agent.send(source, ANSWER, number, encoded)
+        else:
+            agent.endpoint.send(source, ANSWER, number, encoded.parts, encoded)
+
+    def _answer_failure(
+        self, source: int, number: int, owned: OwnerRRef | None, error: BaseException
+    ) -> None:
+        agent = self._agent
+        described = remote_errors.describe(error, agent)
+        if owned is not None:
+            owned.fail(error)
+        agent.send(source, FAILURE, number, encode(described))

@@ -1,0 +1,111 @@
+"""What messages belong to beyond their call: the door through which distributed autograd joins in.
+
+RPC knows nothing of autograd. It asks the :class:`CallScope` of the calling thread what to do about the
+tensors in a message, sends its *mark* around the message, and hands the mark to the :class:`MessageScope` of
+the worker called. :func:`install` says how a worker gets one.
+
+A mark is pickled as an object of the module that made it. So unpickling the first one imports that module,
+and importing it installs the scope: a worker needs no import of its own to be called within a scope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from torchestra.errors import RpcError
+from torchestra.rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from torchestra.rpc.agent import Agent
+
+
+class TensorRecorder(Protocol):
+    """Records the tensors in a message that is being pickled."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor that requires gradients is to be given to :meth:`MessageScope.read`."""
+
+    def close(self) -> Any:
+        """All is pickled: return the mark of the message, or None."""
+
+    def sent(self) -> None:
+        """Note that the message has been sent."""
+
+
+class CallScope(Protocol):
+    """What calls of a thread, and the answers to a call, belong to."""
+
+    def outgoing(self, to: int, content: object, *, is_call: bool) -> TensorRecorder | None:
+        """Return a recorder for a message to a worker; None if the scope is over."""
+
+
+class MessageScope(Protocol):
+    """What one worker does about messages with a mark."""
+
+    def enter(self, mark: Any, source: int, *, is_call: bool) -> CallScope | None:
+        """Return the scope of a message that has come; in the order of messages, so it must not wait."""
+
+    def read(self, scope: Any, mark: Any, tensors: list[torch.Tensor], source: int) -> None:
+        """Take the recorded tensors of a message that has been unpickled."""
+
+    def told(self, source: int, note: Any) -> None:
+        """Take what the scope of another worker has sent by :meth:`Agent.send_scope_message`."""
+
+    def backward(self, scope_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
+        """Run a backward pass from these tensors, for :meth:`RRef.backward`."""
+
+    def lost(self, rank: int) -> None:
+        """Clean up after a worker that is gone."""
+
+    def close(self) -> None:
+        """Forget everything."""
+
+
+class NullScope:
+    """The scope of a worker on which nothing is installed, so nothing is in any scope."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self._info = info
+
+    def enter(self, mark: Any, source: int, *, is_call: bool) -> None:
+        pass
+
+    def read(self, scope: Any, mark: Any, tensors: list[torch.Tensor], source: int) -> None:
+        pass
+
+    def told(self, source: int, note: Any) -> None:
+        pass
+
+    def backward(self, scope_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
+        raise context_not_found(scope_id, self._info)
+
+    def lost(self, rank: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+_factory: Callable[[Agent], MessageScope] | None = None
+
+
+def install(factory: Callable[[Agent], MessageScope]) -> None:
+    """Have every worker of this process get its scope from here, those that run already too."""
+    global _factory
+    _factory = factory
+
+
+def new_scope(agent: Agent) -> MessageScope | None:
+    """Return a scope for a worker, if something is installed."""
+    return None if _factory is None else _factory(agent)
+
+
+def context_not_found(number: int, info: WorkerInfo) -> RpcError:
+    """Return the error of a worker that does not have an autograd context of this number."""
+    return RpcError(
+        f"Could not find autograd context with id: {number} on worker {info.name!r} (rank {info.id}): it was"
+        " released, or no call within it has come here"
+    )

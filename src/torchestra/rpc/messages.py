@@ -1,0 +1,153 @@
+"""What travels between workers: a header about references and scopes, and a serialized object.
+
+    length of the header | header | data (tensors/serialization.py)
+
+Header and data are one part of the message; the large memory of tensors travels as further parts, or lies in
+memory that both workers share (shared_buffers.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from torchestra.rpc.shared_buffers import SharedBufferPool
+from torchestra.tensors.serialization import Reducer, deserialize, serialize
+from torchestra.transport.message import Message
+
+CALL, ANSWER, FAILURE, TERMINATION, SCOPE = range(1, 6)
+"""The kinds of messages, see agent.py."""
+
+HEADER_LENGTH = struct.Struct("=i")
+_LENGTHS = struct.Struct("=ii")  # of the header, and the count of storages with which the data begins
+_PLAIN_START = _LENGTHS.pack(0, 0)
+_PLAIN_TYPES = frozenset((bool, bytes, float, int, str, type(None)))
+_BYTES_AT = bytes.__basicsize__ - 1  # where in a bytes object its bytes begin; they end with a zero
+
+
+class Encoded(NamedTuple):
+    """A message to be sent.
+
+    Attributes:
+        parts: addresses and lengths, for the transport.
+        text: the first part.
+        keep: what the other addresses point into.
+    """
+
+    parts: list[tuple[int, int]]
+    text: bytes
+    keep: object
+
+
+def address_of(text: bytes) -> int:
+    """Return where the bytes of a bytes object lie (in CPython, which numba needs as well)."""
+    return id(text) + _BYTES_AT
+
+
+def encode(
+    item: object,
+    *,
+    reducers: Mapping[type, Reducer] | None = None,
+    takes: Callable[[torch.Tensor], bool] | None = None,
+    header: Callable[[], object] | None = None,
+    buffers: SharedBufferPool | None = None,
+) -> Encoded:
+    """Serialize an object for another worker.
+
+    Args:
+        reducers, takes: see :func:`serialize`.
+        header: asked afterwards for something small that is read before the object, or for None.
+        buffers: where large memory is copied to.
+
+    Raises:
+        Exception: what pickling raised.
+    """
+    serialized = serialize(item, reducers=_registered if reducers is None else reducers, takes=takes)
+    around = None if header is None else header()
+    head = b"" if around is None else pickle.dumps(around, 5)
+    pieces, outside = serialized.pack(None if buffers is None else buffers.share)
+    text = b"".join((HEADER_LENGTH.pack(len(head)), head, *pieces))
+    parts = [(address_of(text), len(text))]
+    parts += [(storage.data_ptr() + first, length) for storage, first, length in outside]
+    return Encoded(parts, text, serialized.storages)
+
+
+def encode_plain_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Encoded | None:
+    """Do as :func:`encode`, several times as fast, for a call of a function with numbers and texts only."""
+    if kwargs or type(function) is not FunctionType or not _PLAIN_TYPES.issuperset(map(type, args)):
+        return None
+    text = _PLAIN_START + pickle.dumps((function, args, kwargs), 5)
+    # As Encoded(...), which calls a function of Python.
+    return tuple.__new__(Encoded, ([(id(text) + _BYTES_AT, len(text))], text, None))
+
+
+def encode_plain_value(value: object) -> Encoded | None:
+    """Do as :func:`encode`, several times as fast, for None, a number or a text."""
+    if type(value) not in _PLAIN_TYPES:
+        return None
+    text = _PLAIN_START + pickle.dumps(value, 5)
+    return tuple.__new__(Encoded, ([(id(text) + _BYTES_AT, len(text))], text, None))
+
+
+def header_of(message: Message) -> Any:
+    """Return the header of a message that has one."""
+    (length,) = HEADER_LENGTH.unpack_from(message.text)  # type: ignore[arg-type]
+    text = memoryview(message.text)  # type: ignore[arg-type]
+    return pickle.loads(text[HEADER_LENGTH.size : HEADER_LENGTH.size + length])
+
+
+def decode(
+    message: Message,
+    context: object = None,
+    borrow: Callable[[int, int, int], torch.UntypedStorage] | None = None,
+) -> Any:
+    """Return the object that :func:`encode` was given.
+
+    Args:
+        context: see :func:`deserialize`.
+        borrow: returns memory that a rank has shared, for the rank, its place and length.
+
+    Raises:
+        MemoryError: there was no memory for the message.
+        Exception: what unpickling raised.
+    """
+    if message.lost is not None:
+        raise message.lost
+    data = memoryview(message.text)  # type: ignore[arg-type]
+    length, count = _LENGTHS.unpack_from(data)
+    if length == count == 0:
+        return pickle.loads(data[_LENGTHS.size :])
+    own = None if borrow is None else lambda place, size: borrow(message.source, place, size)
+    return deserialize(data[HEADER_LENGTH.size + length :], message.storages, context, own)
+
+
+def to_self(rank: int, kind: int, tag: int, encoded: Encoded) -> Message:
+    """Return a copy of a message, as it would arrive elsewhere."""
+    copies = []
+    for address, length in encoded.parts[1:]:
+        copy = torch.UntypedStorage(length)
+        ctypes.memmove(copy.data_ptr(), address, length)
+        copies.append(copy)
+    return Message(rank, kind, tag, encoded.text, copies)
+
+
+_registered: dict[type, Reducer] = {}
+
+
+def register_reducer(kind: type, reducer: Reducer) -> None:
+    """Have objects of exactly that type be sent as ``reducer`` says, which returns what ``__reduce__`` would.
+
+    Elsewhere they are pickled as ever. Must be called on every worker only if these send such objects.
+    """
+    _registered[kind] = reducer
+
+
+def registered_reducers() -> Mapping[type, Reducer]:
+    """Return how objects of further types are sent."""
+    return _registered

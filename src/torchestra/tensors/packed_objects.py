@@ -1,0 +1,179 @@
+"""Python objects as tensors of bytes, and back: what collectives of objects move.
+
+Packed objects are *a stream and buffers*. The buffers are the large memory of tensors and arrays, where it
+lies (serialization.py). The stream begins with an index (words of 8 bytes)::
+
+    objects | buffers | per object: bytes of its data, number of its buffers | per buffer: bytes
+
+and the data of the objects follow. The first bytes of the stream travel in a *block*: a head of some words
+and as much of the stream as fits, so that small objects need one message of a size that all ranks know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from torchestra.errors import UnpicklableObjectError
+from torchestra.tensors.serialization import OutOfBand, deserialize, serialize
+
+BLOCK_BYTES = 1024
+_HEAD_WORDS = 4
+_INLINE_BYTES = BLOCK_BYTES - 8 * _HEAD_WORDS
+# Below, a copy costs less than an operation for this buffer alone.
+_LARGE_BYTES = 32 << 10
+_MAX_REASON = 400  # characters of what pickling has raised
+
+
+class Head(NamedTuple):
+    """Tells, at the beginning of a block, what comes after it.
+
+    Attributes:
+        failed: 1 where the sender could not pickle its objects; the stream says why.
+        stream: bytes of the stream.
+        buffers: how many buffers come.
+        more: where objects for several ranks go out together, 1 if the stream of any of them goes on after
+            its block, plus twice the most buffers that any of them has.
+    """
+
+    failed: int
+    stream: int
+    buffers: int
+    more: int = 0
+
+
+@dataclass
+class PackedObjects:
+    """Some objects on their way.
+
+    Attributes:
+        stream, buffers: see above.
+        failed: the sender could not pickle its objects; the stream says why.
+    """
+
+    stream: torch.Tensor
+    buffers: list[torch.Tensor]
+    failed: bool = False
+
+    @classmethod
+    def of(cls, objects: Sequence[object], name: str = "") -> PackedObjects:
+        """Pack objects. The buffers are their own memory.
+
+        Args:
+            objects: the objects.
+            name: of the function that is to send them, for messages.
+
+        Raises:
+            UnpicklableObjectError: one cannot be pickled.
+        """
+        data, buffers, sizes = list[bytes](), list[torch.Tensor](), list[int]()
+        for number, item in enumerate(objects):
+            try:
+                pieces, outside = serialize(item, exact=True).pack(inline_below=_LARGE_BYTES)
+            except Exception as error:
+                which = f"object {number} of {len(objects)}" if len(objects) > 1 else "the object"
+                raise UnpicklableObjectError(
+                    f"{name}: {which}, of type {type(item).__name__}, cannot be pickled:"
+                    f" {one_line(error)}; no object was moved"
+                ) from error
+            data += pieces
+            buffers += map(_as_tensor, outside)
+            sizes += (sum(map(len, pieces)), len(outside))
+        index = [len(objects), len(buffers), *sizes, *(buffer.numel() for buffer in buffers)]
+        stream = bytearray().join((np.array(index, dtype=np.int64).tobytes(), *data))
+        return cls(torch.frombuffer(stream, dtype=torch.uint8), buffers)
+
+    @classmethod
+    def failure(cls, reason: BaseException) -> PackedObjects:
+        """Make what is sent in place of objects that could not be pickled."""
+        text = one_line(reason).encode()[:_INLINE_BYTES]
+        return cls(torch.frombuffer(bytearray(text), dtype=torch.uint8), [], failed=True)
+
+    @property
+    def rest(self) -> torch.Tensor:
+        """Return the part of the stream that is not in the block; may be empty."""
+        return self.stream[_INLINE_BYTES:]
+
+    def block(self, more: int = 0) -> torch.Tensor:
+        """Return the first bytes to be sent."""
+        head = Head(int(self.failed), self.stream.numel(), len(self.buffers), more)
+        block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
+        block[: 8 * _HEAD_WORDS] = torch.from_numpy(np.array(head, dtype=np.int64).view(np.uint8))
+        inline = self.stream[:_INLINE_BYTES]
+        block[8 * _HEAD_WORDS : 8 * _HEAD_WORDS + inline.numel()] = inline
+        return block
+
+    @classmethod
+    def arriving(cls, block: torch.Tensor) -> tuple[PackedObjects, Head]:
+        """Begin to receive objects whose block has come; ``rest`` is to be filled, and then its buffers."""
+        head = Head(*block[: 8 * _HEAD_WORDS].numpy().view(np.int64).tolist())
+        stream = torch.empty(head.stream, dtype=torch.uint8)
+        inline = stream[:_INLINE_BYTES]
+        inline.copy_(block[8 * _HEAD_WORDS : 8 * _HEAD_WORDS + inline.numel()])
+        return cls(stream, [], bool(head.failed)), head
+
+    def expect_buffers(self) -> list[torch.Tensor]:
+        """Make room for the buffers, now that the whole stream is here."""
+        if self:
+            objects, buffers = self._words(2)
+            lengths = self._words(2 + 2 * objects + buffers)[2 + 2 * objects :]
+            self.buffers = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        return self.buffers
+
+    @property
+    def reason(self) -> str:
+        """Return why it failed."""
+        return self.stream.numpy().tobytes().decode(errors="replace")
+
+    def __bool__(self) -> bool:
+        """Return whether anything came: nobody sends in a fake world."""
+        return self.stream.numel() > 0
+
+    def objects(self) -> list[object]:
+        """Return the objects, each an :class:`Unreadable` where it cannot be unpickled."""
+        objects, buffers = self._words(2)
+        sizes = self._words(2 + 2 * objects)[2:]
+        memory = self.stream.numpy().data
+        place, used, found = 8 * (2 + 2 * objects + buffers), 0, []
+        for length, count in zip(sizes[::2], sizes[1::2], strict=True):
+            own = [buffer.untyped_storage() for buffer in self.buffers[used : used + count]]
+            try:
+                found.append(deserialize(memory[place : place + length], own))
+            except Exception as error:
+                found.append(Unreadable(error))
+            place, used = place + length, used + count
+        return found
+
+    def _words(self, number: int) -> list[int]:
+        words: list[int] = self.stream[: 8 * number].numpy().view(np.int64).tolist()
+        return words
+
+
+def one_line(error: BaseException) -> str:
+    """Return the class and text of an exception, whatever its ``str`` does."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "?"
+    text = f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
+    return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON - 1]}…"
+
+
+class Unreadable:
+    """Stands in place of an object that could not be unpickled.
+
+    Attributes:
+        error: why.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _as_tensor(memory: OutOfBand) -> torch.Tensor:
+    storage, first, length = memory
+    return torch.empty(0, dtype=torch.uint8).set_(storage, first, (length,), (1,))
