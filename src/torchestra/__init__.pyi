@@ -31,13 +31,10 @@ from .collectives.functions import (
     all_to_all_single,
     barrier,
     broadcast,
-    empty,
-    full,
     gather,
     irecv,
     isend,
     monitored_barrier,
-    ones,
     recv,
     reduce,
     reduce_scatter,
@@ -45,7 +42,6 @@ from .collectives.functions import (
     reduce_scatter_tensor,
     scatter,
     send,
-    zeros,
 )
 from .collectives.objects import (
     all_gather_object,
@@ -55,6 +51,7 @@ from .collectives.objects import (
     scatter_object_list,
     send_object_list,
 )
+from .collectives.shared_tensors import empty, full, ones, zeros
 from .communicator.work import Work
 from .device_mesh import DeviceMesh, init_device_mesh
 from .errors import (

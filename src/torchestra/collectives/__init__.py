@@ -2,54 +2,10 @@
 
 from __future__ import annotations
 
-from torchestra.collectives.functions import (
-    all_gather,
-    all_gather_into_tensor,
-    all_gather_single,
-    all_reduce,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    empty,
-    full,
-    gather,
-    irecv,
-    isend,
-    monitored_barrier,
-    ones,
-    recv,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_single,
-    reduce_scatter_tensor,
-    scatter,
-    send,
-    zeros,
-)
+from torchestra.collectives import functions, shared_tensors
+from torchestra.collectives.functions import *  # noqa: F403
+from torchestra.collectives.shared_tensors import *  # noqa: F403
 
-__all__ = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "empty",
-    "full",
-    "gather",
-    "irecv",
-    "isend",
-    "monitored_barrier",
-    "ones",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-    "zeros",
-]
+__all__: list[str] = []
+__all__ += functions.__all__
+__all__ += shared_tensors.__all__

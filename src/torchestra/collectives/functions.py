@@ -20,7 +20,6 @@ import torch
 
 from torchestra.arguments.annotations import checked, refuse_type
 from torchestra.communicator.work import Work
-from torchestra.engine.local import LocalEngine
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.tensors import checks
@@ -36,13 +35,10 @@ __all__ = [
     "all_to_all_single",
     "barrier",
     "broadcast",
-    "empty",
-    "full",
     "gather",
     "irecv",
     "isend",
     "monitored_barrier",
-    "ones",
     "recv",
     "reduce",
     "reduce_scatter",
@@ -50,7 +46,6 @@ __all__ = [
     "reduce_scatter_tensor",
     "scatter",
     "send",
-    "zeros",
 ]
 
 
@@ -386,61 +381,3 @@ def _sender(group: ProcessGroup, rank: int | None, group_rank: int | None, name:
     if rank is None and group_rank is None:
         return None
     return _root(group, rank, group_rank, "src", name)
-
-
-@checked
-def empty(
-    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
-) -> torch.Tensor:
-    """An uninitialised CPU tensor in memory that the group's ranks share; need not be called by all ranks.
-
-    Collectives of this group on such tensors copy nothing on the way when every rank's tensor is of this
-    kind: the ranks read each other's. Otherwise they are ordinary tensors, and stay valid after the group is
-    destroyed. ``dtype`` is torch's default dtype unless given.
-
-    Raises:
-        InvalidArgumentError: this rank is not in the group, or the group's memory is full.
-    """
-    chosen = default_group() if group is None else group
-    if isinstance(chosen, NonMember):
-        raise InvalidArgumentError(f"empty: this rank is {chosen!r}")
-    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    lengths = tuple(torch.Size(shape))  # type: ignore[arg-type]
-    if any(length < 0 for length in lengths):
-        raise InvalidArgumentError(f"empty: lengths must not be negative, got {lengths}")
-    kind = dtype or torch.get_default_dtype()
-    if not LocalEngine.moves(kind):
-        raise InvalidArgumentError(f"empty: `dtype` is {kind}, of which tensors cannot be sent")
-    return chosen.communicator.engine.empty(lengths, kind)
-
-
-@checked
-def full(
-    size: Sequence[int],
-    fill_value: float,
-    *,
-    dtype: torch.dtype | None = None,
-    group: AnyGroup | None = None,
-) -> torch.Tensor:
-    """:func:`empty`, filled with ``fill_value``."""
-    tensor = empty(size, dtype=dtype, group=group)
-    try:
-        return tensor.fill_(fill_value)
-    except (OverflowError, RuntimeError) as error:  # a number that the dtype has no room for
-        raise InvalidArgumentError(f"full: `fill_value`: {error}, got {shown(fill_value)}") from error
-
-
-@checked
-def zeros(
-    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
-) -> torch.Tensor:
-    """:func:`empty`, filled with 0."""
-    return empty(*size, dtype=dtype, group=group).zero_()
-
-
-@checked
-def ones(
-    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: AnyGroup | None = None
-) -> torch.Tensor:
-    """:func:`empty`, filled with 1."""
-    return empty(*size, dtype=dtype, group=group).fill_(1)

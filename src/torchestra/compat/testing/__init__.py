@@ -6,52 +6,12 @@ That is, from ``torch.testing._internal.common_distributed``, ``.dist_utils``,
 
 from __future__ import annotations
 
-from torchestra.compat.testing.cases import (
-    MultiProcessTestCase,
-    MultiThreadedTestCase,
-    TestCase,
-)
-from torchestra.compat.testing.conditions import (
-    DistTestCases,
-    at_least_x_gpu,
-    import_transformers_or_skip,
-    nccl_skip_if_lt_x_gpu,
-    require_n_gpus_for_nccl_backend,
-    requires_nccl_version,
-    skip_if_rocm_multiprocess,
-    skip_if_win32,
-)
-from torchestra.compat.testing.rpc_cases import (
-    INIT_METHOD_TEMPLATE,
-    RpcAgentTestFixture,
-    TensorPipeRpcAgentTestFixture,
-    dist_init,
-    get_function_event,
-    get_num_owners_and_forks,
-    initialize_pg,
-    noop,
-    tp_transports,
-    wait_until_node_failure,
-    wait_until_owners_and_forks_on_rank,
-    wait_until_pending_futures_and_users_flushed,
-    worker_name,
-)
-from torchestra.compat.testing.surroundings import (
-    TIMEOUT_DEFAULT,
-    TIMEOUT_OVERRIDE,
-    captured_output,
-    cleanup_temp_dir,
-    create_device,
-    create_tcp_store,
-    get_timeout,
-    init_multigpu_helper,
-    initialize_temp_directories,
-    run_subtests,
-    simple_sparse_reduce_tests,
-    verify_ddp_error_logged,
-    with_dist_debug_levels,
-    with_nccl_blocking_wait,
-)
+from torchestra.compat.testing import cases, conditions, rpc_cases, surroundings
+from torchestra.compat.testing.cases import *  # noqa: F403
+from torchestra.compat.testing.conditions import *  # noqa: F403
+from torchestra.compat.testing.conditions import skip_if_rocm_multiprocess
+from torchestra.compat.testing.rpc_cases import *  # noqa: F403
+from torchestra.compat.testing.surroundings import *  # noqa: F403
 from torchestra.store import FakeStore
 from torchestra.testing import (
     TEST_SKIPS,
@@ -71,56 +31,22 @@ from torchestra.testing import (
 skip_if_rocm = skip_if_rocm_multiprocess
 
 __all__ = [
-    "INIT_METHOD_TEMPLATE",
     "TEST_SKIPS",
-    "TIMEOUT_DEFAULT",
-    "TIMEOUT_OVERRIDE",
-    "DistTestCases",
     "FakeStore",
-    "MultiProcessTestCase",
-    "MultiThreadedTestCase",
-    "RpcAgentTestFixture",
-    "TensorPipeRpcAgentTestFixture",
-    "TestCase",
     "TestSkip",
-    "at_least_x_gpu",
-    "captured_output",
-    "cleanup_temp_dir",
-    "create_device",
-    "create_tcp_store",
-    "dist_init",
-    "get_function_event",
-    "get_num_owners_and_forks",
-    "get_timeout",
-    "import_transformers_or_skip",
-    "init_multigpu_helper",
-    "initialize_pg",
-    "initialize_temp_directories",
-    "nccl_skip_if_lt_x_gpu",
-    "noop",
-    "require_n_gpus_for_nccl_backend",
     "requires_gloo",
     "requires_mpi",
     "requires_nccl",
-    "requires_nccl_version",
     "requires_ucc",
     "requires_world_size",
-    "run_subtests",
-    "simple_sparse_reduce_tests",
     "skip_if_lt_x_gpu",
     "skip_if_no_gpu",
     "skip_if_odd_worldsize",
     "skip_if_rocm",
-    "skip_if_rocm_multiprocess",
     "skip_if_small_worldsize",
-    "skip_if_win32",
     "spawn_threads_and_init_comms",
-    "tp_transports",
-    "verify_ddp_error_logged",
-    "wait_until_node_failure",
-    "wait_until_owners_and_forks_on_rank",
-    "wait_until_pending_futures_and_users_flushed",
-    "with_dist_debug_levels",
-    "with_nccl_blocking_wait",
-    "worker_name",
 ]
+__all__ += cases.__all__
+__all__ += conditions.__all__
+__all__ += rpc_cases.__all__
+__all__ += surroundings.__all__
