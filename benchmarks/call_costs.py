@@ -12,11 +12,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import torchestra as dist
-from torchestra.engine.operations import Kind
+from torchestra.engine.operations import ALL_GATHER_INTO_TENSOR, ALL_REDUCE, ALL_TO_ALL_SINGLE
 from torchestra.types import ReduceOp
 from torchestra.world.init import default_group
 
@@ -49,9 +50,9 @@ def calls_of(size: int) -> dict[str, tuple[Callable[[], object], Callable[[], ob
     part = torch.ones(max(1, count // ranks) * ranks)
     exchanged = torch.ones_like(part)
     plan = {
-        "reduce": engine.plan(Kind.all_reduce, torch.float32, ReduceOp.SUM),
-        "gather": engine.plan(Kind.all_gather, torch.float32),
-        "exchange": engine.plan(Kind.all_to_all, torch.float32),
+        "reduce": engine.plan(ALL_REDUCE, torch.float32, ReduceOp.SUM),
+        "gather": engine.plan(ALL_GATHER_INTO_TENSOR, torch.float32),
+        "exchange": engine.plan(ALL_TO_ALL_SINGLE, torch.float32),
     }
     reduction = (plan["reduce"].address, count, given.data_ptr())
     gathering = (plan["gather"].address, count, given.data_ptr(), gathered.data_ptr())
@@ -66,14 +67,14 @@ def calls_of(size: int) -> dict[str, tuple[Callable[[], object], Callable[[], ob
         return call
 
     return {
-        "all_reduce": (lambda: dist.all_reduce(given), bare(engine.all_reduce_kernel, reduction)),
+        "all_reduce": (lambda: dist.all_reduce(given), bare(engine.kernels.all_reduce, reduction)),
         "all_gather": (
             lambda: dist.all_gather_into_tensor(gathered, given),
-            bare(engine._all_gather, gathering),
+            bare(engine.kernels.all_gather, gathering),
         ),
         "all_to_all": (
             lambda: dist.all_to_all_single(exchanged, part),
-            bare(engine._all_to_all_even, exchange),
+            bare(engine.kernels.all_to_all_even, exchange),
         ),
     }
 
@@ -82,7 +83,8 @@ def there_and_back(size: int) -> dict[str, tuple[Callable[[], object], Callable[
     """Return the µs of send and recv, half of there and back, between ranks 0 and 1, 2 and 3, …"""
     rank, tensor = dist.get_rank(), torch.ones(max(1, size // 4))
     other = rank ^ 1
-    mailbox = default_group().communicator.engine.mailbox
+    engine: Any = default_group().communicator.engine
+    mailbox = engine.mailbox
     record = mailbox._spare_record()
     arguments = (tensor.data_ptr(), tensor.nbytes, 0, other, 0)
 

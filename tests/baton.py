@@ -17,26 +17,17 @@ from typing import Any
 from numba import njit
 from numba.core.dispatcher import Dispatcher
 
-from torchestra.engine import kernel_registry
+from torchestra.engine import kernel_registry, local
 from torchestra.engine import layout as at
-from torchestra.engine.kernels import move, reduce
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.native.compilation import entry_point
 
 Kernel = Callable[..., int]
 
-# The attributes of LocalEngine that hold kernels, and what they hold.
+# The attributes of an engine's kernels, and what they hold.
 KERNELS: dict[str, Any] = {
-    "all_reduce_kernel": reduce.all_reduce,
-    "_reduce_scatter": reduce.reduce_scatter,
-    "_reduce_scatter_even": reduce.reduce_scatter_even,
-    "_barrier": move.barrier,
-    "_broadcast": move.broadcast,
-    "_share": move.share,
-    "_all_gather": move.all_gather,
-    "_exchange": move.exchange,
-    "_all_to_all_even": move.all_to_all_even,
+    name: kernel for name, kernel in local.KERNELS.items() if name != "all_reduce_iovec"
 }
 
 _LIMIT_S = 60.0
@@ -66,10 +57,10 @@ class Baton:
         member = engine.member
         member.set_word(at.SPINS, 0)
         member.set_word(at.YIELDS, 0)
-        member._patience[:] = 0
+        member._poll_interval[:] = 0
         for name in KERNELS:
-            kernel = (kernels or {}).get(name) or getattr(engine, name)
-            setattr(engine, name, self._in_turn(member, kernel))
+            kernel = (kernels or {}).get(name) or getattr(engine.kernels, name)
+            setattr(engine.kernels, name, self._in_turn(member, kernel))
 
     def leave(self, rank: int) -> None:
         """The rank calls no more kernels."""

@@ -182,7 +182,7 @@ def _open(base: Any, store: Any, calls: list[str]) -> tuple[Gloo, Any]:
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
     options._threads = 2
     options._timeout = timedelta(seconds=60)
-    adapter = store_for_torch(store, base.seconds)
+    adapter = store_for_torch(store, base.timeout_s)
     return Gloo(c10d.ProcessGroupGloo(adapter, base.rank, base.size, options), calls), adapter
 
 
@@ -204,7 +204,7 @@ class StandIn:
         self.devices = Devices(self.base, agreement, lane, partial(_open, self.base, store, self.calls))
         self.base.delegation = self.devices
         self.communicator: DeviceCommunicator = self.devices.communicator()
-        lane.refuse = self.communicator.engine_of_device.refuse
+        lane.refuse = self.communicator.engine.refuse
 
 
 @contextlib.contextmanager

@@ -13,10 +13,9 @@ import torch
 from stand_in import StandIn
 
 import torchestra as dist
-from torchestra.communicator import multi_tensor
+from torchestra.communicator import device_routing, multi_tensor
 from torchestra.communicator.communicator import Communicator
-from torchestra.communicator.device_routing import routed, routed_message
-from torchestra.communicator.point_to_point import Messaging
+from torchestra.communicator.device_routing import routed
 from torchestra.errors import InvalidArgumentError
 from torchestra.types import ReduceOp
 from worlds import run
@@ -59,20 +58,22 @@ def route() -> None:
 def route_messages() -> None:
     stand_in, rank = StandIn(dist.group.WORLD), dist.get_rank()
     communicator = dist.group.WORLD.communicator
-    send = routed_message(Messaging.send, is_of_device)
-    receive = routed_message(Messaging.recv, is_of_device)
     for tag in (0, 5):
         tensor = on_device(3, value=rank + 1.0)
         if rank == 0:
-            send(communicator, tensor, 1, tag)
+            communicator.send(tensor, 1, tag)
         else:
-            assert receive(communicator, tensor, 0, tag) == 0
+            assert communicator.recv(tensor, 0, tag) == 0
             assert tensor.tolist() == [1.0] * 3
-        assert stand_in.communicator.sequence_number() == 1, f"tag {tag}: the second is not delegated"
+        assert stand_in.communicator.queue.sequence_number() == 1, f"tag {tag}: the second is not delegated"
+    communicator.fast.clear()  # whose tensors are of the CPU, and these play the part of others
     with pytest.raises(InvalidArgumentError, match="cannot be received from any rank"):
-        receive(communicator, on_device(1), None)
+        communicator.recv(on_device(1), None)
 
 
 @pytest.mark.parametrize("body", [route, route_messages])
-def test_what_all_ranks_have_in_common_decides(body: Callable[[], None]) -> None:
+def test_what_all_ranks_have_in_common_decides(
+    monkeypatch: pytest.MonkeyPatch, body: Callable[[], None]
+) -> None:
+    monkeypatch.setattr(device_routing, "is_on_gpu", is_of_device)
     run("threads", 2, body)

@@ -125,16 +125,16 @@ WRONG = {
 @pytest.mark.parametrize("wrong", ["two_pipes", "wait_too_short"])
 def test_wrong_kernels_that_reduce_are_found_out(wrong: str) -> None:
     kernel = rebuilt(reduce, "all_reduce", **WRONG[wrong])
-    assert fails(3, (all_reduce,), {"all_reduce_kernel": kernel}, tries=20)
+    assert fails(3, (all_reduce,), {"all_reduce": kernel}, tries=20)
 
 
 @pytest.mark.parametrize("wrong", ["one_slot", "one_pipe", "wait_too_short"])
 def test_wrong_kernels_that_move_are_found_out(wrong: str) -> None:
     kernel = rebuilt(move, "all_gather", **WRONG[wrong])
-    assert fails(3, (all_gather_into_tensor,), {"_all_gather": kernel}, tries=20)
+    assert fails(3, (all_gather_into_tensor,), {"all_gather": kernel}, tries=20)
 
 
 def test_rebuilt_kernels_are_right_when_nothing_is_wrong() -> None:
     """It is not the rebuilding that is found out."""
     kernel = rebuilt(move, "all_gather")
-    assert not fails(3, (all_gather_into_tensor,), {"_all_gather": kernel}, tries=20)
+    assert not fails(3, (all_gather_into_tensor,), {"all_gather": kernel}, tries=20)

@@ -17,9 +17,9 @@ import torch
 import torchestra as dist
 from interrupts import interrupted_at
 from torchestra.communicator import fast_path
-from torchestra.communicator import queue as order
+from torchestra.communicator import queue as operation_queue
 from torchestra.communicator import work as work_file
-from torchestra.communicator.queue import Order, _Queued
+from torchestra.communicator.queue import OperationQueue, _Queued
 from torchestra.communicator.work import Work
 from torchestra.engine import progress as engine_progress
 from torchestra.engine.progress import ProgressThread
@@ -36,15 +36,16 @@ class Queue:
     def __init__(self, grace: float) -> None:
         self.thread = ProgressThread("test", grace=grace)
         self.aborted: list[str] = []
-        member = SimpleNamespace(abort=self.aborted.append, is_aborted=False)
-        engine: Any = SimpleNamespace(rank=0, member=member, sequence_number=lambda: 0)
-        self._order = Order(engine, "test")
+        engine: Any = SimpleNamespace(
+            rank=0, abort=self.aborted.append, is_aborted=False, sequence_number=lambda: 0
+        )
+        self._queue = OperationQueue(engine, "test")
 
     def call(self, operation: Callable[[], Any] = lambda: None) -> Work:
         work = Work("an operation")
-        queued = _Queued(self._order, lambda _: [operation()], "an operation", 0, "here", work)
-        work.hasten = lambda: self.thread.help(work.is_completed)
-        work.hurry = self.thread.hurry
+        queued = _Queued(self._queue, lambda _: [operation()], "an operation", 0, "here", work)
+        work.progress = lambda: self.thread.help(work.is_completed)
+        work.start = self.thread.hurry
         self.thread.submit(queued)
         return work
 
@@ -185,7 +186,7 @@ def test_an_interrupt_reaches_who_waits_and_makes_the_group_unusable() -> None:
         assert third.wait()
 
 
-INTERRUPTED_FILES = (engine_progress.__file__, order.__file__, work_file.__file__)
+INTERRUPTED_FILES = (engine_progress.__file__, operation_queue.__file__, work_file.__file__)
 
 
 def test_no_interrupt_loses_an_operation() -> None:
@@ -217,7 +218,7 @@ def hold(lock: threading.Lock, taken: threading.Event, errors: list[RuntimeError
 
 def be_interrupted_in_the_short_way() -> None:
     communicator = dist.group.WORLD.communicator
-    tensor, lock = torch.ones(1), communicator._lock
+    tensor, lock = torch.ones(1), communicator.lock
     dist.all_reduce(tensor)  # from now on it goes the short way
     for place in itertools.count():
         taken = threading.Event()

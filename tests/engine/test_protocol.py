@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -22,7 +22,15 @@ from torchestra.engine.kernels import move, reduce
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.native.compilation import Kernel
-from torchestra.engine.operations import Kind, pack
+from torchestra.engine.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER_TENSOR,
+    Collective,
+    Kind,
+    pack,
+)
 from torchestra.types import ReduceOp
 from worlds import KINDS, run
 
@@ -50,9 +58,19 @@ def values(rank: int, turn: int, length: int) -> torch.Tensor:
     return torch.arange(length) * 1000 + rank * 10_000_000 + turn * 7_000_000_000
 
 
+def run_here(
+    engine: LocalEngine,
+    row: Collective,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    op: ReduceOp | None = None,
+) -> None:
+    engine.collective(engine.plan(row, torch.int64, op), inputs, outputs, SECONDS)
+
+
 def all_reduce(engine: LocalEngine, turn: int, length: int) -> bool:
     tensor = values(engine.rank, turn, length)
-    engine.all_reduce(tensor, engine.plan(Kind.all_reduce, torch.int64, ReduceOp.SUM), SECONDS)
+    run_here(engine, ALL_REDUCE, [tensor], [tensor], ReduceOp.SUM)
     return torch.equal(tensor, sum(values(rank, turn, length) for rank in range(engine.size)))
 
 
@@ -69,7 +87,7 @@ def all_reduce_iovec(engine: LocalEngine, turn: int, length: int) -> bool:
     whole = values(engine.rank, turn, length)
     lengths = [1, 0, length // 3, 2, length // 2]
     tensors = [part.clone() for part in whole.split([*lengths, length - sum(lengths)])]
-    engine.all_reduce_iovec(tensors, engine.plan(Kind.all_reduce, torch.int64, ReduceOp.SUM), SECONDS)
+    run_here(engine, ALL_REDUCE, tensors, tensors, ReduceOp.SUM)
     return torch.equal(torch.cat(tensors), sum(values(rank, turn, length) for rank in range(engine.size)))
 
 
@@ -85,7 +103,7 @@ def all_reduce_in_place(engine: LocalEngine, turn: int) -> bool:
     """Tensors in the arena are reduced and written by all ranks, up to the end of the operation."""
     tensor = engine.empty((CHUNKED,), torch.int64)
     tensor.copy_(values(engine.rank, turn, CHUNKED))
-    engine.all_reduce(tensor, engine.plan(Kind.all_reduce, torch.int64, ReduceOp.SUM), SECONDS)
+    run_here(engine, ALL_REDUCE, [tensor], [tensor], ReduceOp.SUM)
     found = tensor.clone()
     tensor.zero_()
     return torch.equal(found, sum(values(rank, turn, CHUNKED) for rank in range(engine.size)))
@@ -94,7 +112,7 @@ def all_reduce_in_place(engine: LocalEngine, turn: int) -> bool:
 def all_gather(engine: LocalEngine, turn: int, length: int = CHUNKED) -> bool:
     tensor = values(engine.rank, turn, length)
     outputs = [torch.empty_like(tensor) for _ in range(engine.size)]
-    engine.all_gather(outputs, tensor, engine.plan(Kind.all_gather, torch.int64), SECONDS)
+    run_here(engine, ALL_GATHER, [tensor], outputs)
     return all(torch.equal(output, values(rank, turn, length)) for rank, output in enumerate(outputs))
 
 
@@ -107,7 +125,7 @@ def all_gather_in_place(engine: LocalEngine, turn: int) -> bool:
     tensor = engine.empty((CHUNKED,), torch.int64)
     tensor.copy_(values(engine.rank, turn, CHUNKED))
     outputs = [torch.empty_like(tensor) for _ in range(engine.size)]
-    engine.all_gather(outputs, tensor, engine.plan(Kind.all_gather, torch.int64), SECONDS)
+    run_here(engine, ALL_GATHER, [tensor], outputs)
     tensor.zero_()
     return all(torch.equal(output, values(rank, turn, CHUNKED)) for rank, output in enumerate(outputs))
 
@@ -117,9 +135,7 @@ def exchange(engine: LocalEngine, turn: int) -> bool:
     size, rank = engine.size, engine.rank
     pieces = [values(100 * rank + peer, turn, CHUNKED) for peer in range(size)]
     outputs = [torch.empty_like(pieces[0]) for _ in range(size)]
-    plan = engine.plan(Kind.all_to_all, torch.int64)
-    sends, receives = ([(tensor.data_ptr(), tensor.nbytes) for tensor in side] for side in (pieces, outputs))
-    engine.exchange(plan, sends, receives, SECONDS)
+    run_here(engine, ALL_TO_ALL, pieces, outputs)
     return all(
         torch.equal(output, values(100 * peer + rank, turn, CHUNKED)) for peer, output in enumerate(outputs)
     )
@@ -129,8 +145,7 @@ def reduce_scatter(engine: LocalEngine, turn: int) -> bool:
     size, rank = engine.size, engine.rank
     pieces = torch.cat([values(100 * rank + peer, turn, CHUNKED) for peer in range(size)])
     output = torch.empty(CHUNKED, dtype=torch.int64)
-    plan = engine.plan(Kind.reduce_scatter, torch.int64, ReduceOp.SUM)
-    engine.reduce_scatter_flat(output, pieces, plan, SECONDS)
+    run_here(engine, REDUCE_SCATTER_TENSOR, [pieces], [output], ReduceOp.SUM)
     return torch.equal(output, sum(values(100 * peer + rank, turn, CHUNKED) for peer in range(size)))
 
 
@@ -157,18 +172,18 @@ def wrong_rounds(turn: Turn, kernels: dict[str, Kernel], gate: threading.Barrier
     gate.wait(SECONDS)
     for attribute, kernel in kernels.items():
         assert hasattr(engine, attribute)  # else the engine's own would run on
-        setattr(engine, attribute, kernel)
+        setattr(engine.kernels, attribute, kernel)
     return sum(not turn(engine, number) for number in range(4, 4 + ROUNDS))
 
 
 def stress(turn: Turn, rule: Rule | None) -> int:
     """Over worlds of two and three threads; in how many rounds any rank had wrong results."""
     kernels = {
-        "all_reduce_kernel": edited(reduce.all_reduce),
-        "_all_reduce_iovec": edited(reduce.all_reduce_iovec),
-        "_share": edited(move.share),
-        "_exchange": edited(move.exchange),
-        "_reduce_scatter_even": edited(reduce.reduce_scatter_even),
+        "all_reduce": edited(reduce.all_reduce),
+        "all_reduce_iovec": edited(reduce.all_reduce_iovec),
+        "share": edited(move.share),
+        "exchange": edited(move.exchange),
+        "reduce_scatter_even": edited(reduce.reduce_scatter_even),
     }
     with broken(rule):
         return sum(

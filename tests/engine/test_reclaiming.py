@@ -24,7 +24,7 @@ from torchestra.engine.kernels.reductions import reduction
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
-from torchestra.engine.operations import Kind
+from torchestra.engine.operations import COLLECTIVES, Kind
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 from torchestra.types import ReduceOp
 from worlds import await_note, leave_note, processes, run
@@ -57,7 +57,7 @@ def call_in_the_middle(engine: LocalEngine, kind: Kind, root: int | None, pause:
     _kept.append(function)
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
-    plan = engine.plan(kind, torch.float32, ReduceOp.SUM, root)
+    plan = engine.plan(COLLECTIVES[kind.name], torch.float32, ReduceOp.SUM, root)
     ctypes.c_int64.from_address(plan.address + at.PLAN_FUNCTION).value = address
 
 
@@ -171,9 +171,9 @@ def test_a_thread_that_is_not_waited_for_any_longer_is_named(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("kind", "kernel"),
     [
-        (Kind.all_gather, "_all_gather"),
-        (Kind.broadcast, "_broadcast"),
-        (Kind.all_reduce, "all_reduce_kernel"),
+        (Kind.all_gather, "all_gather"),
+        (Kind.broadcast, "broadcast"),
+        (Kind.all_reduce, "all_reduce"),
     ],
 )
 def test_who_has_read_others_tensors_does_not_succeed_once_they_may_have_changed_them(
@@ -193,12 +193,14 @@ def test_who_has_read_others_tensors_does_not_succeed_once_they_may_have_changed
         if kind is Kind.all_gather:
             addresses.append(output.data_ptr())
         plan = engine.plan(
-            kind,
+            COLLECTIVES[kind.name],
             torch.float32,
             ReduceOp.SUM if kind is Kind.all_reduce else None,
             0 if kind is Kind.broadcast else None,
         )
-        calls.append((engine, getattr(engine, kernel), (plan.address, LENGTH, *addresses), tensor, output))
+        calls.append(
+            (engine, getattr(engine.kernels, kernel), (plan.address, LENGTH, *addresses), tensor, output)
+        )
     for rank in (0, 1, 0, 1):
         engine, call, arguments, *_ = calls[rank]
         codes.append(call(*arguments))

@@ -50,7 +50,7 @@ def sleepy_engine(patience: float) -> LocalEngine:
 
 def count_pending(engine: LocalEngine, attribute: str) -> list[int]:
     """Count, in the list that is returned, how often a kernel of the engine returns PENDING."""
-    kernel = getattr(engine, attribute)
+    kernel = getattr(engine.kernels, attribute)
     pending = [0]
 
     def counting(*arguments: int) -> int:
@@ -58,7 +58,7 @@ def count_pending(engine: LocalEngine, attribute: str) -> list[int]:
         pending[0] += code == at.PENDING
         return code
 
-    setattr(engine, attribute, counting)
+    setattr(engine.kernels, attribute, counting)
     return pending
 
 
@@ -69,7 +69,7 @@ def sleep_and_wake(patience: float, rounds: int, gate: threading.Barrier | None)
     """
     engine = sleepy_engine(patience)
     engine.choices = Choices(direct=1024, chunk=1024, share=1024)
-    counts = [count_pending(engine, attribute) for attribute in ("_barrier", "all_reduce_kernel")]
+    counts = [count_pending(engine, attribute) for attribute in ("barrier", "all_reduce")]
     small, chunked = torch.zeros(8), torch.zeros(5 * 256)
     longest = 0.0
     for _ in range(rounds):
@@ -100,7 +100,7 @@ def test_no_wake_up_is_lost(kind: str, size: int) -> None:
 def longest_barrier(barrier: Kernel, patience: float, rounds: int, gate: threading.Barrier) -> float:
     """In seconds."""
     engine = sleepy_engine(patience)
-    engine._barrier = barrier
+    engine.kernels.barrier = barrier
     longest = 0.0
     for _ in range(rounds):
         started = time.monotonic()

@@ -110,7 +110,7 @@ def fork_and_go_on() -> None:
         assert not dist.is_initialized()
 
     # While the child is made a lock of the group is held, and an operation waits for it.
-    with dist.group.WORLD.communicator._lock if rank == 0 else contextlib.nullcontext():
+    with dist.group.WORLD.communicator.lock if rank == 0 else contextlib.nullcontext():
         pending = dist.all_reduce(torch.ones(1), async_op=True)
         if rank == 0:
             assert in_child(child) == (True, 0, {})

@@ -30,7 +30,7 @@ SCRIPT = """
     dist.init_process_group()
     total = torch.tensor([dist.get_rank() + 1])
     dist.all_reduce(total)
-    hosts = dist.group.WORLD.communicator.hosts.members
+    hosts = dist.group.WORLD.communicator.engine.hosts.members
     local = f"{os.environ['LOCAL_RANK']} of {os.environ['LOCAL_WORLD_SIZE']}"
     print(f"{local}: {total.item()} {hosts}", flush=True)
     if sys.argv[1:] == ["fail"] and dist.get_rank() == 2:

@@ -108,7 +108,7 @@ def facts(word: str, addend: torch.Tensor) -> dict[str, Any]:
     dist.init_process_group()
     total = addend + dist.get_rank()
     dist.all_reduce(total)
-    members = dist.group.WORLD.communicator.hosts.members
+    members = dist.group.WORLD.communicator.engine.hosts.members
     print(f"{word} from {dist.get_rank()}")
     dist.destroy_process_group()
     names = (

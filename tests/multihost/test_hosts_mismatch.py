@@ -9,7 +9,6 @@ import torch
 from simulated import LAYOUTS, Layout, on_threads
 
 import torchestra as dist
-from torchestra.communicator.multihost import HostsCommunicator
 from torchestra.errors import CollectiveMismatchError
 
 LARGE = 600_000
@@ -48,8 +47,8 @@ def mismatches() -> None:
     """One host, and then one rank, calls something else than the others; the group works on."""
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
-    assert isinstance(group.communicator, HostsCommunicator)
-    host = group.communicator.hosts.host_of[rank]
+    assert group.communicator.engine.hosts is not None
+    host = group.communicator.engine.hosts.host_of[rank]
     for one, other in CALLS:
         for differs in (host == 1, rank == 0):
             operation, length = other if differs else one

@@ -45,7 +45,7 @@ def everything() -> list[list[int]]:
     subgroups_in_any_pattern(3)
     functional_sum()
     check_the_record()
-    return [list(ranks) for ranks in dist.group.WORLD.communicator.hosts.members]  # type: ignore[union-attr]
+    return [list(ranks) for ranks in dist.group.WORLD.communicator.engine.hosts.members]  # type: ignore[union-attr]
 
 
 def check_the_record() -> None:

@@ -7,8 +7,7 @@ import torch
 from simulated import SECONDS, on_threads
 
 import torchestra as dist
-from torchestra.communicator import multihost
-from torchestra.communicator.multihost import HostsCommunicator
+from torchestra.engine.multihost import engine as multihost
 
 
 @pytest.fixture(autouse=True)
@@ -18,13 +17,13 @@ def cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def send_off(length: int) -> None:
     assert dist.group.WORLD is not None
-    communicator = dist.group.WORLD.communicator
-    assert isinstance(communicator, HostsCommunicator)
-    before = communicator.sent_off
+    engine = dist.group.WORLD.communicator.engine
+    assert engine.hosts is not None
+    before = engine.operations_sent
     tensor = torch.ones(length)
     work = dist.all_reduce(tensor, async_op=True)
-    communicator.await_sending(before)
-    assert communicator.sent_off > before
+    engine.await_sending(before)
+    assert engine.operations_sent > before
     assert work is not None
     work.wait()
     assert (tensor == dist.get_world_size()).all()
@@ -38,9 +37,9 @@ def test_it_waits_until_the_operation_is_sent_off(monkeypatch: pytest.MonkeyPatc
 
 def begin_nothing() -> None:
     assert dist.group.WORLD is not None
-    communicator = dist.group.WORLD.communicator
-    assert isinstance(communicator, HostsCommunicator)
-    communicator.await_sending(communicator.sent_off)
+    engine = dist.group.WORLD.communicator.engine
+    assert engine.hosts is not None
+    engine.await_sending(engine.operations_sent)
 
 
 def test_it_does_not_wait_for_ever() -> None:

@@ -183,7 +183,7 @@ def start_no_thread() -> None:
             "all_reduce(SUM) with RuntimeError: can't start new thread",
         )
         return
-    progress = dist.group.WORLD.communicator._progress
+    progress = dist.group.WORLD.communicator.queue.thread
 
     def fail() -> None:
         raise RuntimeError("can't start new thread")
@@ -205,16 +205,15 @@ def sum_sparse(kernels: int, error: type[BaseException]) -> None:
     tensor = torch.sparse_coo_tensor([[0, dist.get_rank() + 1]], [1.0, 2.0], (4,), check_invariants=True)
     if is_failing_rank():
         engine = dist.group.WORLD.communicator.engine
-        name = "all_gather_flat" if kernels == 1 else "all_gather"
-        kernel, left = getattr(engine, name), [max(kernels - 1, 1)]
+        collective, left = engine.collective, [kernels]
 
         def fail_after(*args: Any) -> None:
-            kernel(*args)
+            collective(*args)
             left[0] -= 1
             if left[0] == 0:
                 raise error("between two kernels")
 
-        setattr(engine, name, fail_after)
+        engine.collective = fail_after
     expect_abort(lambda: dist.all_reduce(tensor), f"all_reduce(SUM, sparse) with {error.__name__}")
 
 

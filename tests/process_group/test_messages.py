@@ -202,6 +202,6 @@ def test_a_message_whose_copy_is_interrupted_fails_and_the_interrupt_goes_on() -
     work, tensor = Work("irecv"), torch.zeros(1)
     transfer: Any = SimpleNamespace(error=None, source=1)
     with pytest.raises(KeyboardInterrupt):
-        point_to_point.Messaging._end_message(work, tensor, tensor, interrupted, transfer)
+        point_to_point._end(work, tensor, tensor, interrupted, transfer)
     with pytest.raises(DistError, match="received, but not copied to its tensor: KeyboardInterrupt"):
         work.wait(20)

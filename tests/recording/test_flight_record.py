@@ -176,9 +176,9 @@ def fail_in_several_ways() -> list[tuple[str, str]]:
         dist.all_reduce(torch.ones(1 + rank))
     if rank == 0:
         with pytest.raises(CollectiveTimeoutError):
-            dist.group.WORLD.communicator.recv(torch.ones(1), 1, tag=3, seconds=0.2)
+            dist.group.WORLD.communicator.recv(torch.ones(1), 1, tag=3, timeout_s=0.2)
         with pytest.raises(CollectiveTimeoutError):
-            dist.group.WORLD.communicator.barrier(seconds=0.2)
+            dist.group.WORLD.communicator.barrier(timeout_s=0.2)
         leave_note("over")
     else:
         await_note("over")

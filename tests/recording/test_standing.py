@@ -129,7 +129,7 @@ def a_receive_that_gets_nothing() -> str:
     """Rank 0 waits for a message; rank 1, whom nothing keeps, waits for rank 0 in a collective."""
     if dist.get_rank() == 0:
         with pytest.raises(CollectiveTimeoutError) as caught:
-            dist.group.WORLD.communicator.recv(torch.ones(2), 1, tag=5, seconds=0.8)
+            dist.group.WORLD.communicator.recv(torch.ones(2), 1, tag=5, timeout_s=0.8)
         dist.barrier()
         return str(caught.value)
     dist.barrier()
@@ -152,7 +152,7 @@ def wait_beside_a_receive() -> str:
             dist.barrier()
         return str(caught.value)
     with pytest.raises(GroupAbortedError):
-        dist.group.WORLD.communicator.recv(torch.ones(2), 0, tag=5, seconds=SOON)
+        dist.group.WORLD.communicator.recv(torch.ones(2), 0, tag=5, timeout_s=SOON)
     return ""
 
 

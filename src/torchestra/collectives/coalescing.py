@@ -11,9 +11,8 @@ import torch
 from torchestra.arguments.annotations import checked
 from torchestra.arguments.options import AllgatherOptions, AllreduceCoalescedOptions
 from torchestra.collectives.functions import _member, irecv, isend
-from torchestra.communicator.device import Devices
 from torchestra.communicator.device_routing import serving_message
-from torchestra.communicator.queue import describe_steps
+from torchestra.communicator.queue import describe_coalesced
 from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group import NonMember
@@ -153,20 +152,20 @@ def coalescing_manager(
         return
     communicator = member.communicator
     parts = [communicator]
-    if isinstance(communicator.delegation, Devices):
+    if communicator.delegation is not None:
         parts.append(communicator.delegation.communicator())
     with contextlib.ExitStack() as stack:
-        collected = [stack.enter_context(part.collecting()) for part in parts]
+        collected = [stack.enter_context(part.queue.coalescing()) for part in parts]
         try:
             yield manager
         except BaseException as error:
             # Whichever error: one that is no fault of these operations may be this rank's alone.
             if steps := [step for steps in collected for step in steps]:
-                communicator.leave(describe_steps(steps), error)
+                communicator.queue.leave(describe_coalesced(steps), error)
             raise
     for part, steps in zip(parts, collected, strict=True):
         if steps:
-            manager.append(part.run_steps(steps, describe_steps(steps), async_ops))
+            manager.append(part.queue.run_coalesced(steps, describe_coalesced(steps), async_ops))
 
 
 class P2POp:
@@ -257,7 +256,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     together = {place: op for place, op in enumerate(p2p_op_list) if op.serving() is not None}
     if together:
         batch = [(op.op is isend, op.tensor, op.group_peer) for op in together.values()]
-        begun = next(iter(together.values())).serving().batch(batch)
+        begun = next(iter(together.values())).serving().messages.batch(batch)
         works.update(zip(together, begun, strict=True))
     for place, op in enumerate(p2p_op_list):
         if place not in together:

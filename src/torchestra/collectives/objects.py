@@ -105,7 +105,7 @@ def broadcast_object_list(
     root = _root(member, src, group_src, "src", name, default=0)
     communicator, is_source = member.communicator, member.rank() == root
     own, error = _packed(object_list, name) if is_source else (None, None)
-    with communicator.abort_on_error(name):
+    with communicator.queue.abort_on_error(name):
         block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8) if own is None else own.block()
         communicator.broadcast(block, root)
         packed = PackedObjects.arriving(block)[0] if own is None else own
@@ -161,7 +161,7 @@ def scatter_object_list(
             [piece(packed) if peer == root else _NOTHING for peer in range(size)], sources
         )
 
-    with communicator.abort_on_error(name):
+    with communicator.queue.abort_on_error(name):
         block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
         communicator.scatter(block, None if outgoing is None else _blocks(outgoing), root)
         packed, head = PackedObjects.arriving(block)
@@ -205,7 +205,7 @@ def send_object_list(
     packed = PackedObjects.of(object_list, name)
     send = member.communicator.send
     send(packed.block(), rank)
-    with member.communicator.abort_on_error(name):
+    with member.communicator.queue.abort_on_error(name):
         if packed.rest.numel():
             send(packed.rest, rank)
         for buffer in packed.buffers:
@@ -240,7 +240,7 @@ def recv_object_list(
     block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
     receive = member.communicator.recv
     source = receive(block, source)
-    with member.communicator.abort_on_error(name):
+    with member.communicator.queue.abort_on_error(name):
         packed, _ = PackedObjects.arriving(block)
         if packed.rest.numel():
             receive(packed.rest, source)
@@ -270,7 +270,7 @@ def _collect(member: ProcessGroup, obj: object, root: int | None, name: str) -> 
                 targets, [piece(own) if peer == root else _NOTHING for peer in range(size)]
             )
 
-    with communicator.abort_on_error(name):
+    with communicator.queue.abort_on_error(name):
         blocks = torch.empty((size, BLOCK_BYTES), dtype=torch.uint8)
         communicator.all_gather_into_tensor(blocks, own.block())
         arrived = [PackedObjects.arriving(block) for block in blocks]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from torchestra.arguments.annotations import checked
-from torchestra.engine.local import LocalEngine
+from torchestra.engine.local import moves
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group import NonMember
 from torchestra.world.init import AnyGroup, default_group
@@ -36,7 +36,7 @@ def empty(
     if any(length < 0 for length in lengths):
         raise InvalidArgumentError(f"empty: lengths must not be negative, got {lengths}")
     kind = dtype or torch.get_default_dtype()
-    if not LocalEngine.moves(kind):
+    if not moves(kind):
         raise InvalidArgumentError(f"empty: `dtype` is {kind}, of which tensors cannot be sent")
     return chosen.communicator.engine.empty(lengths, kind)
 

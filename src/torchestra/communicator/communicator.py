@@ -1,343 +1,357 @@
-"""The operations of a group on tensors: argument checks, time-outs, layouts, synchronous and not.
+"""The operations of a group on tensors, as one rank calls them: checks, then the queue, then the engine.
 
-Ranks are the group's own. Tensors that are not contiguous are copied before and back after (contiguity.py);
-host_staging.py does that for those of GPUs, unless their operations are delegated (device_routing.py).
-point_to_point.py has messages between two ranks, queue.py says when an operation runs, multi_tensor.py has
-operations on more than one tensor per rank.
+Ranks are the group's own. Every collective goes one of two ways:
 
-fast_path.py has shorter ways through the commonest cases.
+* the *fast path* of small synchronous operations on plain tensors, a function of fast_path.py, where the
+  engine has kernels;
+* the general way, :meth:`Communicator.collective`: the arguments are checked by the operation's row of the
+  table (engine/operations.py, tensors/arguments.py), the queue says when it runs (queue.py), and the engine
+  runs it. Tensors that are not contiguous are copied before and back after (tensors/contiguity.py). The
+  tensors of GPUs are copied through the host (host_staging.py), unless a communicator of their own serves
+  them (device_routing.py); sparse ones have a sum of their own (tensors/sparse.py).
+
+Messages are in point_to_point.py, operations on several tensors of each rank in multi_tensor.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from torchestra.communicator.device_routing import any_device
+from torchestra.communicator import fast_path, point_to_point
+from torchestra.communicator.device_routing import Delegation, any_device
 from torchestra.communicator.host_staging import on_cpu
-from torchestra.communicator.point_to_point import Messaging
+from torchestra.communicator.queue import OperationQueue
 from torchestra.communicator.work import Work
-from torchestra.engine.local import Plan
-from torchestra.engine.operations import Kind
-from torchestra.errors import InvalidArgumentError
+from torchestra.engine.interface import Engine
+from torchestra.engine.multihost.hosts import Hosts
+from torchestra.engine.operations import (
+    ALL_GATHER,
+    ALL_GATHER_INTO_TENSOR,
+    ALL_REDUCE,
+    ALL_REDUCE_LIST,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_TENSOR,
+    SCATTER,
+    Collective,
+)
+from torchestra.system.forking import forget_in_children
 from torchestra.tensors import checks, sparse
+from torchestra.tensors.arguments import Call, check_call, check_in_place_list
 from torchestra.tensors.contiguity import made_plain, write_back
-from torchestra.tensors.override import overridable
+from torchestra.tensors.override import OverriddenError
 from torchestra.types import ReduceOp
 
+_NO_SPLITS = (None, None)
+_ONE_HOST = Hosts([[0]], [""])
 
-class Communicator(Messaging):
-    """One rank's end of a group. Every method is to be called by all ranks, in the same order."""
 
-    @overridable
+class Communicator:
+    """One rank's end of a group. Every collective is to be called by all ranks, in the same order.
+
+    Args:
+        engine: runs the operations.
+        name: of the group.
+        timeout_s: how long an operation may wait for other ranks, if it has no time-out of its own.
+        queue: in which the operations run; default: one in the order of the program.
+
+    Attributes:
+        has_met: whether the ranks of the group have met.
+        delegation: what serves tensors of devices; None if these go through the host.
+        uses_device: whether operations have been run on a device; a barrier waits for those.
+        messages: what sends and receives tensors of the device that this communicator is for; else None.
+    """
+
+    has_met = True
+
+    def __init__(
+        self, engine: Engine, name: str, timeout_s: float, queue: OperationQueue | None = None
+    ) -> None:
+        self.engine = engine
+        self.rank = engine.rank
+        self.size = engine.size
+        self.timeout_s = timeout_s
+        self.queue = OperationQueue(engine, name) if queue is None else queue
+        self.delegation: Delegation | None = None
+        self.uses_device = False
+        self.messages: point_to_point.Messages | None = None
+        self.fast = fast_path.Plans(engine)
+        # As in the queue; read by the fast path.
+        self.lock, self.thread = self.queue.lock, self.queue.thread
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """Refuse everything: this is a forked child, which is not part of the group."""
+        self.queue.forget()
+        self.lock, self.thread = self.queue.lock, self.queue.thread
+        self.delegation = None
+        self.fast.clear()
+
+    @property
+    def name(self) -> str:
+        """The name of the group."""
+        return self.queue.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.queue.name = name
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left the group."""
+        return self.queue.closed
+
+    def limit(self, timeout_s: float | None) -> float:
+        """Return how long an operation may wait, in seconds, by its own time-out if it has one."""
+        return self.timeout_s if timeout_s is None else timeout_s
+
+    def hosts_among(self, ranks: Sequence[int]) -> Hosts:
+        """Return where some ranks of the group are; any one host will do if they are all on one."""
+        return _ONE_HOST if self.engine.hosts is None else self.engine.hosts.among(ranks)
+
+    # -- collectives
+
     @any_device
+    def collective(
+        self,
+        row: Collective,
+        output: Any = None,
+        input: Any = None,  # noqa: A002 - the row's word
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        splits: tuple[Any, Any] = _NO_SPLITS,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work | None:
+        """Run any collective of the table.
+
+        Args:
+            row: which.
+            output, input: what it fills and what it reads: a tensor, or a list with one for each rank. Of an
+                operation in place both are the same; None where only the root gives them, or there are none.
+            splits: the split sizes of output and input.
+            async_op: return the operation's Work at once; else None is returned when it is done.
+            timeout_s: how long it may wait for other ranks; default: the group's time-out.
+
+        Raises:
+            InvalidArgumentError: an argument is wrong; nothing was sent, and the group stays usable.
+        """
+        engine = self.engine
+        if engine.delegates:
+            self.queue.refuse_if_closed(row.name)
+            return engine.delegate(  # type: ignore[no-any-return]
+                row, output, input, op, root, splits, async_op, self.limit(timeout_s)
+            )
+        try:
+            call = check_call(row, output, input, op, root, splits, self.rank, self.size, not engine.is_fake)
+        except OverriddenError as overridden:
+            handler, given = overridden.handler, (output, input, op, root, splits, async_op, timeout_s)
+        else:
+            return self._run(row, call, op, root, async_op, timeout_s)
+        return handler(self, row, *given)  # type: ignore[no-any-return]
+
+    def _run(
+        self,
+        row: Collective,
+        call: Call,
+        op: ReduceOp | None,
+        root: int | None,
+        async_op: bool,
+        timeout_s: float | None,
+        description: str = "",
+    ) -> Work | None:
+        """Run a call that has been checked, in the queue's order."""
+        self.queue.refuse_if_closed(row.name)
+        engine = self.engine
+        plan = engine.plan(row, call.dtype, op, root)
+        # Whether there is something to be copied back: of reduce on the root, of broadcast elsewhere.
+        writes = not row.in_place or root is None or (root == self.rank) == row.reduces
+
+        def operation(site: str | None) -> list[Any]:
+            limit = self.timeout_s if timeout_s is None else timeout_s
+            if engine.is_fake:
+                inputs, outputs = _pieces(call, call.inputs, call.outputs)
+                engine.collective(plan, inputs, outputs, limit, site)
+                return call.result
+            inputs = [self._prepared(tensor, op) for tensor in call.inputs]
+            outputs = inputs if row.in_place else [made_plain(tensor) for tensor in call.outputs]
+            engine.collective(plan, *_pieces(call, inputs, outputs), limit, site)
+            if writes:
+                write_back(call.outputs, outputs)
+            return call.result
+
+        name = f"{row.name}({op.name}{description})" if op is not None else row.name
+        return self.queue.run(operation, name, async_op, reads=call.inputs or call.outputs)
+
+    def _prepared(self, tensor: torch.Tensor, op: ReduceOp | None) -> torch.Tensor:
+        """Return the tensor in contiguous memory, and a copy multiplied by the operation's factor if any."""
+        if op is None or op.factor is None:
+            return made_plain(tensor)
+        scaled = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+        self.engine.scale(scaled, op.factor)
+        return scaled
+
+    @fast_path.all_reduce
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, seconds: float | None = None
+        self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, timeout_s: float | None = None
     ) -> Work | None:
         """Replace the tensor by the reduction of all ranks' tensors."""
-        name = "all_reduce"
         if getattr(tensor, "layout", None) is torch.sparse_coo:
-            return self.all_reduce_sparse([tensor], op, async_op, seconds)
-        self._check_reduction(tensor, "tensor", op, name)
-        plan = self.plan(Kind.all_reduce, tensor.dtype, op)
+            return self.all_reduce_sparse([tensor], op, async_op, timeout_s)
+        return self.collective(ALL_REDUCE, tensor, tensor, op, async_op=async_op, timeout_s=timeout_s)
 
-        def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = self._scaled(tensor, op)
-            self.engine.all_reduce(buffer, plan, self.limit(seconds), site)
-            return write_back([tensor], [buffer])
-
-        return self.run(operation, f"{name}({op.name})", async_op, reads=[tensor])
-
+    @fast_path.all_reduce_list
     @any_device
     def all_reduce_list(
         self,
         tensors: Sequence[torch.Tensor],
         op: ReduceOp,
         async_op: bool = False,
-        seconds: float | None = None,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """:meth:`all_reduce` of each of some tensors of one dtype, as one operation; nothing is packed.
 
         The ranks' lists must have as many elements in all; how these are cut into tensors is not compared.
         """
-        name = "all_reduce"
-        for index, tensor in enumerate(tensors):
-            self._check_reduction(tensor, f"tensors[{index}]", op, name)
-        plan = self.plan(Kind.all_reduce, tensors[0].dtype, op)
-
-        def operation(site: str | None) -> list[torch.Tensor]:
-            buffers = [self._scaled(tensor, op) for tensor in tensors]
-            self.engine.all_reduce_iovec(buffers, plan, self.limit(seconds), site)
-            return write_back(tensors, buffers)
-
-        return self.run(operation, f"{name}({op.name}, {len(tensors)} tensors)", async_op, reads=tensors)
+        if self.engine.delegates:
+            return self.engine.delegate(  # type: ignore[no-any-return]
+                ALL_REDUCE_LIST, list(tensors), None, op, None, _NO_SPLITS, async_op, self.limit(timeout_s)
+            )
+        call = check_in_place_list(ALL_REDUCE, tensors, op, real=not self.engine.is_fake)
+        return self._run(ALL_REDUCE, call, op, None, async_op, timeout_s, f", {len(tensors)} tensors")
 
     def all_reduce_sparse(
         self,
         tensors: Sequence[torch.Tensor],
         op: ReduceOp,
         async_op: bool = False,
-        seconds: float | None = None,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """Replace each of some sparse COO tensors by the sum of all of them on all ranks (only SUM)."""
-        name = "all_reduce"
+        engine, name = self.engine, "all_reduce"
+        if engine.delegates:
+            return engine.delegate(  # type: ignore[no-any-return]
+                ALL_REDUCE, list(tensors), None, op, None, _NO_SPLITS, async_op, self.limit(timeout_s)
+            )
         checked = sparse.check(on_cpu(tensors), checks.check_op(op, name), name)
-        self._refuse_if_closed(name)
+        self.queue.refuse_if_closed(name)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            sparse.all_reduce(self.engine, checked, self.limit(seconds), site)
+            if not engine.is_fake:
+                sparse.all_reduce(engine, checked, self.limit(timeout_s), site)
             with torch.no_grad():
                 for tensor, twin in zip(tensors, checked, strict=True):
                     if tensor is not twin:
                         tensor.copy_(twin)  # not its detach(), which would get entries of its own
             return list(tensors)
 
-        return self.run(operation, f"{name}({op.name}, sparse)", async_op, sparse.OPERATIONS, tensors)
+        return self.queue.run(operation, f"{name}({op.name}, sparse)", async_op, sparse.OPERATIONS, tensors)
 
-    @overridable
-    @any_device
     def reduce(
         self,
         tensor: torch.Tensor,
         op: ReduceOp,
         root: int,
         async_op: bool = False,
-        seconds: float | None = None,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """Replace the root's tensor by the reduction of all ranks' tensors."""
-        name = "reduce"
-        self._check_reduction(tensor, "tensor", op, name)
-        plan = self.plan(Kind.reduce, tensor.dtype, op, root)
+        return self.collective(REDUCE, tensor, tensor, op, root, async_op=async_op, timeout_s=timeout_s)
 
-        def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = self._scaled(tensor, op)
-            self.engine.all_reduce(buffer, plan, self.limit(seconds), site)
-            return write_back([tensor], [buffer]) if self.rank == root else [tensor]
-
-        return self.run(operation, f"{name}({op.name})", async_op, reads=[tensor])
-
-    @overridable
-    @any_device
+    @fast_path.broadcast
     def broadcast(
-        self, tensor: torch.Tensor, root: int, async_op: bool = False, seconds: float | None = None
+        self, tensor: torch.Tensor, root: int, async_op: bool = False, timeout_s: float | None = None
     ) -> Work | None:
         """Replace every rank's tensor by the root's."""
-        checks.check_tensor(tensor, "tensor", "broadcast", written=True)
-        plan = self.plan(Kind.broadcast, tensor.dtype, root=root)
+        return self.collective(BROADCAST, tensor, tensor, root=root, async_op=async_op, timeout_s=timeout_s)
 
-        def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = made_plain(tensor)
-            self.engine.broadcast(buffer, plan, self.limit(seconds), site)
-            return [tensor] if self.rank == root else write_back([tensor], [buffer])
-
-        return self.run(operation, "broadcast", async_op, reads=[tensor])
-
-    @overridable
-    @any_device
     def all_gather(
         self,
         outputs: Sequence[torch.Tensor],
         tensor: torch.Tensor,
         async_op: bool = False,
-        seconds: float | None = None,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """Put every rank's tensor into one of the outputs; sizes may differ between ranks."""
-        name = "all_gather"
-        given = outputs
-        outputs, tensor = checks.in_reals(outputs, tensor)
-        targets = checks.check_list(outputs, "tensor_list", self.size, name, written=True)
-        checks.check_tensor(tensor, "tensor", name)
-        checks.check_same_dtype(targets, tensor.dtype, "tensor_list", name)
-        checks.check_own_numel(targets, self.rank, tensor.numel(), "tensor_list", name)
-        plan = self.plan(Kind.all_gather, tensor.dtype)
+        return self.collective(ALL_GATHER, outputs, tensor, async_op=async_op, timeout_s=timeout_s)
 
-        def operation(site: str | None) -> list[torch.Tensor]:
-            buffers = [made_plain(target) for target in targets]
-            self.engine.all_gather(buffers, made_plain(tensor), plan, self.limit(seconds), site)
-            write_back(targets, buffers)
-            return list(given)
-
-        return self.run(operation, name, async_op, reads=[tensor])
-
-    @overridable
-    @any_device
+    @fast_path.all_gather_into_tensor
     def all_gather_into_tensor(
-        self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False, seconds: float | None = None
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        async_op: bool = False,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """Put every rank's tensor into the output, one after the other."""
-        name = "all_gather_into_tensor"
-        given = output
-        output, tensor = checks.in_reals(output, tensor)
-        checks.check_tensor(output, "output_tensor", name, written=True)
-        checks.check_tensor(tensor, "input_tensor", name)
-        checks.check_dtype(output, tensor.dtype, "output_tensor", name)
-        if output.numel() != tensor.numel() * self.size:
-            raise InvalidArgumentError(
-                f"{name}: output_tensor has {output.numel()} elements, expected the input's {tensor.numel()}"
-                f" times the group's {self.size} ranks"
-            )
-        plan = self.plan(Kind.all_gather, tensor.dtype)
+        return self.collective(ALL_GATHER_INTO_TENSOR, output, tensor, async_op=async_op, timeout_s=timeout_s)
 
-        def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = made_plain(output)
-            self.engine.all_gather_flat(buffer, made_plain(tensor), plan, self.limit(seconds), site)
-            write_back([output], [buffer])
-            return [given]
-
-        return self.run(operation, name, async_op, reads=[tensor])
-
-    @overridable
-    @any_device
     def gather(
         self,
         outputs: Sequence[torch.Tensor] | None,
         tensor: torch.Tensor,
         root: int,
         async_op: bool = False,
-        seconds: float | None = None,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """Put every rank's tensor into one of the root's outputs."""
-        name = "gather"
-        given = outputs
-        outputs, tensor = checks.in_reals(outputs, tensor)
-        checks.check_tensor(tensor, "tensor", name)
-        targets = checks.check_rooted_list(
-            outputs, "gather_list", self.rank == root, "destination", tensor, self.size, name, written=True
-        )
-        plan = self.plan(Kind.gather, tensor.dtype, root=root)
+        return self.collective(GATHER, outputs, tensor, root=root, async_op=async_op, timeout_s=timeout_s)
 
-        def operation(site: str | None) -> list[torch.Tensor]:
-            buffers = None if targets is None else [made_plain(target) for target in targets]
-            self.engine.gather(buffers, made_plain(tensor), plan, self.limit(seconds), site)
-            if given is None or targets is None or buffers is None:
-                return []
-            write_back(targets, buffers)
-            return list(given)
-
-        return self.run(operation, name, async_op, reads=[tensor])
-
-    @overridable
-    @any_device
     def scatter(
         self,
         output: torch.Tensor,
         tensors: Sequence[torch.Tensor] | None,
         root: int,
         async_op: bool = False,
-        seconds: float | None = None,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """Put one of the root's tensors into each rank's output."""
-        name = "scatter"
-        given = output
-        tensors, output = checks.in_reals(tensors, output)
-        checks.check_tensor(output, "tensor", name, written=True)
-        sources = checks.check_rooted_list(
-            tensors, "scatter_list", self.rank == root, "source", output, self.size, name
-        )
-        plan = self.plan(Kind.scatter, output.dtype, root=root)
+        return self.collective(SCATTER, output, tensors, root=root, async_op=async_op, timeout_s=timeout_s)
 
-        def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = made_plain(output)
-            plain = [made_plain(source) for source in sources or ()]
-            sends = [(source.data_ptr(), source.nbytes) for source in plain] or [(0, 0)] * self.size
-            receives = [(0, 0)] * self.size
-            receives[root] = (buffer.data_ptr(), buffer.nbytes)
-            self.engine.exchange(plan, sends, receives, self.limit(seconds), site)
-            write_back([output], [buffer])
-            return [given]
-
-        return self.run(operation, name, async_op, reads=sources or [output])
-
-    @overridable
-    @any_device
     def reduce_scatter(
         self,
         output: torch.Tensor,
         tensors: Sequence[torch.Tensor],
         op: ReduceOp,
         async_op: bool = False,
-        seconds: float | None = None,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """Reduce the ranks' tensors for this rank into its output; sizes may differ between ranks."""
-        name = "reduce_scatter"
-        self._check_reduction(output, "output", op, name)
-        sources = checks.check_list(tensors, "input_list", self.size, name)
-        checks.check_same_dtype(sources, output.dtype, "input_list", name)
-        checks.check_own_numel(sources, self.rank, output.numel(), "input_list", name)
-        plan = self.plan(Kind.reduce_scatter, output.dtype, op)
+        return self.collective(REDUCE_SCATTER, output, tensors, op, async_op=async_op, timeout_s=timeout_s)
 
-        def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = made_plain(output)
-            plain = [self._scaled(source, op) for source in sources]
-            self.engine.reduce_scatter(buffer, plain, plan, self.limit(seconds), site)
-            return write_back([output], [buffer])
-
-        return self.run(operation, f"{name}({op.name})", async_op, reads=sources)
-
-    @overridable
-    @any_device
+    @fast_path.reduce_scatter_tensor
     def reduce_scatter_tensor(
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
         op: ReduceOp,
         async_op: bool = False,
-        seconds: float | None = None,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """Reduce the ranks' tensors, and put this rank's piece of the result into its output."""
-        name = "reduce_scatter_tensor"
-        self._check_reduction(output, "output", op, name)
-        checks.check_tensor(tensor, "input", name)
-        checks.check_dtype(tensor, output.dtype, "input", name)
-        if tensor.numel() != output.numel() * self.size:
-            raise InvalidArgumentError(
-                f"{name}: input has {tensor.numel()} elements, expected the output's {output.numel()}"
-                f" times the group's {self.size} ranks"
-            )
-        plan = self.plan(Kind.reduce_scatter, output.dtype, op)
+        return self.collective(
+            REDUCE_SCATTER_TENSOR, output, tensor, op, async_op=async_op, timeout_s=timeout_s
+        )
 
-        def operation(site: str | None) -> list[torch.Tensor]:
-            buffer = made_plain(output)
-            self.engine.reduce_scatter_flat(buffer, self._scaled(tensor, op), plan, self.limit(seconds), site)
-            return write_back([output], [buffer])
-
-        return self.run(operation, f"{name}({op.name})", async_op, reads=[tensor])
-
-    @overridable
-    @any_device
     def all_to_all(
         self,
         outputs: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor],
         async_op: bool = False,
-        seconds: float | None = None,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """Send each rank one tensor, and receive one from each."""
-        name = "all_to_all"
-        given = outputs
-        outputs, _ = checks.in_reals(outputs, None)
-        tensors, _ = checks.in_reals(tensors, None)
-        targets = checks.check_list(outputs, "output_tensor_list", self.size, name, written=True)
-        sources = checks.check_list(tensors, "input_tensor_list", self.size, name)
-        dtype = sources[0].dtype
-        checks.check_same_dtype(sources, dtype, "input_tensor_list", name)
-        checks.check_same_dtype(targets, dtype, "output_tensor_list", name)
-        plan = self.plan(Kind.all_to_all, dtype)
+        return self.collective(ALL_TO_ALL, outputs, tensors, async_op=async_op, timeout_s=timeout_s)
 
-        def operation(site: str | None) -> list[torch.Tensor]:
-            buffers = [made_plain(target) for target in targets]
-            plain = [made_plain(source) for source in sources]
-            sends = [(source.data_ptr(), source.nbytes) for source in plain]
-            receives = [(buffer.data_ptr(), buffer.nbytes) for buffer in buffers]
-            self.engine.exchange(plan, sends, receives, self.limit(seconds), site)
-            write_back(targets, buffers)
-            return list(given)
-
-        return self.run(operation, name, async_op, reads=sources)
-
-    @overridable
-    @any_device
+    @fast_path.all_to_all_single
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -345,82 +359,92 @@ class Communicator(Messaging):
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
         async_op: bool = False,
-        seconds: float | None = None,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """Send each rank a range of rows, and receive one from each; lengths in rows, None for equal ones."""
-        name = "all_to_all_single"
-        given = output
-        output, tensor = checks.in_reals(output, tensor)
-        checks.check_tensor(output, "output", name, written=True)
-        checks.check_tensor(tensor, "input", name)
-        checks.check_dtype(output, tensor.dtype, "output", name)
-        sent = checks.check_splits(input_splits, "input_split_sizes", tensor, self.size, name)
-        expected = checks.check_splits(output_splits, "output_split_sizes", output, self.size, name)
-        plan = self.plan(Kind.all_to_all, tensor.dtype)
+        splits = (output_splits, input_splits)
+        return self.collective(
+            ALL_TO_ALL_SINGLE, output, tensor, splits=splits, async_op=async_op, timeout_s=timeout_s
+        )
 
-        def operation(site: str | None) -> list[torch.Tensor]:
-            buffer, source = made_plain(output), made_plain(tensor)
-            sends, receives = self._ranges(source, sent), self._ranges(buffer, expected)
-            self.engine.exchange(plan, sends, receives, self.limit(seconds), site)
-            write_back([output], [buffer])
-            return [given]
-
-        return self.run(operation, name, async_op, reads=[tensor])
-
-    def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
+    @fast_path.barrier
+    def barrier(self, async_op: bool = False, timeout_s: float | None = None) -> Work | None:
         """Return (or be done) when every rank has called and finished what it called before."""
+        engine, delegation = self.engine, self.delegation
+        if engine.delegates:
+            return self.collective(BARRIER, async_op=async_op, timeout_s=timeout_s)
 
         def operation(site: str | None) -> list[torch.Tensor]:
-            self.engine.barrier(self.limit(seconds), site)
+            if delegation is not None and self.uses_device:
+                delegation.finish()
+            engine.barrier(self.limit(timeout_s), site)
             return []
 
-        return self.run(operation, "barrier", async_op)
+        return self.queue.run(operation, "barrier", async_op)
 
-    def settle(self, seconds: float) -> None:
+    # -- messages: whoever is named must take part, nobody else
+
+    @fast_path.send
+    def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, timeout_s: float | None = None) -> None:
+        """Send a message to a rank; returns when the tensor may be changed."""
+        point_to_point.send(self, tensor, rank, tag, timeout_s)
+
+    @fast_path.recv
+    def recv(
+        self, tensor: torch.Tensor, rank: int | None, tag: int = 0, timeout_s: float | None = None
+    ) -> int:
+        """Receive a message from a rank, or from any (None), into the tensor; the rank that sent it."""
+        return point_to_point.recv(self, tensor, rank, tag, timeout_s)
+
+    def isend(self, tensor: torch.Tensor, rank: int, tag: int = 0, timeout_s: float | None = None) -> Work:
+        """Begin to send a message to a rank."""
+        return point_to_point.isend(self, tensor, rank, tag, timeout_s)
+
+    def irecv(
+        self, tensor: torch.Tensor, rank: int | None, tag: int = 0, timeout_s: float | None = None
+    ) -> Work:
+        """Begin to receive a message from a rank, or from any (None), into the tensor."""
+        return point_to_point.irecv(self, tensor, rank, tag, timeout_s)
+
+    # -- the group
+
+    def drain(self, timeout_s: float) -> None:
         """Wait until what is queued has ended, at most so long, and have messages see an abort now."""
         if self.delegation is not None:
-            self.delegation.settle(seconds)
-        self._progress.drain(seconds)
-        self.engine.mailbox.look()
+            self.delegation.drain(timeout_s)
+        self.queue.thread.drain(timeout_s)
+        self.engine.check_messages()
+
+    def abort(self, why: str, failed: Sequence[int] = ()) -> None:
+        """Have what is under way in the group, on all ranks, and what is called later, fail at once.
+
+        Args:
+            why: what the errors say.
+            failed: the ranks that have died, if that is why.
+        """
+        self.queue.refuse_if_inherited("abort")
+        self.engine.abort(why, failed)
 
     def close(self) -> None:
+        """Run what is queued, then leave the group."""
+        self.fast.clear()
         if self.delegation is not None:
             self.delegation.close()
-        super().close()
+        self.queue.close()
 
-    # -- shared by the operations
 
-    def check_tensor(
-        self, tensor: object, parameter: str, name: str, *, written: bool = False
-    ) -> torch.Tensor:
-        """Refuse what this group cannot move; see :func:`checks.check_tensor`."""
-        return checks.check_tensor(tensor, parameter, name, written=written)
+def _pieces(
+    call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return the tensors that go to and come from each rank; equal parts of tensors alike stay together."""
+    if call.splits is None:
+        return inputs, outputs
+    sent, expected = call.splits
+    if sent == expected and len({*sent}) == 1 and inputs[0].shape == outputs[0].shape:
+        return inputs, outputs
+    return _rows(inputs[0], sent), _rows(outputs[0], expected)
 
-    def _check_reduction(self, tensor: torch.Tensor, parameter: str, op: ReduceOp, name: str) -> None:
-        checks.check_op(op, name)
-        checks.check_tensor(tensor, parameter, name, written=True)
-        checks.check_reducible(tensor, op, name)
 
-    def plan(
-        self, kind: Kind, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
-    ) -> Plan:
-        """What the engine needs to know of an operation; GroupDestroyedError if the group is closed."""
-        self._refuse_if_closed(kind.name)
-        return self.engine.plan(kind, dtype, op, root)
-
-    def _scaled(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        if op.factor is None:
-            return made_plain(tensor)
-        scaled = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
-        self.engine.scale(scaled, op.factor)
-        return scaled
-
-    def _ranges(self, tensor: torch.Tensor, splits: list[int]) -> list[tuple[int, int]]:
-        """(address, bytes) of consecutive ranges of rows."""
-        rows = sum(splits)
-        row_bytes = tensor.nbytes // rows if rows else 0
-        address, ranges = tensor.data_ptr(), []
-        for length in splits:
-            ranges.append((address, length * row_bytes))
-            address += length * row_bytes
-        return ranges
+def _rows(tensor: torch.Tensor, splits: list[int]) -> Sequence[torch.Tensor]:
+    whole = tensor if tensor.dim() else tensor.view(1)
+    return list(torch.split(whole, splits))

@@ -15,13 +15,12 @@ from typing import Any, cast
 import torch
 
 from torchestra.communicator.communicator import Communicator
-from torchestra.communicator.queue import RAISED_BY_ALL, Operation
+from torchestra.communicator.queue import RAISED_BY_ALL, Operation, OperationQueue
 from torchestra.communicator.work import Work, fresh
 from torchestra.engine.device.agreement import Agreement
 from torchestra.engine.device.engine import DeviceEngine
 from torchestra.engine.device.nccl import open_nccl
 from torchestra.engine.device.stream_scheduler import CudaLane, Lane, Mark
-from torchestra.engine.local import LocalEngine
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import PrefixStore, Store
 from torchestra.tensors import checks
@@ -41,10 +40,10 @@ class DeviceWork(Work):
     operation. ``synchronize()``, ``is_completed()``, a wait with a time-out and the future are about its end.
     """
 
-    def __init__(self, description: str, communicator: DeviceCommunicator, *, held: bool = False) -> None:
+    def __init__(self, description: str, engine: DeviceEngine, *, held: bool = False) -> None:
         super().__init__(description, held=held)
         self.mark: Mark | None = None
-        self._communicator = communicator
+        self._engine = engine
         self._filled: list[Any] = []
 
     def begin(self, mark: Mark, filled: list[Any]) -> None:
@@ -65,7 +64,7 @@ class DeviceWork(Work):
         if self._exception is not None:
             raise fresh(self._exception)
         if self.mark.error is None and not self._ended:
-            self._communicator.engine_of_device.refuse()
+            self._engine.refuse()
         self.mark.join()
         if self.mark.error is not None:
             raise fresh(self.mark.error)
@@ -81,107 +80,27 @@ class DeviceWork(Work):
 
     def finish(self, result: list[Any], source: int = -1, let_go: Callable[[], None] | None = None) -> None:
         if self.mark is None:  # one of several that run as one: it ends here
-            self.mark = self._communicator.lane.mark()
+            self.mark = self._engine.lane.mark()
         super().finish(result, source, let_go)
 
 
-class DeviceCommunicator(Communicator):
-    """One rank's end of a group, for tensors of one device.
+class StreamQueue(OperationQueue):
+    """Runs operations at once, as far as the host is concerned: they follow each other on the device."""
 
-    Args:
-        base: that for tensors of the CPU.
-        lane: how operations are launched on the device.
-        open_backend: makes torch's object, and what else must live as long as that.
-    """
+    engine: DeviceEngine
 
-    def __init__(self, base: Communicator, lane: Lane, open_backend: Callable[[], tuple[Any, Any]]) -> None:
-        self.engine_of_device = DeviceEngine(base.engine, lane, base.name, open_backend)
-        super().__init__(cast(LocalEngine, self.engine_of_device), base.name, base.seconds)
-        self.lane = lane
-        self.delegation = self
-        self._base = base
-
-    def serve(self, tensors: Sequence[torch.Tensor], op: ReduceOp | None = None) -> DeviceCommunicator:
-        """This: see Delegation."""
-        return self
-
-    def limit(self, seconds: float | None) -> float:
-        return self._base.limit(seconds)
-
-    def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
-        return self._base.barrier(async_op, seconds)
-
-    def settle(self, seconds: float) -> None:
-        self.engine_of_device.watch.drain(seconds)
-
-    def close(self) -> None:
-        self.closed = True
-        if not self.engine_of_device.member.is_aborted:
-            self.settle(_CLOSE_SECONDS)
-        self.engine_of_device.close()
-
-    # -- messages
-
-    def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
-        self.isend(tensor, rank, tag, seconds).wait()
-
-    def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
-        assert rank is not None
-        self.irecv(tensor, rank, tag, seconds).wait()
-        return rank
-
-    def isend(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> Work:
-        return self.batch([(True, tensor, rank)], seconds)[0]
-
-    def irecv(
-        self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None
-    ) -> Work:
-        assert rank is not None
-        return self.batch([(False, tensor, rank)], seconds)[0]
-
-    def batch(
-        self, messages: Sequence[tuple[bool, torch.Tensor, int]], seconds: float | None = None
-    ) -> list[Work]:
-        """Begin to send (True) and receive tensors to and from ranks, in no order; a Work for each."""
-        batch = []
-        for is_send, tensor, rank in messages:
-            name = "isend" if is_send else "irecv"
-            self._refuse_if_closed(name)
-            checked = checks.check_tensor(tensor, "tensor", name, written=not is_send)
-            batch.append((is_send, made_plain(checked), rank))
-        with self._lock:
-            begun = self.engine_of_device.messages(batch, self.limit(seconds), together=len(batch) > 1)
-            return [
-                self._message(begun, is_send, tensor, buffer, rank)
-                for (is_send, buffer, rank), (_, tensor, _) in zip(batch, messages, strict=True)
-            ]
-
-    def _message(
-        self, begun: Any, is_send: bool, tensor: torch.Tensor, buffer: torch.Tensor, rank: int
-    ) -> Work:
-        """The Work of a message that has been begun."""
-        work = DeviceWork(
-            f"{'isend to' if is_send else 'irecv from'} rank {rank} of group {self.name!r}", self
-        )
-        is_elsewhere = not is_send and buffer.data_ptr() != tensor.data_ptr()
-        put = partial(write_back, [tensor], [buffer]) if is_elsewhere else None
-        work.begin(self.lane.after(begun, put), [tensor])
-        self._tell(work, [tensor], -1 if is_send else rank, buffer)
-        return work
-
-    # -- how operations run
-
-    def _work(self, description: str, *, held: bool = False) -> Work:
-        return DeviceWork(f"{description} of group {self.name!r}", self, held=held)
+    def new_work(self, description: str, *, held: bool = False) -> Work:
+        return DeviceWork(f"{description} of group {self.name!r}", self.engine, held=held)
 
     def _run_or_queue(
         self, operation: Operation, description: str, async_op: bool, operations: int
     ) -> Work | None:
         result: list[Any] = []
+        engine = self.engine
         try:
-            self.engine_of_device.refuse()
-            with self._lock:
-                mark = self.lane.run(lambda: result.extend(operation(None)), beside=async_op)
+            engine.refuse()
+            with self.lock:
+                mark = engine.lane.run(lambda: result.extend(operation(None)), beside=async_op)
             if mark.error is not None and not isinstance(mark.error, RAISED_BY_ALL):
                 self.leave(description, mark.error)
         except BaseException as error:
@@ -191,13 +110,13 @@ class DeviceCommunicator(Communicator):
             raise
         if not async_op:
             return None
-        work = cast(DeviceWork, self._work(description))
+        work = cast(DeviceWork, self.new_work(description))
         work.begin(mark, result)
-        self._tell(work, result, -1, operation)
+        self.end_with(work, result, -1, operation)
         return work
 
-    def _tell(self, work: DeviceWork, result: list[Any], source: int, held: object) -> None:
-        """Have the Work end when the device is there. ``held`` lives until then."""
+    def end_with(self, work: DeviceWork, result: list[Any], source: int, held: object) -> None:
+        """Have the Work end when the device reaches its event. ``held`` lives until then."""
         mark = work.mark
         assert mark is not None
 
@@ -207,7 +126,76 @@ class DeviceCommunicator(Communicator):
             else:
                 work.finish(result, source)
 
-        self.engine_of_device.watch.tell(mark.is_done, end)
+        self.engine.watch.tell(mark.is_done, end)
+
+    def close(self) -> None:
+        self.closed = True
+        if not self.engine.is_aborted:
+            self.engine.watch.drain(_CLOSE_SECONDS)
+        self.engine.close()
+
+
+class DeviceMessages:
+    """Messages of tensors of a device; see point_to_point.Messages."""
+
+    def __init__(self, communicator: DeviceCommunicator, queue: StreamQueue) -> None:
+        self._communicator = communicator
+        self._queue = queue
+
+    def batch(
+        self, messages: Sequence[tuple[bool, torch.Tensor, int]], timeout_s: float | None = None
+    ) -> list[Work]:
+        """Begin to send (True) and receive tensors to and from ranks, in no order; a Work for each."""
+        batch = []
+        for is_send, tensor, rank in messages:
+            name = "isend" if is_send else "irecv"
+            self._queue.refuse_if_closed(name)
+            checked = checks.check_tensor(tensor, "tensor", name, written=not is_send)
+            batch.append((is_send, made_plain(checked), rank))
+        limit = self._communicator.limit(timeout_s)
+        with self._queue.lock:
+            begun = self._queue.engine.messages(batch, limit, together=len(batch) > 1)
+            return [
+                self._message(begun, is_send, tensor, buffer, rank)
+                for (is_send, buffer, rank), (_, tensor, _) in zip(batch, messages, strict=True)
+            ]
+
+    def _message(
+        self, begun: Any, is_send: bool, tensor: torch.Tensor, buffer: torch.Tensor, rank: int
+    ) -> Work:
+        """Return the Work of a message that has been begun."""
+        queue = self._queue
+        name = f"{'isend to' if is_send else 'irecv from'} rank {rank} of group {queue.name!r}"
+        work = DeviceWork(name, queue.engine)
+        is_elsewhere = not is_send and buffer.data_ptr() != tensor.data_ptr()
+        put = partial(write_back, [tensor], [buffer]) if is_elsewhere else None
+        work.begin(queue.engine.lane.after(begun, put), [tensor])
+        queue.end_with(work, [tensor], -1 if is_send else rank, buffer)
+        return work
+
+
+class DeviceCommunicator(Communicator):
+    """One rank's end of a group, for tensors of one device.
+
+    Args:
+        base: that for tensors of the CPU.
+        engine: the device's.
+    """
+
+    def __init__(self, base: Communicator, engine: DeviceEngine) -> None:
+        queue = StreamQueue(engine, base.name)
+        super().__init__(engine, base.name, base.timeout_s, queue)
+        self.messages = DeviceMessages(self, queue)
+        self._base = base
+
+    def limit(self, timeout_s: float | None) -> float:
+        return self._base.limit(timeout_s)
+
+    def barrier(self, async_op: bool = False, timeout_s: float | None = None) -> Work | None:
+        return self._base.barrier(async_op, timeout_s)
+
+    def drain(self, timeout_s: float) -> None:
+        self._base.drain(timeout_s)
 
 
 class Devices:
@@ -228,6 +216,7 @@ class Devices:
         self._base = base
         self._lane = lane
         self._open_backend = open_backend
+        self._engine: DeviceEngine | None = None
         self._made: DeviceCommunicator | None = None
         self._making = threading.Lock()
 
@@ -251,38 +240,31 @@ class Devices:
         """The communicator for the device."""
         with self._making:
             if self._made is None:
-                self._made = DeviceCommunicator(self._base, self._lane, self._open_backend)
-                # Only now, and on the object itself: groups that never see a tensor of a device have nothing
-                # in the way of their barrier.
-                self._base.__dict__["barrier"] = self._barrier
-                self._made.closed = self._base.closed
+                base = self._base
+                self._engine = DeviceEngine(base.engine, self._lane, base.name, self._open_backend)
+                self._made = DeviceCommunicator(base, self._engine)
+                base.uses_device = True
+                self._made.queue.closed = base.closed
             return self._made
 
-    def settle(self, seconds: float) -> None:
+    def finish(self) -> None:
+        """Wait until what is under way on the device has ended; raises what it has failed with."""
+        assert self._engine is not None
+        while not self._engine.watch.drain(_LOOK_SECONDS):
+            self._engine.refuse()
+        self._engine.refuse()
+
+    def drain(self, timeout_s: float) -> None:
         """Wait until what is under way on the device has ended, at most so long."""
-        if self._made is not None:
-            self._made.settle(seconds)
+        if self._engine is not None:
+            self._engine.watch.drain(timeout_s)
 
     def close(self) -> None:
         """Leave the group, as far as the device goes."""
         with self._making:
-            self._base.__dict__.pop("barrier", None)
+            self._base.uses_device = False
             if self._made is not None and not self._made.closed:
                 self._made.close()
-
-    def _barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
-        """A barrier that comes after what has been called on the device."""
-        assert self._made is not None
-        base, engine = self._base, self._made.engine_of_device
-
-        def operation(site: str | None) -> list[torch.Tensor]:
-            while not engine.watch.drain(_LOOK_SECONDS):
-                engine.refuse()
-            engine.refuse()
-            base.engine.barrier(base.limit(seconds), site)
-            return []
-
-        return base.run(operation, "barrier", async_op)
 
 
 def delegate(base: Communicator, store: Store, agreement: Agreement | None) -> None:
@@ -296,7 +278,7 @@ def delegate(base: Communicator, store: Store, agreement: Agreement | None) -> N
 
     def open_backend() -> tuple[Any, Any]:
         own = PrefixStore("nccl", store)
-        return open_nccl(own, base.rank, base.size, base.name, base.seconds)
+        return open_nccl(own, base.rank, base.size, base.name, base.timeout_s)
 
     base.delegation = Devices(base, agreement, CudaLane(agreement.device), open_backend)
 
@@ -304,4 +286,4 @@ def delegate(base: Communicator, store: Store, agreement: Agreement | None) -> N
 def agreement_of(communicator: Communicator) -> Agreement | None:
     """What the ranks of a group have agreed on for their devices, if they delegate."""
     delegation = communicator.delegation
-    return delegation.agreement if isinstance(delegation, Devices) else None
+    return None if delegation is None else cast(Agreement, delegation.agreement)

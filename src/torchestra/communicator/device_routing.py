@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from torchestra.communicator.host_staging import POSSIBLE, is_on_gpu, staged, tensors_in
+from torchestra.engine.operations import Collective
 from torchestra.errors import InvalidArgumentError
 from torchestra.types import ReduceOp
 
@@ -25,7 +26,7 @@ class Delegation(Protocol):
     """What a communicator has whose group delegates."""
 
     def serve(self, tensors: Sequence[torch.Tensor], op: ReduceOp | None = None) -> Any:
-        """The communicator for an operation on these tensors, some of which are of a device.
+        """Return the communicator for an operation on these tensors, some of which are of a device.
 
         None if the host is to do it.
 
@@ -33,7 +34,17 @@ class Delegation(Protocol):
             InvalidArgumentError: they are not all on the group's device.
         """
 
-    def settle(self, seconds: float) -> None:
+    def communicator(self) -> Any:
+        """Return the communicator for the device."""
+
+    @property
+    def agreement(self) -> Any:
+        """What the ranks have agreed on for their devices."""
+
+    def finish(self) -> None:
+        """Wait until what is under way on the device has ended; raises what it has failed with."""
+
+    def drain(self, timeout_s: float) -> None:
         """Wait until what is under way on the device has ended, at most so long."""
 
     def close(self) -> None:
@@ -66,7 +77,8 @@ def routed(
             return method(communicator, *args, **kwargs)
         given = [*args, *kwargs.values()]
         tensors = list(tensors_in(given))
-        if any(map(is_on_device, tensors)):
+        row = next((value for value in given if isinstance(value, Collective)), None)
+        if any(map(is_on_device, tensors)) and (row is None or row.on_devices):
             op = next((value for value in given if isinstance(value, ReduceOp)), None)
             if (serving := delegation.serve(tensors, op)) is not None:
                 return own(serving, *args, **kwargs)
@@ -75,47 +87,31 @@ def routed(
     return call
 
 
-def delegated_message(method: _Method) -> _Method:
-    """A message of a communicator (a tensor, a rank, a tag …) that a delegation sends where there is one."""
-    if not POSSIBLE:
-        return method
-    return cast(_Method, functools.wraps(method)(routed_message(method, is_on_gpu)))
+def messages_of(communicator: Any, name: str, tensor: object, rank: int | None, tag: int) -> Any:
+    """Return what sends and receives a message of a tensor of a device without the host; None for the host.
 
+    Backends of devices know neither tags nor receives from any rank: only messages of tag 0 are theirs.
 
-def routed_message(
-    method: Callable[..., Any], is_on_device: Callable[[torch.Tensor], bool]
-) -> Callable[..., Any]:
-    """``method``, or that of the delegation's communicator for a message that it can send.
-
-    Backends of devices know neither tags nor receives from any rank: only messages of tag 0 are delegated.
+    Raises:
+        InvalidArgumentError: the message is a receive from any rank.
     """
-
-    def call(
-        communicator: Any, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None
-    ) -> Any:
-        serving = serving_message(communicator, tensor, tag, is_on_device)
-        if serving is None:
-            return method(communicator, tensor, rank, tag, seconds)
-        if rank is None:
-            raise InvalidArgumentError(
-                f"{method.__name__}: a tensor of {tensor.device} cannot be received from any rank; name the"
-                " rank, or give sender and receiver a tag other than 0 (then it goes through the host)"
-            )
-        return getattr(serving, method.__name__)(tensor, rank, tag, seconds)
-
-    return call
-
-
-def serving_message(
-    communicator: Any,
-    tensor: object,
-    tag: int,
-    is_on_device: Callable[[torch.Tensor], bool] | None = None,
-) -> Any:
-    """The delegation's communicator if it is to send or receive this message, or None."""
-    if not POSSIBLE and is_on_device is None:
+    serving = serving_message(communicator, tensor, tag)
+    if serving is None:
         return None
+    if rank is None:
+        assert isinstance(tensor, torch.Tensor)
+        raise InvalidArgumentError(
+            f"{name}: a tensor of {tensor.device} cannot be received from any rank; name the rank, or give"
+            " sender and receiver a tag other than 0 (then it goes through the host)"
+        )
+    return serving.messages
+
+
+def serving_message(communicator: Any, tensor: object, tag: int) -> Any:
+    """Return the device's communicator if it is to send or receive this message, or None."""
+    if communicator.messages is not None:
+        return communicator
     delegation = communicator.delegation
     if delegation is None or tag or not isinstance(tensor, torch.Tensor):
         return None
-    return delegation.serve([tensor]) if (is_on_device or is_on_gpu)(tensor) else None
+    return delegation.serve([tensor]) if is_on_gpu(tensor) else None

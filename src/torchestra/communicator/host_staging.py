@@ -1,7 +1,7 @@
-"""Tensors of a GPU: operations run on twins of them in pinned memory, copied on a stream of their own.
+"""Tensors of a GPU: operations run on buffers of them in pinned memory, copied on a stream of their own.
 
-An operation that is called with CUDA tensors is collected with the twins in their place. When its turn comes
-it is preceded by copies from the tensors and followed by copies back to those that it has filled:
+An operation that is called with CUDA tensors is collected with the buffers in their place. When its turn
+comes it is preceded by copies from the tensors and followed by copies back to those that it has filled:
 
 * when it is called, an event is recorded on the caller's stream of every device concerned;
 * the copies run on another stream of that device, which waits for the event; so nothing that the program
@@ -23,14 +23,14 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 
-from torchestra.communicator.queue import Order, count_operations
+from torchestra.communicator.queue import OperationQueue, count_operations
 from torchestra.communicator.work import Work
 from torchestra.tensors.contiguity import what_is_missing
 
 POSSIBLE = torch.backends.cuda.is_built()
 """Whether there can be CUDA tensors at all."""
 
-# What an operation only writes need not be fetched from the device.
+# What an operation only writes need not be send_buffer from the device.
 _ONLY_WRITTEN = ("output", "outputs")
 _SPINS = 50
 _NAP_SECONDS = 50e-6
@@ -60,10 +60,10 @@ class CudaCopies:
         }
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._copy([(twin, tensor, tensor.device) for tensor, twin in pairs])
+        self._copy([(buffer, tensor, tensor.device) for tensor, buffer in pairs])
 
     def give_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._copy([(tensor, twin, tensor.device) for tensor, twin in pairs])
+        self._copy([(tensor, buffer, tensor.device) for tensor, buffer in pairs])
 
     def _copy(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor, torch.device]]) -> None:
         for target, source, device in copies:
@@ -86,10 +86,10 @@ class CudaCopies:
 
 
 class Stage:
-    """The twins of some device tensors.
+    """The buffers of some device tensors.
 
     Attributes:
-        twins: by the identity of the tensor that each is of.
+        buffers: by the identity of the tensor that each is of.
     """
 
     def __init__(
@@ -98,23 +98,23 @@ class Stage:
         self._tensors = {id(tensor): tensor for tensor in tensors}
         self._copies = CudaCopies(tensors) if copies is None else copies
         self._stored = {key: _blank(_core(tensor), pinned) for key, tensor in self._tensors.items()}
-        self.twins = {key: self._stored[key].expand(tensor.shape) for key, tensor in self._tensors.items()}
-        self._origins = {id(twin): self._tensors[key] for key, twin in self.twins.items()}
+        self.buffers = {key: self._stored[key].expand(tensor.shape) for key, tensor in self._tensors.items()}
+        self._origins = {id(buffer): self._tensors[key] for key, buffer in self.buffers.items()}
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill the twins of these tensors."""
+        """Fill the buffers of these tensors."""
         self._copies.fetch([(_core(tensor), self._stored[id(tensor)]) for tensor in _once(tensors)])
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill these tensors from their twins."""
+        """Fill these tensors from their buffers."""
         self._copies.give_back([(_core(tensor), self._stored[id(tensor)]) for tensor in _once(tensors)])
 
-    def in_twins(self, value: Any) -> Any:
-        """A tensor, or lists (of lists …) of them and anything else, with twins in the tensors' places."""
-        return _replaced(value, self.twins)
+    def in_buffers(self, value: Any) -> Any:
+        """A tensor, or lists (of lists …) of them and anything else, with buffers in the tensors' places."""
+        return _replaced(value, self.buffers)
 
     def in_tensors(self, value: Any) -> Any:
-        """The inverse of :meth:`in_twins`."""
+        """The inverse of :meth:`in_buffers`."""
         return _replaced(value, self._origins)
 
 
@@ -167,7 +167,7 @@ def staged(method: _Method) -> _Method:
     parameters = inspect.signature(method)
 
     @functools.wraps(method)
-    def call(communicator: Order, *args: Any, **kwargs: Any) -> Work | None:
+    def call(communicator: Any, *args: Any, **kwargs: Any) -> Work | None:
         if not any(map(is_on_gpu, tensors_in([*args, *kwargs.values()]))):
             return cast("Work | None", method(communicator, *args, **kwargs))
         bound = parameters.bind(communicator, *args, **kwargs)
@@ -182,8 +182,8 @@ def run_staged(
     is_staged: Callable[[torch.Tensor], bool],
     stage_of: Callable[[Sequence[torch.Tensor]], Stage],
 ) -> Work | None:
-    """Call a collective with twins in the places of those tensors of which ``is_staged`` holds."""
-    communicator: Order = bound.args[0]
+    """Call a collective with buffers in the places of those tensors of which ``is_staged`` holds."""
+    communicator = bound.args[0]
     values = dict(list(bound.arguments.items())[1:])
     tensors = [tensor for tensor in tensors_in(list(values.values())) if is_staged(tensor)]
     read = [
@@ -193,11 +193,12 @@ def run_staged(
         for tensor in tensors_in(value)
         if is_staged(tensor)
     ]
-    with communicator.abort_on_error(f"{method.__name__} of tensors of a GPU"):
+    name = values["row"].name if "row" in values else method.__name__
+    with communicator.queue.abort_on_error(f"{name} of tensors of a GPU"):
         stage = stage_of(tensors)
     async_op = bool(values.pop("async_op", False))
-    with communicator.collecting() as steps:
-        method(communicator, **{name: stage.in_twins(value) for name, value in values.items()})
+    with communicator.queue.coalescing() as steps:
+        method(communicator, **{name: stage.in_buffers(value) for name, value in values.items()})
 
     def operation(site: str | None) -> list[Any]:
         stage.fetch(read)
@@ -207,24 +208,25 @@ def run_staged(
         stage.give_back([tensor for tensor in tensors_in(results) if is_staged(tensor)])
         return results
 
-    return communicator.run(operation, steps[-1].description, async_op, count_operations(steps), read)
+    queue: OperationQueue = communicator.queue
+    return queue.run(operation, steps[-1].description, async_op, count_operations(steps), read)
 
 
-def fetched(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or the filled twin of one of a GPU: what is to be sent."""
+def send_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or the filled buffer of one of a GPU: what is to be sent."""
     if not POSSIBLE or not isinstance(tensor, torch.Tensor) or not is_on_gpu(tensor):
         return tensor
     stage = Stage([tensor])
     stage.fetch([tensor])
-    return stage.twins[id(tensor)]
+    return stage.buffers[id(tensor)]
 
 
-def landing(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-    """The tensor, or the twin of one of a GPU, to receive into, and what is to be called afterwards."""
+def receive_buffer(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    """The tensor, or the buffer of one of a GPU, to receive into, and what is to be called afterwards."""
     if not POSSIBLE or not isinstance(tensor, torch.Tensor) or not is_on_gpu(tensor):
         return tensor, _nothing
     stage = Stage([tensor])
-    return stage.twins[id(tensor)], functools.partial(stage.give_back, [tensor])
+    return stage.buffers[id(tensor)], functools.partial(stage.give_back, [tensor])
 
 
 def on_cpu(tensors: object) -> object:

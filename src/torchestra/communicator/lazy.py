@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchestra.communicator.communicator import Communicator
+from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import GroupDestroyedError
 from torchestra.system.forking import forget_in_children, refusal
 
 Meet = Callable[[float], Communicator]
-"""Meets the other members of a group, which all must come within so many seconds."""
+"""Meets the other members of a group, which all must come within so many timeout_s."""
 
 
-class DeferredCommunicator:
+class LazyCommunicator:
     """Stands for a communicator until one of its operations is called.
 
     The members then meet, which they would do in that operation anyhow. So nothing waits for anybody before,
     whoever asks for the group, and a group that is never used costs nothing.
 
     Attributes:
-        rank, size, name, seconds, closed: as of a communicator.
+        rank, size, name, timeout_s, closed, has_met: as of a communicator.
         replace: called with the communicator as soon as there is one.
     """
 
-    def __init__(self, rank: int, size: int, name: str, seconds: float, meet: Meet) -> None:
+    has_met = False
+
+    def __init__(self, rank: int, size: int, name: str, timeout_s: float, meet: Meet) -> None:
         self.rank = rank
         self.size = size
         self.name = name
-        self.seconds = seconds
+        self.timeout_s = timeout_s
         self.closed = False
         self.replace: Callable[[Communicator], None] = lambda _: None
         self._meet = meet
@@ -55,9 +58,18 @@ class DeferredCommunicator:
                     raise refusal(f"group {self.name!r} of rank {self.rank} cannot be used")
                 if self.closed:
                     raise GroupDestroyedError(f"rank {self.rank} has destroyed group {self.name!r}")
-                self._made = self._meet(self.seconds)
+                self._made = self._meet(self.timeout_s)
                 self.replace(self._made)
             return self._made
+
+    def hosts_among(self, ranks: Sequence[int]) -> Hosts:
+        """Return one host: where the members are is found when they meet."""
+        return Hosts([[0]], [""]) if self._made is None else self._made.hosts_among(ranks)
+
+    def abort(self, why: str, failed: Sequence[int] = ()) -> None:
+        """Do nothing before the members have met: there is nothing under way."""
+        if self._made is not None:
+            self._made.abort(why, failed)
 
     def close(self) -> None:
         """Leave the group, if its members have met."""

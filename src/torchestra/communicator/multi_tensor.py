@@ -14,11 +14,17 @@ import torch
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.device_routing import any_device, delegated
 from torchestra.communicator.work import Work
-from torchestra.tensors.checks import check_apart
+from torchestra.tensors.checks import check_apart, check_tensor
 from torchestra.tensors.contiguity import made_plain
 from torchestra.types import ReduceOp
 
 Tensors = Sequence[torch.Tensor]
+
+
+def _check(
+    communicator: Communicator, tensor: torch.Tensor, parameter: str, name: str, *, written: bool = False
+) -> None:
+    check_tensor(tensor, parameter, name, written=written, real=not communicator.engine.is_fake)
 
 
 @any_device
@@ -27,7 +33,7 @@ def all_reduce_together(
     tensors: Tensors,
     op: ReduceOp,
     async_op: bool = False,
-    seconds: float | None = None,
+    timeout_s: float | None = None,
 ) -> Work | None:
     """Replace all tensors of all ranks by the reduction of all of them.
 
@@ -35,15 +41,15 @@ def all_reduce_together(
     tensors are summed.
     """
     if tensors[0].layout is torch.sparse_coo:
-        return communicator.all_reduce_sparse(tensors, op, async_op, seconds)
+        return communicator.all_reduce_sparse(tensors, op, async_op, timeout_s)
     if len(tensors) == 1:
-        return communicator.all_reduce(tensors[0], op, async_op, seconds)
+        return communicator.all_reduce(tensors[0], op, async_op, timeout_s)
     for index, tensor in enumerate(tensors):
-        communicator.check_tensor(tensor, f"tensors[{index}]", "all_reduce", written=True)
-    with communicator.abort_on_error("all_reduce"):
+        _check(communicator, tensor, f"tensors[{index}]", "all_reduce", written=True)
+    with communicator.queue.abort_on_error("all_reduce"):
         total = torch.empty_like(tensors[0], memory_format=torch.contiguous_format, requires_grad=False)
-    with communicator.collecting() as steps:
-        communicator.all_reduce(total, op, seconds=seconds)
+    with communicator.queue.coalescing() as steps:
+        communicator.all_reduce(total, op, timeout_s=timeout_s)
     within = ReduceOp.SUM if op.name in ("AVG", "PREMUL_SUM") else op
 
     def operation(site: str | None) -> list[torch.Tensor]:
@@ -53,7 +59,7 @@ def all_reduce_together(
             tensor.detach().copy_(total)
         return list(tensors)
 
-    return communicator.run(operation, steps[0].description, async_op, reads=tensors)
+    return communicator.queue.run(operation, steps[0].description, async_op, reads=tensors)
 
 
 @any_device
@@ -63,16 +69,16 @@ def broadcast_together(
     root: int,
     root_tensor: int,
     async_op: bool = False,
-    seconds: float | None = None,
+    timeout_s: float | None = None,
 ) -> Work | None:
     """Replace all tensors of all ranks by tensor number ``root_tensor`` of the root; they have one shape."""
     chosen = tensors[root_tensor]
     if len(tensors) == 1:
-        return communicator.broadcast(chosen, root, async_op, seconds)
+        return communicator.broadcast(chosen, root, async_op, timeout_s)
     for index, tensor in enumerate(tensors):
-        communicator.check_tensor(tensor, f"tensors[{index}]", "broadcast", written=True)
-    with communicator.collecting() as steps:
-        communicator.broadcast(chosen, root, seconds=seconds)
+        _check(communicator, tensor, f"tensors[{index}]", "broadcast", written=True)
+    with communicator.queue.coalescing() as steps:
+        communicator.broadcast(chosen, root, timeout_s=timeout_s)
 
     def operation(site: str | None) -> list[torch.Tensor]:
         steps[0].operation(site)
@@ -81,7 +87,7 @@ def broadcast_together(
                 tensor.detach().copy_(chosen.detach())
         return list(tensors)
 
-    return communicator.run(operation, steps[0].description, async_op, reads=[chosen])
+    return communicator.queue.run(operation, steps[0].description, async_op, reads=[chosen])
 
 
 @any_device
@@ -90,27 +96,27 @@ def all_gather_together(
     outputs: Sequence[Tensors],
     tensors: Tensors,
     async_op: bool = False,
-    seconds: float | None = None,
+    timeout_s: float | None = None,
 ) -> Work | None:
     """Put all tensors of all ranks into each list of outputs: rank 0's first, in the order of its list.
 
     With n tensors on each rank there are n lists, of n tensors for each rank. All have one shape.
     """
     if len(tensors) == 1:
-        return communicator.all_gather(outputs[0], tensors[0], async_op, seconds)
+        return communicator.all_gather(outputs[0], tensors[0], async_op, timeout_s)
     name = "all_gather"
     for number, row in enumerate(outputs):
         for index, output in enumerate(row):
-            communicator.check_tensor(output, f"outputs[{number}][{index}]", name, written=True)
+            _check(communicator, output, f"outputs[{number}][{index}]", name, written=True)
         check_apart(row, f"outputs[{number}]", name)
     for index, tensor in enumerate(tensors):
-        communicator.check_tensor(tensor, f"tensors[{index}]", name)
+        _check(communicator, tensor, f"tensors[{index}]", name)
     first, shape = tensors[0].detach(), tensors[0].shape
-    with communicator.abort_on_error(name):
+    with communicator.queue.abort_on_error(name):
         mine = first.new_empty((len(tensors), *shape))
         gathered = first.new_empty((communicator.size * len(tensors), *shape))
-    with communicator.collecting() as steps:
-        communicator.all_gather_into_tensor(gathered, mine, seconds=seconds)
+    with communicator.queue.coalescing() as steps:
+        communicator.all_gather_into_tensor(gathered, mine, timeout_s=timeout_s)
 
     def operation(site: str | None) -> list[list[torch.Tensor]]:
         torch.stack([made_plain(tensor) for tensor in tensors], out=mine)
@@ -120,7 +126,7 @@ def all_gather_together(
                 output.detach().copy_(piece)
         return [list(row) for row in outputs]
 
-    return communicator.run(operation, name, async_op, reads=tensors)
+    return communicator.queue.run(operation, name, async_op, reads=tensors)
 
 
 @delegated
@@ -129,7 +135,7 @@ def all_reduce_coalesced(
     tensors: Tensors,
     op: ReduceOp,
     async_op: bool = False,
-    seconds: float | None = None,
+    timeout_s: float | None = None,
 ) -> Work | None:
     """Replace each tensor by the reduction of all ranks' tensors with its place in the list.
 
@@ -138,14 +144,16 @@ def all_reduce_coalesced(
     """
     batches = _batches(tensors)
     if len(batches[0]) == len(tensors) > 1:
-        return communicator.all_reduce_list(tensors, op, async_op, seconds)
-    with communicator.collecting() as steps:
+        return communicator.all_reduce_list(tensors, op, async_op, timeout_s)
+    with communicator.queue.coalescing() as steps:
         for batch in batches:
             if len(batch) == 1:
-                communicator.all_reduce(batch[0], op, seconds=seconds)
+                communicator.all_reduce(batch[0], op, timeout_s=timeout_s)
             else:
-                communicator.all_reduce_list(batch, op, seconds=seconds)
-    return communicator.run_steps(steps, f"all_reduce_coalesced({op.name})", async_op, list(tensors))
+                communicator.all_reduce_list(batch, op, timeout_s=timeout_s)
+    return communicator.queue.run_coalesced(
+        steps, f"all_reduce_coalesced({op.name})", async_op, list(tensors)
+    )
 
 
 def _batches(tensors: Tensors) -> list[list[torch.Tensor]]:
@@ -168,14 +176,14 @@ def all_gather_coalesced(
     outputs: Sequence[Tensors],
     tensors: Tensors,
     async_op: bool = False,
-    seconds: float | None = None,
+    timeout_s: float | None = None,
 ) -> Work | None:
     """Put tensor i of rank p into ``outputs[p][i]`` on every rank."""
-    with communicator.collecting() as steps:
+    with communicator.queue.coalescing() as steps:
         for index, tensor in enumerate(tensors):
-            communicator.all_gather([row[index] for row in outputs], tensor, seconds=seconds)
+            communicator.all_gather([row[index] for row in outputs], tensor, timeout_s=timeout_s)
     result = [list(row) for row in outputs]
-    return communicator.run_steps(steps, "all_gather_coalesced", async_op, result)
+    return communicator.queue.run_coalesced(steps, "all_gather_coalesced", async_op, result)
 
 
 @delegated
@@ -184,13 +192,13 @@ def all_gather_into_tensor_coalesced(
     outputs: Tensors,
     tensors: Tensors,
     async_op: bool = False,
-    seconds: float | None = None,
+    timeout_s: float | None = None,
 ) -> Work | None:
     """Put tensor i of all ranks, one rank after the other, into ``outputs[i]`` on every rank."""
-    with communicator.collecting() as steps:
+    with communicator.queue.coalescing() as steps:
         for output, tensor in zip(outputs, tensors, strict=True):
-            communicator.all_gather_into_tensor(output, tensor, seconds=seconds)
-    return communicator.run_steps(steps, "all_gather_into_tensor_coalesced", async_op)
+            communicator.all_gather_into_tensor(output, tensor, timeout_s=timeout_s)
+    return communicator.queue.run_coalesced(steps, "all_gather_into_tensor_coalesced", async_op)
 
 
 @delegated
@@ -200,10 +208,10 @@ def reduce_scatter_tensor_coalesced(
     tensors: Tensors,
     op: ReduceOp,
     async_op: bool = False,
-    seconds: float | None = None,
+    timeout_s: float | None = None,
 ) -> Work | None:
     """Reduce tensor i of all ranks, and put each rank's piece of the result into its ``outputs[i]``."""
-    with communicator.collecting() as steps:
+    with communicator.queue.coalescing() as steps:
         for output, tensor in zip(outputs, tensors, strict=True):
-            communicator.reduce_scatter_tensor(output, tensor, op, seconds=seconds)
-    return communicator.run_steps(steps, f"reduce_scatter_tensor_coalesced({op.name})", async_op)
+            communicator.reduce_scatter_tensor(output, tensor, op, timeout_s=timeout_s)
+    return communicator.queue.run_coalesced(steps, f"reduce_scatter_tensor_coalesced({op.name})", async_op)

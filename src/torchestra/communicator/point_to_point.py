@@ -2,138 +2,175 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd import profiler
 
 from torchestra.arguments.annotations import check_integer
 from torchestra.communicator import profiling
-from torchestra.communicator.device_routing import Delegation, delegated_message
-from torchestra.communicator.host_staging import fetched, landing
-from torchestra.communicator.queue import Order
+from torchestra.communicator.device_routing import messages_of
+from torchestra.communicator.host_staging import receive_buffer, send_buffer
 from torchestra.communicator.work import Work
-from torchestra.engine.local import LocalEngine
-from torchestra.engine.p2p import Transfer
 from torchestra.errors import DistError
 from torchestra.tensors import checks
 from torchestra.tensors.contiguity import made_plain, write_back
 
+if TYPE_CHECKING:
+    from torchestra.communicator.communicator import Communicator
 
-class Messaging(Order):
-    """One rank's end of a group, as far as messages go. Whoever is named must take part, nobody else."""
 
-    def __init__(self, engine: LocalEngine, name: str, seconds: float) -> None:
-        super().__init__(engine, name)
-        self.rank = engine.rank
-        self.size = engine.size
-        self.seconds = seconds
-        self.delegation: Delegation | None = None
+class Messages(Protocol):
+    """Messages of tensors of a device, which do not go through the host."""
 
-    def forget(self) -> None:
-        super().forget()
-        self.delegation = None
+    def batch(
+        self, messages: Sequence[tuple[bool, torch.Tensor, int]], timeout_s: float | None = None
+    ) -> list[Work]:
+        """Begin to send (True) and receive tensors to and from ranks, in no order; a Work for each."""
 
-    def limit(self, seconds: float | None) -> float:
-        """How long an operation may wait, in seconds, by its own time-out if it has one."""
-        return self.seconds if seconds is None else seconds
 
-    @delegated_message
-    def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
-        """Send a message to a rank; returns when the tensor may be changed."""
-        if profiler._is_profiler_enabled and profiling.wanted():
-            with profiling.recorded("send", [tensor]):
-                return self.send(tensor, rank, tag, seconds)
-        tensor = checks.check_tensor(fetched(tensor), "tensor", "send")
-        self._refuse_if_closed("send")
-        tag = check_integer(tag, "tag", "send")
-        self.engine.send(made_plain(tensor), rank, tag, self.limit(seconds))
+def send(
+    communicator: Communicator, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float | None
+) -> None:
+    """See :meth:`Communicator.send`."""
+    name = "send"
+    if profiler._is_profiler_enabled and profiling.wanted():
+        with profiling.recorded(name, [tensor]):
+            return send(communicator, tensor, rank, tag, timeout_s)
+    if (work := _by_device(communicator, name, tensor, rank, tag, timeout_s)) is not None:
+        work.wait()
         return None
+    if communicator.engine.delegates:
+        communicator.isend(tensor, rank, tag, timeout_s).wait()
+        return None
+    buffer, tag = _checked(communicator, send_buffer(tensor), tag, name, written=False)
+    communicator.engine.send(buffer, rank, tag, communicator.limit(timeout_s))
+    return None
 
-    @delegated_message
-    def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
-        """Receive a message from a rank, or from any (None), into the tensor; the rank that sent it."""
-        if profiler._is_profiler_enabled and profiling.wanted():
-            with profiling.recorded("recvAnySource" if rank is None else "recv", [tensor]):
-                return self.recv(tensor, rank, tag, seconds)
-        tensor, land = landing(tensor)
-        checks.check_tensor(tensor, "tensor", "recv", written=True)
-        self._refuse_if_closed("recv")
-        tag = check_integer(tag, "tag", "recv")
-        buffer = made_plain(tensor)
-        source = self.engine.receive(buffer, rank, tag, self.limit(seconds))
-        write_back([tensor], [buffer])
-        land()
-        return source
 
-    @delegated_message
-    def isend(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> Work:
-        """Begin to send a message to a rank."""
-        if profiler._is_profiler_enabled and profiling.wanted():
-            with profiling.recorded("send", [tensor]):
-                return self.isend(tensor, rank, tag, seconds)
-        buffer = made_plain(checks.check_tensor(fetched(tensor), "tensor", "isend"))
-        self._refuse_if_closed("isend")
-        tag = check_integer(tag, "tag", "isend")
-        work = Work(f"isend to rank {rank} of group {self.name!r}")
-        transfer = self.engine.begin_send(
-            buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, tensor, buffer, None)
-        )
-        return self._hastened(work, transfer)
+def recv(
+    communicator: Communicator, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float | None
+) -> int:
+    """See :meth:`Communicator.recv`."""
+    name = "recv"
+    if profiler._is_profiler_enabled and profiling.wanted():
+        with profiling.recorded("recvAnySource" if rank is None else name, [tensor]):
+            return recv(communicator, tensor, rank, tag, timeout_s)
+    work = _by_device(communicator, name, tensor, rank, tag, timeout_s)
+    if work is None and communicator.engine.delegates:
+        work = communicator.irecv(tensor, rank, tag, timeout_s)
+    if work is not None:
+        work.wait()
+        return work._source_rank() if rank is None else rank
+    target, copy_back = receive_buffer(tensor)
+    buffer, tag = _checked(communicator, target, tag, name, written=True)
+    source = communicator.engine.receive(buffer, rank, tag, communicator.limit(timeout_s))
+    if not communicator.engine.is_fake:
+        write_back([target], [buffer])
+        copy_back()
+    return source
 
-    @delegated_message
-    def irecv(
-        self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None
-    ) -> Work:
-        """Begin to receive a message from a rank, or from any (None), into the tensor."""
-        if profiler._is_profiler_enabled and profiling.wanted():
-            with profiling.recorded("recvAnySource" if rank is None else "recv", [tensor]):
-                return self.irecv(tensor, rank, tag, seconds)
-        given = tensor
-        tensor, land = landing(tensor)
-        checks.check_tensor(tensor, "tensor", "irecv", written=True)
-        self._refuse_if_closed("irecv")
-        tag = check_integer(tag, "tag", "irecv")
-        buffer = made_plain(tensor)
-        source = "any rank" if rank is None else f"rank {rank}"
-        work = Work(f"irecv from {source} of group {self.name!r}")
 
-        def put() -> None:
-            write_back([tensor], [buffer])
-            land()
-
-        transfer = self.engine.begin_receive(
-            buffer, rank, tag, self.limit(seconds), partial(self._end_message, work, given, buffer, put)
-        )
-        return self._hastened(work, transfer)
-
-    def _hastened(self, work: Work, transfer: Transfer) -> Work:
-        """The Work of a message, for which the mailbox works while the program waits."""
-        work.hasten = partial(self.engine.mailbox.wait, transfer)
-        if work.is_completed():  # maybe before that was set
-            work.hasten = None
+def isend(
+    communicator: Communicator, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float | None
+) -> Work:
+    """See :meth:`Communicator.isend`."""
+    name, engine = "isend", communicator.engine
+    if profiler._is_profiler_enabled and profiling.wanted():
+        with profiling.recorded("send", [tensor]):
+            return isend(communicator, tensor, rank, tag, timeout_s)
+    if (work := _by_device(communicator, name, tensor, rank, tag, timeout_s)) is not None:
         return work
+    if engine.delegates:
+        return engine.begin_send(tensor, rank, tag, communicator.limit(timeout_s), _ignore)  # type: ignore[no-any-return]
+    buffer, tag = _checked(communicator, send_buffer(tensor), tag, name, written=False)
+    work = Work(f"isend to rank {rank} of group {communicator.name!r}")
+    end = partial(_end, work, tensor, buffer, None)
+    return _waitable(
+        communicator, work, engine.begin_send(buffer, rank, tag, communicator.limit(timeout_s), end)
+    )
 
-    @staticmethod
-    def _end_message(
-        work: Work,
-        tensor: torch.Tensor,
-        buffer: torch.Tensor,
-        put: Callable[[], None] | None,
-        transfer: Transfer,
-    ) -> None:
-        if transfer.error is not None:
-            work.fail(transfer.error)
+
+def irecv(
+    communicator: Communicator, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float | None
+) -> Work:
+    """See :meth:`Communicator.irecv`."""
+    name, engine = "irecv", communicator.engine
+    if profiler._is_profiler_enabled and profiling.wanted():
+        with profiling.recorded("recvAnySource" if rank is None else "recv", [tensor]):
+            return irecv(communicator, tensor, rank, tag, timeout_s)
+    if (work := _by_device(communicator, name, tensor, rank, tag, timeout_s)) is not None:
+        return work
+    if engine.delegates:
+        return engine.begin_receive(tensor, rank, tag, communicator.limit(timeout_s), _ignore)  # type: ignore[no-any-return]
+    target, copy_back = receive_buffer(tensor)
+    buffer, tag = _checked(communicator, target, tag, name, written=True)
+    source = "any rank" if rank is None else f"rank {rank}"
+    work = Work(f"irecv from {source} of group {communicator.name!r}")
+
+    def put() -> None:
+        write_back([target], [buffer])
+        copy_back()
+
+    end = partial(_end, work, tensor, buffer, None if engine.is_fake else put)
+    return _waitable(
+        communicator, work, engine.begin_receive(buffer, rank, tag, communicator.limit(timeout_s), end)
+    )
+
+
+def _by_device(
+    communicator: Communicator,
+    name: str,
+    tensor: torch.Tensor,
+    rank: int | None,
+    tag: int,
+    timeout_s: float | None,
+) -> Work | None:
+    """Begin a message of a tensor of a device, where its communicator can; else None."""
+    messages = messages_of(communicator, name, tensor, rank, tag)
+    if messages is None or rank is None:
+        return None
+    return messages.batch([("send" in name, tensor, rank)], timeout_s)[0]  # type: ignore[no-any-return]
+
+
+def _checked(
+    communicator: Communicator, tensor: torch.Tensor, tag: int, name: str, *, written: bool
+) -> tuple[torch.Tensor, int]:
+    """Return the contiguous memory of a message's tensor, and its tag."""
+    is_fake = communicator.engine.is_fake
+    checks.check_tensor(tensor, "tensor", name, written=written, real=not is_fake)
+    communicator.queue.refuse_if_closed(name)
+    return tensor if is_fake else made_plain(tensor), check_integer(tag, "tag", name)
+
+
+def _waitable(communicator: Communicator, work: Work, transfer: Any) -> Work:
+    """Return the Work of a message, for which the engine works while the program waits."""
+    work.progress = partial(communicator.engine.complete, transfer)
+    if work.is_completed():  # maybe before that was set
+        work.progress = None
+    return work
+
+
+def _end(
+    work: Work, tensor: torch.Tensor, buffer: torch.Tensor, put: Callable[[], None] | None, transfer: Any
+) -> None:
+    if transfer.error is not None:
+        work.fail(transfer.error)
+        return
+    try:
+        if put is not None:
+            put()
+    except BaseException as error:
+        if isinstance(error, Exception):
+            work.fail(error)
             return
-        try:
-            if put is not None:
-                put()
-        except BaseException as error:
-            if isinstance(error, Exception):
-                work.fail(error)
-                return
-            # The interrupt itself is for who runs this; who waits for the message learns this.
-            work.fail(DistError(f"a message was received, but not copied to its tensor: {error!r}"))
-            raise
-        work.finish([tensor], transfer.source)
+        # The interrupt itself is for whoever runs this; whoever waits for the message learns this.
+        work.fail(DistError(f"a message was received, but not copied to its tensor: {error!r}"))
+        raise
+    work.finish([tensor], transfer.source)
+
+
+def _ignore(_: object) -> None:
+    pass

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torchestra.arguments.annotations import check_flag
 from torchestra.communicator import profiling
 from torchestra.communicator.work import Work
-from torchestra.engine.local import LocalEngine
+from torchestra.engine.interface import Engine
 from torchestra.engine.progress import ProgressThread, Task
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import (
@@ -40,7 +40,7 @@ from torchestra.errors import (
     InvalidArgumentError,
     InvalidArgumentTypeError,
 )
-from torchestra.system.forking import forget_in_children, refusal
+from torchestra.system.forking import refusal
 
 Operation = Callable[[str | None], list[Any]]
 """Runs an operation, given the line that called it if that is not on this thread's stack; its result."""
@@ -51,8 +51,8 @@ RAISED_BY_ALL = (CollectiveMismatchError, InvalidArgumentError, InvalidArgumentT
 """What every rank raises in the same operation."""
 
 
-class Step(NamedTuple):
-    """An operation that was called inside :meth:`Order.collecting`, and is still to be run."""
+class CoalescedOperation(NamedTuple):
+    """An operation that was called inside :meth:`OperationQueue.coalescing`, and is still to be run."""
 
     operation: Operation
     description: str
@@ -61,31 +61,30 @@ class Step(NamedTuple):
     operations: int
 
 
-class Order:
+class OperationQueue:
     """The operations that a rank runs in one group, one at a time."""
 
-    def __init__(self, engine: LocalEngine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
         self.name = name
         self.closed = False
         # The name of the group that shrink() has put in this one's place.
         self.became = ""
-        self._progress = ProgressThread(f"torchestra-{name}-{engine.rank}")
+        self.thread = ProgressThread(f"torchestra-{name}-{engine.rank}")
         # Held while an operation runs, so that two threads of one rank do not mix theirs.
-        self._lock = threading.Lock()
-        # By thread: the operations called inside `collecting`.
-        self._collected: dict[int, list[Step]] = {}
+        self.lock = threading.Lock()
+        # By thread: the operations called inside `coalescing`.
+        self._coalesced: dict[int, list[CoalescedOperation]] = {}
         # The sequence number when what is queued has been run; of no meaning when nothing is.
         self._promised = 0
         self._inherited = False
-        forget_in_children(self)
 
     def forget(self) -> None:
-        """In a forked child, which is not part of the group: refuse everything."""
+        """Refuse everything: this is a forked child, which is not part of the group."""
         self.closed = self._inherited = True
         # What is queued is the parent's, and a thread that does not exist here may have had the locks.
-        self._progress = ProgressThread(f"torchestra-{self.name}-{self.engine.rank}")
-        self._lock = threading.Lock()
+        self.thread = ProgressThread(f"torchestra-{self.name}-{self.engine.rank}")
+        self.lock = threading.Lock()
 
     def run(
         self,
@@ -104,12 +103,12 @@ class Order:
             operations: how many of the engine's it consists of, at most.
             reads: the tensors that it reads, for profilers.
         """
-        self._refuse_if_closed(description)
+        self.refuse_if_closed(description)
         if async_op is not False and async_op is not True:
             async_op = check_flag(async_op, "async_op", description)
-        if self._collected and (steps := self._collected.get(threading.get_ident())) is not None:
-            work = self._work(description, held=True) if async_op else None
-            steps.append(Step(operation, description, work, reads, operations))
+        if self._coalesced and (steps := self._coalesced.get(threading.get_ident())) is not None:
+            work = self.new_work(description, held=True) if async_op else None
+            steps.append(CoalescedOperation(operation, description, work, reads, operations))
             return work
         if profiler._is_profiler_enabled and profiling.wanted():
             with profiling.recorded(description, reads):
@@ -121,31 +120,33 @@ class Order:
     ) -> Work | None:
         """Run an operation that is not to be collected: here and now, or queue it."""
         # A callback of an asynchronous operation runs on the progress thread, and cannot wait for its queue.
-        if not async_op and (not self._progress.pending or self._progress.is_current()):
+        if not async_op and (not self.thread.pending or self.thread.is_current()):
             self.perform(operation, description, operations)
             return None
-        work = self._work(description)
-        if async_op and self._progress.is_current():
+        if self.engine.is_fake:
+            return Work.finished(f"{description} of group {self.name!r}", operation(None))
+        work = self.new_work(description)
+        if async_op and self.thread.is_current():
             # Nor can it wait for what would be queued: on a rank where it is called earlier, before anything
             # else was queued, the operation comes first too.
             self._run_at_once(partial(self.perform, operation, description, operations), work)
             return work
         queued = _Queued(self, operation, description, operations, call_site(), work)
-        work.hasten, work.hurry = partial(self._hasten, work), self._progress.hurry
+        work.progress, work.start = partial(self._make_progress, work), self.thread.hurry
         self._promised = self.sequence_number() + operations
         with self.abort_on_error(description):
-            self._progress.submit(queued)
+            self.thread.submit(queued)
         if async_op:
             return work
         work.wait()
         return None
 
-    def _hasten(self, work: Work) -> None:
+    def _make_progress(self, work: Work) -> None:
         # What this thread traces or counts is the program's doing, and not how an operation is run.
         if _get_current_dispatch_mode() is None and _get_current_function_mode() is None:
-            self._progress.help(work.is_completed)
+            self.thread.help(work.is_completed)
         else:
-            self._progress.hurry()
+            self.thread.hurry()
 
     def perform(
         self, operation: Operation, description: str, operations: int, site: str | None = None
@@ -154,7 +155,7 @@ class Order:
 
         If that fails here, and has not taken as many sequence numbers as elsewhere, the group is aborted.
         """
-        with self._lock:
+        with self.lock:
             before = self.engine.sequence_number()
             try:
                 result = operation(site)
@@ -184,8 +185,8 @@ class Order:
         lines = str(error).splitlines()
         told = f": {lines[0]}" if lines else ""
         why = f"rank {self.engine.rank} left {description} with {type(error).__name__}{told}"
-        if not (self.closed or self.engine.member.is_aborted):
-            self.engine.member.abort(why)
+        if not (self.closed or self.engine.is_aborted):
+            self.engine.abort(why)
         return why
 
     @staticmethod
@@ -197,23 +198,23 @@ class Order:
         else:
             work.finish(result)
 
-    def is_collecting(self) -> bool:
-        """Whether the calling thread is inside :meth:`collecting`."""
-        return threading.get_ident() in self._collected
+    def is_coalescing(self) -> bool:
+        """Whether the calling thread is inside :meth:`coalescing`."""
+        return threading.get_ident() in self._coalesced
 
     @contextlib.contextmanager
-    def collecting(self) -> Iterator[list[Step]]:
+    def coalescing(self) -> Iterator[list[CoalescedOperation]]:
         """Operations that this thread calls while the block runs are checked and listed, but not run.
 
         (Messages are not operations of the whole group, and are not held back.) To be handed to
-        :meth:`run_steps`, or run as part of another operation. If the block is left by an error of this rank
-        alone after an operation was collected, the group is aborted.
+        :meth:`run_coalesced`, or run as part of another operation. If the block is left by an error of this
+        rank alone after an operation was collected, the group is aborted.
         """
         thread = threading.get_ident()
-        outer = self._collected.get(thread)
-        steps = self._collected[thread] = []
+        outer = self._coalesced.get(thread)
+        steps = self._coalesced[thread] = []
         self._promised = self.sequence_number()
-        self._progress.hold()  # so that no call takes the short way past `run`
+        self.thread.hold()  # so that no call takes the short way past `run`
         try:
             yield steps
         except BaseException as error:
@@ -223,18 +224,18 @@ class Order:
                         DistError(f"{step.description} was not run: its block ended with {error!r}")
                     )
             if steps and not isinstance(error, RAISED_BY_ALL):
-                self.leave(describe_steps(steps), error)
+                self.leave(describe_coalesced(steps), error)
             raise
         finally:
-            self._progress.release()
+            self.thread.release()
             if outer is None:
-                del self._collected[thread]
+                del self._coalesced[thread]
             else:
-                self._collected[thread] = outer
+                self._coalesced[thread] = outer
 
-    def run_steps(
+    def run_coalesced(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[CoalescedOperation],
         description: str,
         async_op: bool = False,
         result: list[Any] | None = None,
@@ -278,26 +279,17 @@ class Order:
 
     def sequence_number(self) -> int:
         """How many operations of the whole group this rank has called, those that are queued included."""
-        return self._promised if self._progress.pending else self.engine.sequence_number()
+        return self._promised if self.thread.pending else self.engine.sequence_number()
 
-    def _work(self, description: str, *, held: bool = False) -> Work:
+    def new_work(self, description: str, *, held: bool = False) -> Work:
         return Work(f"{description} of group {self.name!r}", held=held)
-
-    def abort(self, why: str, failed: tuple[int, ...] = ()) -> None:
-        """Have what is under way in the group, on all ranks, and what is called later, fail at once.
-
-        Args:
-            why: what the errors say.
-            failed: the ranks that have died, if that is why.
-        """
-        self.engine.member.abort(why, failed=failed)
 
     def close(self) -> None:
         """Run what is queued, then leave the group. In a forked child nothing is to be done."""
         if self._inherited:
             return
         self.closed = True
-        self._progress.close(_CLOSE_SECONDS)
+        self.thread.close(_CLOSE_SECONDS)
         self.engine.close()
 
     def refuse_if_inherited(self, name: str) -> None:
@@ -305,7 +297,7 @@ class Order:
         if self._inherited:
             raise refusal(f"{name}: group {self.name!r} of rank {self.engine.rank} cannot be used")
 
-    def _refuse_if_closed(self, name: str) -> None:
+    def refuse_if_closed(self, name: str) -> None:
         if self.closed:
             self.refuse_if_inherited(name)
             raise GroupDestroyedError(
@@ -314,12 +306,12 @@ class Order:
             )
 
 
-def count_operations(steps: Sequence[Step]) -> int:
+def count_operations(steps: Sequence[CoalescedOperation]) -> int:
     """How many operations of the engine some collected ones consist of, at most."""
     return sum(step.operations for step in steps)
 
 
-def describe_steps(steps: Sequence[Step]) -> str:
+def describe_coalesced(steps: Sequence[CoalescedOperation]) -> str:
     """What some collected operations are called when they are run as one."""
     return f"coalesced {', '.join(dict.fromkeys(step.description for step in steps))}"
 
@@ -333,41 +325,47 @@ class _Queued(Task):
     """
 
     def __init__(
-        self, order: Order, operation: Operation, description: str, operations: int, site: str, work: Work
+        self,
+        queue: OperationQueue,
+        operation: Operation,
+        description: str,
+        operations: int,
+        site: str,
+        work: Work,
     ) -> None:
         self.ran = False
         self.interrupt: BaseException | None = None
-        self._order = order
+        self._queue = queue
         self._operation = operation
         self._description = description
         self._operations = operations
         self._site = site
-        self._work = work
+        self.new_work = work
         self._result: list[Any] = []
         self._error: BaseException | None = None
 
     def is_bound(self) -> bool:
-        return self._work.has_future()
+        return self.new_work.has_future()
 
     def __call__(self, let_go: Callable[[], None]) -> None:
         if not self.ran:
             self.ran = True
             try:
-                self._result = self._order.perform(
+                self._result = self._queue.perform(
                     self._operation, self._description, self._operations, self._site
                 )
             except BaseException as error:
                 self._error = error
         failure = self._error
         if failure is None:
-            self._work.finish(self._result, let_go=let_go)
+            self.new_work.finish(self._result, let_go=let_go)
             return
         if not isinstance(failure, Exception):
             self.interrupt = failure
             # The peers have been promised this operation, and those behind it must not take its place.
-            why = self._order.leave(self._description, failure)
+            why = self._queue.leave(self._description, failure)
             # The interrupt itself is for who runs this, once; who waits for the operation later learns this.
             failure = GroupAbortedError(
-                f"rank {self._order.engine.rank}: group {self._order.name!r} can no longer be used: {why}"
+                f"rank {self._queue.engine.rank}: group {self._queue.name!r} can no longer be used: {why}"
             )
-        self._work.fail(failure, let_go)
+        self.new_work.fail(failure, let_go)

@@ -105,9 +105,9 @@ class Work:
         self._description = description
         self.held = held
         """Whether the operation waits for the end of the ``with`` block that collects it."""
-        self.hasten: Callable[[], object] | None = None
+        self.progress: Callable[[], object] | None = None
         """What a thread that waits may call, to work for the operation until that has ended."""
-        self.hurry: Callable[[], object] | None = None
+        self.start: Callable[[], object] | None = None
         """What a thread may call that waits without working for the operation: it is to be begun now."""
         self._ended = False
         self._sleepers: list[threading.Lock] = []
@@ -151,28 +151,28 @@ class Work:
                     f"{self._description} is run at the end of the `with` block that collects it; wait for it"
                     " after that"
                 )
-            seconds = None if timeout is None else timeout_seconds(timeout, "wait")
-            if seconds is None and (hasten := self.hasten) is not None:
+            timeout_s = None if timeout is None else timeout_seconds(timeout, "wait")
+            if timeout_s is None and (progress := self.progress) is not None:
                 with contextlib.suppress(DistError):  # which is raised below
-                    hasten()
-            elif (hurry := self.hurry) is not None:
-                hurry()
-            if not self.await_end(seconds):
+                    progress()
+            elif (start := self.start) is not None:
+                start()
+            if not self.await_end(timeout_s):
                 raise CollectiveTimeoutError(
-                    f"{self._description} is not done after waiting {seconds} s for it"
+                    f"{self._description} is not done after waiting {timeout_s} s for it"
                 )
         if self._exception is not None:
             raise fresh(self._exception)
         return True
 
-    def await_end(self, seconds: float | None = None) -> bool:
+    def await_end(self, timeout_s: float | None = None) -> bool:
         """Wait until the operation has ended, well or not, at most so long; whether it has."""
         # An interrupt may leave a threading.Event, whose code is Python, locked for ever.
         sleeper = threading.Lock()
         sleeper.acquire()
         with self._lock:
             self._sleepers.append(sleeper)
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ended:
             left = _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, deadline - time.monotonic())
             if left <= 0:
@@ -226,8 +226,8 @@ class Work:
                 if self._ended:
                     self._settle(self._future)
             future = self._future
-        if (hurry := self.hurry) is not None:
-            hurry()
+        if (start := self.start) is not None:
+            start()
         return future
 
     def has_future(self) -> bool:
@@ -265,7 +265,7 @@ class Work:
             for sleeper in self._sleepers:
                 with contextlib.suppress(RuntimeError):  # it has been woken before an interrupt
                     sleeper.release()
-        self.hasten = self.hurry = None  # they refer to this
+        self.progress = self.start = None  # they refer to this
         if future is not None:
             if not future.done():
                 self._settle(future)

@@ -15,22 +15,12 @@ from typing import Any, cast
 import torch
 
 from torchestra import process_group
-from torchestra.arguments.options import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    OperationOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torchestra.arguments import options
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.work import Work
-from torchestra.engine.local import LocalEngine
+from torchestra.engine.interface import Ended, Engine
+from torchestra.engine.local import combine_tensors
+from torchestra.engine.operations import BARRIER, Collective, Parameter, Shape
 from torchestra.errors import DistBackendError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group.group import GroupMaker
 from torchestra.store import FakeStore, PrefixStore, Store
@@ -63,7 +53,9 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
         if len(place) != 2:
             raise InvalidArgumentTypeError(f"ProcessGroup takes ([store,] rank, size), got {arguments!r}")
         rank, size = place
-        super().__init__(store, rank, size, communicator=_HandingOn(self, rank, size))
+        engine = RegisteredEngine(self, rank, size)
+        name = f"{type(self).__name__} {id(self):x}"
+        super().__init__(store, rank, size, communicator=Communicator(engine, name, 0.0))
         self.backend = self.getBackendName()
         self._registered = False
 
@@ -157,214 +149,129 @@ def maker_of(backend: str, creator: Creator, extended: bool, options: Any) -> Gr
     return make
 
 
-class _NoEngine:
-    """What is asked of an engine by those who hold a communicator, of one that is not ours."""
+class RegisteredEngine(Engine):
+    """Hands every operation on to the group's method in torch's C++ form."""
 
-    moves = staticmethod(LocalEngine.moves)
-    reduces = staticmethod(LocalEngine.reduces)
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-
-    @staticmethod
-    def sequence_number() -> int:
-        return 0
-
-    @staticmethod
-    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def close(self) -> None:
-        pass
-
-
-class _HandingOn(Communicator):
-    """Hands every operation on to the group's method in torch's C++ form; waits for it unless told not to."""
+    delegates = True
+    is_aborted = False
 
     def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
-        super().__init__(
-            cast(LocalEngine, _NoEngine(rank, size)), f"{type(group).__name__} {id(group):x}", 0.0
-        )
+        self.rank = rank
+        self.size = size
         self._group = group
 
-    def close(self) -> None:
-        super().close()
-        self._group.shutdown()
+    def plan(
+        self, row: Collective, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
+    ) -> Collective:
+        return row
 
-    def abort(self, why: str, failed: tuple[int, ...] = ()) -> None:
-        self._group.abort()
+    def collective(
+        self, plan: Any, inputs: Any, outputs: Any, timeout_s: float, site: str | None = None
+    ) -> None:
+        raise self._missing(plan.method)
 
-    def _begin(self, names: str, *arguments: Any) -> Any:
-        """Call the first of some methods that the class has by itself."""
-        self._refuse_if_closed(names.partition(" ")[0])
-        kind = type(self._group)
-        for name in names.split():
-            if getattr(kind, name, None) is not getattr(process_group.ProcessGroup, name, None):
-                return getattr(self._group, name)(*arguments)
-        raise DistBackendError(
-            f"Backend {self._group.getBackendName()} does not implement {names.split(maxsplit=1)[0]}:"
-            f" {kind.__name__} has no such method"
-        )
-
-    def _call(
-        self, names: str, async_op: bool, seconds: float | None, options: OperationOptions, *arguments: Any
+    def delegate(
+        self,
+        row: Collective,
+        output: Any,
+        input: Any,  # noqa: A002 - the row's word
+        op: ReduceOp | None,
+        root: int | None,
+        splits: tuple[Any, Any],
+        async_op: bool,
+        timeout_s: float,
     ) -> Work | None:
-        options.asyncOp = async_op
-        options.timeout = timedelta(seconds=self.limit(seconds))
-        work = self._begin(names, *arguments, options)
+        """Call the method of the row; wait for it unless told not to."""
+        values = {"reduceOp": op, "rootRank": root}
+        chosen = {name: value for name, value in values.items() if value is not None}
+        made = getattr(options, row.options)(**chosen)
+        made.asyncOp, made.timeout = async_op, timedelta(seconds=timeout_s)
+        arguments = [_as_torch_takes_it(row, row.output, output)] if row.output is not None else []
+        if row.input is not None and not row.in_place:
+            arguments.append(_as_torch_takes_it(row, row.input, input))
+        if row.splits:
+            arguments += [list(each or ()) for each in splits]
+        work = self._begin((*row.method_aliases[::-1], row.method), *arguments, made)
         if async_op:
             return cast(Work, work)
         if work is not None:
             work.wait()
         return None
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, seconds: float | None = None
-    ) -> Work | None:
-        return self._call("allreduce", async_op, seconds, AllreduceOptions(reduceOp=op), [tensor])
+    def _begin(self, names: Sequence[str], *arguments: Any) -> Any:
+        """Call the first of some methods that the class has by itself."""
+        for name in names:
+            if getattr(type(self._group), name, None) is not getattr(process_group.ProcessGroup, name, None):
+                return getattr(self._group, name)(*arguments)
+        raise self._missing(names[0])
 
-    def all_reduce_list(
-        self,
-        tensors: Sequence[torch.Tensor],
-        op: ReduceOp,
-        async_op: bool = False,
-        seconds: float | None = None,
-    ) -> Work | None:
-        options = AllreduceCoalescedOptions(reduceOp=op)
-        return self._call("allreduce_coalesced", async_op, seconds, options, list(tensors))
+    def _missing(self, name: str) -> DistBackendError:
+        return DistBackendError(
+            f"Backend {self._group.getBackendName()} does not implement {name}: {type(self._group).__name__}"
+            " has no such method"
+        )
 
-    def all_reduce_sparse(
-        self,
-        tensors: Sequence[torch.Tensor],
-        op: ReduceOp,
-        async_op: bool = False,
-        seconds: float | None = None,
-    ) -> Work | None:
-        return self._call("allreduce", async_op, seconds, AllreduceOptions(reduceOp=op), list(tensors))
+    def barrier(self, timeout_s: float, site: str | None = None) -> None:
+        self.delegate(BARRIER, None, None, None, None, (None, None), False, timeout_s)
 
-    def reduce(
-        self,
-        tensor: torch.Tensor,
-        op: ReduceOp,
-        root: int,
-        async_op: bool = False,
-        seconds: float | None = None,
-    ) -> Work | None:
-        return self._call("reduce", async_op, seconds, ReduceOptions(reduceOp=op, rootRank=root), [tensor])
+    def send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float) -> None:
+        self.begin_send(tensor, rank, tag, timeout_s, print).wait()
 
-    def broadcast(
-        self, tensor: torch.Tensor, root: int, async_op: bool = False, seconds: float | None = None
-    ) -> Work | None:
-        return self._call("broadcast", async_op, seconds, BroadcastOptions(rootRank=root), [tensor])
-
-    def all_gather(
-        self,
-        outputs: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
-        async_op: bool = False,
-        seconds: float | None = None,
-    ) -> Work | None:
-        return self._call("allgather", async_op, seconds, AllgatherOptions(), [list(outputs)], [tensor])
-
-    def all_gather_into_tensor(
-        self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False, seconds: float | None = None
-    ) -> Work | None:
-        names = "all_gather_single _allgather_base allgather_into_tensor"
-        return self._call(names, async_op, seconds, AllgatherOptions(), output, tensor)
-
-    def gather(
-        self,
-        outputs: Sequence[torch.Tensor] | None,
-        tensor: torch.Tensor,
-        root: int,
-        async_op: bool = False,
-        seconds: float | None = None,
-    ) -> Work | None:
-        targets = [] if outputs is None else [list(outputs)]
-        return self._call("gather", async_op, seconds, GatherOptions(rootRank=root), targets, [tensor])
-
-    def scatter(
-        self,
-        output: torch.Tensor,
-        tensors: Sequence[torch.Tensor] | None,
-        root: int,
-        async_op: bool = False,
-        seconds: float | None = None,
-    ) -> Work | None:
-        sources = [] if tensors is None else [list(tensors)]
-        return self._call("scatter", async_op, seconds, ScatterOptions(rootRank=root), [output], sources)
-
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        op: ReduceOp,
-        async_op: bool = False,
-        seconds: float | None = None,
-    ) -> Work | None:
-        options = ReduceScatterOptions(reduceOp=op)
-        return self._call("reduce_scatter", async_op, seconds, options, [output], [list(tensors)])
-
-    def reduce_scatter_tensor(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        op: ReduceOp,
-        async_op: bool = False,
-        seconds: float | None = None,
-    ) -> Work | None:
-        names = "reduce_scatter_single _reduce_scatter_base reduce_scatter_tensor"
-        return self._call(names, async_op, seconds, ReduceScatterOptions(reduceOp=op), output, tensor)
-
-    def all_to_all(
-        self,
-        outputs: Sequence[torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        async_op: bool = False,
-        seconds: float | None = None,
-    ) -> Work | None:
-        return self._call("alltoall", async_op, seconds, AllToAllOptions(), list(outputs), list(tensors))
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
-        async_op: bool = False,
-        seconds: float | None = None,
-    ) -> Work | None:
-        splits = list(output_splits or ()), list(input_splits or ())
-        names = "alltoall_base all_to_all_single"
-        return self._call(names, async_op, seconds, AllToAllOptions(), output, tensor, *splits)
-
-    def barrier(self, async_op: bool = False, seconds: float | None = None) -> Work | None:
-        return self._call("barrier", async_op, seconds, BarrierOptions())
-
-    def _check_peer(self, rank: int | None, name: str) -> None:
-        if rank == self.rank:
-            raise InvalidArgumentError(
-                f"{name}: Invalid {'destination' if 'send' in name else 'source'} rank: rank {rank} is this"
-                " one; a rank cannot send to or receive from itself"
-            )
-
-    def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> None:
-        self.isend(tensor, rank, tag, seconds).wait()
-
-    def recv(self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None) -> int:
-        work = self.irecv(tensor, rank, tag, seconds)
+    def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float) -> int:
+        work = self.begin_receive(tensor, rank, tag, timeout_s, print)
         work.wait()
         return work._source_rank() if rank is None else rank
 
-    def isend(self, tensor: torch.Tensor, rank: int, tag: int = 0, seconds: float | None = None) -> Work:
-        self._check_peer(rank, "send")
-        return cast(Work, self._begin("send", [tensor], rank, tag))
+    def begin_send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float, done: Ended) -> Work:
+        self._check_peer(rank, "destination", "send")
+        return cast(Work, self._begin(["send"], [tensor], rank, tag))
 
-    def irecv(
-        self, tensor: torch.Tensor, rank: int | None, tag: int = 0, seconds: float | None = None
+    def begin_receive(
+        self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float, done: Ended
     ) -> Work:
         if rank is None:
-            return cast(Work, self._begin("recv_anysource", [tensor], tag))
-        self._check_peer(rank, "recv")
-        return cast(Work, self._begin("recv", [tensor], rank, tag))
+            return cast(Work, self._begin(["recv_anysource"], [tensor], tag))
+        self._check_peer(rank, "source", "recv")
+        return cast(Work, self._begin(["recv"], [tensor], rank, tag))
+
+    def _check_peer(self, rank: int, role: str, name: str) -> None:
+        if rank == self.rank:
+            raise InvalidArgumentError(
+                f"{name}: Invalid {role} rank: rank {rank} is this one; a rank cannot send to or receive from"
+                " itself"
+            )
+
+    def complete(self, transfer: Work) -> object:
+        return transfer.wait()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def combine(self, target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
+        combine_tensors(target, sources, op)
+
+    def scale(self, tensor: torch.Tensor, factor: float) -> None:
+        tensor.mul_(factor)
+
+    def sequence_number(self) -> int:
+        return 0
+
+    def flight_record(self) -> None:
+        return None
+
+    def abort(self, why: str, failed: Sequence[int] = ()) -> None:
+        self._group.abort()
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+def _as_torch_takes_it(row: Collective, parameter: Parameter, value: Any) -> Any:
+    """Return a tensor in a list, a list in a list, and what the methods for single tensors take as it is."""
+    if row.shape in (Shape.OUTPUT_IS_WHOLE, Shape.INPUT_IS_WHOLE, Shape.ROWS):
+        return value
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if value is None:
+        return []
+    return list(value) if row.shape is Shape.PAIRS or not parameter.is_list else [list(value)]

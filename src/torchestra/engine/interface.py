@@ -43,6 +43,7 @@ class Engine(Protocol):
     Attributes:
         rank, size: this rank's number in the group, and how many there are.
         kernels: the compiled kernels (local.py), for the communicator's fast path; None without a fast path.
+        member: this rank's context in the arena of its host; None without one.
         hosts: which ranks are on which host; None if all are on one.
         is_fake: the other ranks do not exist, so tensors need no memory, and nothing waits.
         delegates: arguments are neither checked nor prepared for it: :meth:`delegate` takes whole calls.
@@ -51,6 +52,7 @@ class Engine(Protocol):
     rank: int
     size: int
     kernels: Any = None
+    member: Any = None
     hosts: Hosts | None = None
     is_fake: bool = False
     delegates: bool = False
@@ -95,7 +97,26 @@ class Engine(Protocol):
         timeout_s: float,
     ) -> Any:
         """Run a whole call, if the engine :attr:`delegates`; returns its Work, or None if it is done."""
-        raise NotImplementedError
+        return None
+
+    # -- operations that are begun, and go on while the program does
+
+    @property
+    def operations_sent(self) -> int:
+        """Of how many operations this host has begun to send something to others."""
+        return 0
+
+    def await_sending(self, operations_sent: int) -> None:
+        """Where ranks share cores: wait until an operation in the background is sent off, or 20 ms.
+
+        The ranks of a host that have not come to it yet, and the threads that send it, would have to wait for
+        this thread's core otherwise, and the network for them. This rank loses nothing by it, for it would
+        wait for the same ranks later.
+
+        Args:
+            operations_sent: what :attr:`operations_sent` was before the operation was begun.
+        """
+        return
 
     # -- messages
 
@@ -149,6 +170,7 @@ class Engine(Protocol):
 
     def check_messages(self) -> None:
         """Have messages that are under way find out now whether the group was aborted."""
+        return
 
     def close(self) -> None:
         """Leave the group. Peers that wait for this rank get an error."""

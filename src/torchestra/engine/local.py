@@ -1,11 +1,8 @@
-"""The collectives among ranks of one host: arguments of a tensor operation become those of a kernel.
+"""The engine of a group whose ranks share an arena: a collective becomes a call of a compiled kernel.
 
-Every method takes contiguous CPU tensors that have been checked, returns when the operation is done, and
-raises what :meth:`RankContext.finish` raises. ``seconds`` is how long it may wait for the other ranks,
-``site`` the calling line where that is not on the thread's stack (asynchronous operations).
-
-The methods of small operations are on the critical path: a call of a compiled kernel costs 0.15 µs, a
-question to a tensor 0.04 µs, a Python call 0.06 µs.
+:data:`ALGORITHMS` says, by a row's algorithm, which kernel runs it with which arguments. A call of a compiled
+kernel costs 0.15 µs, a question to a tensor 0.04 µs, a Python call 0.06 µs; the communicator's fast path
+(communicator/fast_path.py) calls the kernels of small operations itself.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +19,13 @@ import torch
 
 from torchestra.engine import layout as at
 from torchestra.engine.dtypes import DTYPE_CODE
+from torchestra.engine.interface import Engine
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.kernels.reductions import combine, reduction, scale, supports
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.native.compilation import Kernel, entry_point
-from torchestra.engine.operations import DTYPE_NAMES, UNEVEN, Kind, pack
+from torchestra.engine.operations import BARRIER, DTYPE_NAMES, UNEVEN, Collective, Kind, pack
 from torchestra.engine.p2p import Mailbox, Transfer
 from torchestra.engine.reclaiming import reclaim
 from torchestra.engine.recorder.flight_record import FlightRecord, read_flight_record
@@ -34,26 +33,190 @@ from torchestra.system.deadline import Deadline
 from torchestra.system.forking import forget_in_children, refusal
 from torchestra.types import ReduceOp
 
+Tensors = Sequence[torch.Tensor]
+Arguments = tuple[int, ...]
+Algorithm = Callable[["LocalEngine", "LocalPlan", Tensors, Tensors], tuple[Kernel, Arguments]]
+"""Of an engine, a plan, inputs and outputs: the kernel to call, and with what."""
 
-class Plan:
-    """What the kernels need to know of a kind of operation on a dtype, in words that they read (layout.py).
+
+class LocalPlan:
+    """What the kernels need to know of a collective on a dtype, in words that they read (layout.py).
 
     Attributes:
+        row: the collective.
         address: of those words.
         unit: bytes per element.
+        root: the root, -1 if there is none.
     """
 
-    __slots__ = ("_words", "address", "unit")
+    __slots__ = ("_words", "address", "root", "row", "unit")
 
-    def __init__(self, context: int, meta: int, unit: int, function: int, root: int) -> None:
+    def __init__(
+        self, context: int, meta: int, unit: int, function: int, root: int, row: Collective = BARRIER
+    ) -> None:
         self._words: npt.NDArray[np.int64] = np.array([context, meta, unit, function, root], dtype=np.int64)
         self.address: int = self._words.ctypes.data
         self.unit = unit
+        self.root = root
+        self.row = row
 
 
-def _uneven(lengths: Sequence[int]) -> int:
-    """A count for lengths that differ between the ranks: all must mean the same ones."""
-    return UNEVEN | (hash(tuple(lengths)) & (UNEVEN - 1))
+def count_of(lengths: Sequence[int], count: int) -> int:
+    """Return the count that ranks compare: that of elements, or of lengths that differ a hash of them."""
+    return count if len(set(lengths)) == 1 else UNEVEN | (hash(tuple(lengths)) & (UNEVEN - 1))
+
+
+def moves(dtype: torch.dtype) -> bool:
+    """Whether tensors of the dtype can be sent."""
+    return dtype in DTYPE_CODE
+
+
+KERNELS: dict[str, Any] = {
+    "all_reduce": reduce.all_reduce,
+    "all_reduce_iovec": reduce.all_reduce_iovec,
+    "reduce_scatter": reduce.reduce_scatter,
+    "reduce_scatter_even": reduce.reduce_scatter_even,
+    "barrier": move.barrier,
+    "broadcast": move.broadcast,
+    "share": move.share,
+    "all_gather": move.all_gather,
+    "exchange": move.exchange,
+    "all_to_all_even": move.all_to_all_even,
+}
+"""The kernels of collectives, compiled when an engine is made."""
+
+
+class Kernels:
+    """The entry points of the kernels, each an attribute. After an abort all of them raise."""
+
+    all_reduce: Kernel
+    all_reduce_iovec: Kernel
+    reduce_scatter: Kernel
+    reduce_scatter_even: Kernel
+    barrier: Kernel
+    broadcast: Kernel
+    share: Kernel
+    all_gather: Kernel
+    exchange: Kernel
+    all_to_all_even: Kernel
+
+    def __init__(self) -> None:
+        for name, kernel in KERNELS.items():
+            setattr(self, name, entry_point(kernel))
+
+    def replace(self, refuse: Kernel) -> None:
+        """Put a function that raises in the place of every kernel."""
+        for name in vars(self):
+            setattr(self, name, refuse)
+
+
+def _all_reduce(
+    engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
+) -> tuple[Kernel, Arguments]:
+    """In place; several tensors are taken as one: their elements, one after the other."""
+    if len(inputs) == 1:
+        return engine.kernels.all_reduce, (plan.address, inputs[0].numel(), inputs[0].data_ptr())
+    starts = [*accumulate((tensor.numel() for tensor in inputs), initial=0)]
+    parts = engine.iovec = array("q", starts)
+    parts.extend([tensor.data_ptr() for tensor in inputs])
+    return engine.kernels.all_reduce_iovec, (plan.address, starts[-1], parts.buffer_info()[0], len(inputs))
+
+
+def _broadcast(
+    engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
+) -> tuple[Kernel, Arguments]:
+    tensor = inputs[0]
+    return engine.kernels.broadcast, (plan.address, tensor.numel(), tensor.data_ptr())
+
+
+def _all_gather(
+    engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
+) -> tuple[Kernel, Arguments]:
+    lengths = [output.nbytes for output in outputs]
+    count = count_of(lengths, inputs[0].numel())
+    engine.member.set_table(at.TARGETS, [output.data_ptr() for output in outputs])
+    engine.member.set_table(at.TARGET_BYTES, lengths)
+    return engine.kernels.share, (plan.address, count, inputs[0].data_ptr())
+
+
+def _all_gather_into_tensor(
+    engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
+) -> tuple[Kernel, Arguments]:
+    tensor, output = inputs[0], outputs[0]
+    return engine.kernels.all_gather, (plan.address, tensor.numel(), tensor.data_ptr(), output.data_ptr())
+
+
+def _gather(
+    engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
+) -> tuple[Kernel, Arguments]:
+    tensor = inputs[0]
+    targets = [output.data_ptr() for output in outputs] or [0] * engine.size
+    engine.member.set_table(at.TARGETS, targets)
+    engine.member.set_table(at.TARGET_BYTES, [tensor.nbytes] * engine.size)
+    return engine.kernels.share, (plan.address, tensor.numel(), tensor.data_ptr())
+
+
+def _reduce_scatter(
+    engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
+) -> tuple[Kernel, Arguments]:
+    lengths, output = [tensor.nbytes for tensor in inputs], outputs[0]
+    engine.member.set_table(at.SOURCES, [tensor.data_ptr() for tensor in inputs])
+    engine.member.set_table(at.SOURCE_BYTES, lengths)
+    count = count_of(lengths, output.numel())
+    longest = max(lengths) // plan.unit
+    return engine.kernels.reduce_scatter, (plan.address, count, output.data_ptr(), longest)
+
+
+def _reduce_scatter_tensor(
+    engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
+) -> tuple[Kernel, Arguments]:
+    output = outputs[0]
+    arguments = (plan.address, output.numel(), inputs[0].data_ptr(), output.data_ptr())
+    return engine.kernels.reduce_scatter_even, arguments
+
+
+def _all_to_all(
+    engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
+) -> tuple[Kernel, Arguments]:
+    """One tensor for and from each rank, or one for all, of which each rank has an equal part."""
+    if len(inputs) == 1 and inputs[0].nbytes == outputs[0].nbytes:
+        length = inputs[0].numel() * plan.unit // engine.size
+        arguments = (plan.address, length, inputs[0].data_ptr(), outputs[0].data_ptr())
+        return engine.kernels.all_to_all_even, arguments
+    return engine.exchanging(plan, _ranges(inputs), _ranges(outputs))
+
+
+def _scatter(
+    engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
+) -> tuple[Kernel, Arguments]:
+    receives = [(0, 0)] * engine.size
+    receives[plan.root] = (outputs[0].data_ptr(), outputs[0].nbytes)
+    return engine.exchanging(plan, _ranges(inputs) or [(0, 0)] * engine.size, receives)
+
+
+def _barrier(
+    engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
+) -> tuple[Kernel, Arguments]:
+    return engine.kernels.barrier, (plan.address, 0)
+
+
+def _ranges(tensors: Tensors) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "all_to_all": _all_to_all,
+    "barrier": _barrier,
+}
+"""By the ``algorithm`` of a row: how ranks that share an arena run it."""
 
 
 class MessageWaiter:
@@ -74,8 +237,10 @@ class MessageWaiter:
         self._member.abort(reason)
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """One rank's engine in a group whose ranks share an arena."""
+
+    member: RankContext
 
     def __init__(self, member: RankContext) -> None:
         self.member = member
@@ -89,19 +254,11 @@ class LocalEngine:
             member.name,
             kind_name=DTYPE_NAMES.__getitem__,
         )
+        self.kernels = Kernels()
+        self.iovec = array("q")  # the tables of the last operation on several tensors
         self._context = member.address
-        self.all_reduce_kernel = entry_point(reduce.all_reduce)
-        self._all_reduce_iovec = entry_point(reduce.all_reduce_iovec)
-        self._reduce_scatter = entry_point(reduce.reduce_scatter)
-        self._reduce_scatter_even = entry_point(reduce.reduce_scatter_even)
-        self._barrier = entry_point(move.barrier)
-        self._broadcast = entry_point(move.broadcast)
-        self._share = entry_point(move.share)
-        self._all_gather = entry_point(move.all_gather)
-        self._exchange = entry_point(move.exchange)
-        self._all_to_all_even = entry_point(move.all_to_all_even)
-        self._barrier_plan = Plan(member.address, pack(Kind.barrier), 0, 0, -1)
-        self._plans: dict[tuple[Kind, torch.dtype, str, int | None], Plan] = {}
+        self._barrier_plan = LocalPlan(member.address, pack(Kind.barrier), 0, 0, -1)
+        self._plans: dict[tuple[str, int, torch.dtype, str, int | None], LocalPlan] = {}
         self._waiter = MessageWaiter(member, 0.0)  # the last one: most calls want the same
         self.choices = Choices.for_group(member.size, member.arena.layout.slot_bytes)
         forget_in_children(self)
@@ -109,7 +266,7 @@ class LocalEngine:
     def forget(self) -> None:
         """In a forked child, which has no place in the arena: run no kernel."""
         self.mailbox.forget()
-        self._replace_kernels(partial(_refuse_in_child, self.member))
+        self.kernels.replace(partial(_refuse_in_child, self.member))
         self.member.set_word(at.RESUME, 0)  # an operation that the parent is in is not the child's to abort
 
     @property
@@ -133,166 +290,84 @@ class LocalEngine:
         self.member.set_word(at.STREAM_ABOVE, choices.stream_above)
 
     def plan(
-        self, kind: Kind, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
-    ) -> Plan:
-        """What the kernels need to know of an operation on a dtype; remembered."""
-        key = (kind, dtype, "" if op is None else op.name, root)
+        self, row: Collective, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
+    ) -> LocalPlan:
+        key = (row.name, row.kind, dtype, "" if op is None else op.name, root)
         plan = self._plans.get(key)
         if plan is None:
             function = 0 if op is None else reduction(dtype, op)
-            meta = pack(kind, dtype, op, root)
-            plan = Plan(self._context, meta, dtype.itemsize, function, -1 if root is None else root)
+            meta = pack(row.kind, dtype, op, root)
+            plan = LocalPlan(self._context, meta, dtype.itemsize, function, -1 if root is None else root, row)
             self._plans[key] = plan
         return plan
 
-    def all_reduce(self, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None) -> None:
-        """Replace the tensor by the reduction of all ranks' tensors (or the root's, by the plan)."""
+    def collective(
+        self,
+        plan: LocalPlan,
+        inputs: Tensors,
+        outputs: Tensors,
+        timeout_s: float,
+        site: str | None = None,
+    ) -> None:
+        self.run(plan.row.algorithm, plan, inputs, outputs, timeout_s, site)
+
+    def run(
+        self,
+        algorithm: str,
+        plan: LocalPlan,
+        inputs: Tensors,
+        outputs: Tensors,
+        timeout_s: float,
+        site: str | None = None,
+    ) -> None:
+        """Run an algorithm with a plan that may be another operation's, whose fingerprint it then has."""
         try:
-            count, address = tensor.numel(), tensor.data_ptr()
-            if code := self.all_reduce_kernel(plan.address, count, address):
-                self.finish_all_reduce(code, plan, count, address, seconds, site)
+            kernel, arguments = ALGORITHMS[algorithm](self, plan, inputs, outputs)
+            if code := kernel(*arguments):
+                self.member.finish(code, kernel, arguments, timeout_s, site)
         except BaseException as error:
             self.leave_halfway(error)
             raise
 
-    def finish_all_reduce(
-        self, code: int, plan: Plan, count: int, address: int, seconds: float, site: str | None = None
-    ) -> None:
-        """Bring an all_reduce to its end whose kernel has returned a code other than 0."""
-        self.member.finish(code, self.all_reduce_kernel, (plan.address, count, address), seconds, site)
+    def call(self, kernel: Kernel, arguments: Arguments, timeout_s: float, site: str | None = None) -> None:
+        """Call a kernel until it is done."""
+        try:
+            if code := kernel(*arguments):
+                self.member.finish(code, kernel, arguments, timeout_s, site)
+        except BaseException as error:
+            self.leave_halfway(error)
+            raise
 
-    def all_reduce_iovec(
-        self, tensors: Sequence[torch.Tensor], plan: Plan, seconds: float, site: str | None = None
-    ) -> None:
-        """:meth:`all_reduce` of several tensors as if they were one: their elements, one after the other."""
-        places = [*accumulate((tensor.numel() for tensor in tensors), initial=0)]
-        parts = array("q", places)
-        parts.extend([tensor.data_ptr() for tensor in tensors])
-        address, _ = parts.buffer_info()
-        self._run(self._all_reduce_iovec, (plan.address, places[-1], address, len(tensors)), seconds, site)
-
-    def broadcast(self, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None) -> None:
-        """Replace every rank's tensor by the root's."""
-        self._run(self._broadcast, (plan.address, tensor.numel(), tensor.data_ptr()), seconds, site)
-
-    def all_gather_flat(
-        self, output: torch.Tensor, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None
-    ) -> None:
-        """Put every rank's tensor, one after the other, into the output."""
-        arguments = (plan.address, tensor.numel(), tensor.data_ptr(), output.data_ptr())
-        self._run(self._all_gather, arguments, seconds, site)
-
-    def all_gather(
-        self,
-        outputs: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
-        plan: Plan,
-        seconds: float,
-        site: str | None = None,
-    ) -> None:
-        """Put every rank's tensor into an output of its own; sizes may differ between ranks."""
-        lengths = [output.nbytes for output in outputs]
-        count = tensor.numel() if len(set(lengths)) == 1 else _uneven(lengths)
-        targets = [output.data_ptr() for output in outputs]
-        self._share_pieces(plan, count, tensor, lengths, targets, seconds, site)
-
-    def gather(
-        self,
-        outputs: Sequence[torch.Tensor] | None,
-        tensor: torch.Tensor,
-        plan: Plan,
-        seconds: float,
-        site: str | None = None,
-    ) -> None:
-        """Put every rank's tensor into an output of the root; ``outputs`` is None on the others."""
-        targets = [0] * self.size if outputs is None else [output.data_ptr() for output in outputs]
-        lengths = [tensor.nbytes] * self.size
-        self._share_pieces(plan, tensor.numel(), tensor, lengths, targets, seconds, site)
-
-    def _share_pieces(
-        self,
-        plan: Plan,
-        count: int,
-        tensor: torch.Tensor,
-        lengths: list[int],
-        targets: list[int],
-        seconds: float,
-        site: str | None,
-    ) -> None:
-        self.member.set_table(at.TARGETS, targets)
-        self.member.set_table(at.TARGET_BYTES, lengths)
-        self._run(self._share, (plan.address, count, tensor.data_ptr()), seconds, site)
-
-    def reduce_scatter_flat(
-        self, output: torch.Tensor, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None
-    ) -> None:
-        """Reduce the tensors of all ranks, and give each rank its piece of the result."""
-        arguments = (plan.address, output.numel(), tensor.data_ptr(), output.data_ptr())
-        self._run(self._reduce_scatter_even, arguments, seconds, site)
-
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        plan: Plan,
-        seconds: float,
-        site: str | None = None,
-    ) -> None:
-        """Reduce, for each rank, the tensors that all ranks have for it; sizes may differ between them."""
-        lengths = [tensor.nbytes for tensor in tensors]
-        count = output.numel() if len(set(lengths)) == 1 else _uneven(lengths)
-        self.member.set_table(at.SOURCES, [tensor.data_ptr() for tensor in tensors])
-        self.member.set_table(at.SOURCE_BYTES, lengths)
-        arguments = (plan.address, count, output.data_ptr(), max(lengths) // plan.unit)
-        self._run(self._reduce_scatter, arguments, seconds, site)
-
-    def all_to_all_flat(
-        self, output: torch.Tensor, tensor: torch.Tensor, plan: Plan, seconds: float, site: str | None = None
-    ) -> None:
-        """Send piece p of the tensor to rank p, and receive its piece for this rank; all equally long."""
-        length = tensor.numel() * plan.unit // self.size
-        arguments = (plan.address, length, tensor.data_ptr(), output.data_ptr())
-        self._run(self._all_to_all_even, arguments, seconds, site)
-
-    def exchange(
-        self,
-        plan: Plan,
-        sends: Sequence[tuple[int, int]],
-        receives: Sequence[tuple[int, int]],
-        seconds: float,
-        site: str | None = None,
-    ) -> None:
-        """Send to and receive from each rank what (address, bytes) say: all_to_all and scatter."""
+    def exchanging(
+        self, plan: LocalPlan, sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]
+    ) -> tuple[Kernel, Arguments]:
+        """Return what sends to and receives from each rank the ranges, (address, bytes), by rank."""
         member = self.member
         member.set_table(at.SOURCES, [address for address, _ in sends])
         member.set_table(at.SOURCE_BYTES, [length for _, length in sends])
         member.set_table(at.TARGETS, [address for address, _ in receives])
         member.set_table(at.TARGET_BYTES, [length for _, length in receives])
-        self._run(self._exchange, (plan.address, at.UNKNOWN), seconds, site)
+        return self.kernels.exchange, (plan.address, at.UNKNOWN)
 
-    def barrier(self, seconds: float, site: str | None = None) -> None:
-        """Return when all ranks have called."""
-        self._run(self._barrier, (self._barrier_plan.address, 0), seconds, site)
+    def barrier(self, timeout_s: float, site: str | None = None) -> None:
+        self.call(self.kernels.barrier, (self._barrier_plan.address, 0), timeout_s, site)
 
-    def agree(self, plan: Plan, count: int, seconds: float, site: str | None = None) -> None:
+    def agree(self, plan: LocalPlan, count: int, timeout_s: float, site: str | None = None) -> None:
         """Return when all ranks have called, with the same kind of operation and the same count."""
-        self._run(self._barrier, (plan.address, count), seconds, site)
+        self.call(self.kernels.barrier, (plan.address, count), timeout_s, site)
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int, seconds: float) -> None:
-        """Send a message; the tensor may be changed afterwards, though the message may not have arrived."""
-        kind, waiter = self.kind_of_message(tensor.dtype), self.waiter(seconds)
+    def send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float) -> None:
+        kind, waiter = DTYPE_CODE[tensor.dtype], self.waiter(timeout_s)
         self.mailbox.send(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter)
 
-    def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, seconds: float) -> int:
-        """Receive a message from a rank, or from any; the rank that sent it."""
-        kind, waiter = self.kind_of_message(tensor.dtype), self.waiter(seconds)
+    def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float) -> int:
+        kind, waiter = DTYPE_CODE[tensor.dtype], self.waiter(timeout_s)
         return self.mailbox.recv(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter)
 
     def begin_send(
-        self, tensor: torch.Tensor, rank: int, tag: int, seconds: float, done: Callable[[Transfer], None]
+        self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float, done: Callable[[Transfer], None]
     ) -> Transfer:
-        """:meth:`send` in the background; ``done`` is called at its end and keeps the tensor alive."""
-        kind, waiter = self.kind_of_message(tensor.dtype), self.waiter(seconds)
+        kind, waiter = DTYPE_CODE[tensor.dtype], self.waiter(timeout_s)
         return self.mailbox.isend(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter, done)
 
     def begin_receive(
@@ -300,72 +375,50 @@ class LocalEngine:
         tensor: torch.Tensor,
         rank: int | None,
         tag: int,
-        seconds: float,
+        timeout_s: float,
         done: Callable[[Transfer], None],
     ) -> Transfer:
-        """:meth:`receive` in the background; ``done`` is called at its end and keeps the tensor alive."""
-        kind, waiter = self.kind_of_message(tensor.dtype), self.waiter(seconds)
+        kind, waiter = DTYPE_CODE[tensor.dtype], self.waiter(timeout_s)
         return self.mailbox.irecv(tensor.data_ptr(), tensor.nbytes, kind, rank, tag, waiter, done)
 
+    def complete(self, transfer: Transfer) -> int:
+        return self.mailbox.wait(transfer)
+
+    def check_messages(self) -> None:
+        self.mailbox.look()
+
     def waiter(self, timeout_s: float) -> MessageWaiter:
-        """Who ends the waits of messages that may wait for so long."""
+        """Return what ends the waits of messages that may wait for so long."""
         waiter = self._waiter  # which another thread may replace
         if timeout_s != waiter.timeout_s:
             waiter = self._waiter = MessageWaiter(self.member, timeout_s)
         return waiter
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in the arena."""
         return self.member.heap.empty(shape, dtype)
 
-    def sequence_number(self) -> int:
-        """How many operations this rank has begun."""
-        return self.member.word(at.SEQUENCE)
+    def combine(self, target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
+        combine_tensors(target, sources, op)
 
-    @staticmethod
-    def combine(target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
-        """Reduce tensors of this rank, as the engine does those of several: same order, same rounding."""
-        combine(
-            target.dtype, op, target.data_ptr(), [source.data_ptr() for source in sources], target.numel()
-        )
-
-    @staticmethod
-    def scale(tensor: torch.Tensor, factor: float) -> None:
-        """Multiply a contiguous tensor of this rank by a factor, in place."""
+    def scale(self, tensor: torch.Tensor, factor: float) -> None:
         scale(tensor.dtype, tensor.data_ptr(), factor, tensor.numel())
 
-    @staticmethod
-    def kind_of_message(dtype: torch.dtype) -> int:
-        """What the mailbox knows messages of a dtype by: both ends must name the same."""
-        return DTYPE_CODE[dtype]
-
-    @staticmethod
-    def reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
-        """Whether tensors of the dtype can be reduced by the operation."""
-        return supports(dtype, op)
-
-    @staticmethod
-    def moves(dtype: torch.dtype) -> bool:
-        """Whether tensors of the dtype can be sent."""
-        return dtype in DTYPE_CODE
+    def sequence_number(self) -> int:
+        return self.member.word(at.SEQUENCE)
 
     def flight_record(self) -> FlightRecord:
-        """What all ranks did last. Concerns this rank only, and goes on when others have died."""
         return read_flight_record(self.member.arena)
 
+    @property
+    def is_aborted(self) -> bool:
+        return self.member.is_aborted
+
+    def abort(self, why: str, failed: Sequence[int] = ()) -> None:
+        self.member.abort(why, failed=tuple(failed))
+
     def close(self) -> None:
-        """Leave the group. Peers that wait for this rank get an error."""
         self.mailbox.close()
         self.member.leave()
-
-    def _run(self, kernel: Kernel, arguments: tuple[int, ...], seconds: float, site: str | None) -> None:
-        try:
-            code = kernel(*arguments)
-            if code:
-                self.member.finish(code, kernel, arguments, seconds, site)
-        except BaseException as error:
-            self.leave_halfway(error)
-            raise
 
     def leave_halfway(self, error: BaseException) -> None:
         """After an exception: if the operation was not brought to its end, no other can be begun.
@@ -378,14 +431,18 @@ class LocalEngine:
                 self.member.leave_halfway(error)
             finally:
                 # Not a method of this object, which would then hold itself, and the arena, once it is closed.
-                self._replace_kernels(partial(_refuse, self.member))
+                self.kernels.replace(partial(_refuse, self.member))
                 reclaim(self.member)
 
-    def _replace_kernels(self, refuse: Kernel) -> None:
-        self.all_reduce_kernel = self._all_reduce_iovec = refuse
-        self._reduce_scatter = self._reduce_scatter_even = refuse
-        self._barrier = self._broadcast = self._share = self._all_gather = refuse
-        self._exchange = self._all_to_all_even = refuse
+
+def combine_tensors(target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
+    """Reduce contiguous tensors of this rank, as the kernels do: same order, same rounding."""
+    addresses = [source.data_ptr() for source in sources]
+    combine(target.dtype, op, target.data_ptr(), addresses, target.numel())
+
+
+reduces = supports
+"""Whether tensors of a dtype can be reduced by an operation."""
 
 
 def _refuse(member: RankContext, *arguments: int) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchestra.types import ReduceOp
@@ -166,6 +166,9 @@ ALL_REDUCE = add(
         synchronises=True,
     )
 )
+ALL_REDUCE_LIST = replace(ALL_REDUCE, name="all_reduce_list", method="allreduce_coalesced")
+"""all_reduce of several tensors as one operation; not public, so not in the table."""
+
 REDUCE = add(
     Collective(
         "reduce",
@@ -426,3 +429,10 @@ def describe_lengths(meta: int, count: int, sent: Sequence[int], expected: Seque
     if count < UNEVEN:
         return ""
     return f" of {sent if kind == Kind.reduce_scatter else expected} elements by rank"
+
+
+def even_parts(memory: tuple[int, int], number: int) -> list[tuple[int, int]]:
+    """Return the equal parts of a range of memory, (address, bytes)."""
+    address, nbytes = memory
+    length = nbytes // number
+    return [(address + length * part, length) for part in range(number)]

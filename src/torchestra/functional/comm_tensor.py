@@ -10,7 +10,6 @@ group trace, and later run, together.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.work import Work
-from torchestra.engine.operations import COLLECTIVES
+from torchestra.engine.operations import COLLECTIVES, Collective
 from torchestra.types import ReduceOp
 from torchestra.world.registry import current_world
 
@@ -48,17 +47,13 @@ def wait_comm(begun: Begun) -> torch.Tensor | list[torch.Tensor]:
 
 def _begin(method: str, group_name: str, arguments: dict[str, Any]) -> Begun:
     values = dict(arguments)
-    if "op" in values:
+    if values["op"] is not None:
         values["op"] = ReduceOp(*values["op"])
     communicator = current_world().group(group_name).communicator
-    work = getattr(communicator, method)(**values, async_op=True)
-    return Begun(_filled(values), work)
-
-
-def _filled(arguments: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a collective fills: its first argument."""
-    first = next(iter(arguments.values()))
-    return list(first) if isinstance(first, (list, tuple)) else [first]
+    filled = values["output"]
+    work = communicator.collective(COLLECTIVES[method], **values, async_op=True)
+    assert work is not None
+    return Begun(list(filled) if isinstance(filled, (list, tuple)) else [filled], work)
 
 
 def _node_function(method: str) -> Callable[..., Begun]:
@@ -163,28 +158,37 @@ class CommTensor(torch.Tensor):
 
     @classmethod
     def __torchestra_collective__(
-        cls, communicator: Communicator, method: Callable[..., Any], args: Any, kwargs: Any
+        cls,
+        communicator: Communicator,
+        row: Collective,
+        output: Any,
+        input: Any,  # noqa: A002 - the row's word
+        op: ReduceOp | None,
+        root: int | None,
+        splits: tuple[Any, Any],
+        async_op: bool,
+        timeout_s: float | None,
     ) -> Work | None:
-        bound = inspect.signature(method).bind(communicator, *args, **kwargs)
-        given = dict(list(bound.arguments.items())[1:])
-        async_op = bool(given.pop("async_op", False))
-        filled = _filled(given)
+        filled = list(output) if isinstance(output, (list, tuple)) else [] if output is None else [output]
+        given = {"output": output, "input": input, "op": op, "root": root, "splits": splits}
+        given["timeout_s"] = timeout_s
         plain = tree_map_only(CommTensor, lambda tensor: tensor.wait(), given)
         mode = get_innermost_proxy_mode()
         if mode is None:
-            work, node = method(communicator, **plain, async_op=True), None
+            work, node = communicator.collective(row, **plain, async_op=True), None
         else:
             with disable_proxy_modes_tracing():
-                work = method(communicator, **plain, async_op=True)
-            node = _recorded(mode.tracer, method.__name__, communicator.name, plain)
+                work = communicator.collective(row, **plain, async_op=True)
+            node = _recorded(mode.tracer, row.name, communicator.name, plain)
         pending = _Pending(work, node, len(filled))
         for place, tensor in enumerate(filled):
             if isinstance(tensor, CommTensor):
                 tensor._pending, tensor._place, tensor._communicated = pending, place, True
                 if not async_op:
                     tensor.wait()
+        assert work is not None
         if async_op:
-            return work  # type: ignore[no-any-return]
+            return work
         work.wait()
         return None
 
@@ -196,7 +200,7 @@ def _recorded(tracer: Any, method: str, group_name: str, arguments: dict[str, An
         return get_proxy_slot(tensor, tracer, tensor, lambda slot: slot.proxy)
 
     values = tree_map_only(torch.Tensor, proxy_of, arguments)
-    if "op" in values:
+    if values["op"] is not None:
         values["op"] = (values["op"].name, values["op"].factor)
     node = tracer.create_proxy("call_function", _NODES[method], (group_name,), values)
     assert isinstance(node, Proxy)

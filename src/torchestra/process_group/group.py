@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from torchestra.arguments.annotations import check_integer, checked
 from torchestra.arguments.options import GroupOptions
 from torchestra.communicator.communicator import Communicator
-from torchestra.communicator.lazy import DeferredCommunicator
 from torchestra.engine.device.agreement import Wish
 from torchestra.engine.membership.arena_transfer import leave_store
 from torchestra.errors import InvalidArgumentError, shown
@@ -140,12 +139,12 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
     @property
     def timeout(self) -> timedelta:
         """How long an operation may wait for the other ranks."""
-        return timedelta(seconds=self.communicator.seconds)
+        return timedelta(seconds=self.communicator.timeout_s)
 
     @checked
     def set_timeout(self, timeout: Timeout) -> None:
         """Change how long later operations may wait. Concerns this rank only."""
-        self.communicator.seconds = timeout_seconds(timeout)
+        self.communicator.timeout_s = timeout_seconds(timeout)
 
     @property
     def options(self) -> GroupOptions:
@@ -161,7 +160,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
 
         Where the ranks have called the same, it is the same on all of them. Messages are not counted.
         """
-        return self.communicator.sequence_number()
+        return self.communicator.queue.sequence_number()
 
     def _get_sequence_number_for_group(self) -> int:
         return self.get_sequence_number_for_group()
@@ -232,7 +231,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         self.store, self.ranks = store, ranks
         self._group_rank = {rank: index for index, rank in enumerate(ranks)}
         self.backend = self.known_as = backend
-        self.communicator.name, self.communicator.seconds = name, seconds
+        self.communicator.name, self.communicator.timeout_s = name, seconds
 
     @checked
     def shrink(self, exclude: Sequence[int] = (), timeout: Timeout | None = None) -> ProcessGroup:
@@ -281,7 +280,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
     def _succeed(self, new: ProcessGroup) -> ProcessGroup:
         """Put a group in this one's place."""
         self.successor = new
-        self.communicator.became = new.group_name
+        self.communicator.queue.became = new.group_name
         if self.when_shrunk is None:
             new._leave_at_last()
         else:
@@ -311,12 +310,7 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
 
         May be called by any one rank. The others get a GroupAbortedError.
         """
-        if isinstance(self.communicator, Communicator):
-            self.communicator.refuse_if_inherited("abort")
-        if self.backend != "fake" and not isinstance(self.communicator, DeferredCommunicator):
-            self.communicator.engine.member.abort(
-                f"rank {self.communicator.rank} has called abort_process_group()"
-            )
+        self.communicator.abort(f"rank {self.communicator.rank} has called abort_process_group()")
 
     def shutdown(self) -> None:
         """:meth:`destroy`, as torch spells it."""

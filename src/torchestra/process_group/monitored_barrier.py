@@ -35,11 +35,11 @@ def monitored_barrier(communicator: Communicator, seconds: float | None, wait_al
     """
     limit = communicator.limit(seconds)
     # What is under way of a barrier that a rank has left would be taken for messages of the next one.
-    with communicator.abort_on_error("monitored_barrier"):
+    with communicator.queue.abort_on_error("monitored_barrier"):
         if communicator.rank == 0:
             _wait_for_all(communicator, limit, wait_all_ranks)
         else:
-            _report_to_rank_0(communicator, max(limit, communicator.seconds))
+            _report_to_rank_0(communicator, max(limit, communicator.timeout_s))
 
 
 def _report_to_rank_0(communicator: Communicator, limit: float) -> None:

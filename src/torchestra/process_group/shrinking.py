@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.device import agreement_of, delegate
-from torchestra.communicator.fast_path import QuickCommunicator
-from torchestra.communicator.multihost import Hosts, HostsCommunicator
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.shrinking import shrink
+from torchestra.engine.multihost.engine import MultiHostEngine
+from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.shrinking import shrink_hosts
 from torchestra.errors import GroupDestroyedError, InvalidArgumentError, InvalidArgumentTypeError, shown
 from torchestra.process_group.starting import start
@@ -33,18 +33,18 @@ def shrunk(
     communicator = group.communicator
     _check(group, exclude)
     member = communicator.engine.member
-    seconds = communicator.seconds if timeout is None else timeout_seconds(timeout)
+    seconds = communicator.timeout_s if timeout is None else timeout_seconds(timeout)
     if abort:
         member.abort_to_shrink()
-    communicator.settle(seconds)
+    communicator.drain(seconds)
     name = f"{group.group_name.removesuffix(f'~{group.generation}')}~{group.generation + 1}"
-    make = _between_hosts if isinstance(communicator, HostsCommunicator) else _within_host
+    make = _within_host if communicator.engine.hosts is None else _between_hosts
     made = make(communicator, name, exclude, seconds, group.backend)
     try:
         if (agreement := agreement_of(communicator)) is not None:
             delegate(made.communicator, made.store, agreement.among(made.survivors))
         member.abort_to_shrink()
-        communicator.settle(seconds)
+        communicator.drain(seconds)
         return _put_into_place(group, made, name)
     except BaseException:
         made.leave()  # interrupted: nobody has the new group in hand
@@ -67,24 +67,24 @@ def _within_host(
     communicator: Communicator, name: str, exclude: Sequence[int], seconds: float, backend: str
 ) -> _Made:
     made = shrink(communicator.engine.member, name, exclude, seconds)
-    new = QuickCommunicator(LocalEngine(made.context), name, communicator.seconds)
+    new = Communicator(LocalEngine(made.context), name, communicator.timeout_s)
     return _Made(new, made.store, made.survivors, made.context.leave)
 
 
 def _between_hosts(
     communicator: Communicator, name: str, exclude: Sequence[int], seconds: float, backend: str
 ) -> _Made:
-    assert isinstance(communicator, HostsCommunicator)
-    hierarchy = communicator.hierarchy
+    engine = cast(MultiHostEngine, communicator.engine)
+    hierarchy = engine.hierarchy
     # MPI does not promise to outlive a rank. Where it was used the network is trusted, so Gloo may be.
-    bridge = "gloo" if communicator.bridge_kind == "mpi" else communicator.bridge_kind
+    bridge = "gloo" if engine.mailbox.bridge_kind == "mpi" else engine.mailbox.bridge_kind
 
     def enter(store: Store, rank: int, hosts: Hosts, seconds: float) -> Communicator:
         program = hierarchy.member.program
         return start(store, rank, hosts.size, name, seconds, backend, program, hosts, bridge)
 
     made = shrink_hosts(hierarchy, exclude, seconds, enter)
-    made.entered.seconds = communicator.seconds
+    made.entered.timeout_s = communicator.timeout_s
     return _Made(made.entered, made.store, made.survivors, made.entered.close)
 
 
@@ -118,8 +118,8 @@ def _check(group: ProcessGroup, exclude: Sequence[int]) -> None:
                 f"shrink: `exclude` must be other ranks of group {group.group_name!r} (0 to"
                 f" {group.size() - 1}), got {shown(rank)} on rank {group.rank()}"
             )
-    if isinstance(group.communicator, Communicator):
-        group.communicator.refuse_if_inherited("shrink")
+    if group.communicator.has_met:
+        group.communicator.queue.refuse_if_inherited("shrink")
     if group.communicator.closed:
         raise GroupDestroyedError(
             f"shrink: rank {group.rank()} has destroyed group {group.group_name!r}, or shrunk it already"

@@ -9,12 +9,10 @@ import torch
 
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.device import delegate
-from torchestra.communicator.fake import FakeCommunicator
-from torchestra.communicator.fast_path import QuickCommunicator
-from torchestra.communicator.multihost import HostsCommunicator
 from torchestra.engine import warm_up
 from torchestra.engine.device.agreement import Agreement, Wish, agree, announce
 from torchestra.engine.device.nccl import is_nccl_built, why_no_nccl
+from torchestra.engine.fake import FakeEngine
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.joining import join
 from torchestra.engine.membership.joining import refuse as refuse_entry
@@ -138,7 +136,7 @@ def start(
     if name is None:
         name = f"direct-{store.add(f'torchestra/made/{rank}', 1)}"
     if backend == "fake":
-        return FakeCommunicator(rank, size, name, seconds)
+        return Communicator(FakeEngine(rank, size), name, seconds)
     warm_up()
     if program is None and (here := current_thread_rank()) is not None:
         program = here.thread
@@ -189,6 +187,6 @@ def _meet(
             mpiexec = launch_environment().source in ("mpich", "openmpi")
             bridge = choose_bridge(threads=threads, mpiexec=mpiexec, has_secret=own.secret is not None)
         engine = join_hosts(own, hosts, rank, name, seconds, threads=threads, bridge=bridge, thread=program)
-        return HostsCommunicator(engine, name, seconds)
+        return Communicator(engine, name, seconds)
     member = join(own, rank, size, name, seconds, threads=threads, thread=program)
-    return QuickCommunicator(LocalEngine(member), name, seconds)
+    return Communicator(LocalEngine(member), name, seconds)

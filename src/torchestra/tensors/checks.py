@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchestra.arguments.annotations import check_integer, is_integer, refuse_type
-from torchestra.engine.local import LocalEngine
+from torchestra.engine.local import moves, reduces
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
 from torchestra.tensors.contiguity import overlapping, overlaps_itself, what_is_missing
 from torchestra.tensors.override import look_for_override
@@ -66,15 +66,20 @@ def check_tensor_list(value: object, parameter: str, name: str) -> list[torch.Te
     return found
 
 
-def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = False) -> torch.Tensor:
+def check_tensor(
+    tensor: object, parameter: str, name: str, *, written: bool = False, real: bool = True
+) -> torch.Tensor:
     """Refuse what is not a dense tensor of the CPU, or of CUDA, of a dtype that can be sent.
 
     Args:
         written: whether the operation writes into it; then its elements must not share memory.
+        real: whether it is to be moved; in a fake world any tensor will do.
 
     Nor may it lack memory of its own: see contiguity.py.
     """
     tensor = check_is_tensor(tensor, parameter, name)
+    if not real:
+        return tensor
     if tensor.layout is not torch.strided:
         raise InvalidArgumentError(
             f"{name}: `{parameter}` has unsupported layout {tensor.layout}:"
@@ -85,7 +90,7 @@ def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = F
             f"{name}: `{parameter}` is on unsupported device type {tensor.device.type}; move it to the CPU"
             f" first"
         )
-    if not LocalEngine.moves(tensor.dtype):
+    if not moves(tensor.dtype):
         raise InvalidArgumentError(f"{name}: `{parameter}` has dtype {tensor.dtype}, which cannot be sent")
     if missing := what_is_missing(tensor):
         raise InvalidArgumentError(f"{name}: `{parameter}` {missing}")
@@ -100,16 +105,16 @@ def check_tensor(tensor: object, parameter: str, name: str, *, written: bool = F
 
 def check_reducible(tensor: torch.Tensor, op: ReduceOp, name: str) -> None:
     """Refuse a reduce operation that the dtype does not have."""
-    if tensor.dtype.is_complex and not LocalEngine.reduces(tensor.dtype, op):
+    if tensor.dtype.is_complex and not reduces(tensor.dtype, op):
         raise InvalidArgumentError(
             f"{name}: {name} does not support {op} on complex tensors, which have SUM and AVG only"
         )
-    if not LocalEngine.reduces(tensor.dtype, op):
+    if not reduces(tensor.dtype, op):
         raise InvalidArgumentError(f"{name}: {op.name} is not defined for tensors of dtype {tensor.dtype}")
 
 
 def check_list(
-    tensors: object, parameter: str, length: int, name: str, *, written: bool = False
+    tensors: object, parameter: str, length: int, name: str, *, written: bool = False, real: bool = True
 ) -> list[torch.Tensor]:
     """Refuse what is not a list of ``length`` tensors, one for each rank."""
     found = check_is_list(tensors, parameter, name)
@@ -119,10 +124,10 @@ def check_list(
             f" {len(found)}"
         )
     checked = [
-        check_tensor(tensor, f"{parameter}[{index}]", name, written=written)
+        check_tensor(tensor, f"{parameter}[{index}]", name, written=written, real=real)
         for index, tensor in enumerate(found)
     ]
-    if written:
+    if written and real:
         check_apart(checked, parameter, name)
     return checked
 
@@ -152,20 +157,23 @@ def check_same_dtype(tensors: Sequence[torch.Tensor], dtype: torch.dtype, parame
             check_dtype(tensor, dtype, f"{parameter}[{index}]", name)
 
 
-def in_reals(tensors: object, tensor: object) -> tuple[Any, Any]:
-    """What elements are moved between, some tensors and another one: complex ones as pairs of reals.
+def in_reals(*arguments: Any) -> list[Any]:
+    """Return tensors, and lists of tensors, between which elements are moved: complex ones as pairs of reals.
 
     So complex tensors may be mixed with those of their parts, on one rank and between ranks, as by
-    torch.distributed. (Conjugated ones have no such view, and stay as they are.) What is not tensors does
-    too, for the checks that follow.
+    torch.distributed. (Conjugated ones have no such view; then all stay as they are.) What is not tensors
+    does too, for the checks that follow.
     """
-    others = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-    found = [each for each in (*others, tensor) if isinstance(each, torch.Tensor) and each.dtype.is_complex]
+    lists = [each if isinstance(each, (list, tuple)) else [each] for each in arguments]
+    found = [
+        each for part in lists for each in part if isinstance(each, torch.Tensor) and each.dtype.is_complex
+    ]
     if not found or any(each.is_conj() for each in found):
-        return tensors, tensor
-    if others is tensors:
-        return [_in_reals(each) for each in others], _in_reals(tensor)
-    return _in_reals(tensors), _in_reals(tensor)
+        return list(arguments)
+    return [
+        [_in_reals(each) for each in part] if part is given else _in_reals(given)
+        for part, given in zip(lists, arguments, strict=True)
+    ]
 
 
 def _in_reals(tensor: object) -> object:
@@ -224,6 +232,7 @@ def check_rooted_list(
     name: str,
     *,
     written: bool = False,
+    real: bool = True,
 ) -> list[torch.Tensor] | None:
     """Refuse a list that is missing on the root, present elsewhere, or does not fit the tensor ``like``."""
     if not is_root:
@@ -236,7 +245,7 @@ def check_rooted_list(
         return None
     if tensors is None:
         raise InvalidArgumentError(f"{name}: `{parameter}` must be specified on the {role} rank")
-    checked = check_list(tensors, parameter, size, name, written=written)
+    checked = check_list(tensors, parameter, size, name, written=written, real=real)
     check_same_dtype(checked, like.dtype, parameter, name)
     for index, tensor in enumerate(checked):
         if tensor.numel() != like.numel():

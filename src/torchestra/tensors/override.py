@@ -1,21 +1,19 @@
 """Kinds of tensors that take a collective into their own hands.
 
-A class of tensors that defines ``__torchestra_collective__(communicator, method, args, kwargs)`` has it
-called, as a class method, in place of a communicator's method that is given one of its tensors. That is found
-out where arguments are checked, so other tensors pay nothing for it.
+A class of tensors that defines ``__torchestra_collective__(communicator, row, output, input, op, root,
+splits, async_op, timeout_s)`` has it called, as a class method, in place of :meth:`Communicator.collective`
+with one of its tensors. That is found out where arguments are checked, so other tensors pay nothing for it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
 from torchestra.errors import InvalidArgumentTypeError
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 _HOOK = "__torchestra_collective__"
 
 
@@ -36,17 +34,3 @@ def look_for_override(tensor: torch.Tensor, name: str) -> None:
     handler = getattr(type(tensor), _HOOK, None)
     if handler is not None:
         raise OverriddenError(f"{name}: tensors of type {type(tensor).__name__} are not taken", handler)
-
-
-def overridable(method: _Method) -> _Method:
-    """A communicator's method, which hands over to the class of the tensors that it is given."""
-
-    @functools.wraps(method)
-    def call(communicator: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(communicator, *args, **kwargs)
-        except OverriddenError as overridden:
-            handler = overridden.handler
-        return handler(communicator, method, args, kwargs)
-
-    return cast(_Method, call)

@@ -10,13 +10,15 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from torchestra.engine.dtypes import DTYPE_CODE
+from torchestra.engine.interface import Engine
 from torchestra.engine.kernels.reductions import default_float_mode
-from torchestra.engine.local import LocalEngine
-from torchestra.engine.operations import DTYPE_NAMES, Kind
+from torchestra.engine.local import reduces
+from torchestra.engine.operations import ALL_GATHER, ALL_GATHER_INTO_TENSOR, DTYPE_NAMES, Kind
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import CollectiveMismatchError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.tensors.contiguity import what_is_missing
@@ -25,6 +27,8 @@ from torchestra.types import ReduceOp
 OPERATIONS = 3
 """How many operations of the engine an all_reduce consists of; one if there are no entries."""
 
+_HEADS = replace(ALL_GATHER_INTO_TENSOR, kind=Kind.sparse_all_reduce)
+_ENTRIES = replace(ALL_GATHER, kind=Kind.sparse_all_reduce)
 _MOST_DIMENSIONS = 16
 # What a rank tells of its tensor, as int64: dtype, sparse dimensions, all dimensions, lengths, entries.
 _HEAD = 4 + _MOST_DIMENSIONS
@@ -78,7 +82,7 @@ def check(tensors: object, op: ReduceOp, name: str) -> list[torch.Tensor]:
             f"{name}: unsupported reduction operation (allreduce of sparse tensors only works with"
             f" ReduceOp.SUM), got {op}"
         )
-    if not LocalEngine.reduces(first.dtype, op):
+    if not reduces(first.dtype, op):
         raise InvalidArgumentError(f"{name}: {op.name} is not defined for tensors of dtype {first.dtype}")
     if first.dim() > _MOST_DIMENSIONS:
         raise InvalidArgumentError(
@@ -87,9 +91,7 @@ def check(tensors: object, op: ReduceOp, name: str) -> list[torch.Tensor]:
     return list(tensors)
 
 
-def all_reduce(
-    engine: LocalEngine, tensors: Sequence[torch.Tensor], seconds: float, site: str | None
-) -> None:
+def all_reduce(engine: Engine, tensors: Sequence[torch.Tensor], timeout_s: float, site: str | None) -> None:
     """Replace every one of the tensors by the sum of all tensors of all ranks, coalesced.
 
     Raises:
@@ -97,17 +99,17 @@ def all_reduce(
     """
     like = tensors[0]
     indices, values = _own_entries(tensors)
-    plan = engine.plan(Kind.sparse_all_reduce, torch.int64)
+    plan = engine.plan(_HEADS, torch.int64)
     heads = torch.empty((engine.size, _HEAD), dtype=torch.int64)
-    engine.all_gather_flat(heads, _head(like, len(values)), plan, seconds, site)
+    engine.collective(plan, [_head(like, len(values))], [heads], timeout_s, site)
     _compare(heads, engine.rank, site)
     counts = heads[:, -1].tolist()
     all_indices = indices.new_empty((sum(counts), like.sparse_dim()))
     all_values = values.new_empty((sum(counts), *values.shape[1:]))
     for everybodys, own in ((all_indices, indices), (all_values, values)):
         if everybodys.numel():
-            plan = engine.plan(Kind.sparse_all_reduce, own.dtype)
-            engine.all_gather(everybodys.split(counts), own, plan, seconds, site)
+            plan = engine.plan(_ENTRIES, own.dtype)
+            engine.collective(plan, [own], everybodys.split(counts), timeout_s, site)
     total = _sparse(*_added_up(all_indices, all_values, like), like, coalesced=True)
     with torch.no_grad():
         for tensor in tensors:

@@ -9,7 +9,7 @@ import torch
 from torchestra.arguments.annotations import checked
 from torchestra.communicator.device import agreement_of
 from torchestra.engine.device.nccl import is_nccl_built
-from torchestra.engine.local import LocalEngine
+from torchestra.engine.local import reduces
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError, shown
 from torchestra.process_group import NonMember, ProcessGroup
@@ -128,7 +128,7 @@ def get_backend_config(group: AnyGroup | None = None) -> str:
 @checked
 def supports_complex(reduceOp: ReduceOp) -> bool:
     """Return whether a reduce operation is defined for complex tensors."""
-    return LocalEngine.reduces(torch.complex64, reduceOp)
+    return reduces(torch.complex64, reduceOp)
 
 
 def is_torchelastic_launched() -> bool:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from torchestra.arguments.annotations import checked
-from torchestra.communicator.lazy import DeferredCommunicator
-from torchestra.engine.local import LocalEngine
-from torchestra.engine.multihost.engine import MultiHostEngine
 from torchestra.engine.recorder.flight_record import FlightEntry, FlightRecord, HostRecord, RankRecord
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import ProcessGroup
@@ -38,12 +35,13 @@ def flight_record(group: AnyGroup | None = None) -> FlightRecord:
     chosen = default_group() if group is None else group
     if isinstance(chosen, ProcessGroup):
         communicator = chosen.communicator
-        if isinstance(communicator, DeferredCommunicator):
+        if not communicator.has_met:
             raise InvalidArgumentError(
                 f"flight_record: {chosen!r} was not used yet, so its ranks have not met"
             )
-        if isinstance(communicator.engine, (LocalEngine, MultiHostEngine)):
-            return communicator.engine.flight_record()
+        record = communicator.engine.flight_record()
+        if record is not None:
+            return record
         raise InvalidArgumentError(f"flight_record: {chosen!r} does nothing that could be recorded")
     if hasattr(chosen, "group_name"):
         raise InvalidArgumentError(f"flight_record: this rank is {chosen!r}")

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from torchestra.arguments.annotations import check_integer
-from torchestra.communicator.multihost import hosts_of
 from torchestra.errors import CollectiveMismatchError, DistError, InvalidArgumentError, shown
 from torchestra.process_group import ProcessGroup
 from torchestra.process_group.starting import refuse
@@ -97,7 +96,7 @@ def same_call(parent: ProcessGroup, key: str, call: GroupCall) -> Iterator[None]
             # Several may find one at once: all raise what the first of them says.
             verdict = parent.store.compare_set(key, said, _MISMATCH + difference.encode())
             for name, ranks in first.groups.items():
-                hosts = None if parent.maker is not None else hosts_of(parent.communicator, ranks)
+                hosts = None if parent.maker is not None else parent.communicator.hosts_among(ranks)
                 refuse(parent.store, name, hosts, difference)
             _mismatch(verdict)
     try:

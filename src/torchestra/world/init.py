@@ -17,9 +17,9 @@ import torch
 from torchestra.arguments.annotations import checked, refuse_type
 from torchestra.communicator import work_registry
 from torchestra.communicator.communicator import Communicator
-from torchestra.communicator.lazy import DeferredCommunicator
-from torchestra.communicator.multihost import Hosts
+from torchestra.communicator.lazy import LazyCommunicator
 from torchestra.engine.device.agreement import Agreement, Wish
+from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import (
     InvalidArgumentError,
@@ -193,7 +193,7 @@ def _replace(world: World, tag: str, old: ProcessGroup, new: ProcessGroup) -> No
     world.made_locally.clear()
     numbers = {before: now for now, before in enumerate(new.previous_ranks)}
     for group in list(world.groups.values()):
-        if isinstance(group.communicator, DeferredCommunicator):
+        if not group.communicator.has_met:
             group.destroy()  # its members have not met, and would look for each other in the old store
             world.remove(group)
         elif lost := group.renumber(numbers):
@@ -270,7 +270,7 @@ def start_group(
 
     if not deferred:
         return made_of(meet(timeout_s))
-    placeholder = DeferredCommunicator(rank, size, name, timeout_s, meet)
+    placeholder = LazyCommunicator(rank, size, name, timeout_s, meet)
     group = made_of(cast(Communicator, placeholder))
     placeholder.replace = lambda made: setattr(group, "communicator", made)
     return group

@@ -9,7 +9,6 @@ import torch
 
 from torchestra.arguments.annotations import checked
 from torchestra.communicator.device import agreement_of
-from torchestra.communicator.multihost import hosts_of
 from torchestra.engine.device.agreement import Wish
 from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
@@ -248,7 +247,7 @@ def _make_named(
         timeout_s=terms.timeout_s,
         description=group_desc or "undefined",
         deferred=deferred,
-        hosts=None if parent.maker is not None else hosts_of(parent.communicator, ranks),
+        hosts=None if parent.maker is not None else parent.communicator.hosts_among(ranks),
         maker=terms.maker,
         wish=terms.wish,
         agreement=None if agreement is None else agreement.among(ranks),

@@ -1,4 +1,4 @@
-"""The engine of operations on tensors of a device: what LocalEngine offers, by a backend of torch's.
+"""The engine of operations on tensors of a device, by a backend of torch's.
 
 The backend (launching.py) is whatever has the methods of ``torch.distributed.Backend``. Reductions are its
 own. What only moves elements moves bytes, so every dtype can be moved. Tensors are contiguous, on the device,
@@ -18,12 +18,15 @@ from torchestra.engine.device.launching import EVERYBODY, LateBackend
 from torchestra.engine.device.nccl import bindings
 from torchestra.engine.device.stream_scheduler import Lane
 from torchestra.engine.device.views import at, flat, raw, spanning
-from torchestra.engine.local import LocalEngine
-from torchestra.engine.operations import Kind, describe, pack
+from torchestra.engine.interface import Ended, Engine
+from torchestra.engine.operations import REDUCE, Collective, Kind, describe, even_parts, pack
 from torchestra.types import ReduceOp
 
 __all__ = ["DeviceEngine", "Joint"]
 
+Tensors = Sequence[torch.Tensor]
+
+_NOT_HERE = "a device's barrier is the host's, and its messages go in batches: communicator/device.py"
 _SLACK_SECONDS = 60.0  # the watch gives an operation up before torch does
 _TAG = 0
 
@@ -48,12 +51,14 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class DevicePlan(NamedTuple):
-    """What the engine needs to know of a kind of operation on a dtype."""
+    """What the engine needs to know of a collective on a dtype."""
 
-    kind: Kind
+    row: Collective
     dtype: torch.dtype
     op: ReduceOp | None
     root: int | None
+    timeout_s: float = 0.0
+    site: str | None = None
 
 
 class Joint:
@@ -72,8 +77,8 @@ class Joint:
             work.wait()
 
 
-class DeviceEngine:
-    """One rank's engine for tensors of one device. Its methods are those of :class:`LocalEngine`.
+class DeviceEngine(Engine):
+    """One rank's engine for tensors of one device.
 
     Args:
         base: the group's engine for tensors of the CPU.
@@ -81,21 +86,15 @@ class DeviceEngine:
         open_backend: makes the backend, and what else must live as long as that.
     """
 
-    kind_of_message = staticmethod(LocalEngine.kind_of_message)
-    moves = staticmethod(LocalEngine.moves)
-
-    def __init__(
-        self, base: LocalEngine, lane: Lane, name: str, open_backend: Callable[[], tuple[Any, Any]]
-    ) -> None:
+    def __init__(self, base: Any, lane: Lane, name: str, open_backend: Callable[[], tuple[Any, Any]]) -> None:
         self.member = base.member
-        self.mailbox = base.mailbox
+        self.hosts = base.hosts
         self.rank = base.rank
         self.size = base.size
         self.lane = lane
         self._backend = LateBackend(base.member, lane, name, open_backend)
         self.watch = self._backend.watch
         self.refuse = self._backend.refuse
-        self.close = self._backend.close
 
     @staticmethod
     def reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
@@ -105,159 +104,18 @@ class DeviceEngine:
         return dtype in _REDUCTIONS.get(op.name, ())
 
     def plan(
-        self, kind: Kind, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
+        self, row: Collective, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
     ) -> DevicePlan:
-        """What the engine needs to know of an operation on a dtype."""
-        return DevicePlan(kind, dtype, op, root)
+        return DevicePlan(row, dtype, op, root)
 
-    # -- operations
-
-    def all_reduce(
-        self, tensor: torch.Tensor, plan: DevicePlan, seconds: float, site: str | None = None
+    def collective(
+        self, plan: DevicePlan, inputs: Tensors, outputs: Tensors, timeout_s: float, site: str | None = None
     ) -> None:
-        """Replace the tensor by the reduction of all ranks' tensors, or the root's by the plan."""
-        self._reduce([tensor], plan, seconds, site)
-
-    def all_reduce_iovec(
-        self, tensors: Sequence[torch.Tensor], plan: DevicePlan, seconds: float, site: str | None = None
-    ) -> None:
-        """:meth:`all_reduce` of each of several tensors."""
-        self._reduce(tensors, plan, seconds, site)
-
-    def broadcast(
-        self, tensor: torch.Tensor, plan: DevicePlan, seconds: float, site: str | None = None
-    ) -> None:
-        """Replace every rank's tensor by the root's."""
-        options = self._options("BroadcastOptions", seconds, rootRank=plan.root, rootTensor=0)
-        self._move(plan, [tensor], seconds, site, lambda backend: backend.broadcast([raw(tensor)], options))
-
-    def all_gather_flat(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        plan: DevicePlan,
-        seconds: float,
-        site: str | None = None,
-    ) -> None:
-        """Put every rank's tensor, one after the other, into the output."""
-        options = self._options("AllgatherOptions", seconds)
-        self._move(
-            plan,
-            [tensor],
-            seconds,
-            site,
-            lambda backend: backend._allgather_base(raw(output), raw(tensor), options),
-        )
-
-    def all_gather(
-        self,
-        outputs: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
-        plan: DevicePlan,
-        seconds: float,
-        site: str | None = None,
-    ) -> None:
-        """Put every rank's tensor into an output of its own; sizes may differ between ranks."""
-        if len({output.numel() for output in outputs}) == 1:
-            whole = tensor.new_empty((self.size, tensor.numel()))
-            self.all_gather_flat(whole, tensor, plan, seconds, site)
-            for output, row in zip(outputs, whole, strict=True):
-                output.view(-1).copy_(row)
-            return
-        outputs[self.rank].copy_(tensor.view(outputs[self.rank].shape))
-        roots = [
-            (output, self._options("BroadcastOptions", seconds, rootRank=rank, rootTensor=0))
-            for rank, output in enumerate(outputs)
-            if output.numel()
-        ]
-
-        def begin(backend: Any) -> Joint:
-            return Joint([backend.broadcast([raw(output)], options) for output, options in roots])
-
-        self._move(plan, outputs, seconds, site, begin)
-
-    def gather(
-        self,
-        outputs: Sequence[torch.Tensor] | None,
-        tensor: torch.Tensor,
-        plan: DevicePlan,
-        seconds: float,
-        site: str | None = None,
-    ) -> None:
-        """Put every rank's tensor into an output of the root; ``outputs`` is None on the others."""
-        options = self._options("GatherOptions", seconds, rootRank=plan.root)
-        targets = [] if outputs is None else [[raw(output) for output in outputs]]
-        self._move(
-            plan, [tensor], seconds, site, lambda backend: backend.gather(targets, [raw(tensor)], options)
-        )
-
-    def reduce_scatter_flat(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        plan: DevicePlan,
-        seconds: float,
-        site: str | None = None,
-    ) -> None:
-        """Reduce the tensors of all ranks, and give each rank its piece of the result."""
-        assert plan.op is not None
-        options = self._options("ReduceScatterOptions", seconds, reduceOp=self._op(plan.op))
-        self._move(
-            plan,
-            [output],
-            seconds,
-            site,
-            lambda backend: backend._reduce_scatter_base(flat(output), flat(tensor), options),
-        )
-
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        plan: DevicePlan,
-        seconds: float,
-        site: str | None = None,
-    ) -> None:
-        """Reduce, for each rank, the tensors that all ranks have for it; sizes may differ between them."""
-        assert plan.op is not None
-        if len({tensor.numel() for tensor in tensors}) == 1:
-            whole = torch.cat([tensor.view(-1) for tensor in tensors])
-            self.reduce_scatter_flat(output, whole, plan, seconds, site)
-            return
-        pieces = [tensor.clone() for tensor in tensors]
-        for root, piece in enumerate(pieces):
-            self._reduce([piece], plan._replace(kind=Kind.reduce, root=root), seconds, site)
-        output.copy_(pieces[self.rank].view(output.shape))
-
-    def exchange(
-        self,
-        plan: DevicePlan,
-        sends: Sequence[tuple[int, int]],
-        receives: Sequence[tuple[int, int]],
-        seconds: float,
-        site: str | None = None,
-    ) -> None:
-        """Send to and receive from each rank what (address, bytes) say: all_to_all and scatter."""
-        sent, expected = [length for _, length in sends], [length for _, length in receives]
-        source = spanning(sends, self.lane.device)
-        if source is None:
-            source = torch.cat([at(address, length, self.lane.device) for address, length in sends])
-        whole = spanning(receives, self.lane.device)
-        target = source.new_empty(sum(expected)) if whole is None else whole
-        options = self._options("AllToAllOptions", seconds)
-        self._move(
-            plan,
-            [source],
-            seconds,
-            site,
-            lambda backend: backend.alltoall_base(target, source, expected, sent, options),
-        )
-        if whole is None:
-            for (address, length), piece in zip(receives, target.split(expected), strict=True):
-                at(address, length, self.lane.device).copy_(piece)
+        plan = plan._replace(timeout_s=timeout_s, site=site)
+        ALGORITHMS[plan.row.algorithm](self, plan, inputs, outputs)
 
     def messages(
-        self, batch: Sequence[tuple[bool, torch.Tensor, int]], seconds: float, *, together: bool
+        self, batch: Sequence[tuple[bool, torch.Tensor, int]], timeout_s: float, *, together: bool
     ) -> Any:
         """Begin to send and receive; a Work of torch's for all of it.
 
@@ -285,73 +143,195 @@ class DeviceEngine:
         doing = ", ".join(
             f"{'send to' if is_send else 'recv from'} rank {rank}" for is_send, _, rank in batch
         )
-        return self._backend.launch(doing, seconds, None, begin, ends)
+        return self._backend.launch(doing, timeout_s, None, begin, ends)
+
+    def barrier(self, timeout_s: float, site: str | None = None) -> None:
+        raise NotImplementedError(_NOT_HERE)
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float) -> None:
+        raise NotImplementedError(_NOT_HERE)
+
+    def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float) -> int:
+        raise NotImplementedError(_NOT_HERE)
+
+    def begin_send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float, done: Ended) -> Any:
+        raise NotImplementedError(_NOT_HERE)
+
+    def begin_receive(
+        self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float, done: Ended
+    ) -> Any:
+        raise NotImplementedError(_NOT_HERE)
+
+    def complete(self, transfer: Any) -> None:
+        raise NotImplementedError(_NOT_HERE)
 
     # -- what else is asked of an engine
 
-    @staticmethod
-    def combine(target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
-        """Reduce tensors of this rank."""
+    def combine(self, target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
         target.copy_(sources[0])
         for source in sources[1:]:
             target.copy_(_COMBINE[op.name](target, source))
 
-    @staticmethod
-    def scale(tensor: torch.Tensor, factor: float) -> None:
-        """Multiply a tensor of this rank by a factor, in place."""
+    def scale(self, tensor: torch.Tensor, factor: float) -> None:
         tensor.mul_(factor)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor on the device."""
         return torch.empty(shape, dtype=dtype, device=self.lane.device)
 
     def sequence_number(self) -> int:
-        """How many operations this rank has begun."""
         return self._backend.launched
+
+    def flight_record(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self._backend.close()
+
+    @property
+    def is_aborted(self) -> bool:
+        return bool(self.member.is_aborted)
+
+    def abort(self, why: str, failed: Sequence[int] = ()) -> None:
+        self.member.abort(why, failed=tuple(failed))
 
     # -- how it is done
 
-    def _reduce(
-        self, tensors: Sequence[torch.Tensor], plan: DevicePlan, seconds: float, site: str | None
-    ) -> None:
-        assert plan.op is not None
-        buffers = [flat(tensor) for tensor in tensors]
-        name = self._op(plan.op)
-        if plan.root is not None:
-            options = self._options("ReduceOptions", seconds, reduceOp=name, rootRank=plan.root, rootTensor=0)
-            self._move(plan, tensors, seconds, site, lambda backend: backend.reduce(buffers, options))
-        elif len(buffers) == 1:
-            options = self._options("AllreduceOptions", seconds, reduceOp=name)
-            self._move(plan, tensors, seconds, site, lambda backend: backend.allreduce(buffers, options))
-        else:
-            options = self._options("AllreduceCoalescedOptions", seconds, reduceOp=name)
-            self._move(
-                plan, tensors, seconds, site, lambda backend: backend.allreduce_coalesced(buffers, options)
-            )
-
-    def _op(self, op: ReduceOp) -> Any:
-        # The factor of a PREMUL_SUM has been multiplied in.
+    def op(self, op: ReduceOp) -> Any:
+        """Return torch's object for a reduce operation; the factor of a PREMUL_SUM has been multiplied in."""
         return getattr(bindings().ReduceOp, "SUM" if op.name == "PREMUL_SUM" else op.name)
 
-    def _move(
-        self,
-        plan: DevicePlan,
-        tensors: Sequence[torch.Tensor],
-        seconds: float,
-        site: str | None,
-        begin: Callable[[Any], Any],
-    ) -> None:
+    def launch(self, plan: DevicePlan, tensors: Tensors, begin: Callable[[Any], Any]) -> None:
         """Launch an operation of the whole group; what is launched next comes after it."""
         count = sum(tensor.numel() for tensor in tensors)
-        if not count and plan.kind not in (Kind.all_to_all, Kind.scatter):
+        if not count and plan.row.kind not in (Kind.all_to_all, Kind.scatter):
             return  # on all ranks
-        doing = f"{describe(pack(*plan), count)} on {self.lane.device}"
-        work = self._backend.launch(doing, seconds, site, begin, {EVERYBODY})
+        meta = pack(plan.row.kind, plan.dtype, plan.op, plan.root)
+        doing = f"{describe(meta, count)} on {self.lane.device}"
+        work = self._backend.launch(doing, plan.timeout_s, plan.site, begin, {EVERYBODY})
         self._backend.settle(work, doing)
 
-    def _options(self, kind: str, seconds: float, **values: Any) -> Any:
+    def options(self, kind: str, timeout_s: float, **values: Any) -> Any:
+        """Return torch's options of a name, with values."""
         options = getattr(bindings(), kind)()
-        options.timeout = timedelta(seconds=seconds + _SLACK_SECONDS)
+        options.timeout = timedelta(seconds=timeout_s + _SLACK_SECONDS)
         for name, value in values.items():
             setattr(options, name, value)
         return options
+
+
+Algorithm = Callable[[DeviceEngine, DevicePlan, Tensors, Tensors], None]
+
+
+def _all_reduce(engine: DeviceEngine, plan: DevicePlan, inputs: Tensors, outputs: Tensors) -> None:
+    assert plan.op is not None
+    buffers = [flat(tensor) for tensor in inputs]
+    name = engine.op(plan.op)
+    if plan.root is not None:
+        options = engine.options(
+            "ReduceOptions", plan.timeout_s, reduceOp=name, rootRank=plan.root, rootTensor=0
+        )
+        engine.launch(plan, inputs, lambda backend: backend.reduce(buffers, options))
+    elif len(buffers) == 1:
+        options = engine.options("AllreduceOptions", plan.timeout_s, reduceOp=name)
+        engine.launch(plan, inputs, lambda backend: backend.allreduce(buffers, options))
+    else:
+        options = engine.options("AllreduceCoalescedOptions", plan.timeout_s, reduceOp=name)
+        engine.launch(plan, inputs, lambda backend: backend.allreduce_coalesced(buffers, options))
+
+
+def _broadcast(engine: DeviceEngine, plan: DevicePlan, inputs: Tensors, outputs: Tensors) -> None:
+    tensor = raw(inputs[0])
+    options = engine.options("BroadcastOptions", plan.timeout_s, rootRank=plan.root, rootTensor=0)
+    engine.launch(plan, inputs, lambda backend: backend.broadcast([tensor], options))
+
+
+def _all_gather_flat(engine: DeviceEngine, plan: DevicePlan, inputs: Tensors, outputs: Tensors) -> None:
+    tensor, output = raw(inputs[0]), raw(outputs[0])
+    options = engine.options("AllgatherOptions", plan.timeout_s)
+    engine.launch(plan, inputs, lambda backend: backend._allgather_base(output, tensor, options))
+
+
+def _all_gather(engine: DeviceEngine, plan: DevicePlan, inputs: Tensors, outputs: Tensors) -> None:
+    tensor = inputs[0]
+    if len({output.numel() for output in outputs}) == 1:
+        whole = tensor.new_empty((engine.size, tensor.numel()))
+        _all_gather_flat(engine, plan, inputs, [whole])
+        for output, row in zip(outputs, whole, strict=True):
+            output.view(-1).copy_(row)
+        return
+    outputs[engine.rank].copy_(tensor.view(outputs[engine.rank].shape))
+    roots = [
+        (output, engine.options("BroadcastOptions", plan.timeout_s, rootRank=rank, rootTensor=0))
+        for rank, output in enumerate(outputs)
+        if output.numel()
+    ]
+
+    def begin(backend: Any) -> Joint:
+        return Joint([backend.broadcast([raw(output)], options) for output, options in roots])
+
+    engine.launch(plan, outputs, begin)
+
+
+def _gather(engine: DeviceEngine, plan: DevicePlan, inputs: Tensors, outputs: Tensors) -> None:
+    options = engine.options("GatherOptions", plan.timeout_s, rootRank=plan.root)
+    tensor, targets = raw(inputs[0]), [[raw(output) for output in outputs]] if outputs else []
+    engine.launch(plan, inputs, lambda backend: backend.gather(targets, [tensor], options))
+
+
+def _reduce_scatter_tensor(engine: DeviceEngine, plan: DevicePlan, inputs: Tensors, outputs: Tensors) -> None:
+    assert plan.op is not None
+    output, tensor = flat(outputs[0]), flat(inputs[0])
+    options = engine.options("ReduceScatterOptions", plan.timeout_s, reduceOp=engine.op(plan.op))
+    engine.launch(plan, outputs, lambda backend: backend._reduce_scatter_base(output, tensor, options))
+
+
+def _reduce_scatter(engine: DeviceEngine, plan: DevicePlan, inputs: Tensors, outputs: Tensors) -> None:
+    if len({tensor.numel() for tensor in inputs}) == 1:
+        whole = torch.cat([tensor.view(-1) for tensor in inputs])
+        _reduce_scatter_tensor(engine, plan, [whole], outputs)
+        return
+    pieces = [tensor.clone() for tensor in inputs]
+    for root, piece in enumerate(pieces):
+        _all_reduce(engine, plan._replace(row=REDUCE, root=root), [piece], [piece])
+    outputs[0].copy_(pieces[engine.rank].view(outputs[0].shape))
+
+
+def _exchange(engine: DeviceEngine, plan: DevicePlan, inputs: Tensors, outputs: Tensors) -> None:
+    """Send to and receive from each rank a tensor: all_to_all and scatter."""
+    device = engine.lane.device
+    sends, receives = ([(each.data_ptr(), each.nbytes) for each in tensors] for tensors in (inputs, outputs))
+    if plan.root is not None:
+        alone, sends = receives[0], sends or [(0, 0)] * engine.size
+        receives = [(0, 0)] * engine.size
+        receives[plan.root] = alone
+    elif len(inputs) == 1:
+        (sends, receives) = (even_parts(ranges[0], engine.size) for ranges in (sends, receives))
+    sent, expected = [length for _, length in sends], [length for _, length in receives]
+    source = spanning(sends, device)
+    if source is None:
+        source = torch.cat([at(address, length, device) for address, length in sends])
+    whole = spanning(receives, device)
+    target = source.new_empty(sum(expected)) if whole is None else whole
+    options = engine.options("AllToAllOptions", plan.timeout_s)
+    engine.launch(
+        plan,
+        [source],
+        lambda backend: backend.alltoall_base(target, source, expected, sent, options),
+    )
+    if whole is None:
+        for (address, length), piece in zip(receives, target.split(expected), strict=True):
+            at(address, length, device).copy_(piece)
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": _all_gather_flat,
+    "gather": _gather,
+    "scatter": _exchange,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "all_to_all": _exchange,
+}
+"""By the ``algorithm`` of a row: how a device's backend runs it. What is not here goes through the host."""

@@ -33,7 +33,7 @@ class StackReporter(threading.Thread):
         block = arena.address + offset
         answered = 0
         while not context.closed:
-            asked = shared_words.sleep_while(context.address, block + at.ASKED, answered)
+            asked = shared_words.sleep_while(block + at.ASKED, answered)
             if asked == answered or context.closed:
                 continue
             text = f"is at {call_site(self._thread.ident)}"

@@ -209,13 +209,8 @@ class _Exchange:
 
     def _exchange_here(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
         call = self._call
-        self._hierarchy.local.exchange(
-            self._hierarchy.plan(call),
-            [(tensor.data_ptr(), tensor.numel()) for tensor in sends],
-            [(tensor.data_ptr(), tensor.numel()) for tensor in receives],
-            call.seconds,
-            call.site,
-        )
+        plan = self._hierarchy.plan(call)
+        self._hierarchy.local.run("all_to_all", plan, sends, receives, call.seconds, call.site)
 
 
 class _Count:

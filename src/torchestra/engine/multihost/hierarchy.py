@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from torchestra.engine import operations
-from torchestra.engine.local import LocalEngine, Plan
+from torchestra.engine.local import LocalEngine, LocalPlan
 from torchestra.engine.multihost.bridge import Bridge, BridgeError, Pending
 from torchestra.engine.multihost.failure_detector import FailureDetector, HeartbeatMonitor
 from torchestra.engine.multihost.hosts import Hosts
@@ -163,26 +163,27 @@ class Hierarchy:
         self.inline_bytes = max(_LEAST_INLINE_BYTES, _INLINE_BYTES // (len(hosts) - 1))
         self.early_bytes = _EARLY_BYTES // (len(hosts) - 1)
         detector.begun = lambda: self.sequence
-        self._plans: dict[tuple[int, int, int, int], Plan] = {}
+        self._plans: dict[tuple[int, int, int, int], LocalPlan] = {}
 
     # -- within the host
 
-    def plan(self, call: Call, unit: int = 1, function: int = 0, root: int = -1) -> Plan:
+    def plan(self, call: Call, unit: int = 1, function: int = 0, root: int = -1) -> LocalPlan:
         """A plan for a step of an operation: its fingerprint is the operation's."""
         key = (call.meta, unit, function, root)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(self.member.address, call.meta, unit, function, root)
+            plan = self._plans[key] = LocalPlan(self.member.address, call.meta, unit, function, root)
         return plan
 
     def share_from(self, place: int, tensor: torch.Tensor, call: Call) -> None:
         """Replace every rank's tensor, on this host, by that of the rank at a place."""
-        self.local.broadcast(bytes_of(tensor), self.plan(call, root=place), call.seconds, call.site)
+        plan, memory = self.plan(call, root=place), [bytes_of(tensor)]
+        self.local.run("broadcast", plan, memory, memory, call.seconds, call.site)
 
     def share(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, call: Call) -> None:
         """Put the tensor of every rank of this host into an output of its own; sizes may differ."""
         targets = [bytes_of(output) for output in outputs]
-        self.local.all_gather(targets, bytes_of(tensor), self.plan(call), call.seconds, call.site)
+        self.local.run("all_gather", self.plan(call), [bytes_of(tensor)], targets, call.seconds, call.site)
 
     # -- between hosts
 
@@ -337,10 +338,10 @@ class Hierarchy:
             return False
         return True
 
-    def reduce_here(self, tensor: torch.Tensor, plan: Plan, call: Call) -> bool:
+    def reduce_here(self, tensor: torch.Tensor, plan: LocalPlan, call: Call) -> bool:
         """Reduce the tensors of this host's ranks into place 0's; False if they called different ones."""
         try:
-            self.local.all_reduce(tensor, plan, call.seconds, call.site)
+            self.local.run("all_reduce", plan, [tensor], [tensor], call.seconds, call.site)
         except CollectiveMismatchError:
             return False
         return True

@@ -296,7 +296,7 @@ class Reducer:
     def reduce_scatter_here(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], call: Call) -> None:
         """Reduce for each place, within the host, what all of its ranks have for it."""
         plan = self._hierarchy.plan(call, self._dtype.itemsize, self._function)
-        self._hierarchy.local.reduce_scatter(output, tensors, plan, call.seconds, call.site)
+        self._hierarchy.local.run("reduce_scatter", plan, tensors, [output], call.seconds, call.site)
         self._weigh(output)
 
     def _weigh(self, tensor: torch.Tensor) -> None:

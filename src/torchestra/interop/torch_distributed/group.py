@@ -221,7 +221,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         """Leave the group at once; peers that are in an operation of it, or come later, get an error."""
         communicator = self.inner.communicator
         if not communicator.closed:
-            communicator.engine.member.abort(f"rank {self._rank} has aborted the group")
+            communicator.engine.abort(f"rank {self._rank} has aborted the group")
         for other in self._device_groups.values():
             other.abort()
         self.shutdown()

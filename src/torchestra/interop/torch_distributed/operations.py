@@ -18,7 +18,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from torchestra.communicator.communicator import Communicator
-from torchestra.communicator.queue import Step, describe_steps
+from torchestra.communicator.queue import CoalescedOperation, describe_coalesced
 from torchestra.communicator.work import Work
 from torchestra.engine.operations import COLLECTIVES
 from torchestra.errors import DistError
@@ -40,15 +40,17 @@ class CoalescedBlock:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._collecting = contextlib.ExitStack()
-        self._steps: list[Step] = self._collecting.enter_context(group.communicator.collecting())
+        self._steps: list[CoalescedOperation] = self._collecting.enter_context(
+            group.communicator.queue.coalescing()
+        )
         self.messages: list[Work] = []
 
     def run(self) -> Work:
         self._collecting.close()
         works = self.messages
         if self._steps:
-            description = describe_steps(self._steps)
-            work = self._group.communicator.run_steps(self._steps, description, async_op=True)
+            description = describe_coalesced(self._steps)
+            work = self._group.communicator.queue.run_coalesced(self._steps, description, async_op=True)
             assert work is not None
             works = [*works, work]
         return works[0] if len(works) == 1 else joined(works, "coalesced operations")
@@ -58,7 +60,7 @@ class CoalescedBlock:
         self._collecting.close()
         if self._steps:
             error = DistError("an exception ended their block")
-            self._group.communicator.leave(describe_steps(self._steps), error)
+            self._group.communicator.queue.leave(describe_coalesced(self._steps), error)
 
 
 class Operations:

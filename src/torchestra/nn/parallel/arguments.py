@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchestra.engine.local import moves, reduces
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import ProcessGroup
 from torchestra.sharded.tensor import ShardedTensor
@@ -162,7 +163,6 @@ def check_module(
         InvalidArgumentError: says which parameter or buffer is wrong, and how.
     """
     trained = False
-    engine = group.communicator.engine
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if name in ignored:
             continue
@@ -176,11 +176,11 @@ def check_module(
                 f"{NAME}: `{name}` is on device {tensor.device} with layout {tensor.layout}, and only dense"
                 " tensors on the CPU or a GPU (cuda) are served"
             )
-        if not engine.moves(tensor.dtype):
+        if not moves(tensor.dtype):
             raise InvalidArgumentError(f"{NAME}: `{name}` has dtype {tensor.dtype}, which cannot be sent")
         if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
             trained = True
-            if not engine.reduces(tensor.dtype, ReduceOp.AVG):
+            if not reduces(tensor.dtype, ReduceOp.AVG):
                 raise InvalidArgumentError(
                     f"{NAME}: `{name}` has dtype {tensor.dtype}, whose gradients cannot be averaged"
                 )

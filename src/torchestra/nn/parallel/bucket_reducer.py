@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 
-from torchestra.communicator.multihost import HostsCommunicator
 from torchestra.communicator.work import Work
 from torchestra.errors import GradientReductionError, InvalidArgumentError
 from torchestra.nn.parallel.buckets import Bucket
@@ -201,11 +200,11 @@ class BucketReducer:
             pending.future = run_comm_hook(hook, state, grad_bucket)
         # After the last there is nothing left to overlap with, and another thread would take longer to begin.
         elif not (is_last and bucket.nbytes <= _INLINE_BYTES):
-            communicator = self._communicator
-            if isinstance(communicator, HostsCommunicator) and len(self._pending) == 1 and not is_last:
-                before = communicator.sent_off
+            engine = self._communicator.engine
+            if engine.hosts is not None and len(self._pending) == 1 and not is_last:
+                before = engine.operations_sent
                 self._reduce(bucket, pending, async_op=True)
-                communicator.await_sending(before)
+                engine.await_sending(before)
             else:
                 self._reduce(bucket, pending, async_op=True)
 
@@ -363,7 +362,7 @@ class BucketReducer:
     def _take_from_hook(self, bucket: Bucket, pending: _PendingBucket) -> None:
         assert pending.future is not None
         expected = empty_like_sparse(bucket.parameters[0]) if bucket.flat is None else bucket.flat
-        result = wait_for_hook(pending.future, expected, self._communicator.seconds)
+        result = wait_for_hook(pending.future, expected, self._communicator.timeout_s)
         if pending.shadow:
             return
         if bucket.sparse:

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 
-from torchestra.communicator.multihost import HostsCommunicator
 from torchestra.communicator.queue import RAISED_BY_ALL
 from torchestra.engine.kernels.selection import spare_cores
 from torchestra.errors import GradientReductionError, InvalidArgumentTypeError
@@ -167,7 +166,7 @@ class Reducer:
             self.counters,
             as_views=self._as_views,
             # A network works by itself; memory only while a core does.
-            overlap=isinstance(communicator, HostsCommunicator) or spare_cores(self._group.size()) > 0,
+            overlap=communicator.engine.hosts is not None or spare_cores(self._group.size()) > 0,
         )
 
     def _make_buckets(self, plan: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
@@ -301,7 +300,9 @@ class Reducer:
 
     def _record_failure(self, error: BaseException) -> None:
         if not isinstance(error, RAISED_BY_ALL):
-            self._group.communicator.leave("the reduction of gradients", error)  # the others wait for it
+            self._group.communicator.queue.leave(
+                "the reduction of gradients", error
+            )  # the others wait for it
         # In words: the error's traceback would hold this reducer, whose hooks then would outlive it.
         self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
@@ -405,7 +406,7 @@ class Reducer:
             if self.rebuilt is None:
                 self._agree_on_order()
             for future in self._futures:
-                await_future(future, self._group.communicator.seconds)
+                await_future(future, self._group.communicator.timeout_s)
         except BaseException as error:
             self._record_failure(error)
             raise

@@ -58,7 +58,7 @@ def hook_with_zero_step(
             works: list[Work] = []
             complete, waiting[:] = list(waiting), ()
             for each, future in complete:
-                timeout_s = zero.process_group.communicator.seconds
+                timeout_s = zero.process_group.communicator.timeout_s
                 put_averages(each, wait_for_hook(future, each.buffer(), timeout_s))
                 plan.update(each.index(), each.gradients())
                 works += plan.exchange(each.index(), async_op=True)

@@ -1,0 +1,174 @@
+"""The checks of a collective's arguments, derived from its row of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchestra.engine.operations import Collective, Parameter, Shape
+from torchestra.errors import InvalidArgumentError
+from torchestra.tensors import checks
+from torchestra.types import ReduceOp
+
+__all__ = ["Call", "check_call", "check_in_place_list"]
+
+
+class Call(NamedTuple):
+    """A call of a collective whose arguments have been checked.
+
+    Attributes:
+        inputs: the tensors that it reads, one by one; complex ones as pairs of reals where it only moves.
+        outputs: those that it fills; of an operation in place the same.
+        result: the result of its Work: the outputs as they were given.
+        dtype: of the tensors.
+        splits: rows to each rank, and rows from each; None without splits.
+    """
+
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    result: list[Any]
+    dtype: torch.dtype
+    splits: tuple[list[int], list[int]] | None = None
+
+
+def check_call(
+    row: Collective,
+    output: Any,
+    input: Any,  # noqa: A002 - the row's word
+    op: ReduceOp | None,
+    root: int | None,
+    splits: tuple[Any, Any],
+    rank: int,
+    size: int,
+    real: bool,
+) -> Call:
+    """Refuse arguments that cannot be right.
+
+    Args:
+        output, input: a tensor, or one for each rank; None where only the root gives them.
+        splits: the split sizes of output and input, as given.
+        rank, size: of the calling rank in its group.
+        real: tensors need memory that they can be moved from and to (not so in a fake world).
+
+    Raises:
+        InvalidArgumentError: they are wrong; nothing was sent, and the group stays usable.
+    """
+    name = row.name
+    if row.reduces:
+        op = checks.check_op(op, name)
+    if row.output is None or row.input is None:
+        return Call([], [], [], torch.uint8)
+    if row.in_place:
+        tensor = checks.check_tensor(output, row.output.name, name, written=True, real=real)
+        if op is not None:
+            checks.check_reducible(tensor, op, name)
+        return Call([tensor], [tensor], [tensor], tensor.dtype)
+    given = output
+    if row.moves:
+        output, input = checks.in_reals(output, input)  # noqa: A001
+    check = _check_rooted if row.output.on_root or row.input.on_root else _check_pair
+    outputs, inputs = check(row, row.output, row.input, output, input, op, root, rank, size, real)
+    dtype = (outputs or inputs)[0].dtype
+    lengths = None
+    if row.splits:
+        expected, sent = splits
+        to_ranks = checks.check_splits(sent, "input_split_sizes", inputs[0], size, name)
+        from_ranks = checks.check_splits(expected, "output_split_sizes", outputs[0], size, name)
+        lengths = (to_ranks, from_ranks)
+    if row.output.is_list:
+        return Call(inputs, outputs, list(given) if outputs else [], dtype, lengths)
+    return Call(inputs, outputs, [given], dtype, lengths)
+
+
+def _check_rooted(
+    row: Collective,
+    output_parameter: Parameter,
+    input_parameter: Parameter,
+    output: Any,
+    input: Any,  # noqa: A002
+    op: ReduceOp | None,
+    root: int | None,
+    rank: int,
+    size: int,
+    real: bool,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Check a tensor of every rank, and a list of such tensors of the root."""
+    gathers = output_parameter.on_root
+    one, listed = (input, output) if gathers else (output, input)
+    ones, lists = (input_parameter, output_parameter) if gathers else (output_parameter, input_parameter)
+    tensor = checks.check_tensor(one, ones.name, row.name, written=not gathers, real=real)
+    role = "destination" if gathers else "source"
+    tensors = checks.check_rooted_list(
+        listed, lists.name, rank == root, role, tensor, size, row.name, written=gathers, real=real
+    )
+    return (tensors or [], [tensor]) if gathers else ([tensor], tensors or [])
+
+
+def _check_pair(
+    row: Collective,
+    output_parameter: Parameter,
+    input_parameter: Parameter,
+    output: Any,
+    input: Any,  # noqa: A002
+    op: ReduceOp | None,
+    root: int | None,
+    rank: int,
+    size: int,
+    real: bool,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Check the tensors to fill and those to read, each a tensor or one for each rank."""
+    name = row.name
+    outputs = _tensors(output_parameter, output, name, size, written=True, real=real)
+    if op is not None:
+        checks.check_reducible(outputs[0], op, name)
+    inputs = _tensors(input_parameter, input, name, size, written=False, real=real)
+    dtype = (outputs if row.reduces else inputs)[0].dtype
+    for parameter, tensors in ((input_parameter, inputs), (output_parameter, outputs)):
+        if parameter.is_list:
+            checks.check_same_dtype(tensors, dtype, parameter.name, name)
+        else:
+            checks.check_dtype(tensors[0], dtype, parameter.name, name)
+    if row.shape is Shape.OWN:
+        if row.reduces:
+            checks.check_own_numel(inputs, rank, outputs[0].numel(), input_parameter.name, name)
+        else:
+            checks.check_own_numel(outputs, rank, inputs[0].numel(), output_parameter.name, name)
+    elif row.shape is Shape.OUTPUT_IS_WHOLE:
+        _check_whole(outputs[0], output_parameter.name, inputs[0], "input", size, name)
+    elif row.shape is Shape.INPUT_IS_WHOLE:
+        _check_whole(inputs[0], input_parameter.name, outputs[0], "output", size, name)
+    return outputs, inputs
+
+
+def _tensors(
+    parameter: Parameter, value: Any, name: str, size: int, *, written: bool, real: bool
+) -> list[torch.Tensor]:
+    if parameter.is_list:
+        return checks.check_list(value, parameter.name, size, name, written=written, real=real)
+    return [checks.check_tensor(value, parameter.name, name, written=written, real=real)]
+
+
+def _check_whole(
+    whole: torch.Tensor, parameter: str, piece: torch.Tensor, role: str, size: int, name: str
+) -> None:
+    if whole.numel() != piece.numel() * size:
+        raise InvalidArgumentError(
+            f"{name}: {parameter} has {whole.numel()} elements, expected the {role}'s {piece.numel()} times"
+            f" the group's {size} ranks"
+        )
+
+
+def check_in_place_list(
+    row: Collective, tensors: Sequence[torch.Tensor], op: ReduceOp | None, *, real: bool
+) -> Call:
+    """Refuse what is not some tensors for an operation in place, to be taken as one."""
+    if op is not None:
+        checks.check_op(op, row.name)
+    for index, tensor in enumerate(tensors):
+        checks.check_tensor(tensor, f"tensors[{index}]", row.name, written=True, real=real)
+        if op is not None:
+            checks.check_reducible(tensor, op, row.name)
+    given = list(tensors)
+    return Call(given, given, given, tensors[0].dtype)
