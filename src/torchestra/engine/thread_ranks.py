@@ -45,9 +45,8 @@ class ThreadRank:
 _here: ContextVar[ThreadRank | None] = ContextVar("torchestra_thread_rank", default=None)
 
 
-def current_thread_rank() -> ThreadRank | None:
-    """Which rank the calling thread belongs to, or None where ranks are processes."""
-    return _here.get()
+current_thread_rank: Callable[[], ThreadRank | None] = _here.get
+"""Return which rank the calling thread belongs to, or None where ranks are processes."""
 
 
 def leave_thread_rank() -> None:

@@ -277,8 +277,7 @@ class LeaderFollowersPool:
         claim = object()  # no signal is handled on this thread
         while not self.closed:
             received = message = None  # what they refer to shall not wait for the next ones
-            if self.queue and self._begin_work():
-                self._work(thread, None)
+            if self.queue and self._work(thread, None):
                 continue
             # A thread that was just woken with an answer will mostly call again, and should lead itself then.
             step_back, self._step_back = self._step_back and not must_lead, False
@@ -293,12 +292,11 @@ class LeaderFollowersPool:
                 if received is None:
                     self.check()
                     endpoint.send_leftovers()
-                elif self._begin_work():
-                    self._work(thread, received[1])
-                elif received[0]:
-                    self.queue.append(received[1])
-                else:
-                    received[1]()  # an answer: threads that work may wait for it
+                elif not self._work(thread, received[1]):
+                    if received[0]:
+                        self.queue.append(received[1])
+                    else:
+                        received[1]()  # an answer: threads that work may wait for it
                 if self._waiting:
                     self._promote()
             elif endpoint is not None and self._standby.take(claim):
@@ -314,8 +312,8 @@ class LeaderFollowersPool:
         with self._gate:
             self._threads.discard(thread)
 
-    def _begin_work(self) -> bool:
-        """Return whether this thread may run a function: another one is free then."""
+    def _work(self, thread: threading.Thread, job: Job | None) -> bool:
+        """Do a job, or the next one of the queue; return whether another thread is free, so that this may."""
         with self._gate:
             if self._busy + 1 >= len(self._threads):
                 if len(self._threads) >= self.max_threads:
@@ -324,21 +322,19 @@ class LeaderFollowersPool:
             elif self._idle and self._standby.holder is None:
                 self._idle.pop().release()
             self._busy += 1
-            return True
-
-    def _work(self, thread: threading.Thread, job: Job | None) -> None:
         thread.is_working = True  # type: ignore[attr-defined]
         try:
             if job is None:
                 try:
                     job = self.queue.popleft()
                 except IndexError:
-                    return
+                    return True
             job()
         finally:
             thread.is_working = False  # type: ignore[attr-defined]
             with self._gate:
                 self._busy -= 1
+        return True
 
     def _idle_until_needed(self, thread: threading.Thread) -> bool:
         """Sleep until needed; return False if there are enough that do."""

@@ -175,7 +175,9 @@ class Endpoint:
         text: bytes | npt.NDArray[np.uint8] = b""
         lost: MemoryError | None = None
         if length <= _SCRATCH_BYTES:
-            self._take(source, self._scratch_address, more)
+            # As _take(), whose call would cost as much as the rest.
+            if self._begin_receive(state, source, self._scratch_address, int(not more)) != DONE:
+                self._continue_take(source)
             text = bytes(self._scratch_view[:length])
         else:
             try:
@@ -202,13 +204,17 @@ class Endpoint:
                 lost = lost or no_room(source, "a tensor", length)
                 storages.clear()
                 self._take(source, _NOWHERE, more)
-        return Message(source, word & ((1 << _PARTS_SHIFT) - 1), tag, text, storages, lost)
+        kind = word & ((1 << _PARTS_SHIFT) - 1)
+        # As Message(...), which calls a function of Python.
+        return tuple.__new__(Message, (source, kind, tag, text, storages, lost))
 
     def _take(self, source: int, address: int, more: int) -> None:
-        code = self._begin_receive(self._state, source, address, int(not more))
-        while code != DONE:
-            code = self._continue_receive(self._state, source)
-            if code != DONE and (self._closed or self._lost(source)):
+        if self._begin_receive(self._state, source, address, int(not more)) != DONE:
+            self._continue_take(source)
+
+    def _continue_take(self, source: int) -> None:
+        while self._continue_receive(self._state, source) != DONE:
+            if self._closed or self._lost(source):
                 self._abandon(self._state, source)
                 raise LostPeerError
 
