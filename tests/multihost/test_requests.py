@@ -15,7 +15,7 @@ from torchestra.engine.multihost.failure_detector import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.host_discovery import find_hosts
 from torchestra.rendezvous.gathering import gather
 from torchestra.store import HashStore
-from torchestra.store.missing_keys import absent
+from torchestra.store.missing_keys import missing_indices
 from torchestra.store.secret import SECRET_VARIABLE
 from torchestra.world.registry import thread_rank
 
@@ -117,13 +117,13 @@ def test_requests_and_bytes_grow_with_the_number_of_ranks(
     assert moved[-1] <= 1.3 * moved[0] + keys, per_rank
 
 
-def test_the_absent_of_many_keys_are_found_in_few_requests() -> None:
+def test_the_missing_of_many_keys_are_found_in_few_requests() -> None:
     store = CountingStore()
     keys = [f"key{number}" for number in range(1000)]
     missing = [0, 7, 500, 501, 999]
     for number in set(range(1000)).difference(missing):
         store.set(keys[number], b"")
     store.requests.clear()
-    assert absent(store, keys) == missing
+    assert missing_indices(store, keys) == missing
     assert store.requests.total() <= 2 * len(missing) * 10 + 1
-    assert absent(store, keys[1:7]) == absent(store, []) == []
+    assert missing_indices(store, keys[1:7]) == missing_indices(store, []) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable
 
 from torchestra.engine import layout as at
@@ -10,6 +9,7 @@ from torchestra.engine.failure.liveness import Peers
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.recorder.flight_record import RankRecord, read_rank, tick_scale
+from torchestra.system.deadline import Deadline
 
 __all__ = ["hang_report"]
 
@@ -27,7 +27,7 @@ def hang_report(
 ) -> str:
     """A line for each of the ranks: what it does or did last, for whom it waits, where its program is.
 
-    Takes up to half a second if a rank does not answer.
+    Takes half a second if a rank does not answer, and longer on a busy host.
 
     Args:
         arena: of the group.
@@ -85,15 +85,16 @@ def _places(arena: Arena, peers: Peers | None, ranks: list[int]) -> dict[int, st
         rank: shared_words.increment_and_wake(arena.address + arena.control(rank) + at.ASKED)
         for rank in silent
     }
-    deadline = time.monotonic() + _ANSWER_SECONDS
-    while silent and time.monotonic() < deadline:
+    # A step counts as long as it should take: where the host is busy, those who answer get longer, too.
+    for _ in Deadline(_ANSWER_SECONDS, _LOOK_SECONDS).polls(_LOOK_SECONDS):
         for rank in tuple(silent):
             block = arena.control(rank)
             if shared_words.load_acquire(arena.address + block + at.ANSWERED) >= asked[rank]:
                 length = shared_words.load_acquire(arena.address + block + at.ANSWER_LENGTH)
                 places[rank] = arena.text(block + at.ANSWER, length)
                 silent.remove(rank)
-        time.sleep(_LOOK_SECONDS)
+        if not silent:
+            break
     return {rank: place or "did not say where it is" for rank, place in places.items()}
 
 
