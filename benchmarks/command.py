@@ -25,7 +25,7 @@ from benchmarks.run import run_benchmark
 from benchmarks.table import render, to_markdown
 from torchestra.engine.recorder.trace import replacing
 from torchestra.errors import InvalidArgumentError
-from torchestra.monitor.sizes import parse_size, size_label
+from torchestra.monitor.bench import parse_size, size_label
 
 __all__ = ["add_arguments", "main", "options_from", "write_report"]
 

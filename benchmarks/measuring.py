@@ -10,7 +10,7 @@ from benchmarks.peers import Column
 from benchmarks.ranks.shapes import ITEM_BYTES, shape
 from benchmarks.summary import Timing, percentile, plan_batches, slowest, summarise
 from benchmarks.worker_processes import PeerError, WorkerProcesses
-from torchestra.monitor.sizes import size_label
+from torchestra.monitor.bench import size_label
 
 __all__ = ["STREAMS", "Watch", "cell_bytes", "cells_of", "measure_cell", "measure_streams"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.report import BenchReport, Cell, ColumnInfo
 from benchmarks.table import OPERATION_TITLES, format_ratio, format_time
 from torchestra.engine.recorder.trace import replacing
-from torchestra.monitor.sizes import size_label
+from torchestra.monitor.bench import size_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,7 +26,7 @@ from benchmarks.roofline import FLOOR_FROM_BYTES, floor_us
 from benchmarks.startup import measure_startup
 from benchmarks.training import measure_training
 from benchmarks.worker_processes import PeerError, WorkerProcesses
-from torchestra.monitor.sizes import size_label
+from torchestra.monitor.bench import size_label
 
 __all__ = ["run_benchmark"]
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.report import BenchReport, Cell, ColumnInfo, SideTable
-from torchestra.monitor.sizes import size_label
+from torchestra.monitor.bench import size_label
 
 __all__ = ["format_ratio", "format_seconds", "format_time", "render", "summary_lines", "to_markdown"]
 

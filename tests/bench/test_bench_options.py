@@ -9,7 +9,7 @@ from benchmarks.command import add_arguments, main, options_from
 from benchmarks.measuring import cells_of
 from benchmarks.options import BenchOptions, MpiEnvironment
 from torchestra.errors import InvalidArgumentError
-from torchestra.monitor.sizes import parse_size, size_label
+from torchestra.monitor.bench import parse_size, size_label
 
 
 def parse(*arguments: str) -> argparse.Namespace:

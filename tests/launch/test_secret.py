@@ -10,7 +10,7 @@ from torchestra.engine.membership.agreement import Round, State
 from torchestra.launcher.spec import Call, JobSpec, MainModule
 from torchestra.rendezvous.over_mpi import _Place
 from torchestra.rpc import RpcBackendOptions
-from torchestra.testing.messages import ItemRequest
+from torchestra.testing.item_runner import ItemRequest
 
 RANK = """
     import os

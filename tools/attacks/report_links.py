@@ -12,7 +12,7 @@ from typing import Any
 from tools.attacks import Outcome
 
 from torchestra.engine.recorder.trace import write_trace
-from torchestra.monitor.trace_page import write_page
+from torchestra.monitor.report import write_page
 
 _TRACE: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ns"}
 _PRECIOUS = "what is not to be overwritten"

@@ -19,7 +19,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import select
 import signal
 import socket
 import time
@@ -31,6 +30,7 @@ from typing import NoReturn, Protocol, cast
 
 from torchestra.launcher import rank_process
 from torchestra.launcher.channel import receive, send
+from torchestra.launcher.event_loop import EventLoop
 from torchestra.launcher.spec import Ended, Forked, JobSpec, Ready, SignalRanks
 
 __all__ = ["serve", "serve_descriptor"]
@@ -118,51 +118,44 @@ def _serve_store(spec: JobSpec, listener: int) -> NoReturn:
 
 
 class _Server:
-    """The server once it is warm: one job after the other."""
+    """The server once it has loaded everything: one job after the other."""
 
     def __init__(self, end: socket.socket, launcher: int, prctl: _Prctl) -> None:
         self._end = end
         self._prctl = prctl
         self._ranks: dict[int, int] = {}  # rank by pid, of those alive
+        self._pidfds: dict[int, int] = {}  # by pid
         self._store_pid: int | None = None
         self._clean_groups = True  # of the ranks that end now: the job fails or is being stopped
-        self._epoll = select.epoll()
-        self._epoll.register(end.fileno(), select.EPOLLIN)
-        self._pidfds: dict[int, int] = {}  # pid by pidfd
-        self._polled: set[int] = set()  # pids without a pidfd: a kernel before 5.3
-        self._launcher = self._watch(launcher)
-        self._polled.clear()
+        self._serving = True
+        self._loop = EventLoop()
+        self._loop.watch(end, self._obey)
+        self._watch(launcher, self._stop)
 
     def run(self) -> None:
         """Serve until the launcher is gone; then kill what still runs."""
         try:
-            while True:
-                for descriptor, _ in self._epoll.poll(_POLL_WITHOUT_PIDFD_S if self._polled else None):
-                    if descriptor == self._launcher:
-                        return
-                    if descriptor != self._end.fileno():
-                        self._reap(self._pidfds[descriptor])
-                    elif not self._obey():
-                        return
-                for pid in sorted(self._polled):
-                    self._reap(pid)
+            while self._serving:
+                self._loop.run_once()
         finally:
             self._signal(SignalRanks(signal.SIGKILL))
             for pid in self._ranks:
                 os.waitpid(pid, 0)
             self._end_store()
 
-    def _obey(self) -> bool:
-        """Carry out one message of the launcher; return False when it has gone."""
+    def _stop(self) -> None:
+        self._serving = False
+
+    def _obey(self) -> None:
+        """Carry out one message of the launcher; stop when it has gone."""
         message = receive(self._end)
         if message is None:
-            return False
-        if isinstance(message.content, SignalRanks):
+            self._stop()
+        elif isinstance(message.content, SignalRanks):
             self._signal(message.content)
         else:
             assert isinstance(message.content, JobSpec)
             self._start_job(message.content, message.files[0])
-        return True
 
     def _start_job(self, spec: JobSpec, listener: int) -> None:
         files_of_ranks: list[list[int]] = []
@@ -177,7 +170,8 @@ class _Server:
         for rank, files in enumerate(files_of_ranks):
             pid = self._fork(partial(rank_process.run, spec, rank, files), received, files)
             self._ranks[pid] = rank
-            self._watch(pid)
+            if not self._watch(pid, partial(self._reap, pid)):
+                self._poll(pid)
         for descriptor in received:
             os.close(descriptor)
         send(self._end, Forked(tuple(self._ranks)))
@@ -191,8 +185,8 @@ class _Server:
                 os.setpgid(0, 0)
                 _die_with_parent(self._prctl, server)
                 self._end.close()
-                self._epoll.close()
-                for descriptor in {*received, *self._pidfds}.difference(keep):
+                self._loop.close()
+                for descriptor in {*received, *self._pidfds.values()}.difference(keep):
                     os.close(descriptor)
                 body()
             except BaseException:
@@ -204,15 +198,19 @@ class _Server:
             os.setpgid(pid, pid)
         return pid
 
-    def _watch(self, pid: int) -> int | None:
+    def _watch(self, pid: int, when_ended: Callable[[], object]) -> bool:
+        """Call a function when a process ends; return False if the kernel (before 5.3) has no pidfds."""
         try:
-            descriptor = os.pidfd_open(pid)
+            self._pidfds[pid] = os.pidfd_open(pid)
         except (AttributeError, OSError):
-            self._polled.add(pid)
-            return None
-        self._pidfds[descriptor] = pid
-        self._epoll.register(descriptor, select.EPOLLIN)
-        return descriptor
+            return False
+        self._loop.watch(self._pidfds[pid], when_ended)
+        return True
+
+    def _poll(self, pid: int) -> None:
+        self._reap(pid)
+        if pid in self._ranks:
+            self._loop.call_at(time.monotonic() + _POLL_WITHOUT_PIDFD_S, partial(self._poll, pid))
 
     def _reap(self, pid: int) -> None:
         """Tell the launcher how a rank ended, and kill what the rank left behind if the job is failing."""
@@ -226,11 +224,9 @@ class _Server:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        for descriptor in [key for key, value in self._pidfds.items() if value == pid]:
-            self._epoll.unregister(descriptor)
-            os.close(descriptor)
-            del self._pidfds[descriptor]
-        self._polled.discard(pid)
+        if pid in self._pidfds:
+            self._loop.unwatch(self._pidfds[pid])
+            os.close(self._pidfds.pop(pid))
         rank = self._ranks.pop(pid)
         if not self._ranks:
             self._end_store()

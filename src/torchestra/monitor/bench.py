@@ -14,12 +14,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torchestra.errors import DistError, InvalidArgumentError
-from torchestra.monitor.sizes import parse_size, size_label
 
 if TYPE_CHECKING:
     from torchestra.monitor.operation_timing import Cell, Timing
 
-__all__ = ["add_arguments", "main"]
+__all__ = ["add_arguments", "main", "parse_size", "size_label"]
+
+_POWERS = {"": 0, "B": 0, "K": 10, "KB": 10, "M": 20, "MB": 20, "G": 30, "GB": 30}
 
 _EPILOG = """\
 A time is that of the slowest rank, the median over batches of calls that follow each other without a barrier.
@@ -104,6 +105,28 @@ def _cells(options: argparse.Namespace) -> list[Cell]:
     return cells
 
 
+def parse_size(text: str) -> int:
+    """Return a number of bytes: ``4``, ``4B``, ``64KB``, ``1 MB``.
+
+    Raises:
+        InvalidArgumentError: the text is none, or the number is 0.
+    """
+    cleaned = text.strip().upper()
+    digits = cleaned.rstrip("BKMG ")
+    unit = cleaned[len(digits) :].strip()
+    if not digits.isdecimal() or unit not in _POWERS or int(digits) == 0:
+        raise InvalidArgumentError(f"a size must be like 4, 4B, 64KB or 1MB, got {text!r}")
+    return int(digits) << _POWERS[unit]
+
+
+def size_label(size: int) -> str:
+    """Return a size as people write it: ``64 KB``."""
+    for unit in ("GB", "MB", "KB"):
+        if size >> _POWERS[unit] and size % (1 << _POWERS[unit]) == 0:
+            return f"{size >> _POWERS[unit]} {unit}"
+    return f"{size} B"
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
@@ -132,11 +155,10 @@ def _as_json(options: argparse.Namespace, rows: list[tuple[Cell, Timing]]) -> di
 
 
 def _print_table(options: argparse.Namespace, rows: list[tuple[Cell, Timing]]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(header_style="bold", box=SIMPLE_HEAD)
+    table = Table(header_style="bold", box=None, pad_edge=False)
     for title in ("operation", "dtype", "size", "median µs", "p99 µs", "best µs", "GB/s"):
         table.add_column(title, justify="left" if title in ("operation", "dtype") else "right", no_wrap=True)
     before = None

@@ -9,17 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from torchestra.engine.recorder.flight_record import read_flight_record
-from torchestra.engine.recorder.trace import merged, trace_of, write_trace
+from torchestra.engine.recorder.trace import merged, replacing, trace_of, write_trace
 from torchestra.errors import InvalidArgumentError
 from torchestra.monitor.jobs import choose_job
-from torchestra.monitor.trace_page import write_page
 
-__all__ = ["add_arguments", "main"]
+__all__ = ["add_arguments", "main", "write_page"]
 
+_PLACEHOLDER = "/*TRACE*/null"
 _EPILOG = """\
 FILE.json is in Chrome's trace event format, for https://ui.perfetto.dev and chrome://tracing; FILE.html is a
 page that shows the same by itself. Both hold the last 256 collectives and 256 messages of every rank.
@@ -63,6 +64,15 @@ def main(options: argparse.Namespace) -> int:
     slices = sum(event["ph"] in "Xb" for event in trace["traceEvents"])
     print(f"{options.out}: {slices} operations of {len(tracks)} ranks in {len(groups)} groups")
     return 0
+
+
+def write_page(path: str | Path, trace: dict[str, Any]) -> None:
+    """Write a page that shows a trace by itself: one file, nothing loaded from anywhere."""
+    template = resources.files("torchestra.monitor").joinpath("viewer.html").read_text(encoding="utf-8")
+    # Inside a script element, no text may end it.
+    data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
+    with replacing(path) as file:
+        file.write(template.replace(_PLACEHOLDER, data))
 
 
 def _out(text: str) -> Path:

@@ -21,31 +21,26 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from torchestra.engine.operations import COLLECTIVES
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import CollectiveTimeoutError, DistError, InvalidArgumentError
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import default_group
 
-__all__ = ["OPERATIONS", "DroppedOut", "Fault", "RankKilled", "delay", "draw", "drop_out", "kill", "slow"]
+__all__ = [
+    "OPERATIONS",
+    "DroppedOut",
+    "Fault",
+    "RankKilled",
+    "delay",
+    "draw",
+    "drop_out",
+    "intercept",
+    "kill",
+    "slow",
+]
 
-OPERATIONS = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "send",
-    "recv",
-    "isend",
-    "irecv",
-)
+OPERATIONS = (*COLLECTIVES, "send", "recv", "isend", "irecv")
 """The operations that a fault can come before."""
 
 _POLL_INTERVAL_S = 0.01
@@ -214,23 +209,41 @@ def _intercepted(group: ProcessGroup) -> list[Fault]:
     """Return the faults of a group, and intercept its operations on this rank from now on."""
     communicator = group.communicator
     faults: list[Fault] | None = communicator.__dict__.get(_FAULTS)
-    if faults is None:
-        faults = []
-        setattr(communicator, _FAULTS, faults)
-        for name in OPERATIONS:
-            setattr(communicator, name, _intercepting(name, getattr(communicator, name), faults))
-    return faults
+    if faults is not None:
+        return faults
+    active: list[Fault] = []
+
+    def before(name: str) -> None:
+        for fault in tuple(active):
+            fault.before(name)
+
+    def after(name: str) -> None:
+        for fault in tuple(active):
+            fault.after()
+
+    setattr(communicator, _FAULTS, active)
+    intercept(communicator, before, after)
+    return active
 
 
-def _intercepting(name: str, operation: Callable[..., Any], faults: list[Fault]) -> Callable[..., Any]:
+def intercept(communicator: object, before: Callable[[str], object], after: Callable[[str], object]) -> None:
+    """Call functions with an operation's name before and after each operation of a communicator."""
+    for name in OPERATIONS:
+        setattr(communicator, name, _intercepting(name, getattr(communicator, name), before, after))
+
+
+def _intercepting(
+    name: str,
+    operation: Callable[..., Any],
+    before: Callable[[str], object],
+    after: Callable[[str], object],
+) -> Callable[..., Any]:
     @functools.wraps(operation)
     def intercepting(*args: Any, **kwargs: Any) -> Any:
-        for fault in tuple(faults):
-            fault.before(name)
+        before(name)
         try:
             return operation(*args, **kwargs)
         finally:
-            for fault in tuple(faults):
-                fault.after()
+            after(name)
 
     return intercepting

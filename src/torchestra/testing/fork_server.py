@@ -26,8 +26,7 @@ import pytest
 import torch
 
 from torchestra.engine import warm_up
-from torchestra.testing.item_runner import run_item
-from torchestra.testing.messages import ItemRequest
+from torchestra.testing.item_runner import ItemRequest, run_item
 
 __all__ = ["serve"]
 

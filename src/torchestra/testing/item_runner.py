@@ -10,6 +10,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -17,11 +18,10 @@ from _pytest.tmpdir import tmppath_result_key
 
 from torchestra.store import FileStore
 from torchestra.testing.marker import mark_as_rank
-from torchestra.testing.messages import ItemRequest
 from torchestra.testing.outcomes import Outcome, RankFailure
 from torchestra.world.init import destroy_process_group, init_process_group, is_initialized
 
-__all__ = ["run_item"]
+__all__ = ["ItemRequest", "run_item"]
 
 _PYTEST_OUTCOMES: dict[str, type[BaseException]] = {
     "skip": pytest.skip.Exception,
@@ -42,6 +42,34 @@ def _reduced(error: BaseException) -> tuple[Callable[[str, str], BaseException],
 # pickle does not find them under their names.
 for _kind in _PYTEST_OUTCOMES.values():
     copyreg.pickle(_kind, _reduced)
+
+
+@dataclass
+class ItemRequest:
+    """A test to run, as the server of process ranks is asked for it.
+
+    Attributes:
+        nodeid: which.
+        size, timeout, init, may_die: as in the marker.
+        directory: for the ranks' store and output.
+        values: the pickled values of the fixtures that the world shares, by name.
+        debug_rank: the rank whose failure a debugger opens, or None.
+    """
+
+    nodeid: str
+    size: int
+    timeout: float
+    init: bool
+    may_die: tuple[int, ...]
+    directory: str
+    values: dict[str, bytes]
+    environment: dict[str, str] = field(repr=False)  # may have the job's secret
+    debug: bool
+    debug_rank: int | None
+
+    def output_of(self, rank: int) -> str:
+        """Return the file that a rank's output goes to."""
+        return os.path.join(self.directory, f"rank-{rank}.out")
 
 
 def run_item(

@@ -12,8 +12,8 @@ import pytest
 from torchestra.errors import InvalidArgumentError
 from torchestra.testing.fixtures import is_shared_by_the_world
 from torchestra.testing.item_outcome import conclude
+from torchestra.testing.item_runner import ItemRequest
 from torchestra.testing.marker import RanksSpec
-from torchestra.testing.messages import ItemRequest
 from torchestra.testing.outcomes import Outcome
 from torchestra.testing.rank_pool import RankPool, RankWorld, rank_directory
 

@@ -17,8 +17,8 @@ import pytest
 
 from torchestra.errors import GroupAbortedError
 from torchestra.testing.fork_server import serve
+from torchestra.testing.item_runner import ItemRequest
 from torchestra.testing.marker import show_as
-from torchestra.testing.messages import ItemRequest
 from torchestra.testing.outcomes import Outcome, RankFailure
 
 __all__ = ["RankPool", "RankWorld", "rank_directory"]

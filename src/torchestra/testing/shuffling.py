@@ -13,7 +13,7 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import CollectiveTimeoutError, InvalidArgumentError
 from torchestra.process_group import ProcessGroup
 from torchestra.store import Store
-from torchestra.testing.faults import OPERATIONS
+from torchestra.testing.faults import OPERATIONS, intercept
 from torchestra.world.init import default_group
 
 __all__ = ["Schedule", "shuffle"]
@@ -36,11 +36,13 @@ class Schedule:
     Attributes:
         seed: what decides it.
         turns: the ranks in the order in which they got to run.
+        entered: the ranks that have come, those that have left included.
     """
 
     def __init__(self, seed: int, size: int) -> None:
         self.seed = seed
         self.turns: list[int] = []
+        self.entered: set[int] = set()
         self._size = size
         self._random = random.Random(seed)
         self._inside: set[int] = set()
@@ -133,11 +135,11 @@ def shuffle(seed: int, group: ProcessGroup | None = None) -> Iterator[Schedule]:
     rank = chosen.rank()
     with _lock:
         open_ones = _schedules.setdefault(here.store, [])
-        schedule = next((each for each in open_ones if rank not in _entered(each)), None)
+        schedule = next((each for each in open_ones if rank not in each.entered), None)
         if schedule is None:
             schedule = Schedule(seed, chosen.size())
             open_ones.append(schedule)
-        _entered(schedule).add(rank)
+        schedule.entered.add(rank)
     try:
         if schedule.seed != seed:
             schedule.give_up(f"rank {rank} has seed {seed}, another rank {schedule.seed}")
@@ -150,18 +152,13 @@ def shuffle(seed: int, group: ProcessGroup | None = None) -> Iterator[Schedule]:
                 open_ones.remove(schedule)
 
 
-def _entered(schedule: Schedule) -> set[int]:
-    found: set[int] = schedule.__dict__.setdefault("_entered", set())
-    return found
-
-
 @contextlib.contextmanager
 def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Iterator[None]:
     """Let every wait of the group's kernels come back to Python at once, and take a step of the schedule."""
     communicator = group.communicator
     member = communicator.engine.member
     words = {offset: member.word(offset) for offset in (at.SPINS, at.YIELDS)}
-    patience = member.poll_interval_s
+    poll_interval_s = member.poll_interval_s
     check = member.check
 
     @functools.wraps(check)
@@ -170,8 +167,7 @@ def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Itera
         return check(*args, **kwargs)
 
     saved: dict[str, Any] = {name: communicator.__dict__.get(name) for name in OPERATIONS}
-    for name in OPERATIONS:
-        setattr(communicator, name, _stepping(getattr(communicator, name), schedule, rank))
+    intercept(communicator, lambda _: schedule.step(rank), lambda _: schedule.step(rank))
     for offset in words:
         member.set_word(offset, 0)
     member.poll_interval_s = 1e-9
@@ -180,7 +176,7 @@ def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Itera
         yield
     finally:
         del member.__dict__["check"]
-        member.poll_interval_s = patience
+        member.poll_interval_s = poll_interval_s
         for offset, value in words.items():
             member.set_word(offset, value)
         for name, before in saved.items():
@@ -188,15 +184,3 @@ def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Itera
                 communicator.__dict__.pop(name, None)
             else:
                 setattr(communicator, name, before)
-
-
-def _stepping(operation: Callable[..., Any], schedule: Schedule, rank: int) -> Callable[..., Any]:
-    @functools.wraps(operation)
-    def stepping(*args: Any, **kwargs: Any) -> Any:
-        schedule.step(rank)
-        try:
-            return operation(*args, **kwargs)
-        finally:
-            schedule.step(rank)
-
-    return stepping
