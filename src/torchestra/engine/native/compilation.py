@@ -20,6 +20,7 @@ from numba.core import sigutils
 from numba.core.ccallback import CFunc
 
 from torchestra.engine.native.kernel_cache import cache_of, chosen_directory, open_own, say_once
+from torchestra.system.cache_directories import prepare
 from torchestra.system.limits import start_thread
 
 Kernel = Callable[..., int]
@@ -120,6 +121,7 @@ def compiling(what: str) -> Iterator[None]:
     if folder is None or note is None or note.exists():
         yield
         return
+    prepare(folder)  # it has no kernels, so perhaps nothing has made it
     with _locked(folder / f"torchestra-{_INSTALLATION}.lock"):
         fresh = not note.exists()
         if fresh and what == "kernels":
