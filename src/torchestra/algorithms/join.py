@@ -36,7 +36,7 @@ from torchestra.errors import (
     UnevenInputsError,
 )
 from torchestra.process_group import ProcessGroup
-from torchestra.world.init import default_group
+from torchestra.world.init import default_group, member_group
 
 __all__ = ["Join", "JoinHook", "Joinable"]
 
@@ -309,19 +309,15 @@ def _config_of(joinable: Joinable) -> JoinConfig:
 
 def _the_group(joinables: Sequence[Joinable]) -> ProcessGroup:
     """Return the one group of all joinables."""
-    groups = []
     for joinable in joinables:
         _config_of(joinable)
-        group = joinable.join_process_group
-        groups.append(default_group() if group is None else group)
+    groups = [joinable.join_process_group or default_group() for joinable in joinables]
     if any(group is not groups[0] for group in groups):
         raise InvalidArgumentError(
             "Using join context manager with multiple process groups: the joinables have"
             f" {', '.join(map(repr, groups))}"
         )
-    if not isinstance(groups[0], ProcessGroup):
-        raise InvalidArgumentError(f"Join: this rank is {groups[0]!r}")
-    return groups[0]
+    return member_group(groups[0], "Join")
 
 
 def _is_known_to_all(error: BaseException) -> bool:

@@ -7,8 +7,7 @@ memory and version, but not its ``.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,12 +37,12 @@ class FunctionalOptimizer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        self._make: Callable[..., torch.optim.Optimizer] = partial(_made, optimizer_class, args, kwargs)
+        self._class, self._args, self._kwargs = optimizer_class, args, kwargs
         self._params = list(params)
         self._aliases = {id(param): _alias(param) for param in self._params}
         self.optimizer: torch.optim.Optimizer | None = None
         if self._params:
-            self.optimizer = self._make(list(self._aliases.values()))
+            self.optimizer = optimizer_class(list(self._aliases.values()), *args, **kwargs)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -81,7 +80,7 @@ class FunctionalOptimizer:
             self._params.append(param)
             alias = self._aliases[id(param)] = _alias(param)
             if self.optimizer is None:
-                self.optimizer = self._make([alias])
+                self.optimizer = self._class([alias], *self._args, **self._kwargs)
             else:
                 self.optimizer.add_param_group({"params": [alias]})
         if grad is not None and self.optimizer is not None:
@@ -92,15 +91,6 @@ class FunctionalOptimizer:
         if alias.data_ptr() != param.data_ptr():  # its ``data`` has been replaced
             alias.data = param.data
         return alias
-
-
-def _made(
-    optimizer_class: type[torch.optim.Optimizer],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    params: list[torch.Tensor],
-) -> torch.optim.Optimizer:
-    return optimizer_class(params, *args, **kwargs)
 
 
 def _alias(param: torch.Tensor) -> torch.Tensor:

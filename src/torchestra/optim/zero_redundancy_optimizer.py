@@ -21,7 +21,7 @@ from torchestra.optim.shards import Partition, Shards, partition
 from torchestra.optim.states import collect_states, global_state, local_state
 from torchestra.optim.subset import check_steps_without_closure
 from torchestra.process_group import ProcessGroup
-from torchestra.world.init import AnyGroup, default_group
+from torchestra.world.init import AnyGroup, member_group
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -70,9 +70,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         given, every = listed(params)
         check_same_type(every)
-        group = default_group() if process_group is None else process_group
-        if not isinstance(group, ProcessGroup):
-            raise InvalidArgumentError(f"ZeroRedundancyOptimizer: this rank is {group!r}")
+        group = member_group(process_group, "ZeroRedundancyOptimizer")
         if overlap_with_ddp:
             check_steps_without_closure(optimizer_class)
         self.initialized = False
@@ -103,9 +101,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             InvalidArgumentError: this rank is not in the group.
         """
-        group = default_group() if process_group is None else process_group
-        if not isinstance(group, ProcessGroup):
-            raise InvalidArgumentError(f"ZeroRedundancyOptimizer: this rank is {group!r}")
+        group = member_group(process_group, "ZeroRedundancyOptimizer")
         if self.overlap is not None:
             self.overlap.reset()
         self._begin(group)

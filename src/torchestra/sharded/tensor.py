@@ -19,7 +19,7 @@ from torchestra.collectives.functions import recv, send
 from torchestra.collectives.objects import all_gather_object
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import ProcessGroup
-from torchestra.world.init import AnyGroup, default_group
+from torchestra.world.init import AnyGroup, member_group
 
 __all__ = ["Shard", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata", "init_from_local_shards"]
 
@@ -258,9 +258,7 @@ def init_from_local_shards(
     """
     if init_rrefs:
         raise InvalidArgumentError("init_rrefs: remote references to shards are not served")
-    group = default_group() if process_group is None else process_group
-    if not isinstance(group, ProcessGroup):
-        raise InvalidArgumentError(f"init_from_local_shards: this rank is {group!r}")
+    group = member_group(process_group, "init_from_local_shards")
     size = global_size[0] if len(global_size) == 1 and not isinstance(global_size[0], int) else global_size
     # A rank that is wrong tells the others, which would wait otherwise.
     problem = ""

@@ -55,6 +55,18 @@ def default_group() -> ProcessGroup:
     return group
 
 
+def member_group(group: AnyGroup | None, caller: str) -> ProcessGroup:
+    """Return the group (None: the default group), of which this rank must be a member.
+
+    Raises:
+        InvalidArgumentError: it is not; the message begins with ``caller``.
+    """
+    found = default_group() if group is None else group
+    if not isinstance(found, ProcessGroup):
+        raise InvalidArgumentError(f"{caller}: this rank is {found!r}")
+    return found
+
+
 def is_available() -> bool:
     """Return whether torchestra can be used here: always."""
     return True

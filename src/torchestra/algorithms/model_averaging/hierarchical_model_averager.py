@@ -16,7 +16,7 @@ from torchestra.algorithms.model_averaging.parameters import (
 )
 from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import ProcessGroup
-from torchestra.world.init import AnyGroup
+from torchestra.world.init import AnyGroup, member_group
 from torchestra.world.subgroups import new_subgroups
 
 __all__ = ["HierarchicalModelAverager"]
@@ -52,9 +52,7 @@ class HierarchicalModelAverager(ModelAverager):
         super().__init__(process_group)
         if not period_group_size_dict:
             raise InvalidArgumentError("Arg ``period_group_size_dict`` must not be empty.")
-        group = self.process_group
-        if not isinstance(group, ProcessGroup):
-            raise InvalidArgumentError(f"HierarchicalModelAverager: this rank is {group!r}")
+        group = member_group(self.process_group, "HierarchicalModelAverager")
         periods, sizes = list(period_group_size_dict), list(period_group_size_dict.values())
         if periods[0] <= 0:
             raise InvalidArgumentError(

@@ -13,7 +13,7 @@ from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import ProcessGroup
 from torchestra.sharded.tensor import ShardedTensor
 from torchestra.types import ReduceOp
-from torchestra.world.init import AnyGroup, default_group
+from torchestra.world.init import AnyGroup, member_group
 
 NAME = "DistributedDataParallel"
 _DEVICES = ("cpu", "cuda")
@@ -27,14 +27,11 @@ def choose_group(process_group: AnyGroup | None, device_mesh: Any) -> ProcessGro
     """
     if process_group is not None and device_mesh is not None:
         raise InvalidArgumentError("Cannot specify both process_group and device_mesh arguments.")
-    group = default_group() if process_group is None else process_group
     if device_mesh is not None:
         if device_mesh.ndim != 1:
             raise InvalidArgumentError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-        group = device_mesh.get_group(mesh_dim=0)
-    if not isinstance(group, ProcessGroup):
-        raise InvalidArgumentError(f"{NAME}: `process_group`: this rank is {group!r}")
-    return group
+        process_group = device_mesh.get_group(mesh_dim=0)
+    return member_group(process_group, f"{NAME}: `process_group`")
 
 
 def choose_devices(

@@ -158,7 +158,7 @@ class Reducer:
         self._remove_hooks.atexit = False
 
     def _make_bucket_reducer(self) -> BucketReducer:
-        communicator = self._group.communicator
+        between_hosts = self._group.communicator.engine.hosts is not None
         return BucketReducer(
             self._group,
             self._store,
@@ -166,7 +166,7 @@ class Reducer:
             self.counters,
             as_views=self._as_views,
             # A network works by itself; memory only while a core does.
-            overlap=communicator.engine.hosts is not None or spare_cores(self._group.size()) > 0,
+            overlap=between_hosts or spare_cores(self._group.size()) > 0,
         )
 
     def _make_buckets(self, plan: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
@@ -312,17 +312,17 @@ class Reducer:
     def prepare_for_backward(self, outputs: Any) -> None:
         """Begin a round, with the outputs of such a forward pass: from here on gradients are expected."""
         tracker = self.tracker
-        found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         unused: Sequence[int] = ()
         if self._finds_unused_each_round:
-            unused = unused_parameters(found, self.parameters)
+            unused = unused_parameters(tensors, self.parameters)
             self.graph_is_static = self.graph_is_static and self._unused_before in (None, unused)
             self._unused_before = unused
             if tracker.is_open:
                 # Of several forward passes before a backward, each may use what the others do not.
                 unused = [index for index in unused if index in tracker.unused]
         self._begin(unused)
-        for output in found:
+        for output in tensors:
             if output.grad_fn is not None:
                 output.register_hook(partial(self._backward_reached, unused))
 
@@ -363,8 +363,7 @@ class Reducer:
                 queue_callback(self._backward_ended)
 
     def _mark_undefined(self, bucket: Bucket) -> None:
-        gradients = self._store.take(bucket.parameters)
-        for index, gradient in zip(bucket.indices, gradients, strict=True):
+        for index, gradient in zip(bucket.indices, self._store.take(bucket.parameters), strict=True):
             if gradient is None and self.tracker.is_ready(index):
                 self.tracker.mark_undefined(index)
 
@@ -394,7 +393,7 @@ class Reducer:
         counters, tracker, bucket_reducer = self.counters, self.tracker, self._bucket_reducer
         counters.communication_started = counters.communication_started or _now()
         try:
-            reduced = self._reduced_buckets(tracker) if self._skip_unused else self.buckets
+            reduced = self._used_buckets() if self._skip_unused else self.buckets
             counters.reduced = len(reduced)
             for bucket in reduced:
                 bucket_reducer.complete(bucket)
@@ -420,9 +419,9 @@ class Reducer:
         counters.backward_ns += ended - counters.backward_started
         self._end_round()
 
-    def _reduced_buckets(self, tracker: ReadyTracker) -> list[Bucket]:
+    def _used_buckets(self) -> list[Bucket]:
         """Return the buckets of which a parameter was used."""
-        unused = tracker.unused_slots
+        unused = self.tracker.unused_slots
         return [each for each in self.buckets if len(unused(each.indices)) < len(each.indices)]
 
     def _end_round(self) -> None:
@@ -447,10 +446,9 @@ class Reducer:
         """Take rank 0's order of arrival, after the first round; parameters without a gradient come last."""
         if self._finds_unused_each_round or not self._is_first_round or not self.buckets:
             return
-        order = list(self.tracker.order)
-        arrived = set(order)
-        order += [index for bucket in self.buckets for index in bucket.indices if index not in arrived]
-        agreed = torch.tensor(order)
+        # A dict keeps the first occurrence of each index.
+        order = dict.fromkeys([*self.tracker.order, *(i for bucket in self.buckets for i in bucket.indices)])
+        agreed = torch.tensor(list(order))
         self._group.communicator.broadcast(agreed, 0)
         self._agreed_order = agreed.tolist()
 

@@ -9,10 +9,10 @@ __all__ = ["DDPStatistics"]
 
 @dataclass(frozen=True)
 class DDPStatistics:
-    """What a DistributedDataParallel has done on this rank so far, in steps whose gradients were reduced.
+    """The work of a DistributedDataParallel on this rank so far, in steps whose gradients were reduced.
 
     Attributes:
-        steps: how often all gradients were reduced.
+        steps: the number of steps.
         forward_seconds: in the module's forward, the broadcast of buffers before it included.
         backward_seconds: from the first gradient of the module's output to the last averaged gradient.
         communication_seconds: from the start of a step's first reduction to the end of its last, and in
@@ -20,7 +20,7 @@ class DDPStatistics:
         wait_seconds: the part of it in which the program stood still for it.
         copy_seconds: copying gradients into buckets and back.
         bytes_reduced: of gradients, each counted once per step.
-        buckets: in how many buckets a step reduces them.
+        buckets: the number of buckets of a step.
     """
 
     steps: int
@@ -44,34 +44,27 @@ class DDPStatistics:
         return (self.wait_seconds + self.copy_seconds) / total if total else 0.0
 
 
+@dataclass(slots=True)
 class Counters:
-    """The same numbers while they are counted, and when the things of the current step happened.
+    """The same numbers while they are counted, and the times of events in the current step.
 
     Times are of ``time.perf_counter_ns``, 0 for what has not happened.
     """
 
-    __slots__ = (
-        "backward_ended",
-        "backward_ns",
-        "backward_started",
-        "buckets",
-        "bytes_reduced",
-        "communication_ended",
-        "communication_ns",
-        "communication_started",
-        "copy_ns",
-        "forward_ns",
-        "forward_started",
-        "reduced",
-        "steps",
-        "wait_ns",
-    )
-
-    def __init__(self) -> None:
-        self.steps = self.buckets = self.bytes_reduced = self.reduced = 0
-        self.forward_ns = self.backward_ns = self.communication_ns = self.wait_ns = self.copy_ns = 0
-        self.forward_started = self.backward_started = self.backward_ended = 0
-        self.communication_started = self.communication_ended = 0
+    steps: int = 0
+    buckets: int = 0
+    bytes_reduced: int = 0
+    reduced: int = 0
+    forward_ns: int = 0
+    backward_ns: int = 0
+    communication_ns: int = 0
+    wait_ns: int = 0
+    copy_ns: int = 0
+    forward_started: int = 0
+    backward_started: int = 0
+    backward_ended: int = 0
+    communication_started: int = 0
+    communication_ended: int = 0
 
     def snapshot(self) -> DDPStatistics:
         """Return the numbers as they are now."""

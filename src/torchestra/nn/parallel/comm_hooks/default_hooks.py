@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from torchestra.collectives.functions import all_reduce
-from torchestra.errors import InvalidArgumentError
 from torchestra.nn.parallel.comm_hooks.interface import BuiltinCommHookType, CommHook, GradBucket
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp
-from torchestra.world.init import AnyGroup, default_group
+from torchestra.world.init import AnyGroup, member_group
 
 __all__ = [
     "allreduce_hook",
@@ -24,10 +23,7 @@ __all__ = [
 
 def member(group: AnyGroup | None) -> ProcessGroup:
     """Return the group that a hook was given (None: the default group); this rank must be in it."""
-    found = default_group() if group is None else group
-    if not isinstance(found, ProcessGroup):
-        raise InvalidArgumentError(f"communication hook: this rank is {found!r}")
-    return found
+    return member_group(group, "communication hook")
 
 
 def average(group: ProcessGroup, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -37,15 +37,6 @@ class PostLocalSGDState:
         iter: how many steps were made before local SGD began.
     """
 
-    __slots__ = [
-        "_made_subgroup",
-        "iter",
-        "post_local_gradient_allreduce",
-        "process_group",
-        "start_localSGD_iter",
-        "subgroup",
-    ]
-
     def __init__(
         self,
         process_group: AnyGroup | None,

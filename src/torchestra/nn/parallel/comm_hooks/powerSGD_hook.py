@@ -73,27 +73,6 @@ class PowerSGDState:
         InvalidArgumentError: ``start_powerSGD_iter`` is too small.
     """
 
-    __slots__ = [
-        "batch_tensors_with_same_shape",
-        "compression_stats_logging_frequency",
-        "error_dict",
-        "iter",
-        "matrix_approximation_rank",
-        "min_compression_rate",
-        "next_stats_report",
-        "orthogonalization_epsilon",
-        "p_memory_dict",
-        "process_group",
-        "q_memory_dict",
-        "random_seed",
-        "rng",
-        "start_powerSGD_iter",
-        "total_numel_after_compression",
-        "total_numel_before_compression",
-        "use_error_feedback",
-        "warm_start",
-    ]
-
     def __init__(
         self,
         process_group: AnyGroup | None,
@@ -146,7 +125,7 @@ class PowerSGDState:
 
     def __getstate__(self) -> dict[str, Any]:
         _log.warning("NOTE: Process group is not serializable and excluded from a saved state.")
-        return {slot: getattr(self, slot) for slot in self.__slots__ if slot != "process_group"}
+        return {name: value for name, value in vars(self).items() if name != "process_group"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group = default_group()
@@ -155,8 +134,7 @@ class PowerSGDState:
             " is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.random_seed = 0  # of a state that was saved before there was the attribute
-        for slot, value in state.items():
-            setattr(self, slot, value)
+        vars(self).update(state)
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count a step, with its last bucket."""
