@@ -41,6 +41,7 @@ from torchestra.rendezvous.gathering import gather
 from torchestra.store import PrefixStore, TCPStore, TCPStoreServer
 from torchestra.store.tcp import server as serving
 from torchestra.store.tcp.protocol import Request
+from torchestra.system.deadline import Deadline
 from torchestra.world.registry import thread_rank
 
 SECRET = "a secret of this benchmark"
@@ -168,7 +169,7 @@ class Rank:
 
     def _fetch_memory(self, store: PrefixStore, place: int, size: int) -> RankContext | None:
         """Return what the first rank of a host has made. The others do not map it: so many would not fit."""
-        deadline = time.monotonic() + LIMIT
+        deadline = Deadline(LIMIT)
         if place == 0:
             with TURN.given_away():
                 arena = joining._meet_processes(store, place, size, "default", deadline)

@@ -8,7 +8,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +21,7 @@ from torchestra.engine.memory import fd_passing as module
 from torchestra.engine.memory.fd_passing import DescriptorServer, fetch
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 from torchestra.store import FileStore
+from torchestra.system.deadline import Deadline
 from worlds import outcomes, results
 
 LONG = 60.0
@@ -61,7 +61,7 @@ def got(
     admission: DescriptorServer, rank: int, secret: bytes | None = SECRET, seconds: float = LONG
 ) -> bytes:
     """What is in the file that a rank is given."""
-    descriptor = fetch(admission.invitation, secret, rank, "g", time.monotonic() + seconds)
+    descriptor = fetch(admission.invitation, secret, rank, "g", Deadline(seconds))
     try:
         assert not os.get_inheritable(descriptor)
         return os.pread(descriptor, 10, 0)
@@ -121,7 +121,7 @@ def test_the_token_is_needed_as_well() -> None:
     with handing_out(2, None) as (admission, _):
         address = admission.invitation.partition(":")[0]
         with pytest.raises(DistBackendError, match="does not know this rank's secret"):
-            fetch(f"{address}:{'0' * 64}", None, 1, "g", time.monotonic() + LONG)
+            fetch(f"{address}:{'0' * 64}", None, 1, "g", Deadline(LONG))
         got(admission, 1, None)
 
 
@@ -143,7 +143,7 @@ def test_strangers_that_come_first_hold_up_no_rank() -> None:
 
 
 def test_a_silent_stranger_has_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_VISIT_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_PROOF_SECONDS", 0.0)
     with handing_out(2) as (admission, _), stranger(admission) as connection:
         assert connection.recv(1) == b""
 
@@ -197,7 +197,7 @@ def test_another_users_process_is_turned_away(caplog: pytest.LogCaptureFixture) 
     def ask() -> str:
         os.setresuid(NOBODY, NOBODY, NOBODY)
         with pytest.raises(DistBackendError) as caught:
-            fetch(admission.invitation, SECRET, 1, "g", time.monotonic() + LONG)
+            fetch(admission.invitation, SECRET, 1, "g", Deadline(LONG))
         return str(caught.value)
 
     def ask_without_looking() -> bytes:
@@ -258,7 +258,7 @@ def reflect(connection: socket.socket, said: bytes) -> None:
 )
 def test_an_impostor_is_not_believed(answer: Turn, words: str) -> None:
     with impostor(answer) as invitation, pytest.raises(DistBackendError, match=words):
-        fetch(invitation, SECRET, 1, "g", time.monotonic() + LONG)
+        fetch(invitation, SECRET, 1, "g", Deadline(LONG))
 
 
 def test_what_an_impostor_hands_over_is_not_taken() -> None:
@@ -268,7 +268,7 @@ def test_what_an_impostor_hands_over_is_not_taken() -> None:
         socket.send_fds(connection, [b"x" * 64], [write])
 
     with impostor(give) as invitation, pytest.raises(DistBackendError, match="is not trusted"):
-        fetch(invitation, SECRET, 1, "g", time.monotonic() + LONG)
+        fetch(invitation, SECRET, 1, "g", Deadline(LONG))
     os.close(write)
     # Were the other end still open in this process, this would wait.
     assert os.read(read, 1) == b""
@@ -279,7 +279,7 @@ def test_an_impostor_that_says_nothing_is_a_time_out() -> None:
     done = threading.Event()
     with impostor(lambda *_: done.wait(LONG)) as invitation:
         with pytest.raises(CollectiveTimeoutError, match="rank 0 did not give it the group's memory in time"):
-            fetch(invitation, SECRET, 1, "g", time.monotonic() + 0.1)
+            fetch(invitation, SECRET, 1, "g", Deadline(0.1))
         done.set()
 
 
@@ -300,7 +300,7 @@ def test_a_rank_that_was_dropped_comes_again() -> None:
         socket.send_fds(connection, [b"given"], [descriptor])
 
     with impostor(lambda *_: None, drop_late, give) as invitation:
-        os.close(fetch(invitation, SECRET, 1, "g", time.monotonic() + LONG))
+        os.close(fetch(invitation, SECRET, 1, "g", Deadline(LONG)))
     os.close(descriptor)
 
 
@@ -308,7 +308,7 @@ def test_rank_0_that_is_gone_is_told_at_once() -> None:
     with DescriptorServer([1], SECRET, "g") as admission:
         invitation = admission.invitation
     with pytest.raises(DistBackendError, match="rank 1 of group 'g' cannot reach rank 0 on this host"):
-        fetch(invitation, SECRET, 1, "g", time.monotonic() + LONG)
+        fetch(invitation, SECRET, 1, "g", Deadline(LONG))
 
 
 # In a world ------------------------------------------------------------------------------------------------

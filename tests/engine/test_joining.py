@@ -144,7 +144,7 @@ def fail_before_lobby() -> None:
     def refuse(*_: object) -> None:
         raise DistBackendError("another version")
 
-    host_discovery.visit = refuse
+    host_discovery.request_descriptor = refuse
 
 
 @pytest.mark.parametrize("spoil", [die_in_lobby, fail_before_lobby])
@@ -188,7 +188,7 @@ def receive_without_room() -> str:
     limits = leave_descriptors(1)
     spare = os.dup(0)
     try:
-        fd_passing._packet(here, 0.0)
+        fd_passing._packet(here)
     except OSError as error:
         return str(error)
     finally:

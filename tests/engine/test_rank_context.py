@@ -375,7 +375,7 @@ def test_what_a_rank_called_and_where_its_program_is_do_not_overwrite_each_other
     """The watcher may be asked while the ranks tell each other of a mismatch."""
     zero, one = contexts
     zero._tell_call("all_reduce(SUM) of 3 elements")
-    watcher = StackReporter(zero, threading.current_thread())
+    watcher = StackReporter(zero.arena, 0, "pair", threading.current_thread(), lambda: zero.closed)
     watcher.start()
     lines = hang_report(one.arena, None, [0], (), (1, "elsewhere"))
     assert f"is at {__file__}" in lines

@@ -17,7 +17,6 @@ import pytest
 from interrupts import interrupted_at
 from torchestra.engine import try_lock
 from torchestra.engine.membership import shrinking
-from torchestra.engine.multihost import shrinking as shrinking_hosts
 from torchestra.engine.p2p import endpoint
 from torchestra.engine.p2p.endpoint import Endpoint, _Outbox, _Parcel
 from torchestra.engine.try_lock import TryLock
@@ -83,22 +82,14 @@ def test_of_many_threads_one_has_it_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("taken", [False, True])
-@pytest.mark.parametrize("several_hosts", [False, True])
-def test_of_shrinking_a_group(monkeypatch: pytest.MonkeyPatch, several_hosts: bool, taken: bool) -> None:
-    class Attempt:
-        def __init__(self, *_: object) -> None:
-            pass
-
-        def run(self, exclude: object) -> object:
-            return exclude
-
-    file = shrinking_hosts if several_hosts else shrinking
-    monkeypatch.setattr(file, "_Attempt", Attempt)
-    context: Any = SimpleNamespace(shrinking=TryLock(), rank=0, name="group")
-    crossing: Any = SimpleNamespace(member=context, rank=0, name="group")
-    call: Any = shrinking_hosts.shrink_hosts if several_hosts else shrinking.shrink
-    arguments = (crossing, (), 1.0, None) if several_hosts else (context, "new", (), 1.0)
-    interrupt_everywhere(lambda: call(*arguments), [context.shrinking], [str(file.__file__)], taken)
+def test_of_shrinking_a_group(taken: bool) -> None:
+    context: Any = SimpleNamespace(shrinking=TryLock(), name="group")
+    interrupt_everywhere(
+        lambda: shrinking.run_alone(context, 0, lambda: None),
+        [context.shrinking],
+        [shrinking.__file__],
+        taken,
+    )
 
 
 @pytest.mark.parametrize("taken", [False, True])

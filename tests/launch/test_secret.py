@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchestra.engine.membership.agreement import Round, State
+from torchestra.engine.membership.agreement import Ballot, State
 from torchestra.launcher.spec import Call, JobSpec, MainModule
 from torchestra.rendezvous.over_mpi import _Place
 from torchestra.rpc import RpcBackendOptions
@@ -116,6 +116,6 @@ def test_what_holds_the_secret_does_not_show_it() -> None:
     place = _Place(["10.0.0.1"], 1, "the secret")
     options = RpcBackendOptions(secret="the secret")
     request = ItemRequest("", 2, 1.0, True, (), "/", {}, {"TORCHESTRA_SECRET": "the secret"}, False, None)
-    decision = Round(0, 1, State.PROPOSED, 0, (0, 1), b"the secret")
+    decision = Ballot(0, 1, State.PROPOSED, 0, (0, 1), b"the secret")
     for each in (spec, call, place, options, request, decision):
         assert "the secret" not in f"{each!r} {each}"

@@ -13,6 +13,7 @@ from torchestra.engine.multihost.host_discovery import find_hosts
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import CollectiveTimeoutError
 from torchestra.store import HashStore
+from torchestra.system.deadline import Deadline
 from torchestra.world.registry import thread_rank
 
 
@@ -57,9 +58,9 @@ def test_ranks_with_one_id_that_can_attach_share_a_host() -> None:
 
 def test_one_id_does_not_make_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 2 and 3 have the id of ranks 0 and 1, but their lobby cannot be reached from there."""
-    plain_visit, sides = host_discovery.visit, {}
+    plain_visit, sides = host_discovery.request_descriptor, {}
 
-    def visit(invitation: str, secret: bytes | None, rank: int, name: str, deadline: float) -> Any:
+    def visit(invitation: str, secret: bytes | None, rank: int, name: str, deadline: Deadline) -> Any:
         opener = sides.get(invitation)
         if opener is not None and (opener < 2) != (rank < 2):
             try:
@@ -73,7 +74,7 @@ def test_one_id_does_not_make_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(visit)
             sides[self.sign.partition(":")[2]] = visit.rank
 
-    monkeypatch.setattr(host_discovery, "visit", visit)
+    monkeypatch.setattr(host_discovery, "request_descriptor", visit)
     monkeypatch.setattr(host_discovery, "_Lobby", Lobby)
     found = find_all(["same"] * 4, HashStore())
     assert found[0].members == ((0, 1), (2, 3))

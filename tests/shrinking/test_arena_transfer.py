@@ -32,21 +32,21 @@ def until(found: Callable[[], ArenaTransfer | None], offer: Offer) -> ArenaTrans
     deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
         offer.serve()
-        if (estate := found()) is not None:
-            return estate
+        if (transfer := found()) is not None:
+            return transfer
         time.sleep(0.001)
     raise AssertionError("nothing came")
 
 
 def answer_in_background(key: bytes, threads: bool) -> Callable[[], ArenaTransfer | None]:
     """Ask from another thread, as both sides would wait for each other on one."""
-    request, got = make_request(key, 2, threads=threads), []
+    request, got = make_request(key, 1, 2, "g", threads=threads), []
 
     def ask() -> None:
         deadline = time.monotonic() + SOON
         while not got and time.monotonic() < deadline:
-            if (estate := request.answer()) is not None:
-                got.append(estate)
+            if (transfer := request.answer()) is not None:
+                got.append(transfer)
         request.close()
 
     threading.Thread(target=ask, daemon=True).start()
@@ -56,16 +56,16 @@ def answer_in_background(key: bytes, threads: bool) -> Callable[[], ArenaTransfe
 def test_who_has_the_key_gets_the_same_memory_and_store(threads: bool) -> None:
     offer = make_offer(2, "g", threads=threads)
     try:
-        estate = until(answer_in_background(offer.key, threads), offer)
-        offer.estate.arena.set_word(4096, 77)
-        assert estate.arena.word(4096) == 77
-        assert (estate.arena is offer.estate.arena) == threads
-        offer.estate.store.set("key", b"value")
-        assert estate.store.get("key") == b"value"
-        estate.abandon()
+        transfer = until(answer_in_background(offer.key, threads), offer)
+        offer.transfer.arena.set_word(4096, 77)
+        assert transfer.arena.word(4096) == 77
+        assert (transfer.arena is offer.transfer.arena) == threads
+        offer.transfer.store.set("key", b"value")
+        assert transfer.store.get("key") == b"value"
+        transfer.abandon()
     finally:
         offer.close()
-        offer.estate.abandon()
+        offer.transfer.abandon()
 
 
 def test_nothing_is_left_of_an_offer_that_was_not_taken(threads: bool) -> None:
@@ -74,14 +74,14 @@ def test_nothing_is_left_of_an_offer_that_was_not_taken(threads: bool) -> None:
     assert bool(sockets_of(offer.key)) != threads
     offer.close()
     offer.close()
-    offer.estate.abandon()
+    offer.transfer.abandon()
     key = offer.key
     del offer
     gc.collect()
     assert sockets_of(key) == []
     assert arena_transfer._offered == {}
     assert set(os.listdir("/proc/self/fd")) <= before
-    assert make_request(key, 2, threads=threads).answer() is None
+    assert make_request(key, 1, 2, "g", threads=threads).answer() is None
 
 
 @pytest.mark.parametrize("said", [b"", b"x", bytes(16), bytes(4096)])
@@ -103,7 +103,7 @@ def test_a_stranger_gets_nothing_and_holds_nobody_up(said: bytes) -> None:
             assert (message, descriptors) == (b"", [])
         finally:
             offer.close()
-            offer.estate.abandon()
+            offer.transfer.abandon()
 
 
 def test_the_store_needs_the_key_too() -> None:
@@ -115,4 +115,4 @@ def test_the_store_needs_the_key_too() -> None:
             TCPStore(f"unix:@torchestra-store-{offer.key[:16].hex()}", 0, timeout=2, secret=b"another")
     finally:
         offer.close()
-        offer.estate.abandon()
+        offer.transfer.abandon()

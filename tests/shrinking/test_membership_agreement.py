@@ -10,17 +10,18 @@ import threading
 import pytest
 
 from torchestra.engine import layout as at
-from torchestra.engine.membership.agreement import MembershipAgreement, State
+from torchestra.engine.membership.agreement import State
+from torchestra.engine.membership.arena_registers import ArenaRegisters
 from torchestra.engine.memory.arena import Arena
 from torchestra.errors import RankExcludedError
 
 SOON = 20.0
 
 
-def views(size: int) -> list[MembershipAgreement]:
+def views(size: int) -> list[ArenaRegisters]:
     arena, descriptor = Arena.create(at.Layout(size, 4096, 4096, 0, 4096), "g")
     os.close(descriptor)
-    return [MembershipAgreement(arena, rank) for rank in range(size)]
+    return [ArenaRegisters(arena, rank) for rank in range(size)]
 
 
 def key_of(proposer: int, number: int, survivors: tuple[int, ...]) -> bytes:
@@ -28,19 +29,19 @@ def key_of(proposer: int, number: int, survivors: tuple[int, ...]) -> bytes:
     return hashlib.sha256(repr((proposer, number, survivors)).encode()).digest()
 
 
-def propose(view: MembershipAgreement, survivors: tuple[int, ...]) -> bool:
-    now = view.now()
-    return now.state is State.OPEN and view.propose(now, survivors, key_of(view.rank, now.number, survivors))
+def propose(view: ArenaRegisters, survivors: tuple[int, ...]) -> bool:
+    now = view.ballot()
+    return now.state is State.OPEN and view.propose(now, survivors, key_of(view.rank, now.epoch, survivors))
 
 
 def test_a_decision_is_proposed_voided_proposed_again_and_final() -> None:
     zero, one, two = views(3)
-    assert two.now() == (0, 1, State.OPEN, 0, (), b"")
-    stale = one.now()
+    assert two.ballot() == (0, 1, State.OPEN, 0, (), b"")
+    stale = one.ballot()
     assert propose(zero, (0, 1, 2))
     assert not one.propose(stale, (1, 2), bytes(32)), "one proposal a round"
-    first = two.now()
-    assert (first.number, first.state, first.proposer, first.survivors) == (1, State.PROPOSED, 0, (0, 1, 2))
+    first = two.ballot()
+    assert (first.epoch, first.state, first.proposer, first.survivors) == (1, State.PROPOSED, 0, (0, 1, 2))
     assert two.unready(first) == {0, 1, 2}
     for view in (zero, one):
         view.get_ready(first)
@@ -48,17 +49,17 @@ def test_a_decision_is_proposed_voided_proposed_again_and_final() -> None:
     assert two.void(first)
     assert not zero.commit(first), "what was voided cannot be committed"
     assert not zero.void(first)
-    assert two.now().number == 2
-    assert two.now().state is State.OPEN
+    assert two.ballot().epoch == 2
+    assert two.ballot().state is State.OPEN
     assert propose(one, (0, 1))
-    second = zero.now()
+    second = zero.ballot()
     assert second.survivors == (0, 1)
     assert two.unready(second) == {0, 1}, "who was ready for one round is not for the next"
     assert one.commit(second)
     assert not two.void(second)
     assert not propose(two, (2,))
     for view in (zero, one, two):
-        assert view.now()[1:] == (2, State.COMMITTED, 1, (0, 1), key_of(1, 2, (0, 1)))
+        assert view.ballot()[1:] == (2, State.COMMITTED, 1, (0, 1), key_of(1, 2, (0, 1)))
     assert zero.exclusion("g") is None
     error = two.exclusion("g")
     assert isinstance(error, RankExcludedError)
@@ -87,9 +88,9 @@ def test_any_number_of_ranks_can_be_named(size: int) -> None:
         survivors = tuple(sorted(dice.sample(range(size), dice.randint(1, size))))
         view = dice.choice(arena)
         assert propose(view, survivors)
-        assert arena[0].now().survivors == survivors
-        assert arena[-1].now().key == key_of(view.rank, number + 1, survivors)
-        assert arena[size // 2].void(arena[0].now())
+        assert arena[0].ballot().survivors == survivors
+        assert arena[-1].ballot().key == key_of(view.rank, number + 1, survivors)
+        assert arena[size // 2].void(arena[0].ballot())
 
 
 def test_ranks_that_propose_commit_and_void_against_each_other_read_one_decision() -> None:
@@ -102,7 +103,7 @@ def test_ranks_that_propose_commit_and_void_against_each_other_read_one_decision
         start = threading.Barrier(size)
 
         def act(
-            view: MembershipAgreement,
+            view: ArenaRegisters,
             dice: random.Random,
             start: threading.Barrier = start,
             torn: list[object] = torn,
@@ -110,8 +111,8 @@ def test_ranks_that_propose_commit_and_void_against_each_other_read_one_decision
         ) -> None:
             start.wait(SOON)
             while True:
-                now = view.now()
-                if now.survivors and now.key != key_of(now.proposer, now.number, now.survivors):
+                now = view.ballot()
+                if now.survivors and now.key != key_of(now.proposer, now.epoch, now.survivors):
                     torn.append(now)
                 if now.state is State.COMMITTED:
                     decided.append(now.survivors)

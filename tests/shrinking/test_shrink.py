@@ -429,7 +429,7 @@ def exclude_each_other() -> tuple[int, ...]:
         with pytest.raises(dist.RankExcludedError, match=f"rank {1 - rank} has excluded rank {rank}"):
             world().shrink(exclude=[1 - rank])
         return ()
-    while len(world().communicator.engine.member.agreement.excluded()) < 2:
+    while len(world().communicator.engine.member.registers.excluded()) < 2:
         time.sleep(0.001)
     return world().shrink().previous_ranks
 

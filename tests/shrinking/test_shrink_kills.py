@@ -15,7 +15,7 @@ import torch
 from test_shrink import check_group, meet, until_it_fails, world
 
 import torchestra as dist
-from torchestra.engine.membership.agreement import MembershipAgreement
+from torchestra.engine.membership.arena_registers import ArenaRegisters
 from worlds import RankDied, await_note, descriptors, leave_note, mappings, processes
 
 SOON = 20.0
@@ -28,14 +28,14 @@ def die() -> NoReturn:
 
 def die_at(step: str, when: str) -> None:
     """Have this rank die before or after it has taken a step of the protocol for the first time."""
-    take = getattr(MembershipAgreement, step)
+    take = getattr(ArenaRegisters, step)
 
-    def take_and_die(self: MembershipAgreement, *arguments: Any) -> Any:
+    def take_and_die(self: ArenaRegisters, *arguments: Any) -> Any:
         if when == "after":
             take(self, *arguments)
         die()
 
-    setattr(MembershipAgreement, step, take_and_die)
+    setattr(ArenaRegisters, step, take_and_die)
 
 
 def left_behind() -> list[str]:
@@ -126,14 +126,14 @@ def stand_still_with_the_proposal() -> Any:
         die()
     until_it_fails()
     if rank == 0:
-        propose = MembershipAgreement.propose
+        propose = ArenaRegisters.propose
 
-        def propose_and_stop(self: MembershipAgreement, *arguments: Any) -> bool:
+        def propose_and_stop(self: ArenaRegisters, *arguments: Any) -> bool:
             proposed = propose(self, *arguments)
             os.kill(os.getpid(), signal.SIGSTOP)
             return proposed
 
-        setattr(MembershipAgreement, "propose", propose_and_stop)  # noqa: B010
+        setattr(ArenaRegisters, "propose", propose_and_stop)  # noqa: B010
         with pytest.raises(dist.RankExcludedError) as caught:
             world().shrink()
         return caught.value.survivors

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import struct
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 
@@ -14,6 +13,7 @@ from tools.attacks._flood import SILENCE, Flood
 from tools.attacks._target import NOBODY, Watched
 
 from torchestra.engine.memory.fd_passing import DescriptorServer, fetch
+from torchestra.system.deadline import Deadline
 
 SECRET = b"between us"
 
@@ -73,4 +73,4 @@ class _Few(Collection[int]):
 
 def _fetched(admission: DescriptorServer, outcome: Outcome) -> int:
     rank = outcome.tried["ranks served"] + 1
-    return fetch(admission.invitation, SECRET, rank, "g", time.monotonic() + 30)
+    return fetch(admission.invitation, SECRET, rank, "g", Deadline(30))

@@ -26,7 +26,7 @@ def attack(seconds: float) -> Outcome:
             time.sleep(0.001)
 
     with ExitStack() as stack:
-        stack.callback(offer.estate.abandon)
+        stack.callback(offer.transfer.abandon)
         stack.callback(offer.close)
         serving = threading.Thread(target=serve)
         serving.start()
@@ -35,11 +35,11 @@ def attack(seconds: float) -> Outcome:
         watched = stack.enter_context(Watched(outcome, 200))
         address = f"torchestra-{offer.key[:16].hex()}"
         talks = [SILENCE, (b"x",), (bytes(16),), (os.urandom(16),), (bytes(4096),)]
-        floods = [Flood(address, talks, packets=True, forbidden=b"y")]
+        floods = [Flood(address, talks, packets=True, forbidden=b"given")]
         if os.geteuid() == 0:
             # One who even knows the key.
             floods.append(
-                Flood(address, [(offer.key[16:],)], most=50, packets=True, forbidden=b"y", user=NOBODY)
+                Flood(address, [(offer.key[16:],)], most=50, packets=True, forbidden=b"given", user=NOBODY)
             )
         with ExitStack() as crowd:
             for flood in floods:
@@ -54,13 +54,13 @@ def attack(seconds: float) -> Outcome:
 
 
 def _ask(offer: Offer) -> None:
-    request = make_request(offer.key, 2, threads=False)
+    request = make_request(offer.key, 1, 2, "g", threads=False)
     deadline = time.monotonic() + 30
     try:
-        while (estate := request.answer()) is None:
+        while (transfer := request.answer()) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError("the survivor was given nothing")
             time.sleep(0.001)
-        estate.abandon()
+        transfer.abandon()
     finally:
         request.close()

@@ -1,27 +1,30 @@
-"""What messages say of ranks that called the same operation and would yet have worked past each other."""
+"""The words of errors about ranks that called the same operation, but would have worked past each other."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from torchestra.engine import layout as at
-
-if TYPE_CHECKING:
-    from torchestra.engine.membership.rank_context import RankContext
+from torchestra.engine.memory.arena import Arena
 
 __all__ = ["differing_thresholds"]
 
 
-def differing_thresholds(context: RankContext) -> str:
-    """This rank's thresholds, if another rank came to the current operation with others; or nothing."""
-    parity = (context.word(at.SEQUENCE) & 1) * 8
-    found = {
-        context.arena.word(context.arena.control(rank) + at.META + parity) >> at.DIGEST_BIT
-        for rank in range(context.size)
+def differing_thresholds(arena: Arena, word: Callable[[int], int]) -> str:
+    """Return this rank's thresholds, if another rank came to the current operation with others; or nothing.
+
+    Args:
+        arena: of the group.
+        word: reads a word of this rank's context.
+    """
+    parity = (word(at.SEQUENCE) & 1) * 8
+    digests = {
+        arena.word(arena.control(rank) + at.META + parity) >> at.DIGEST_BIT
+        for rank in range(arena.layout.size)
     }
-    if len(found) == 1:
+    if len(digests) == 1:
         return ""
     return (
-        f" with thresholds of its own (direct={context.word(at.DIRECT)}, chunk={context.word(at.CHUNK)},"
-        f" share={context.word(at.SHARE)} bytes; all ranks must have the same)"
+        f" with thresholds of its own (direct={word(at.DIRECT)}, chunk={word(at.CHUNK)},"
+        f" share={word(at.SHARE)} bytes; all ranks must have the same)"
     )

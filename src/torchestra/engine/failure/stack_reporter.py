@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import shared_words
+from torchestra.engine.memory.arena import Arena
 from torchestra.engine.recorder.callsites import call_site
-
-if TYPE_CHECKING:
-    from torchestra.engine.membership.rank_context import RankContext
 
 __all__ = ["StackReporter"]
 
@@ -19,26 +17,31 @@ class StackReporter(threading.Thread):
     """Answers peers that ask where this rank's program is: one sleeping thread per group and rank.
 
     It sleeps on the ASKED word and is woken only when a peer's wait has timed out.
+
+    Args:
+        arena, rank: whose words are asked.
+        name: of the group.
+        program: the thread to tell of.
+        is_closed: tells whether the rank has left the group, which ends this thread when it is next asked.
     """
 
-    def __init__(self, context: RankContext, thread: threading.Thread) -> None:
-        super().__init__(name=f"torchestra-watcher-{context.name}-{context.rank}", daemon=True)
-        self._context = context
-        self._thread = thread
+    def __init__(
+        self, arena: Arena, rank: int, name: str, program: threading.Thread, is_closed: Callable[[], bool]
+    ) -> None:
+        super().__init__(name=f"torchestra-stack-reporter-{name}-{rank}", daemon=True)
+        self._arena, self._offset = arena, arena.control(rank)
+        self._program, self._is_closed = program, is_closed
 
     def run(self) -> None:
-        context = self._context
-        arena = context.arena
-        offset = arena.control(context.rank)
+        arena, offset = self._arena, self._offset
         block = arena.address + offset
         answered = 0
-        while not context.closed:
+        while not self._is_closed():
             asked = shared_words.sleep_while(block + at.ASKED, answered)
-            if asked == answered or context.closed:
+            if asked == answered or self._is_closed():
                 continue
-            text = f"is at {call_site(self._thread.ident)}"
-            shared_words.store_ordered(
-                block + at.ANSWER_LENGTH, arena.set_text(offset + at.ANSWER, at.ANSWER_BYTES, text)
-            )
+            text = f"is at {call_site(self._program.ident)}"
+            length = arena.set_text(offset + at.ANSWER, at.ANSWER_BYTES, text)
+            shared_words.store_ordered(block + at.ANSWER_LENGTH, length)
             shared_words.store_ordered(block + at.ANSWERED, asked)
             answered = asked

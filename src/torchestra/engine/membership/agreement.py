@@ -1,216 +1,311 @@
-"""Who goes on when ranks of a group have failed: the word by which the survivors decide it.
+"""How the ranks that are left of a group agree on who goes on, without anybody starting again.
 
-The survivors of a group still share its arena, whatever has died, the store's server included; so the arena
-is where they agree. It has one word for this, the *decision*, which holds a round's number, a state and a
-proposer, and changes only by compare-and-exchange::
+They share *registers*: ranks of one host in their arena (arena_registers.py), ranks of several hosts in the
+group's store (multihost/store_registers.py). What they agree on is a *ballot*, in epochs numbered from 1::
 
-    OPEN(n)  ──propose──▶  PROPOSED(n, p)  ──commit──▶  COMMITTED(n, p)
-                                 │
-                                 └──void──▶  OPEN(n + 1)
+    OPEN(n)  ──propose──▶  PROPOSED(n)  ──commit──▶  COMMITTED(n)
+                                │
+                                └──void──▶  OPEN(n + 1)
 
-*Propose*: rank p writes into its own block who shall go on (the *survivors*) and the key under which it hands
-the new arena out, and then tries to exchange OPEN(n). It proposes every rank that has come to shrink(), and
-does so only when each other rank is dead, has left, or was excluded. *Commit*: by any survivor that has seen
-all of them ready, which is said in words of their own: they have entered the new arena. *Void*: by any
-rank that has found a survivor dead, gone or excluded, and by a survivor that gives up (its deadline, Ctrl-C).
-shrinking.py says when a rank takes which step; what follows holds whenever it does.
+A rank says that it comes, and then looks at the ballot again and again and does what can be done:
 
-Invariants.
+- *propose*, in an open epoch, when each rank has come, is gone (dead, or has left), or is excluded: the
+  lowest of those that have come proposes them as the *survivors*;
+- *enter*: every survivor enters the new group, and says that it is ready;
+- *commit*: any survivor that sees all of them ready;
+- *void*: any rank that finds a survivor gone or excluded, and a survivor that gives up (deadline, Ctrl-C).
 
-1. A proposal is written by its proposer only, before its round is proposed. Two lie side by side, by the
-   round's parity. So who has read PROPOSED(n, p) or COMMITTED(n, p), then the proposal, and then finds
-   the word unchanged, has read the proposal of round n: p writes over it only for round n + 2, which it
-   begins only after having seen OPEN(n + 2).
-2. COMMITTED is final: no step leaves it.
-3. A rank says that it is ready for round n only after it has entered the arena that round n proposes.
+A rank that lives and has neither come nor left nor been excluded is waited for: its program may be computing.
 
-Agreement (no split brain). The word can become COMMITTED once (2), and everybody reads the same survivors,
-by the same key, from then on (1). A rank takes a new group from shrink() only if the word is COMMITTED and
-the proposal names it, so all who get a group get that one; a rank that the proposal does not name gets an
-error, and so does one that gave up, whose void came before any commit or else failed and showed it the
-commit. None of this depends on the ranks' knowledge of who lives: a wrong belief could only void a round.
+Invariants, which both kinds of registers keep.
 
-Validity. Who is committed has come, was ready, and nobody that came with it had excluded it: an excluder
-writes the exclusion before it says that it comes, and a proposer reads who comes before who is excluded.
+1. Each step is one compare-and-exchange of the epoch's register: of the steps that ranks attempt at the same
+   state, one is taken, and the others learn so.
+2. Whoever reads PROPOSED(n) or COMMITTED(n) reads the survivors of epoch n with it, the same as everybody.
+3. COMMITTED is final: no step leaves it.
+4. A rank says that it is ready for epoch n only after it has entered the group that epoch n proposes.
 
-Termination. Deaths on one host are known for certain (liveness.py), to every rank that looks. Let the last of
-them have happened, and let each live rank come, be excluded, or leave. From then on the lowest rank that has
-come finds nobody missing and proposes; a round that names a dead rank is voided by whoever looks; and the
-round after it has only survivors that get ready, because the proposer hands the arena out while it waits. A
-rank that lives and never comes is waited for until the deadline, and named then.
+Agreement (no split brain). One epoch at most is committed (1, 3), and everybody reads the same survivors of
+it (2). A rank gets a new group only if that epoch names it; one that the epoch does not name gets an error,
+and so does one that gave up, whose void came before any commit, or else failed and showed it the commit. None
+of this depends on what ranks believe of who lives: a wrong belief could only void an epoch.
 
-A process that dies between any two steps leaves the word in a state from which the others go on: nothing is
-ever locked.
+Validity. Whoever is committed has come, was ready, and was excluded by nobody that came with it: an excluder
+writes the exclusion before it says that it comes, and voids an epoch that names both before it enters.
+
+Termination. Let the last death have happened and be known, and let each live rank come, be excluded, or
+leave. From then on the lowest rank that has come misses nobody and proposes; any rank that looks voids an
+epoch that names a dead rank; the survivors of the epoch after it all get ready. A rank that lives and never
+comes is waited for until the deadline, and named then. Nothing is ever locked: a process that dies between
+any two steps leaves registers from which the others go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-import numpy as np
+from torchestra.errors import CollectiveTimeoutError, DistError, RankExcludedError
+from torchestra.system.deadline import Deadline
 
-from torchestra.engine import layout as at
-from torchestra.engine.kernels import shared_words
-from torchestra.engine.memory.arena import Arena
-from torchestra.errors import RankExcludedError
+__all__ = [
+    "Ballot",
+    "Entrance",
+    "MembershipAgreement",
+    "PollInterval",
+    "Registers",
+    "State",
+    "exclusion_error",
+]
 
-__all__ = ["MembershipAgreement", "Round", "State"]
-
-_STATE_BITS = 2
-_PROPOSER_BITS = 24
+_GROWTH = 1.3
 
 
 class State(IntEnum):
-    """How far a round has come."""
+    """How far an epoch has come."""
 
     OPEN = 0
     PROPOSED = 1
     COMMITTED = 2
 
 
-class Round(NamedTuple):
-    """What the decision was at one moment.
+class Ballot(NamedTuple):
+    """What the registers said at one moment.
 
     Attributes:
-        word: as it stood in the arena.
-        number: from 1.
+        word: the epoch's register, for :meth:`Registers.propose` and so on to compare.
+        epoch: from 1.
         state: how far it has come.
-        survivors: who shall go on, or does; empty while it is open.
-        key: 32 secret bytes by which the survivors know each other; empty while it is open.
+        proposer: of what is proposed or committed.
+        survivors: who shall go on, or does; empty while the epoch is open.
+        key: secret bytes by which the survivors know each other; empty while it is open, or if not needed.
     """
 
     word: int
-    number: int
+    epoch: int
     state: State
     proposer: int
     survivors: tuple[int, ...] = ()
     key: bytes = b""
 
     def __repr__(self) -> str:
-        return f"Round({self.number}, {self.state.name}, {self.proposer}, {self.survivors})"  # not the key
+        return f"Ballot({self.epoch}, {self.state.name}, {self.proposer}, {self.survivors})"  # not the key
 
 
-class MembershipAgreement:
-    """Rank ``rank``'s view of what comes after the group that meets in ``arena``."""
+class Registers(Protocol):
+    """One rank's view of what the ranks share to agree.
 
-    def __init__(self, arena: Arena, rank: int) -> None:
-        self.size = arena.layout.size
-        self.rank = rank
-        self._arena = arena
-        self._decision = arena.address + arena.layout.agreement
+    Attributes:
+        rank: this rank.
+        size: of the group.
+    """
 
-    def now(self) -> Round:
-        """The decision as it stands, with its proposal."""
-        while True:
-            word = shared_words.load_acquire(self._decision)
-            state = State(word & ((1 << _STATE_BITS) - 1))
-            proposer = (word >> _STATE_BITS) & ((1 << _PROPOSER_BITS) - 1)
-            number = (word >> (_STATE_BITS + _PROPOSER_BITS)) + 1
-            if state is State.OPEN:
-                return Round(word, number, state, proposer)
-            survivors, key = self._proposal(proposer, number)
-            # An exchange, because what was read of the proposal must have been read before.
-            if shared_words.compare_exchange(self._decision, word, word) == word:
-                return Round(word, number, state, proposer, survivors, key)
+    rank: int
+    size: int
 
-    def exclusion(self, group: str) -> RankExcludedError | None:
-        """The error that says so, if the others go on, or will, without this rank."""
-        now = self.now()
-        excluder = shared_words.load_acquire(self._word(self.rank, at.EXCLUDED)) - 1
-        remedy = "this rank has no part in what the others do; end it, or start it anew"
-        by = f", because rank {excluder} has excluded it" if excluder >= 0 else ""
-        if now.state is State.COMMITTED and self.rank not in now.survivors:
-            others = ", ".join(map(str, now.survivors))
-            return RankExcludedError(
-                f"rank {self.rank}: group {group!r} was shrunk to ranks {others} without rank"
-                f" {self.rank}{by}; {remedy}",
-                now.survivors,
-            )
-        if excluder >= 0 and now.state is not State.COMMITTED:
-            return RankExcludedError(
-                f"rank {self.rank}: rank {excluder} has excluded rank {self.rank} from group {group!r};"
-                f" {remedy}"
-            )
-        return None
-
-    # -- this rank's own words
+    def ballot(self) -> Ballot:
+        """Read the ballot of the present epoch."""
 
     def come(self) -> None:
         """Say that this rank wants to go on."""
-        shared_words.store_ordered(self._word(self.rank, at.COMES), 1)
 
     def stop_coming(self) -> None:
         """Take that back."""
-        shared_words.store_ordered(self._word(self.rank, at.COMES), 0)
 
-    def get_ready(self, now: Round) -> None:
-        """Say that this rank has entered the arena that a round proposes."""
-        shared_words.store_ordered(self._word(self.rank, at.READY), now.number)
+    def get_ready(self, ballot: Ballot) -> None:
+        """Say that this rank has entered the group that an epoch proposes."""
 
     def exclude(self, ranks: Iterable[int]) -> None:
         """Have the group go on without these ranks, whether they live or not. To be called before coming."""
-        for rank in ranks:
-            shared_words.compare_exchange(self._word(rank, at.EXCLUDED), 0, self.rank + 1)
-
-    # -- the others' words
 
     def coming(self) -> set[int]:
-        """The ranks that want to go on."""
-        return {rank for rank in range(self.size) if shared_words.load_acquire(self._word(rank, at.COMES))}
+        """Return the ranks that want to go on."""
 
     def excluded(self) -> dict[int, int]:
-        """The ranks that shall not go on, and who has said so."""
-        said = {rank: shared_words.load_acquire(self._word(rank, at.EXCLUDED)) for rank in range(self.size)}
-        return {rank: excluder - 1 for rank, excluder in said.items() if excluder}
+        """Return the ranks that shall not go on, and who has said so."""
 
-    def unready(self, now: Round) -> set[int]:
-        """The survivors of a proposed round that have not entered its arena yet."""
-        return {
-            rank
-            for rank in now.survivors
-            if shared_words.load_acquire(self._word(rank, at.READY)) != now.number
-        }
+    def unready(self, ballot: Ballot) -> set[int]:
+        """Return the survivors of a proposed epoch that have not entered the new group yet."""
 
-    # -- the three steps; each returns whether it was taken
+    def propose(self, ballot: Ballot, survivors: Sequence[int], key: bytes) -> bool:
+        """Make an open epoch a proposed one; return whether this step was taken, as the next two do."""
 
-    def propose(self, now: Round, survivors: Iterable[int], key: bytes) -> bool:
-        """Make an open round a proposed one."""
-        assert now.state is State.OPEN
-        assert len(key) == at.PROPOSAL_KEY_BYTES
-        start = self._proposal_at(self.rank, now.number)
-        bits = np.zeros((self._arena.layout.proposal_bytes - at.PROPOSAL_RANKS) * 8, dtype=np.uint8)
-        bits[list(survivors)] = 1
-        text = key + np.packbits(bits).tobytes()
-        self._arena.bytes[start : start + len(text)] = np.frombuffer(text, dtype=np.uint8)
-        return self._exchange(now, State.PROPOSED, now.number, self.rank)
+    def commit(self, ballot: Ballot) -> bool:
+        """Make a proposed epoch, whose survivors are all ready, final."""
 
-    def commit(self, now: Round) -> bool:
-        """Make a proposed round, whose survivors are all ready, final."""
-        return self._exchange(now, State.COMMITTED, now.number, now.proposer)
+    def void(self, ballot: Ballot) -> bool:
+        """Give a proposed epoch up, and open the next."""
 
-    def void(self, now: Round) -> bool:
-        """Give a proposed round up, and open the next."""
-        return self._exchange(now, State.OPEN, now.number + 1, 0)
 
-    def _exchange(self, now: Round, state: State, number: int, proposer: int) -> bool:
-        wanted = (((number - 1) << _PROPOSER_BITS) + proposer << _STATE_BITS) + state
-        found: int = shared_words.compare_exchange(self._decision, now.word, wanted)
-        return found == now.word
+class Entrance(Protocol):
+    """Finds out who is gone, and enters the group that an epoch proposes; waits for nobody."""
 
-    def _block(self, rank: int) -> int:
-        layout = self._arena.layout
-        return layout.agreement + at.LINE + rank * layout.agreement_bytes
+    def gone(self) -> set[int]:
+        """Return the ranks that have died or left, as far as is known here."""
 
-    def _word(self, rank: int, offset: int) -> int:
-        return self._arena.address + self._block(rank) + offset
+    def offer(self, ballot: Ballot, survivors: Sequence[int]) -> bytes:
+        """Make what the new group starts with; return the key by which the others ask for it."""
 
-    def _proposal_at(self, rank: int, number: int) -> int:
-        return self._block(rank) + at.PROPOSALS + (number & 1) * self._arena.layout.proposal_bytes
+    def advance(self, ballot: Ballot) -> bool | None:
+        """Do what can be done to enter; return whether this rank has entered, None if it never can."""
 
-    def _proposal(self, proposer: int, number: int) -> tuple[tuple[int, ...], bytes]:
-        start = self._proposal_at(proposer, number)
-        raw = self._arena.bytes[start : start + self._arena.layout.proposal_bytes].copy()
-        bits = np.unpackbits(raw[at.PROPOSAL_RANKS :])[: self.size]
-        return tuple(np.flatnonzero(bits).tolist()), raw[: at.PROPOSAL_KEY_BYTES].tobytes()
+    def awaited(self, ballot: Ballot) -> set[int]:
+        """Return the ranks that may keep this one from entering."""
+
+    def leave(self) -> None:
+        """Leave what was entered or offered, if anything was."""
+
+
+class PollInterval(NamedTuple):
+    """How long a rank sleeps between two looks, in seconds: at first, and when it lasts."""
+
+    first: float
+    longest: float
+
+
+class MembershipAgreement:
+    """One attempt of one rank to agree with the others.
+
+    Args:
+        registers: what the ranks share.
+        entrance: of the new group.
+        group: the name of the old group, for messages.
+        deadline: until when to wait for the others.
+        interval: of the looks.
+        describe: what messages call a rank.
+        report: tells where ranks are, in lines.
+    """
+
+    def __init__(
+        self,
+        registers: Registers,
+        entrance: Entrance,
+        group: str,
+        deadline: Deadline,
+        interval: PollInterval,
+        describe: Callable[[int], str],
+        report: Callable[[Sequence[int]], str],
+    ) -> None:
+        self._registers, self._entrance = registers, entrance
+        self._group, self._deadline, self._interval = group, deadline, interval
+        self._describe, self._report = describe, report
+        self._rank = registers.rank
+        self._epoch = 0
+        self._ready = False
+
+    def run(self, exclude: Sequence[int]) -> Ballot:
+        """Take part until an epoch is committed that names this rank, and return its ballot.
+
+        Raises:
+            RankExcludedError: the others go on without this rank.
+            CollectiveTimeoutError: a rank lives but has not come; it is named.
+        """
+        pause = self._interval.first
+        try:
+            self._registers.exclude(exclude)
+            self._registers.come()
+            while (ballot := self._registers.ballot()).state is not State.COMMITTED:
+                if self._step(ballot):
+                    pause = self._interval.first
+                else:
+                    time.sleep(pause)
+                    pause = min(pause * _GROWTH, self._interval.longest)
+            self._refuse_if_excluded(ballot)
+            return ballot
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Leave without a group: void what waits for this rank, and leave what has come about without it."""
+        registers = self._registers
+        try:
+            with contextlib.suppress(DistError, OSError):  # the store may be gone
+                registers.stop_coming()
+                while (now := registers.ballot()).state is State.PROPOSED and self._rank in now.survivors:
+                    registers.void(now)
+        finally:
+            self._entrance.leave()
+
+    def _step(self, ballot: Ballot) -> bool:
+        """Do what can be done in an epoch that is not final; return whether something was."""
+        registers = self._registers
+        if ballot.epoch != self._epoch:
+            self._entrance.leave()
+            self._epoch, self._ready = ballot.epoch, False
+        coming, gone = registers.coming(), self._entrance.gone()
+        excluded = registers.excluded()
+        out = gone | excluded.keys()
+        if self._rank in excluded:
+            self._refuse_if_excluded(registers.ballot())
+            return True  # it has been committed meanwhile, and with this rank
+        if ballot.state is State.OPEN:
+            coming -= out
+            missing = set(range(registers.size)) - out - coming
+            if not missing and min(coming) == self._rank:
+                return self._propose(ballot, sorted(coming))
+            late = missing or {min(coming)}
+        elif not out.isdisjoint(ballot.survivors):
+            return registers.void(ballot)
+        else:
+            entered = self._entrance.advance(ballot) if self._rank in ballot.survivors else False
+            if entered is None:
+                return registers.void(ballot)
+            if entered and not self._ready:
+                registers.get_ready(ballot)
+                self._ready = True
+                return True
+            late = registers.unready(ballot)
+            if not late:
+                return registers.commit(ballot)
+            if self._rank in late:
+                late = self._entrance.awaited(ballot)
+        return self._deadline.expired() and self._end_late(ballot, sorted(late))
+
+    def _propose(self, ballot: Ballot, survivors: Sequence[int]) -> bool:
+        proposed = self._registers.propose(ballot, survivors, self._entrance.offer(ballot, survivors))
+        if not proposed:
+            self._entrance.leave()
+        return proposed
+
+    def _refuse_if_excluded(self, ballot: Ballot) -> None:
+        excluder = self._registers.excluded().get(self._rank)
+        named = None if excluder is None else self._describe(excluder)
+        if (error := exclusion_error(ballot, self._rank, named, self._group)) is not None:
+            raise error
+
+    def _end_late(self, ballot: Ballot, late: Sequence[int]) -> bool:
+        """Raise, as the time is over, unless this rank turns out to be in the new group after all."""
+        proposed = ballot.state is State.PROPOSED and self._rank in ballot.survivors
+        if proposed and not self._registers.void(ballot):
+            return True
+        one, came = len(late) == 1, self._registers.coming().issuperset(late)
+        what = f"{'does' if one else 'do'} not go on with it" if came else "not called shrink()"
+        if not came:
+            what = f"{'has' if one else 'have'} {what}"
+        raise CollectiveTimeoutError(
+            f"rank {self._rank}: group {self._group!r} was not shrunk within {self._deadline.timeout_s:g} s:"
+            f" {', '.join(map(self._describe, late))} {'lives' if one else 'live'}, but {what}. Call shrink()"
+            f" again to go on waiting, or shrink(exclude={list(late)}) to go on without.{self._report(late)}",
+            tuple(late),
+        )
+
+
+def exclusion_error(ballot: Ballot, rank: int, excluder: str | None, group: str) -> RankExcludedError | None:
+    """Return the error that says so, if the others go on, or will, without this rank."""
+    remedy = "this rank has no part in what the others do; end it, or start it anew"
+    if ballot.state is State.COMMITTED and rank not in ballot.survivors:
+        others = ", ".join(map(str, ballot.survivors))
+        why = "which was taken for dead" if excluder is None else f"because {excluder} has excluded it"
+        return RankExcludedError(
+            f"rank {rank}: group {group!r} was shrunk to ranks {others} without rank {rank}, {why}; {remedy}",
+            ballot.survivors,
+        )
+    if excluder is not None and ballot.state is not State.COMMITTED:
+        return RankExcludedError(
+            f"rank {rank}: {excluder} has excluded rank {rank} from group {group!r}; {remedy}"
+        )
+    return None

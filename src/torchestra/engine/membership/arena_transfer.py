@@ -1,11 +1,9 @@
-"""How the survivors of a group come by what the proposer of a new one has made: its arena and its store.
+"""Pass the arena and the store that the proposer of a new group has made on to the other survivors.
 
 No store is needed for it, which may have died with a rank; the survivors know each other by a key of 32
-random bytes that stands in the old arena (agreement.py), where only ranks of the group can read it. Among
-processes, half of the key names an abstract Unix socket, and the other half is what a rank must say to be
-given the arena's descriptor: the names of such sockets can be seen by everybody on the host. The socket
-belongs to one user, is gone with the proposer's process, and leaves nothing in the file system. Strangers
-that connect are held at a bounded cost (listening.py), so they hold up nobody.
+random bytes that stands in the old arena (arena_registers.py), where only ranks of the group can read it.
+Among processes, half of the key names an abstract Unix socket, and the other half is the token that both
+sides prove to know (fd_passing.py): the names of such sockets can be seen by everybody on the host.
 
 Nothing here waits long: :meth:`Offer.serve` and :meth:`Request.answer` are called again and again by whoever
 waits.
@@ -14,31 +12,22 @@ waits.
 from __future__ import annotations
 
 import contextlib
-import hmac
-import logging
 import os
 import secrets
-import socket
 import threading
 from typing import Protocol
 
 from torchestra.engine import layout as at
 from torchestra.engine.memory.arena import Arena, layout_for
-from torchestra.engine.memory.bounded_listener import BoundedListener
-from torchestra.errors import DistNetworkError
+from torchestra.engine.memory.fd_passing import DescriptorRequest, DescriptorServer
+from torchestra.errors import DistBackendError, DistNetworkError
 from torchestra.store import HashStore, Store, TCPStore
 from torchestra.store.base import DEFAULT_STORE_TIMEOUT
-from torchestra.store.rate_limited import RateLimitedWarnings
-from torchestra.store.tcp.locality import peer_user
 
 __all__ = ["ArenaTransfer", "Offer", "Request", "leave_store", "make_offer", "make_request"]
 
 _CONNECT_SECONDS = 1.0
 _FAREWELL_SECONDS = 3.0
-_PROOF_SECONDS = 10.0
-_YES = b"y"
-
-_log = logging.getLogger(__name__)
 
 
 class ArenaTransfer:
@@ -67,11 +56,11 @@ class Offer(Protocol):
 
     Attributes:
         key: what the others ask with.
-        estate: the proposer's own.
+        transfer: the proposer's own.
     """
 
     key: bytes
-    estate: ArenaTransfer
+    transfer: ArenaTransfer
 
     def serve(self) -> None:
         """Give to those who have asked."""
@@ -99,9 +88,9 @@ def make_offer(size: int, name: str, *, threads: bool) -> Offer:
     return _ThreadOffer(size, name) if threads else _ProcessOffer(size, name)
 
 
-def make_request(key: bytes, size: int, *, threads: bool) -> Request:
-    """Ask for what another rank offers under ``key`` to a group of ``size`` ranks."""
-    return _ThreadRequest(key) if threads else _ProcessRequest(key, size)
+def make_request(key: bytes, rank: int, size: int, name: str, *, threads: bool) -> Request:
+    """Ask, as a rank of the group ``name`` of ``size`` ranks, for what another one offers under ``key``."""
+    return _ThreadRequest(key) if threads else _ProcessRequest(key, rank, size, name)
 
 
 def leave_store(store: Store) -> None:
@@ -129,39 +118,22 @@ class _ProcessOffer:
 
     def __init__(self, size: int, group: str) -> None:
         self.key = _new_key()
-        name, self._proof = _halves(self.key)
+        name, token = _halves(self.key)
         with contextlib.ExitStack() as undo:
             arena, descriptor = Arena.create(layout_for(size), group)
             os.close(descriptor)
-            self._listener = undo.enter_context(
-                contextlib.closing(
-                    BoundedListener(
-                        f"torchestra-{name}",
-                        f"group {group!r}",
-                        _PROOF_SECONDS,
-                        lambda: size,
-                        RateLimitedWarnings(_log),
-                    )
-                )
+            self._server = undo.enter_context(
+                DescriptorServer(range(size), None, group, address=f"torchestra-{name}", token=token.hex())
             )
-            store: Store = HashStore() if size == 1 else _ServedStore(name, self._proof)
-            self.estate = ArenaTransfer(arena, store)
+            store: Store = HashStore() if size == 1 else _ServedStore(name, token)
+            self.transfer = ArenaTransfer(arena, store)
             undo.pop_all()
 
     def serve(self) -> None:
-        for connection in self._listener.ready(0):
-            try:
-                said = connection.recv(len(self._proof) + 1)
-                if hmac.compare_digest(said, self._proof):
-                    socket.send_fds(connection, [_YES], [self.estate.arena.descriptor])
-            except BlockingIOError:
-                continue
-            except OSError:
-                pass  # it is gone, or asks for nothing of ours
-            self._listener.drop(connection)
+        self._server.serve(self.transfer.arena.descriptor, 0)
 
     def close(self) -> None:
-        self._listener.close()
+        self._server.close()
 
 
 class _ServedStore(TCPStore):
@@ -179,51 +151,40 @@ class _ServedStore(TCPStore):
 class _ProcessRequest:
     """One process's way to another's offer."""
 
-    def __init__(self, key: bytes, size: int) -> None:
-        self._name, self._proof = _halves(key)
+    def __init__(self, key: bytes, rank: int, size: int, group: str) -> None:
+        self._name, self._token = _halves(key)
         self._size = size
-        self._connection: socket.socket | None = None
+        invitation = f"torchestra-{self._name}:{self._token.hex()}"
+        self._request = DescriptorRequest(invitation, None, rank, group)
         self._arena: Arena | None = None
 
     def answer(self) -> ArenaTransfer | None:
-        if self._arena is None:
-            self._arena = self._fetch()
-        if self._arena is None:
-            return None
         try:
-            store = TCPStore(_store_of(self._name), 0, timeout=_CONNECT_SECONDS, secret=self._proof)
+            if self._arena is None:
+                self._arena = self._fetch()
+            if self._arena is None:
+                return None
+            store = TCPStore(_store_of(self._name), 0, timeout=_CONNECT_SECONDS, secret=self._token)
         except DistNetworkError:
             return None  # the proposer is gone, which is seen elsewhere, or has much to do
         store.set_timeout(DEFAULT_STORE_TIMEOUT)
         return ArenaTransfer(self._arena, store)
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._request.close()
 
     def _fetch(self) -> Arena | None:
         try:
-            if self._connection is None:
-                self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self._connection.setblocking(False)
-                self._connection.connect(f"\0torchestra-{self._name}")
-                if peer_user(self._connection) != os.geteuid():
-                    raise PermissionError("once the proposer is gone, its name may be anybody's")
-                self._connection.send(self._proof)
-            _, descriptors, _, _ = socket.recv_fds(self._connection, len(_YES), 1, socket.MSG_CMSG_CLOEXEC)
-        except BlockingIOError:
-            return None
-        except OSError:
-            self.close()
+            descriptor = self._request.advance()
+        except DistBackendError:
+            return None  # once the proposer is gone, its name may be anybody's
+        if descriptor is None:
             return None
         self.close()
-        if not descriptors:
-            return None
         try:
-            return Arena.attach(descriptors[0], layout_for(self._size))
+            return Arena.attach(descriptor, layout_for(self._size))
         finally:
-            os.close(descriptors[0])
+            os.close(descriptor)
 
 
 def _store_of(name: str) -> str:
@@ -243,8 +204,8 @@ class _ThreadOffer:
         self.key = _new_key()
         arena, descriptor = Arena.create(layout_for(size), group)
         os.close(descriptor)
-        self.estate = ArenaTransfer(arena, HashStore(), {})
-        _offered[self.key] = self.estate
+        self.transfer = ArenaTransfer(arena, HashStore(), {})
+        _offered[self.key] = self.transfer
 
     def serve(self) -> None:
         pass

@@ -34,7 +34,7 @@ from torchestra.engine.kernels import move
 from torchestra.engine.kernels.selection import waiting_policy
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
-from torchestra.engine.memory.fd_passing import DescriptorServer, visit
+from torchestra.engine.memory.fd_passing import DescriptorServer, request_descriptor
 from torchestra.engine.operations import Kind, pack
 from torchestra.errors import (
     CollectiveTimeoutError,
@@ -45,6 +45,7 @@ from torchestra.errors import (
     RankFailedError,
 )
 from torchestra.store import Store
+from torchestra.system.deadline import Deadline
 from torchestra.system.limits import check_free_descriptors, naming_limits
 
 _LIVENESS_SECONDS = 0.05
@@ -92,7 +93,7 @@ def join(
         GroupAbortedError: another rank cannot enter the group; says why.
         DistBackendError: this rank cannot enter it.
     """
-    deadline = time.monotonic() + seconds
+    deadline = Deadline(seconds)
     program = threading.current_thread() if thread is None else thread
     enter = _Entering(rank, size, name, range(size) if numbers is None else numbers, program)
     if size == 1:
@@ -216,7 +217,7 @@ def _new_arena(size: int, name: str) -> Arena:
     return arena
 
 
-def _first_barrier(context: RankContext, deadline: float, look: Callable[[], None] | None = None) -> None:
+def _first_barrier(context: RankContext, deadline: Deadline, look: Callable[[], None] | None = None) -> None:
     """Return when all ranks are in the arena; ``look`` is called now and then, and may raise."""
     plan = np.array([context.address, pack(Kind.barrier), 0, 0, -1], dtype=np.int64)
 
@@ -229,8 +230,7 @@ def _first_barrier(context: RankContext, deadline: float, look: Callable[[], Non
     try:
         code = move.barrier(*arguments)
         if code != at.DONE:
-            seconds = max(0.0, deadline - time.monotonic())
-            context.finish(code, barrier, arguments, seconds, None)
+            context.finish(code, barrier, arguments, deadline.remaining(), None)
     except GroupAbortedError as error:
         if _LATE in str(error) and not isinstance(error, RankFailedError):
             raise CollectiveTimeoutError(str(error), context.to_group_ranks(_absent(context))) from error
@@ -240,7 +240,7 @@ def _first_barrier(context: RankContext, deadline: float, look: Callable[[], Non
         raise
 
 
-def _meet_threads(store: Store, rank: int, size: int, name: str, deadline: float) -> _ThreadArena:
+def _meet_threads(store: Store, rank: int, size: int, name: str, deadline: Deadline) -> _ThreadArena:
     if rank == 0:
         token = secrets.token_hex(16)
         _thread_arenas[token] = shared = _ThreadArena(_new_arena(size, name))
@@ -261,7 +261,7 @@ def _forget(shared: _ThreadArena) -> None:
         del _thread_arenas[token]
 
 
-def _follow(store: Store, enter: _Entering, deadline: float, trouble: _Trouble) -> RankContext:
+def _follow(store: Store, enter: _Entering, deadline: Deadline, trouble: _Trouble) -> RankContext:
     """A process that is not rank 0: fetch the arena, and take the place in it."""
     rank, name = enter.rank, enter.name
     kind, invitation = _ask_for_arena(store, rank, enter.size, name, deadline)
@@ -271,7 +271,7 @@ def _follow(store: Store, enter: _Entering, deadline: float, trouble: _Trouble) 
             f" backend"
         )
     try:
-        descriptor, connection = visit(invitation, store.secret, rank, name, deadline)
+        descriptor, connection = request_descriptor(invitation, store.secret, rank, name, deadline)
     except DistBackendError as error:
         if isinstance(error.__cause__, OSError):
             _ask_for_arena(store, rank, enter.size, name, deadline)  # where rank 0 says why, if it could
@@ -288,8 +288,8 @@ def _follow(store: Store, enter: _Entering, deadline: float, trouble: _Trouble) 
             raise
 
 
-def _ask_for_arena(store: Store, rank: int, size: int, name: str, deadline: float) -> tuple[str, str]:
-    seconds = max(0.001, deadline - time.monotonic())
+def _ask_for_arena(store: Store, rank: int, size: int, name: str, deadline: Deadline) -> tuple[str, str]:
+    seconds = max(0.001, deadline.remaining())
     try:
         (told,) = store.await_values(["arena"], timedelta(seconds=seconds))
     except DistStoreError as error:
@@ -306,20 +306,22 @@ def _ask_for_arena(store: Store, rank: int, size: int, name: str, deadline: floa
     return kind, token
 
 
-def _lead(store: Store, context: RankContext, deadline: float, trouble: _Trouble) -> None:
+def _lead(store: Store, context: RankContext, deadline: Deadline, trouble: _Trouble) -> None:
     """Rank 0: give the descriptor to every other rank, and meet them in the first barrier."""
     name, size = context.name, context.size
-    started = time.monotonic()
     with DescriptorServer(range(1, size), store.secret, name, keeps=True) as admission:
         store.set("arena", f"processes {admission.invitation}")
-        look, next_look = partial(_look_around, admission, context, trouble), started + _LIVENESS_SECONDS
+        look, next_look = (
+            partial(_look_around, admission, context, trouble),
+            time.monotonic() + _LIVENESS_SECONDS,
+        )
         try:
             while waiting := admission.waited_for:
-                if time.monotonic() > deadline:
+                if deadline.expired():
                     missing = context.to_group_ranks(sorted(waiting))
                     message = (
                         f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of group"
-                        f" {name!r} did not come within {time.monotonic() - started:.1f} s (seen from rank 0"
+                        f" {name!r} did not come within {deadline.elapsed():.1f} s (seen from rank 0"
                         f" of {size}): are they running, on this host, and do they use the same rendezvous?"
                     )
                     context.abort(message)

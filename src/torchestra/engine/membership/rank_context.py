@@ -34,7 +34,7 @@ from torchestra.engine.failure.stack_reporter import StackReporter
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.kernels.placement import LOOK_EVERY
 from torchestra.engine.kernels.selection import cores_in_affinity
-from torchestra.engine.membership.agreement import MembershipAgreement
+from torchestra.engine.membership.arena_registers import ArenaRegisters
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.memory.heap import Heap
 from torchestra.engine.recorder import recorder
@@ -72,7 +72,7 @@ class RankContext:
         self.size = arena.layout.size
         self.group_ranks: Sequence[int] = range(self.size)
         self.name = name
-        self.agreement = MembershipAgreement(arena, rank)
+        self.registers = ArenaRegisters(arena, rank)
         self.shrinking = TryLock()
         self.when_aborted: Callable[[str, tuple[int, ...], str], None] | None = None
         self.host = ""
@@ -291,6 +291,11 @@ class RankContext:
         dead = self.peers.dead() if self.peers is not None else ()
         return tuple(rank for rank in dead if not self.has_left(rank))
 
+    def gone(self) -> frozenset[int]:
+        """Return the ranks that have died or left."""
+        dead = self.peers.dead() if self.peers is not None else ()
+        return frozenset(dead).union(rank for rank in range(self.size) if self.has_left(rank))
+
     def has_left(self, rank: int) -> bool:
         """Whether a rank has destroyed the group."""
         return self._state_of(rank) == at.LEFT
@@ -363,7 +368,7 @@ class RankContext:
 
     def aborted(self) -> GroupAbortedError:
         """The error that says why the group was aborted (which it must have been)."""
-        if (exclusion := self.agreement.exclusion(self.name)) is not None:
+        if (exclusion := self.registers.exclusion(self.name)) is not None:
             return exclusion
         if self._aborted is None:
             told = self._told()
@@ -410,7 +415,8 @@ class RankContext:
             self.peers = PeerThreads(threads, self.rank)
         elif self.size > 1:
             self.peers = PeerProcesses(self.arena, self.rank)
-            start_thread(StackReporter(self, program))
+            reporter = StackReporter(self.arena, self.rank, self.name, program, lambda: self.closed)
+            start_thread(reporter)
 
     def leave(self) -> None:
         """Say that this rank takes part in nothing any more."""
@@ -434,7 +440,7 @@ class RankContext:
             self._tables[at.TABLES.index(table)].tolist() for table in (at.SOURCE_BYTES, at.TARGET_BYTES)
         )
         mine = f"{operations.describe(meta, count)}{operations.describe_lengths(meta, count, sent, expected)}"
-        mine += f"{differing_thresholds(self)} at {site or call_site()}"
+        mine += f"{differing_thresholds(self.arena, self.word)} at {site or call_site()}"
         self._tell_call(mine)
         deadline = Deadline(min(seconds, 10))
         for step in (2, 3):

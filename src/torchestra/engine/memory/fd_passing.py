@@ -1,20 +1,20 @@
-"""Handing an arena over: rank 0 gives its descriptor to every rank that proves itself, and to nobody else.
+"""Descriptor passing: a server gives a descriptor to every rank that proves itself, and to nobody else.
 
-It listens at an abstract Unix socket, which leaves nothing in the file system and has a random name, told in
-the group's store together with a random token. What is proved is a key made of the token and of the job's
-secret, if there is one: that one can read the store, and knows the secret. Both sides also ask the kernel
-which user the other one is. One connection carries four packets (SOCK_SEQPACKET, so that none is cut)::
+The server listens at an abstract Unix socket, which leaves nothing in the file system and has a random name.
+What both sides prove is a key made of a random *token*, which only ranks of the group can read (in the store,
+or in the arena that they share), and of the job's secret, if there is one. Both also ask the kernel which
+user the other one is. One connection carries four packets (SOCK_SEQPACKET, so that none is cut)::
 
     rank    ->  b"TRC2" rank:u32 nonce:32 bytes
-    rank 0  ->  nonce:32 bytes  HMAC-SHA256(key, "rank 0" + rank + both nonces)
+    server  ->  nonce:32 bytes  HMAC-SHA256(key, "rank 0" + rank + both nonces)
     rank    ->  HMAC-SHA256(key, "rank" + rank + both nonces)
-    rank 0  ->  a verdict, and with :data:`_GIVEN` the descriptor
+    server  ->  a verdict, and with :data:`_GIVEN` the descriptor
 
-Whoever has the descriptor may keep the connection, and hears by its end that rank 0 is done, or gone.
+A rank that has the descriptor may keep the connection, and hears by its end that the server is done, or gone.
 
-Nobody can listen under rank 0's name while rank 0 lives; whoever does so afterwards fails the second step.
-Connections are served all at once, each has :data:`_VISIT_SECONDS`, and of too many the oldest has to go; a
-rank that is dropped comes again. So whoever connects, says nonsense or nothing holds up no rank.
+Nobody can listen under the server's name while the server lives; whoever does so afterwards fails the second
+step. The server serves all connections at once, gives each :data:`_PROOF_SECONDS`, and drops the oldest of
+too many; a rank that is dropped comes again. So whoever connects, says nonsense or nothing holds up no rank.
 """
 
 from __future__ import annotations
@@ -39,8 +39,15 @@ from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.store.secret import SECRET_ADVICE
 from torchestra.store.tcp.locality import peer_user
 from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES, is_proof, proof
+from torchestra.system.deadline import Deadline
 
-__all__ = ["DescriptorServer", "await_end", "fetch", "visit"]
+__all__ = [
+    "DescriptorRequest",
+    "DescriptorServer",
+    "await_end",
+    "fetch",
+    "request_descriptor",
+]
 
 _MAGIC = b"TRC2"
 _HELLO = struct.Struct(f"<4sI{NONCE_BYTES}s")
@@ -48,14 +55,13 @@ _CHALLENGE = struct.Struct(f"{NONCE_BYTES}s{PROOF_BYTES}s")
 _GIVEN, _TAKEN, _UNPROVED = b"given", b"taken", b"unproved"
 _LONGEST = 256
 
-_VISIT_SECONDS = 10.0
+_PROOF_SECONDS = 10.0
 _TICK = 0.05
-_LONGEST_TICK = 1.0
 
 _log = logging.getLogger(__name__)
 
 
-class _Visitor(NamedTuple):
+class _Challenged(NamedTuple):
     """What a connection that was challenged has said and been told."""
 
     rank: int
@@ -63,7 +69,7 @@ class _Visitor(NamedTuple):
 
 
 class DescriptorServer:
-    """Rank 0's side. Use it as a context manager; call :meth:`serve` until nobody is :attr:`waited_for`.
+    """Gives a descriptor out. A context manager; call :meth:`serve` until nobody is :attr:`waited_for`.
 
     Args:
         ranks: who is to be given the descriptor, each once; a range may be large, it is not gone through.
@@ -72,9 +78,10 @@ class DescriptorServer:
         taken: those of the ranks that need nothing, and that nobody else may be.
         keeps: hold the connections of those who have been given the descriptor until :meth:`close`, or until
             they end them, which :meth:`ended` tells.
+        address, token: the name of the socket, and the token; default: random ones.
 
     Attributes:
-        invitation: what the others must be told through the store.
+        invitation: what the others must be told.
         given: the ranks that have come, in this order.
     """
 
@@ -86,8 +93,10 @@ class DescriptorServer:
         *,
         taken: Iterable[int] = (),
         keeps: bool = False,
+        address: str = "",
+        token: str = "",
     ) -> None:
-        address, token = f"torchestra-{secrets.token_hex(16)}", secrets.token_hex(32)
+        address, token = address or f"torchestra-{secrets.token_hex(16)}", token or secrets.token_hex(32)
         self.invitation = f"{address}:{token}"
         self._address = "\0" + address
         self._keeps = keeps
@@ -99,11 +108,11 @@ class DescriptorServer:
         self._key = _key(token, secret)
         self._name = name
         self._refusals = RateLimitedWarnings(_log)
-        self._challenged: weakref.WeakKeyDictionary[socket.socket, _Visitor] = weakref.WeakKeyDictionary()
+        self._challenged: weakref.WeakKeyDictionary[socket.socket, _Challenged] = weakref.WeakKeyDictionary()
         self._listener = BoundedListener(
             address,
             f"group {name!r}",
-            _VISIT_SECONDS,
+            _PROOF_SECONDS,
             lambda: len(self._ranks) - len(self.given),
             self._refusals,
         )
@@ -151,12 +160,12 @@ class DescriptorServer:
         given = False
         try:
             packet = connection.recv(_LONGEST)
-            visitor = self._challenged.pop(connection, None)
-            if visitor is None:
+            peer = self._challenged.pop(connection, None)
+            if peer is None:
                 if self._challenge(connection, packet):
                     return
             else:
-                given = self._judge(connection, visitor, packet, descriptor)
+                given = self._judge(connection, peer, packet, descriptor)
         except BlockingIOError:
             return
         except OSError as error:
@@ -174,111 +183,182 @@ class DescriptorServer:
             return False
         _, rank, nonce = _HELLO.unpack(hello)
         own = os.urandom(NONCE_BYTES)
-        visitor = _Visitor(rank, nonce + own)
-        connection.send(_CHALLENGE.pack(own, _proof(self._key, "rank 0", rank, visitor.nonces)))
-        self._challenged[connection] = visitor
+        peer = _Challenged(rank, nonce + own)
+        connection.send(_CHALLENGE.pack(own, _proof(self._key, "rank 0", rank, peer.nonces)))
+        self._challenged[connection] = peer
         return True
 
-    def _judge(self, connection: socket.socket, visitor: _Visitor, given: bytes, descriptor: int) -> bool:
+    def _judge(self, connection: socket.socket, peer: _Challenged, given: bytes, descriptor: int) -> bool:
         """Give the descriptor, or say why not; whether it was given."""
-        if not _is_proof(given, self._key, "rank", visitor.rank, visitor.nonces):
+        if not _is_proof(given, self._key, "rank", peer.rank, peer.nonces):
             self._refusals.warn(
                 "group %r: a process that says it is rank %s does not know the group's key: %s",
                 self._name,
-                visitor.rank,
+                peer.rank,
                 SECRET_ADVICE,
             )
             connection.send(_UNPROVED)
-        elif visitor.rank not in self._ranks or visitor.rank in self._taken:
+        elif peer.rank not in self._ranks or peer.rank in self._taken:
             connection.send(_TAKEN)
         else:
             socket.send_fds(connection, [_GIVEN], [descriptor])
-            self._taken.add(visitor.rank)
-            self.given.append(visitor.rank)
+            self._taken.add(peer.rank)
+            self.given.append(peer.rank)
             return True
         return False
 
 
-def fetch(invitation: str, secret: bytes | None, rank: int, name: str, deadline: float) -> int:
-    """Any other rank's side: the descriptor of the arena, which is now the caller's.
+class DescriptorRequest:
+    """A rank's way to the descriptor that a server gives, by one connection after the other; waits for none.
 
     Args:
-        invitation: what rank 0 has told in the store.
+        invitation: of the server.
         secret: the job's, or None.
         rank: this rank.
         name: of the group, for messages.
-        deadline: when to stop trying, on the monotonic clock.
+    """
+
+    def __init__(self, invitation: str, secret: bytes | None, rank: int, name: str) -> None:
+        address, _, token = invitation.partition(":")
+        self._address, self._key, self._rank = "\0" + address, _key(token, secret), rank
+        self.who = f"rank {rank} of group {name!r}"
+        self._impostor = f"{self.who}: what answers in rank 0's place"
+        self._nonces = b""
+        self._proved = False
+        self.connection: socket.socket | None = None
+
+    def advance(self) -> int | None:
+        """Do what can be done now: the descriptor, which is the caller's, once the server has given it.
+
+        Raises:
+            DistBackendError: the server is not there, is not what it should be, or refuses this rank.
+            OSError: no descriptors are left.
+        """
+        try:
+            if self.connection is None:
+                self._connect()
+            return self._converse()
+        except (BlockingIOError, InterruptedError):
+            return None
+        except (ConnectionResetError, BrokenPipeError):
+            self.close()  # the server had too many connections, or none of its time for us yet
+            return None
+        except OSError as error:
+            self.close()
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise DistBackendError(
+                f"{self.who} cannot reach rank 0 on this host ({error}): either rank 0 has failed, or the two"
+                " are on different hosts, whose ranks must meet by env:// or tcp://"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the connection, if there is one."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep until the server has answered, or for so long."""
+        if self.connection is None:
+            time.sleep(min(seconds, _TICK))
+        else:
+            poll = select.poll()
+            poll.register(self.connection, select.POLLIN)
+            poll.poll(1000 * interpreter_slice(seconds))
+
+    def _connect(self) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.setblocking(False)
+            connection.connect(self._address)
+            if (user := peer_user(connection)) != os.geteuid():
+                raise DistBackendError(
+                    f"{self._impostor} is a process of another user (number {user}), and not trusted"
+                )
+            self._nonces, self._proved = os.urandom(NONCE_BYTES), False
+            connection.send(_HELLO.pack(_MAGIC, self._rank, self._nonces))
+        except BaseException:
+            connection.close()
+            raise
+        self.connection = connection
+
+    def _converse(self) -> int:
+        """Take the next packets; BlockingIOError if one has not come."""
+        assert self.connection is not None
+        if not self._proved:
+            answer, descriptors = _packet(self.connection)
+            _close(descriptors)
+            self.connection.send(self._answer(answer))
+            self._proved = True
+        verdict, descriptors = _packet(self.connection)
+        if verdict == _GIVEN and len(descriptors) == 1:
+            return descriptors[0]
+        _close(descriptors)
+        if verdict == _TAKEN:
+            raise DistBackendError(
+                f"{self.who} was refused by rank 0, which has given the group's memory to a rank {self._rank}"
+                " already, or knows no such rank: do two processes claim the same rank?"
+            )
+        raise DistBackendError(f"{self.who} was refused by rank 0: {verdict!r}")
+
+    def _answer(self, challenge: bytes) -> bytes:
+        """Check what the server has proved, and return this rank's own proof."""
+        if len(challenge) != _CHALLENGE.size:
+            raise DistBackendError(
+                f"{self._impostor} speaks another language: do all ranks run the same torchestra?"
+            )
+        theirs, proved = _CHALLENGE.unpack(challenge)
+        nonces = self._nonces + theirs
+        if not _is_proof(proved, self._key, "rank 0", self._rank, nonces):
+            raise DistBackendError(
+                f"{self._impostor} does not know this rank's secret, and is not trusted; {SECRET_ADVICE}"
+            )
+        return _proof(self._key, "rank", self._rank, nonces)
+
+
+def fetch(invitation: str, secret: bytes | None, rank: int, name: str, deadline: Deadline) -> int:
+    """Return the descriptor that a server gives to this rank, which is now the caller's.
+
+    Args:
+        invitation, secret, rank, name: see :class:`DescriptorRequest`.
+        deadline: when to stop trying.
 
     Raises:
         CollectiveTimeoutError: rank 0 did not answer in time.
         DistBackendError: rank 0 is not there, is not what it should be, or refuses this rank.
     """
-    descriptor, connection = visit(invitation, secret, rank, name, deadline)
+    descriptor, connection = request_descriptor(invitation, secret, rank, name, deadline)
     connection.close()
     return descriptor
 
 
-def visit(
-    invitation: str, secret: bytes | None, rank: int, name: str, deadline: float
+def request_descriptor(
+    invitation: str, secret: bytes | None, rank: int, name: str, deadline: Deadline
 ) -> tuple[int, socket.socket]:
     """:func:`fetch`, and the connection, for :func:`await_end`; both are the caller's."""
-    address, _, token = invitation.partition(":")
-    who = f"rank {rank} of group {name!r}"
-    while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(interpreter_slice(_LONGEST_TICK))
-            try:
-                connection.connect("\0" + address)
-                given = _receive(connection, _key(token, secret), rank, who, deadline)
-                return given, connection.dup()
-            except (ConnectionResetError, BrokenPipeError, BlockingIOError, TimeoutError):
-                # Rank 0 had too many visitors, or none of its time for us yet.
-                pass
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    raise
-                raise DistBackendError(
-                    f"{who} cannot reach rank 0 on this host ({error}): either rank 0 has failed, or the two"
-                    " are on different hosts, whose ranks must meet by env:// or tcp://"
-                ) from error
-        if time.monotonic() > deadline:
-            raise CollectiveTimeoutError(f"{who}: rank 0 did not give it the group's memory in time", (0,))
-        time.sleep(_TICK)
+    request = DescriptorRequest(invitation, secret, rank, name)
+    try:
+        while (descriptor := request.advance()) is None:
+            if deadline.expired():
+                raise CollectiveTimeoutError(
+                    f"{request.who}: rank 0 did not give it the group's memory in time", (0,)
+                )
+            request.sleep(_TICK)
+    except BaseException:
+        request.close()
+        raise
+    assert request.connection is not None
+    request.connection.setblocking(True)
+    return descriptor, request.connection
 
 
-def _receive(connection: socket.socket, key: bytes, rank: int, who: str, deadline: float) -> int:
-    """The descriptor that rank 0 gives over one connection; an OSError means that it is worth a new one."""
-    impostor = f"{who}: what answers in rank 0's place"
-    if (user := peer_user(connection)) != os.geteuid():
-        raise DistBackendError(f"{impostor} is a process of another user (number {user}), and not trusted")
-    nonce = os.urandom(NONCE_BYTES)
-    connection.send(_HELLO.pack(_MAGIC, rank, nonce))
-    answer, descriptors = _packet(connection, deadline)
-    _close(descriptors)
-    if len(answer) != _CHALLENGE.size:
-        raise DistBackendError(f"{impostor} speaks another language: do all ranks run the same torchestra?")
-    theirs, proved = _CHALLENGE.unpack(answer)
-    nonces = nonce + theirs
-    if not _is_proof(proved, key, "rank 0", rank, nonces):
-        raise DistBackendError(
-            f"{impostor} does not know this rank's secret, and is not trusted; {SECRET_ADVICE}"
-        )
-    connection.send(_proof(key, "rank", rank, nonces))
-    verdict, descriptors = _packet(connection, deadline)
-    if verdict == _GIVEN and len(descriptors) == 1:
-        return descriptors[0]
-    _close(descriptors)
-    if verdict == _TAKEN:
-        raise DistBackendError(
-            f"{who} was refused by rank 0, which has given the group's memory to a rank {rank} already, or"
-            " knows no such rank: do two processes claim the same rank?"
-        )
-    raise DistBackendError(f"{who} was refused by rank 0: {verdict!r}")
-
-
-def await_end(connection: socket.socket, deadline: float) -> bool:
+def await_end(connection: socket.socket, deadline: Deadline) -> bool:
     """Wait until rank 0 ends a connection that it keeps; False if the deadline comes before."""
-    while (remaining := deadline - time.monotonic()) > 0:
+    while (remaining := deadline.remaining()) > 0:
         connection.settimeout(max(0.001, interpreter_slice(remaining)))
         try:
             if not connection.recv(1):
@@ -290,30 +370,24 @@ def await_end(connection: socket.socket, deadline: float) -> bool:
     return False
 
 
-def _packet(connection: socket.socket, deadline: float) -> tuple[bytes, list[int]]:
-    """The next packet and the descriptors in it.
+def _packet(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the next packet and the descriptors in it.
 
     Raises:
-        TimeoutError: the deadline has come.
+        BlockingIOError: none has come.
         ConnectionResetError: the connection was ended.
         OSError: EMFILE, where the system had no room for a descriptor.
     """
-    while True:
-        try:
-            packet, found, flags, _ = socket.recv_fds(connection, _LONGEST, 4)
-        except TimeoutError:
-            if time.monotonic() > deadline:
-                raise
-            continue
-        # Python before 3.12 passes no flags on to the kernel, so not MSG_CMSG_CLOEXEC.
-        for descriptor in found:
-            os.set_inheritable(descriptor, False)
-        if flags & socket.MSG_CTRUNC:  # the system had no room for a descriptor
-            _close(found)
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        if not packet:
-            raise ConnectionResetError("rank 0 ended the connection")
-        return packet, list(found)
+    packet, found, flags, _ = socket.recv_fds(connection, _LONGEST, 4)
+    # Python before 3.12 passes no flags on to the kernel, so not MSG_CMSG_CLOEXEC.
+    for descriptor in found:
+        os.set_inheritable(descriptor, False)
+    if flags & socket.MSG_CTRUNC:  # the system had no room for a descriptor
+        _close(found)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    if not packet:
+        raise ConnectionResetError("rank 0 ended the connection")
+    return packet, list(found)
 
 
 def _close(descriptors: Iterable[int]) -> None:

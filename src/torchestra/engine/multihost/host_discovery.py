@@ -28,11 +28,10 @@ import hashlib
 import json
 import os
 import threading
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torchestra.engine.memory.fd_passing import DescriptorServer, await_end, visit
+from torchestra.engine.memory.fd_passing import DescriptorServer, await_end, request_descriptor
 from torchestra.engine.multihost.host_id import HOST_VARIABLE, host_id, host_name
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.thread_ranks import current_thread_rank
@@ -46,6 +45,7 @@ from torchestra.errors import (
 )
 from torchestra.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchestra.store.missing_keys import missing_indices
+from torchestra.system.deadline import Deadline
 from torchestra.system.limits import check_free_descriptors, naming_limits, start_thread
 from torchestra.system.memory_files import make_memory_file
 
@@ -122,13 +122,15 @@ class _Visit:
     def __init__(self, store: Store, rank: int, size: int, name: str, seconds: float) -> None:
         self.store = store
         self.rank, self.size, self.name, self.seconds = rank, size, name, seconds
-        self.deadline = time.monotonic() + seconds
+        self.deadline = Deadline(seconds)
 
     def follow(self, sign: str) -> Hosts | None:
         """Get into another rank's lobby and wait there for the outcome; None if it is on another host."""
         leader, _, invitation = sign.partition(":")
         try:
-            descriptor, connection = visit(invitation, self.store.secret, self.rank, self.name, self.deadline)
+            descriptor, connection = request_descriptor(
+                invitation, self.store.secret, self.rank, self.name, self.deadline
+            )
         except CollectiveTimeoutError:
             raise
         except DistBackendError as error:
@@ -136,7 +138,7 @@ class _Visit:
                 return None
             raise
         try:
-            if not await_end(connection, self.deadline + _GRACE_SECONDS):
+            if not await_end(connection, Deadline(self.deadline.remaining() + _GRACE_SECONDS)):
                 raise self.late()
             state = os.pread(descriptor, 1, 0)
             text = os.pread(descriptor, os.fstat(descriptor).st_size, 1)
@@ -204,7 +206,7 @@ class _Visit:
 
     def values(self, keys: list[str]) -> list[bytes]:
         """The values of keys that are there when the others have come."""
-        left = timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
+        left = timedelta(seconds=max(0.001, self.deadline.remaining()))
         try:
             return self.store.await_values(keys, left)
         except StoreTimeoutError as error:

@@ -1,0 +1,121 @@
+"""The registers of a membership agreement, for ranks that share an arena.
+
+Whatever has died, the store's server included, the arena is still there. One of its words, the *decision*,
+holds the epoch, the state and the proposer, and changes by compare-and-exchange alone. Before it proposes, a
+rank writes the survivors, and the key under which it hands the new arena out, into its own block.
+
+Why the ballot's invariants hold (agreement.py). A proposal is written by its proposer only, before its epoch
+is proposed. Two lie side by side, by the epoch's parity. So whoever has read PROPOSED(n) or COMMITTED(n) with
+proposer p, then the proposal, and then finds the word unchanged, has read the proposal of epoch n: p writes
+over it only for epoch n + 2, which it begins only after having seen OPEN(n + 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from torchestra.engine import layout as at
+from torchestra.engine.kernels import shared_words
+from torchestra.engine.membership.agreement import Ballot, Registers, State, exclusion_error
+from torchestra.engine.memory.arena import Arena
+from torchestra.errors import RankExcludedError
+
+__all__ = ["ArenaRegisters"]
+
+_STATE_BITS = 2
+_PROPOSER_BITS = 24
+
+
+class ArenaRegisters(Registers):
+    """Rank ``rank``'s view of the registers in ``arena``."""
+
+    def __init__(self, arena: Arena, rank: int) -> None:
+        self.size = arena.layout.size
+        self.rank = rank
+        self._arena = arena
+        self._decision = arena.address + arena.layout.agreement
+
+    def ballot(self) -> Ballot:
+        while True:
+            word = shared_words.load_acquire(self._decision)
+            state = State(word & ((1 << _STATE_BITS) - 1))
+            proposer = (word >> _STATE_BITS) & ((1 << _PROPOSER_BITS) - 1)
+            epoch = (word >> (_STATE_BITS + _PROPOSER_BITS)) + 1
+            if state is State.OPEN:
+                return Ballot(word, epoch, state, proposer)
+            survivors, key = self._proposal(proposer, epoch)
+            # An exchange, because what was read of the proposal must have been read before.
+            if shared_words.compare_exchange(self._decision, word, word) == word:
+                return Ballot(word, epoch, state, proposer, survivors, key)
+
+    def exclusion(self, group: str) -> RankExcludedError | None:
+        """Return the error that says so, if the others go on, or will, without this rank."""
+        ballot = self.ballot()
+        excluder = shared_words.load_acquire(self._word(self.rank, at.EXCLUDED)) - 1
+        return exclusion_error(ballot, self.rank, f"rank {excluder}" if excluder >= 0 else None, group)
+
+    def come(self) -> None:
+        shared_words.store_ordered(self._word(self.rank, at.COMES), 1)
+
+    def stop_coming(self) -> None:
+        shared_words.store_ordered(self._word(self.rank, at.COMES), 0)
+
+    def get_ready(self, ballot: Ballot) -> None:
+        shared_words.store_ordered(self._word(self.rank, at.READY), ballot.epoch)
+
+    def exclude(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            shared_words.compare_exchange(self._word(rank, at.EXCLUDED), 0, self.rank + 1)
+
+    def coming(self) -> set[int]:
+        return {rank for rank in range(self.size) if shared_words.load_acquire(self._word(rank, at.COMES))}
+
+    def excluded(self) -> dict[int, int]:
+        said = {rank: shared_words.load_acquire(self._word(rank, at.EXCLUDED)) for rank in range(self.size)}
+        return {rank: excluder - 1 for rank, excluder in said.items() if excluder}
+
+    def unready(self, ballot: Ballot) -> set[int]:
+        return {
+            rank
+            for rank in ballot.survivors
+            if shared_words.load_acquire(self._word(rank, at.READY)) != ballot.epoch
+        }
+
+    def propose(self, ballot: Ballot, survivors: Iterable[int], key: bytes) -> bool:
+        assert ballot.state is State.OPEN
+        assert len(key) == at.PROPOSAL_KEY_BYTES
+        start = self._proposal_at(self.rank, ballot.epoch)
+        bits = np.zeros((self._arena.layout.proposal_bytes - at.PROPOSAL_RANKS) * 8, dtype=np.uint8)
+        bits[list(survivors)] = 1
+        text = key + np.packbits(bits).tobytes()
+        self._arena.bytes[start : start + len(text)] = np.frombuffer(text, dtype=np.uint8)
+        return self._exchange(ballot, State.PROPOSED, ballot.epoch, self.rank)
+
+    def commit(self, ballot: Ballot) -> bool:
+        return self._exchange(ballot, State.COMMITTED, ballot.epoch, ballot.proposer)
+
+    def void(self, ballot: Ballot) -> bool:
+        return self._exchange(ballot, State.OPEN, ballot.epoch + 1, 0)
+
+    def _exchange(self, ballot: Ballot, state: State, epoch: int, proposer: int) -> bool:
+        wanted = (((epoch - 1) << _PROPOSER_BITS) + proposer << _STATE_BITS) + state
+        found: int = shared_words.compare_exchange(self._decision, ballot.word, wanted)
+        return found == ballot.word
+
+    def _block(self, rank: int) -> int:
+        layout = self._arena.layout
+        return layout.agreement + at.LINE + rank * layout.agreement_bytes
+
+    def _word(self, rank: int, offset: int) -> int:
+        return self._arena.address + self._block(rank) + offset
+
+    def _proposal_at(self, rank: int, epoch: int) -> int:
+        return self._block(rank) + at.PROPOSALS + (epoch & 1) * self._arena.layout.proposal_bytes
+
+    def _proposal(self, proposer: int, epoch: int) -> tuple[tuple[int, ...], bytes]:
+        start = self._proposal_at(proposer, epoch)
+        raw = self._arena.bytes[start : start + self._arena.layout.proposal_bytes].copy()
+        bits = np.unpackbits(raw[at.PROPOSAL_RANKS :])[: self.size]
+        return tuple(np.flatnonzero(bits).tolist()), raw[: at.PROPOSAL_KEY_BYTES].tobytes()

@@ -1,0 +1,144 @@
+"""The registers of a membership agreement, for ranks that have only the group's store in common.
+
+Where the store's server is gone there is no agreement, hence no shrinking: two halves of a network that
+cannot reach each other must not both go on. The keys::
+
+    came        who has come, and with a minus who has stopped coming; this and the next two only grow
+    gone        who has died or left, as a rank of its host says
+    excluded    "R:Q", whom somebody goes on without, and who that is
+    round/N     the proposal of epoch N: the ranks that shall go on
+    entered/N   who of them has entered the new group; only grows
+    verdict/N   "committed" or "void"
+
+Why the ballot's invariants hold (agreement.py). ``round/N`` and ``verdict/N`` are written once, by
+compare_set, by the rank that comes first; and an epoch begins only after the one before it is void.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+from torchestra.engine.membership.agreement import Ballot, Registers, State
+from torchestra.engine.multihost.peer_values import ranks_in_words, read_proposal
+from torchestra.errors import DistBackendError
+from torchestra.store import Store
+from torchestra.store.secret import SECRET_ADVICE
+
+__all__ = ["StoreRegisters"]
+
+_COMMITTED, _VOID = b"committed", b"void"
+
+
+class StoreRegisters(Registers):
+    """A rank's view of the registers in a store. The lists are as they were at the last :meth:`ballot`.
+
+    Args:
+        store: in which only the ranks of the group, and only to agree, write.
+        rank, size: of the group.
+        group: its name, for messages.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, group: str) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._group = store, group
+        self._what = f"who goes on from group {group!r}"
+        self._epoch = 0
+        self._told: set[int] = set()
+        self._coming: set[int] = set()
+        self._gone: set[int] = set()
+        self._excluded: dict[int, int] = {}
+        self._entered: set[int] = set()
+
+    def ballot(self) -> Ballot:
+        if self._epoch == 0:
+            self._begin_epoch()
+        while True:
+            came, gone, excluded, entered, proposal, verdict = self._store.multi_get(self._keys())
+            if verdict in (b"", _COMMITTED):
+                survivors = read_proposal(proposal, self.size) if proposal else ()
+                if survivors is not None:
+                    break
+                self._set_once(f"verdict/{self._epoch}", _VOID)
+            else:  # void, or what no rank has written: all read the same
+                self._begin_epoch()
+        self._coming = self._ranks_that_came(came)
+        self._gone = {rank for (rank,) in ranks_in_words(gone, 1, self.size, self._what)}
+        pairs = ranks_in_words(excluded, 2, self.size, self._what)
+        self._excluded = {ranks[0]: ranks[1] for ranks in pairs}
+        self._entered = {rank for (rank,) in ranks_in_words(entered, 1, self.size, self._what)}
+        state = State.COMMITTED if verdict else State.PROPOSED if survivors else State.OPEN
+        if verdict and not survivors:
+            raise self.forgery()
+        return Ballot(0, self._epoch, state, survivors[0] if survivors else 0, survivors)
+
+    def forgery(self) -> DistBackendError:
+        """Return the error that says that a commit in the store cannot be the ranks' own."""
+        return DistBackendError(
+            f"rank {self.rank}: the store says that group {self._group!r} has been shrunk, before those have"
+            " entered the new group who are to be in it: somebody else has written that into the store;"
+            f" {SECRET_ADVICE}"
+        )
+
+    def come(self) -> None:
+        self._append("came", [str(self.rank)])
+
+    def stop_coming(self) -> None:
+        self._append("came", [f"-{self.rank}"])
+
+    def get_ready(self, ballot: Ballot) -> None:
+        self._append(f"entered/{ballot.epoch}", [str(self.rank)])
+
+    def exclude(self, ranks: Iterable[int]) -> None:
+        self._append("excluded", (f"{rank}:{self.rank}" for rank in ranks))
+
+    def report_gone(self, ranks: set[int]) -> None:
+        """Tell the others of ranks of this host that have died or left."""
+        self._append("gone", map(str, ranks - self._told))
+        self._told |= ranks
+
+    def gone(self) -> set[int]:
+        """Return the ranks that have died or left, as ranks of their hosts have said."""
+        return self._gone | self._told
+
+    def coming(self) -> set[int]:
+        return set(self._coming)
+
+    def excluded(self) -> dict[int, int]:
+        return self._excluded
+
+    def unready(self, ballot: Ballot) -> set[int]:
+        return set(ballot.survivors) - self._entered
+
+    def propose(self, ballot: Ballot, survivors: Sequence[int], key: bytes) -> bool:
+        return self._set_once(f"round/{ballot.epoch}", json.dumps(survivors).encode())
+
+    def commit(self, ballot: Ballot) -> bool:
+        return self._set_once(f"verdict/{ballot.epoch}", _COMMITTED)
+
+    def void(self, ballot: Ballot) -> bool:
+        return self._set_once(f"verdict/{ballot.epoch}", _VOID)
+
+    def _begin_epoch(self) -> None:
+        """Go on to the next epoch, and make sure that there are the keys that are read together."""
+        self._epoch += 1
+        for key in self._keys():
+            self._store.compare_set(key, "", "")
+
+    def _keys(self) -> tuple[str, ...]:
+        number = self._epoch
+        return "came", "gone", "excluded", f"entered/{number}", f"round/{number}", f"verdict/{number}"
+
+    def _ranks_that_came(self, text: bytes) -> set[int]:
+        came: set[int] = set()
+        for word in text.split():
+            for (rank,) in ranks_in_words(word.removeprefix(b"-"), 1, self.size, self._what):
+                (came.discard if word.startswith(b"-") else came.add)(rank)
+        return came
+
+    def _append(self, key: str, words: Iterable[str]) -> None:
+        if text := "".join(f"{word} " for word in words):
+            self._store.append(key, text)
+
+    def _set_once(self, key: str, value: bytes) -> bool:
+        return self._store.compare_set(key, "", value) == value
