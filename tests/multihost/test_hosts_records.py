@@ -14,7 +14,8 @@ from simulated import on_threads
 import torchestra as dist
 from torchestra.engine.multihost import remote_records
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.recorder.flight_record import FlightRecord, HostRecord
+from torchestra.engine.recorder.flight_entries import HostRecord
+from torchestra.engine.recorder.flight_record import FlightRecord
 from torchestra.engine.recorder.trace import merged, trace_of
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from torchestra.engine.recorder.flight_record import FlightEntry, FlightRecord, RankRecord
+from torchestra.engine.recorder.flight_entries import FlightEntry, RankRecord
+from torchestra.engine.recorder.flight_record import FlightRecord
 from torchestra.monitor.rates import rates, straggler
 
 ENTRY = FlightEntry(

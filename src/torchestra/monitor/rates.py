@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchestra.engine.recorder.flight_record import FlightRecord, RankRecord
+from torchestra.engine.recorder.flight_entries import RankRecord
+from torchestra.engine.recorder.flight_record import FlightRecord
 
 __all__ = ["RankRates", "rates", "straggler"]
 

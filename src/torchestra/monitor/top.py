@@ -13,7 +13,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchestra.engine.recorder.flight_record import FlightRecord, RankRecord, read_flight_record
+from torchestra.engine.recorder.flight_entries import RankRecord
+from torchestra.engine.recorder.flight_record import FlightRecord, read_flight_record
 from torchestra.errors import InvalidArgumentError
 from torchestra.monitor.jobs import Job, choose_job, find_jobs
 from torchestra.monitor.rates import RankRates, rates, straggler
@@ -214,7 +215,7 @@ def _table(look: Look) -> Table:
 
 def _row(rank: RankRecord, rate: RankRates, alive: bool, now: float) -> list[str]:
     first = [str(rank.rank), str(rank.pid)]
-    if rank.presence == "missing_indices":
+    if rank.presence == "absent":
         return [*first, "", "has not come yet"]
     entry = rank.running_message or rank.last_operation
     number, doing, long = "", "nothing yet", ""

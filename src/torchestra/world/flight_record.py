@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torchestra.arguments.annotations import checked
-from torchestra.engine.recorder.flight_record import FlightEntry, FlightRecord, HostRecord, RankRecord
+from torchestra.engine.recorder.flight_entries import FlightEntry, HostRecord, RankRecord
+from torchestra.engine.recorder.flight_record import FlightRecord
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup, default_group

@@ -8,7 +8,8 @@ from torchestra.engine import layout as at
 from torchestra.engine.failure.liveness import Peers
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
-from torchestra.engine.recorder.flight_record import RankRecord, read_rank, tick_scale
+from torchestra.engine.recorder.flight_entries import RankRecord
+from torchestra.engine.recorder.flight_record import read_rank, tick_scale
 from torchestra.system.deadline import Deadline
 
 __all__ = ["hang_report"]

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.recorder.flight_record import FlightEntry, FlightRecord, HostRecord, RankRecord
+from torchestra.engine.recorder.flight_entries import FlightEntry, HostRecord, RankRecord
+from torchestra.engine.recorder.flight_record import FlightRecord
 
 __all__ = ["Answer", "answer", "put_together", "understand"]
 

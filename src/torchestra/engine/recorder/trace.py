@@ -17,17 +17,35 @@ import secrets
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, Protocol, TextIO
 
-if TYPE_CHECKING:
-    from torchestra.engine.recorder.flight_record import FlightEntry, FlightRecord, RankRecord
+from torchestra.engine.recorder.flight_entries import FlightEntry, HostRecord, RankRecord
 
-__all__ = ["merged", "replacing", "trace_of", "write_trace"]
+__all__ = ["GroupRecord", "merged", "replacing", "trace_of", "write_trace"]
 
 Event = dict[str, Any]
 
 
-def trace_of(records: Sequence[FlightRecord]) -> dict[str, Any]:
+class GroupRecord(Protocol):
+    """What a trace tells of a group; see :class:`FlightRecord` for the attributes."""
+
+    @property
+    def group(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def taken(self) -> float: ...
+    @property
+    def taken_at(self) -> float: ...
+    @property
+    def aborted(self) -> str | None: ...
+    @property
+    def ranks(self) -> tuple[RankRecord, ...]: ...
+    @property
+    def hosts(self) -> tuple[HostRecord, ...]: ...
+
+
+def trace_of(records: Sequence[GroupRecord]) -> dict[str, Any]:
     """The trace of some groups, ready for ``json.dump``."""
     events: list[Event] = []
     for number, record in enumerate(records, start=1):
@@ -90,7 +108,7 @@ def replacing(path: str | Path) -> Iterator[TextIO]:
         raise
 
 
-def _group(number: int, record: FlightRecord) -> list[Event]:
+def _group(number: int, record: GroupRecord) -> list[Event]:
     whole = len(record.ranks) == record.size
     named = (
         f"group {record.group!r}, "
@@ -171,7 +189,7 @@ def _background(pid: int, rank: RankRecord, entry: FlightEntry, taken: float) ->
     ]
 
 
-def _arrows(pid: int, record: FlightRecord) -> list[Event]:
+def _arrows(pid: int, record: GroupRecord) -> list[Event]:
     calls: dict[int, list[tuple[int, FlightEntry]]] = {}
     for each in record.ranks:
         for entry in each.operations:

@@ -1,0 +1,134 @@
+"""What the flight record consists of: an operation or a message, a rank, a host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["FlightEntry", "HostRecord", "Presence", "RankRecord", "State"]
+
+State = Literal["running", "done", "failed"]
+Presence = Literal["absent", "present", "left", "unknown"]
+
+
+@dataclass(frozen=True)
+class FlightEntry:
+    """One collective, or one message, of one rank. Ranks are in the group's numbering.
+
+    Attributes:
+        number: of a collective, its sequence number in the group, the same on all ranks (1 is the barrier in
+            which the group met, if it is on one host); of a message, how manieth of this rank it is.
+        kind: ``"all_reduce"``, …, ``"send"`` or ``"recv"``.
+        op: how a reduction reduces, else None.
+        dtype: as ``"float32"``; None where there is none.
+        root: of a collective that has one.
+        count: elements, where all ranks come with the same number; else None.
+        nbytes: what the rank gave or got, whichever is more.
+        peer: of a message, the other rank; None of a receive from any rank that has not come.
+        tag: of a message.
+        blocking: the call that began it waits for it (always true of collectives: whether the program
+            does is not recorded).
+        started, ended: by ``time.monotonic()``; ``ended`` is None while it runs.
+        state: ``"running"``, ``"done"`` or ``"failed"``.
+        waited: seconds. Of a collective, what was spent waiting for other ranks (waits that end within some
+            microseconds are not counted); of a receive, until its message came.
+        waited_for: the rank that a collective waited for longest, or None.
+    """
+
+    number: int
+    kind: str
+    op: str | None
+    dtype: str | None
+    root: int | None
+    count: int | None
+    nbytes: int
+    peer: int | None
+    tag: int | None
+    blocking: bool
+    started: float
+    ended: float | None
+    state: State
+    waited: float
+    waited_for: int | None
+
+    def __str__(self) -> str:
+        """As error messages tell it: ``all_reduce(SUM, float32, 1024 elements)``."""
+        words = [self.op, self.dtype]
+        if self.kind in ("send", "recv") and self.tag is not None:
+            way = "to" if self.kind == "send" else "from"
+            words += [f"{way} {'any rank' if self.peer is None else f'rank {self.peer}'}"]
+            words += [f"{self.nbytes} bytes", f"tag {self.tag}" if self.tag else None]
+        elif self.count is not None and self.dtype is not None:
+            words.append(f"{self.count} element{'' if self.count == 1 else 's'}")
+        elif self.dtype is not None:
+            words.append("uneven sizes")
+        if self.root is not None:
+            words.append(f"root {self.root}")
+        return f"{self.kind}({', '.join(word for word in words if word)})"
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank did last, oldest first, and what it did in all.
+
+    Attributes:
+        rank: in the group's numbering.
+        pid: its process, 0 if it has not come.
+        presence: ``"present"`` (which it stays when it dies), ``"left"`` the group, or ``"missing_indices"``;
+            ``"unknown"``, and nothing else is known, where its host did not answer.
+        operations: its last collectives, at most 256.
+        messages: its last sends and receives, at most 256.
+        operations_begun, messages_begun: how many there were in all.
+        operation_bytes, message_bytes: of all that have ended.
+        operations_waited, messages_waited: seconds, in collectives and in blocking receives.
+        waited_for: by rank, seconds of both. Of ranks waited for to get to the same point, the one that came
+            last has it all. Of ranks on other hosts it is not told, and 0.
+        waiting_for: the rank that it waits for in a collective at this moment, or None; None also
+            while it waits for other hosts.
+        waiting_since: when that wait began, by ``time.monotonic()``, or None.
+    """
+
+    rank: int
+    pid: int
+    presence: Presence
+    operations: tuple[FlightEntry, ...]
+    messages: tuple[FlightEntry, ...]
+    operations_begun: int
+    messages_begun: int
+    operation_bytes: int
+    message_bytes: int
+    operations_waited: float
+    messages_waited: float
+    waited_for: tuple[float, ...]
+    waiting_for: int | None
+    waiting_since: float | None
+
+    @property
+    def last_operation(self) -> FlightEntry | None:
+        """The collective that it is in, or was in last."""
+        return self.operations[-1] if self.operations else None
+
+    @property
+    def running_message(self) -> FlightEntry | None:
+        """The last send or receive that it blocks in, or None."""
+        running = [entry for entry in self.messages if entry.state == "running" and entry.blocking]
+        return running[-1] if running else None
+
+
+@dataclass(frozen=True)
+class HostRecord:
+    """One host of a group that has several.
+
+    Attributes:
+        name: as error messages call it.
+        ranks: the group's ranks on it.
+        answered: whether it told what its ranks did.
+        clock_offset: seconds that were added to its times, to have them by the clock of the host that asked.
+        clock_error: by how much that may be wrong, at most.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    answered: bool = True
+    clock_offset: float = 0.0
+    clock_error: float = 0.0
