@@ -136,7 +136,7 @@ class LoneMember:
     def has_left(self, place: int) -> bool:
         return False
 
-    def called(self, places: Iterable[int]) -> list[int]:
+    def to_group_ranks(self, places: Iterable[int]) -> list[int]:
         return list(places)
 
     def abort(self, why: str, failed: tuple[int, ...], standing: object = None) -> None:
