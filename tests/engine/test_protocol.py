@@ -171,7 +171,7 @@ def wrong_rounds(turn: Turn, kernels: dict[str, Kernel], gate: threading.Barrier
         assert turn(engine, number)
     gate.wait(SECONDS)
     for attribute, kernel in kernels.items():
-        assert hasattr(engine, attribute)  # else the engine's own would run on
+        assert hasattr(engine.kernels, attribute)  # else the engine's own would run on
         setattr(engine.kernels, attribute, kernel)
     return sum(not turn(engine, number) for number in range(4, 4 + ROUNDS))
 
