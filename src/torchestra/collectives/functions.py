@@ -15,11 +15,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from torchestra.arguments.annotations import checked, refuse_type
 from torchestra.communicator.work import Work
+from torchestra.engine.operations import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    Collective,
+)
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.tensors import checks
@@ -52,22 +62,22 @@ __all__ = [
 _NO_TAG = 0
 
 
-def warn_not_in_group(group: NonMember, name: str) -> None:
+def warn_not_in_group(group: NonMember, name: str, stacklevel: int = 4) -> None:
     """Warn, in torch's words, that a function does nothing on this rank; named is the line that called it."""
     rank = get_rank() if is_initialized() else -1
     warnings.warn(
         f"Running {name} on global rank {rank} which does not belong to the given group: this rank is"
         f" {group!r}. Nothing is done.",
-        stacklevel=4,
+        stacklevel=stacklevel,
     )
 
 
-def _member(group: AnyGroup, name: str) -> ProcessGroup | None:
-    """The group, or None with a warning if this rank is not in it."""
+def _member(group: AnyGroup, name: str, stacklevel: int = 4) -> ProcessGroup | None:
+    """Return the group, or None with a warning if this rank is not in it."""
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, NonMember):
-        warn_not_in_group(group, name)
+        warn_not_in_group(group, name, stacklevel)
         return None
     return refuse_type(name, "group", "a ProcessGroup", group)
 
@@ -80,7 +90,7 @@ def _root(
     name: str,
     default: int | None = None,
 ) -> int:
-    """The root in the group's numbering, from a global or a group rank."""
+    """Return the root in the group's numbering, from a global or a group rank."""
     if group_rank is None and rank is not None:
         return group.to_group_rank(rank, parameter, name)
     if rank is not None:
@@ -93,6 +103,23 @@ def _root(
     if default is None:
         raise InvalidArgumentError(f"{name}: give `{parameter}` or `group_{parameter}`")
     return default
+
+
+def _run(
+    row: Collective,
+    output: Any,
+    input: Any,  # noqa: A002 - the row's word
+    group: AnyGroup | None,
+    async_op: bool,
+    op: ReduceOp | None = None,
+    root: tuple[int | None, int | None] = (None, None),
+) -> Work | None:
+    """Run a collective that has no fast path; ``root`` is the global rank, or that in the group."""
+    member = default_group() if group is None else _member(group, row.name, 5)
+    if member is None:
+        return None
+    chosen = _root(member, *root, row.root, row.name, row.default_root) if row.root else None
+    return member.communicator.collective(row, output, input, op, chosen, async_op=async_op)
 
 
 def all_reduce(
@@ -117,11 +144,7 @@ def reduce(
     group_dst: int | None = None,
 ) -> Work | None:
     """Replace the tensor of rank ``dst`` by the reduction of all ranks' tensors; the others' stay."""
-    member = default_group() if group is None else _member(group, "reduce")
-    if member is None:
-        return None
-    root = _root(member, dst, group_dst, "dst", "reduce")
-    return member.communicator.reduce(tensor, op, root, async_op)
+    return _run(REDUCE, tensor, tensor, group, async_op, op, (dst, group_dst))
 
 
 def broadcast(
@@ -146,10 +169,7 @@ def all_gather(
     async_op: bool = False,
 ) -> Work | None:
     """Put the tensor of rank p into ``tensor_list[p]`` on every rank. Sizes may differ between ranks."""
-    member = default_group() if group is None else _member(group, "all_gather")
-    if member is None:
-        return None
-    return member.communicator.all_gather(tensor_list, tensor, async_op)
+    return _run(ALL_GATHER, tensor_list, tensor, group, async_op)
 
 
 def all_gather_into_tensor(
@@ -180,11 +200,7 @@ def gather(
     group_dst: int | None = None,
 ) -> Work | None:
     """Put the tensor of rank p into ``gather_list[p]`` on rank ``dst`` (default: rank 0 of the group)."""
-    member = default_group() if group is None else _member(group, "gather")
-    if member is None:
-        return None
-    root = _root(member, dst, group_dst, "dst", "gather", default=0)
-    return member.communicator.gather(gather_list, tensor, root, async_op)
+    return _run(GATHER, gather_list, tensor, group, async_op, root=(dst, group_dst))
 
 
 def scatter(
@@ -196,11 +212,7 @@ def scatter(
     group_src: int | None = None,
 ) -> Work | None:
     """Put ``scatter_list[p]`` of rank ``src`` (default: rank 0 of the group) into the tensor of rank p."""
-    member = default_group() if group is None else _member(group, "scatter")
-    if member is None:
-        return None
-    root = _root(member, src, group_src, "src", "scatter", default=0)
-    return member.communicator.scatter(tensor, scatter_list, root, async_op)
+    return _run(SCATTER, tensor, scatter_list, group, async_op, root=(src, group_src))
 
 
 def reduce_scatter(
@@ -211,10 +223,7 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Put the reduction of all ranks' ``input_list[p]`` into the output of rank p."""
-    member = default_group() if group is None else _member(group, "reduce_scatter")
-    if member is None:
-        return None
-    return member.communicator.reduce_scatter(output, input_list, op, async_op)
+    return _run(REDUCE_SCATTER, output, input_list, group, async_op, op)
 
 
 def reduce_scatter_tensor(
@@ -241,10 +250,7 @@ def all_to_all(
     async_op: bool = False,
 ) -> Work | None:
     """Send ``input_tensor_list[p]`` to rank p, and put what it sends here into ``output_tensor_list[p]``."""
-    member = default_group() if group is None else _member(group, "all_to_all")
-    if member is None:
-        return None
-    return member.communicator.all_to_all(output_tensor_list, input_tensor_list, async_op)
+    return _run(ALL_TO_ALL, output_tensor_list, input_tensor_list, group, async_op)
 
 
 def all_to_all_single(
@@ -287,7 +293,7 @@ def barrier(
 def monitored_barrier(
     group: AnyGroup | None = None, timeout: Timeout | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """A barrier that says on rank 0 of the group which ranks did not come in time.
+    """Wait for all ranks; if some do not come in time, rank 0 of the group says which.
 
     Rank 0 waits for the others, and they wait for its word. It counts the time: ``timeout``, by default the
     group's. Whatever else the group has under way does not hold it up.
@@ -377,7 +383,7 @@ def irecv(
 
 
 def _sender(group: ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int | None:
-    """The rank to receive from in the group's numbering, or None for any."""
+    """Return the rank to receive from in the group's numbering, or None for any."""
     if rank is None and group_rank is None:
         return None
     return _root(group, rank, group_rank, "src", name)

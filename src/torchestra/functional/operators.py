@@ -52,12 +52,11 @@ def reduction(name: str) -> ReduceOp:
     return op
 
 
-def _expect(output: torch.Tensor, work: Work | None, group: ProcessGroup, what: str) -> torch.Tensor:
+def _expect(outputs: Sequence[torch.Tensor], work: Work | None, group: ProcessGroup, name: str) -> None:
     assert work is not None
-    work_registry.expect(
-        output, work, group, f"{what} on {tuple(output.shape)} of group {group.group_name!r}"
-    )
-    return output
+    for output in outputs:
+        description = f"{name} on {tuple(output.shape)} of group {group.group_name!r}"
+        work_registry.expect(output, work, group, description)
 
 
 # -- fake kernels: shapes
@@ -149,40 +148,43 @@ class _Operator:
             )
         return group
 
-    def _settings(self, arguments: Sequence[Any], group: ProcessGroup) -> list[Any]:
-        """Return the communicator's arguments after the tensors: reduce operation, root, split sizes."""
-        settings = list(arguments[: -2 if self._is_sized else -1])
-        if self._row.reduces:
-            settings[0] = reduction(settings[0])
-        if self._row.root and not 0 <= settings[-1] < group.size():
-            raise InvalidArgumentError(
-                f"{self._row.name}: {self._row.root} is {settings[-1]}, but the group has ranks 0 to"
-                f" {group.size() - 1}"
-            )
+    def _settings(self, arguments: Sequence[Any], group: ProcessGroup) -> dict[str, Any]:
+        """Return what a call asks for but its tensors: reduce operation, root, split sizes."""
+        row, settings = self._row, dict[str, Any]()
+        if row.reduces:
+            settings["op"] = reduction(arguments[0])
+        if row.splits:
+            settings["splits"] = arguments[:2]
+        if row.root:
+            root = settings["root"] = arguments[int(row.reduces)]
+            if not 0 <= root < group.size():
+                raise InvalidArgumentError(
+                    f"{row.name}: {row.root} is {root}, but the group has ranks 0 to {group.size() - 1}"
+                )
         return settings
 
     def _run(self, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        if self._row.in_place:
-            output = tensor.clone(memory_format=torch.contiguous_format)
-            self._run_in_place(output, *arguments)
-            return output
-        group = self._group(arguments)
-        output = self._output(tensor, arguments)
-        begin = getattr(group.communicator, self._row.name)
-        work = begin(output, tensor, *self._settings(arguments, group), async_op=True)
-        return _expect(output, work, group, self._row.name)
+        output = (
+            tensor.clone(memory_format=torch.contiguous_format)
+            if self._row.in_place
+            else self._output(tensor, arguments)
+        )
+        self._begin(output, output if self._row.in_place else tensor, arguments)
+        return output
 
     def _run_in_place(self, tensor: torch.Tensor, *arguments: Any) -> None:
-        group = self._group(arguments)
         work_registry.wait_for(tensor)
-        begin = getattr(group.communicator, self._row.name)
-        _expect(
-            tensor, begin(tensor, *self._settings(arguments, group), async_op=True), group, self._row.name
-        )
+        self._begin(tensor, tensor, arguments)
+
+    def _begin(self, output: torch.Tensor, tensor: torch.Tensor, arguments: Sequence[Any]) -> None:
+        group = self._group(arguments)
+        settings = self._settings(arguments, group)
+        work = group.communicator.collective(self._row, output, tensor, **settings, async_op=True)
+        _expect([output], work, group, self._row.name)
 
     def _run_coalesced(self, tensors: Sequence[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
         group, name = self._group(arguments), f"{self._row.functional}_coalesced"
-        settings = self._settings(arguments, group)
+        settings = self._settings(arguments, group).values()
         begin = getattr(multi_tensor, name)
         if self._row.in_place:
             outputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
@@ -190,7 +192,8 @@ class _Operator:
         else:
             outputs = [self._output(tensor, arguments) for tensor in tensors]
             work = begin(group.communicator, outputs, tensors, *settings, async_op=True)
-        return [_expect(output, work, group, name) for output in outputs]
+        _expect(outputs, work, group, name)
+        return outputs
 
 
 def _define(schema: str, kernel: Kernel, fake: Kernel) -> None:
