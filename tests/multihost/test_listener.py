@@ -35,7 +35,7 @@ class Told:
 def listener() -> Iterator[Listener]:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as inbox:
         listener = Listener(inbox, "127.0.0.1", None)
-        listener._monitor.close(0)
+        listener.monitor.close(0)
         listener._port.setblocking(True)
         yield listener
         listener.close()
@@ -55,7 +55,7 @@ def test_who_has_proved_itself_is_not_taken_for_who_had_its_descriptor(
     stranger, other = connection(listener)
     with rank, accepted, stranger, other:
         listener.prove(accepted.fileno())
-        listener._monitor = Told(
+        listener.monitor = Told(
             (zmq.EVENT_ACCEPTED, accepted.fileno()),  # a stranger, that ended
             (zmq.EVENT_DISCONNECTED, accepted.fileno()),
             (zmq.EVENT_ACCEPTED, accepted.fileno()),  # the rank

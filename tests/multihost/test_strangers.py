@@ -245,7 +245,7 @@ def test_who_comes_first_to_the_port_of_a_bridge_gets_nothing(monkeypatch: pytes
     load = bytes(8) + pickle.dumps([Explosive()])
 
     def meet_too_late(wire: Transport, *args: Any) -> None:
-        host, _, port = wire.card.address.removeprefix("tcp://").rpartition(":")
+        host, _, port = wire.endpoint.address.removeprefix("tcp://").rpartition(":")
         for greeting in (b"", b"\0", load, b"\xff" + load):
             held.append(socket.create_connection((host, int(port)), timeout=20))
             held[-1].sendall(greeting)

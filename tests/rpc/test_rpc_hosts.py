@@ -30,7 +30,7 @@ from torchestra.rpc.current import current_agent
 from torchestra.rpc.host_connections import ADDRESS_VARIABLE, PORTS_VARIABLE, given_ports, listening_address
 from torchestra.store import HashStore
 from torchestra.transport.addresses import INTERFACE_VARIABLE, own_address
-from torchestra.transport.endpoint import EndpointRecord, read_card
+from torchestra.transport.endpoint import EndpointRecord, read_endpoint
 from torchestra.transport.framing import LARGEST_FRAME, PIECE_BYTES, MessageAssembler, frames
 from torchestra.transport.transport import Transport
 
@@ -74,7 +74,7 @@ def test_a_message_of_any_size_comes_out_of_its_frames_as_it_was(text, storages,
 
 @pytest.mark.parametrize(
     "rubbish",
-    [[b"short"], [b"\1" * 60], [struct.pack("=HqIQ", 1, 1, 0, 5), b"123456"]],
+    [[b"short"], [b"\1" * 60], [struct.pack("=HqIQQ", 1, 1, 0, 5, 1), b"123456"]],
     ids=["short", "long", "piece"],
 )
 def test_frames_that_are_no_message_are_refused(rubbish: list[bytes]) -> None:
@@ -92,7 +92,7 @@ def test_frames_that_are_no_message_are_refused(rubbish: list[bytes]) -> None:
 def test_a_card_is_believed_from_who_knows_the_secret_only() -> None:
     card = EndpointRecord("tcp://10.0.0.1:4000", b"k" * 40)
     text = card.written(b"secret", "meeting/1")
-    assert read_card(text, b"secret", "meeting/1", "worker 'worker1'") == card
+    assert read_endpoint(text, b"secret", "meeting/1", "worker 'worker1'") == card
     forged = text.replace(b"10.0.0.1", b"10.0.0.2")
     for wrong in (
         (forged, b"secret", "meeting/1"),
@@ -102,7 +102,7 @@ def test_a_card_is_believed_from_who_knows_the_secret_only() -> None:
         (b"rubbish", b"secret", "meeting/1"),
     ):
         with pytest.raises(DistNetworkError, match=r"'worker1'.*job's secret, and is not trusted.*TORCH"):
-            read_card(*wrong, "worker 'worker1'")
+            read_endpoint(*wrong, "worker 'worker1'")
 
 
 _exploded = threading.Event()
@@ -173,7 +173,7 @@ def wires_that_meet(arrived, between) -> Iterator[tuple[Transport, Transport]]:
 
     def join(rank: int) -> None:
         try:
-            wires[rank].join({1 - rank: wires[1 - rank].card}, {0: "w0", 1: "w1"}, 30)
+            wires[rank].join({1 - rank: wires[1 - rank].endpoint}, {0: "w0", 1: "w1"}, 30)
         except BaseException as error:
             failed.append(error)
 
@@ -213,9 +213,11 @@ def is_shut(address: str) -> bool:
 
 def test_strangers_on_the_port_are_dropped_and_nothing_of_them_is_read() -> None:
     came: list[int] = []
-    with wires_that_meet(lambda message: came.append(message.tag), lambda wire: knock(*wire.card)) as wires:
+    with wires_that_meet(
+        lambda message: came.append(message.tag), lambda wire: knock(*wire.endpoint)
+    ) as wires:
         assert wires[0].strangers >= 1
-        assert all(is_shut(wire.card.address) for wire in wires), "the port is open though all have come"
+        assert all(is_shut(wire.endpoint.address) for wire in wires), "the port is open though all have come"
         text = np.zeros(10, np.uint8)
         wires[1].send(0, 1, 7, parts_of([text]), text)
         await_tags(came, [7])
@@ -226,7 +228,7 @@ FLOOD = 1500
 
 def flood(wire: Transport, held: list[socket.socket], most: list[int]) -> None:
     """Connect very often, say nothing, or a little, and go away."""
-    host, port = wire.card.address.removeprefix("tcp://").rsplit(":", 1)
+    host, port = wire.endpoint.address.removeprefix("tcp://").rsplit(":", 1)
     before = len(worlds.descriptors())
     for number in range(FLOOD):
         stranger = socket.socket()
@@ -280,7 +282,9 @@ def test_workers_on_two_hosts_need_one_secret(monkeypatch, secrets, kind, messag
         assert isinstance(ended.error, kind)
         assert message in ended.message
     deadline = time.monotonic() + 20
-    while left := [each for each in set(threading.enumerate()) - before if each.name.startswith("wire of")]:
+    while left := [
+        each for each in set(threading.enumerate()) - before if each.name.startswith("transport of")
+    ]:
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
 

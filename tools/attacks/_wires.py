@@ -27,12 +27,12 @@ class Worker:
     @property
     def address(self) -> tuple[str, int]:
         """Where it listens."""
-        host, port = self.wire.card.address.removeprefix("tcp://").rsplit(":", 1)
+        host, port = self.wire.endpoint.address.removeprefix("tcp://").rsplit(":", 1)
         return host, int(port)
 
     def join(self, others: list[Worker]) -> None:
         """Meet the others."""
-        cards = {other.rank: other.wire.card for other in others if other is not self}
+        cards = {other.rank: other.wire.endpoint for other in others if other is not self}
         self.wire.join(cards, {rank: f"worker{rank}" for rank in cards}, 60.0)
 
     def _arrived(self, message: Message) -> None:

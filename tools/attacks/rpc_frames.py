@@ -12,7 +12,7 @@ from tools.attacks._wires import Worker, meet, workers
 
 from torchestra.transport.framing import LARGEST_FRAME
 
-_HEAD = struct.Struct("=HqIQ")
+_HEAD = struct.Struct("=HqIQQ")
 
 
 def frames() -> list[tuple[str, list[bytes]]]:
@@ -20,13 +20,13 @@ def frames() -> list[tuple[str, list[bytes]]]:
     storage = struct.pack("=Q", 1 << 62)
     return [
         ("bytes drawn by lot", [os.urandom(random.randrange(3, 5000)) for _ in range(3)]),
-        ("a front of 16 EB", [_HEAD.pack(1, 0, 0, (1 << 64) - 1)]),
-        ("a front of 1 EB", [_HEAD.pack(1, 0, 0, 1 << 60), bytes(100)]),
-        ("four billion storages", [_HEAD.pack(1, 0, (1 << 32) - 1, 10) + bytes(10)]),
-        ("a storage of 4 EB", [_HEAD.pack(1, 0, 1, 8) + storage, bytes(LARGEST_FRAME - 64)]),
-        ("a storage of 16 EB", [_HEAD.pack(1, 0, 1, 8) + b"\xff" * 8, bytes(100)]),
-        ("a piece too long", [_HEAD.pack(1, 0, 1, 8) + struct.pack("=Q", 5), bytes(6)]),
-        ("an empty piece", [_HEAD.pack(1, 0, 1, 8) + struct.pack("=Q", 5), b""]),
+        ("a front of 16 EB", [_HEAD.pack(1, 0, 0, (1 << 64) - 1, 1)]),
+        ("a front of 1 EB", [_HEAD.pack(1, 0, 0, 1 << 60, 1), bytes(100)]),
+        ("four billion storages", [_HEAD.pack(1, 0, (1 << 32) - 1, 10, 1) + bytes(10)]),
+        ("a storage of 4 EB", [_HEAD.pack(1, 0, 1, 8, 1) + storage, bytes(LARGEST_FRAME - 64)]),
+        ("a storage of 16 EB", [_HEAD.pack(1, 0, 1, 8, 1) + b"\xff" * 8, bytes(100)]),
+        ("a piece too long", [_HEAD.pack(1, 0, 1, 8, 1) + struct.pack("=Q", 5), bytes(6)]),
+        ("an empty piece", [_HEAD.pack(1, 0, 1, 8, 1) + struct.pack("=Q", 5), b""]),
         ("the end of a message alone", [bytes(200_000)]),
     ]
 

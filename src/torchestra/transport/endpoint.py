@@ -1,13 +1,13 @@
-"""How ranks on different hosts come to trust each other's keys: calling cards, and a doorkeeper.
+"""How ranks on different hosts come to trust each other's keys: endpoint records, and a ZAP authenticator.
 
-Each rank makes a CURVE key pair for this one meeting, and leaves in the store a *card*: its address, its
-public key, and the proof that whoever wrote the card knows the job's secret (HMAC-SHA256). The proof is for
-one key of the store, so a card that somebody copies to another one, that of another rank or of another
-group, is not believed. Nobody else can make a card, and an old one is of no use to whoever has not its
+Each rank makes a CURVE key pair for this one meeting, and leaves in the store an *endpoint record*: its
+address, its public key, and the proof that whoever wrote it knows the job's secret (HMAC-SHA256). The proof
+is for one key of the store, so a record that somebody copies to another one, that of another rank or of
+another group, is not believed. Nobody else can make one, and an old one is of no use to whoever has not its
 private key, which never leaves its rank. ZeroMQ's handshake then proves both sides' keys, encrypts what
-follows, and asks the *doorkeeper* (ZAP, 27/ZAP of the ZeroMQ RFCs) whether a client's key is on a card; it is
-let in under its rank, and ZeroMQ marks every message of it with that. Whoever has no card gets no message
-through.
+follows, and asks the *authenticator* (ZAP, 27/ZAP of the ZeroMQ RFCs) whether a client's key is in a record;
+it is let in under its rank and a number of the connection, and ZeroMQ marks every message of it with these.
+Whoever has none gets no message through.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class EndpointRecord(NamedTuple):
         return proof(secret, _PURPOSE, place.encode(), content) + content
 
 
-def read_card(text: bytes, secret: bytes, place: str, whose: str) -> EndpointRecord:
-    """The card of a rank.
+def read_endpoint(text: bytes, secret: bytes, place: str, whose: str) -> EndpointRecord:
+    """Return the record of a rank.
 
     Args:
         text: what the store has.
@@ -67,7 +67,7 @@ def read_card(text: bytes, secret: bytes, place: str, whose: str) -> EndpointRec
 
 
 class ZapAuthenticator:
-    """Lets in who has a card. Lives in the thread that calls :meth:`answer`.
+    """Lets in ranks that are expected. Lives in the thread that calls :meth:`answer`.
 
     Args:
         context: whose sockets it keeps.
@@ -83,6 +83,7 @@ class ZapAuthenticator:
         self.socket.bind(ZAP_ADDRESS)
         self.ranks: Mapping[bytes, int] = {}
         self.refused = 0
+        self._accepted = 0
 
     def answer(self) -> None:
         """Answer what is asked now."""
@@ -97,6 +98,8 @@ class ZapAuthenticator:
             version, number = (*request, b"", b"")[:2]
             if rank is None:
                 self.refused += 1
-                self.socket.send_multipart([version, number, b"400", b"no card", b"", b""])
+                self.socket.send_multipart([version, number, b"400", b"not expected", b"", b""])
             else:
-                self.socket.send_multipart([version, number, b"200", b"", str(rank).encode(), b""])
+                self._accepted += 1
+                user = b"%d %d" % (rank, self._accepted)
+                self.socket.send_multipart([version, number, b"200", b"", user, b""])

@@ -2,7 +2,7 @@
 
 ::
 
-    first frame     kind, tag, how many storages, how long the front is; the front, if it is short
+    first frame     kind, tag, how many storages, how long the front is, number; the front, if it is short
     then            the front in pieces, if it is not; then each storage in pieces
 
 The *front* is the length of each storage, and then the text. A frame is at most :data:`PIECE_BYTES` long, and
@@ -30,7 +30,7 @@ from torchestra.transport.message import Message, new_storage, no_room
 
 PIECE_BYTES = 1 << 18
 LARGEST_FRAME = PIECE_BYTES + 64
-_HEAD = struct.Struct("=HqIQ")
+_HEAD = struct.Struct("=HqIQQ")
 _LENGTH = struct.Struct("=Q")
 
 Memory = npt.NDArray[np.uint8]
@@ -55,17 +55,19 @@ def memory_at(address: int, length: int, keep: object) -> Memory:
 
 
 def frames(
-    kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object
+    kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object, number: int = 1
 ) -> Iterator[bytes | memoryview]:
-    """A message in frames. Those of storages are views of their memory.
+    """Return a message in frames. Those of storages are views of their memory.
 
     Args:
+        kind, tag: of the message.
         parts: the address and length of each part; the first is the text.
         keep: what the parts belong to.
+        number: of the message, among those to that rank.
     """
     lengths = b"".join(_LENGTH.pack(length) for _, length in parts[1:])
     size = len(lengths) + parts[0][1]
-    head = _HEAD.pack(kind, tag, len(parts) - 1, size)
+    head = _HEAD.pack(kind, tag, len(parts) - 1, size, number)
     if size <= PIECE_BYTES:
         yield head + lengths + ctypes.string_at(*parts[0])
         rest = parts[1:]
@@ -75,6 +77,16 @@ def frames(
         rest = parts
     for address, length in rest:
         yield from _pieces(memoryview(memory_at(address, length, keep)))  # type: ignore[arg-type]
+
+
+def text_frames(kind: int, tag: int, text: bytes, number: int) -> Iterator[bytes | memoryview]:
+    """Return a message that has only a text, in frames."""
+    head = _HEAD.pack(kind, tag, 0, len(text), number)
+    if len(text) <= PIECE_BYTES:
+        yield head + text
+    else:
+        yield head
+        yield from _pieces(memoryview(text))
 
 
 def _pieces(memory: memoryview) -> Iterator[memoryview]:
@@ -93,7 +105,7 @@ class MessageAssembler:
         self._source = source
         self._targets: list[tuple[int, int]] = []  # where the next pieces go: address, and room
         self._front: Memory | None = None
-        self._kind = self._tag = self._count = 0
+        self._kind = self._tag = self._count = self._number = 0
         self._text: bytes | Memory = b""
         self._storages: list[torch.UntypedStorage] = []
         self._too_large = 0  # bytes of a storage that there is no room for
@@ -126,12 +138,12 @@ class MessageAssembler:
         lost = no_room(self._source, "a tensor", self._too_large) if self._too_large else None
         storages, self._storages, self._too_large = self._storages, [], 0
         text, self._text = self._text, b""
-        return Message(self._source, self._kind, self._tag, text, storages, lost)
+        return Message(self._source, self._kind, self._tag, text, storages, lost, self._number)
 
     def _begin(self, frame: memoryview) -> None:
         if len(frame) < _HEAD.size:
             raise ValueError("a frame that is no beginning of a message")
-        self._kind, self._tag, self._count, length = _HEAD.unpack_from(frame)
+        self._kind, self._tag, self._count, length, self._number = _HEAD.unpack_from(frame)
         if self._count * _LENGTH.size > length:
             raise ValueError("a first frame that says less than it tells of")
         self._begun = True

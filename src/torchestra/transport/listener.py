@@ -61,6 +61,8 @@ class Listener:
 
     Attributes:
         endpoint: where it listens, as ZeroMQ writes it.
+        monitor: what tells of connections; :meth:`look` is to be called when there is something to read.
+        is_shut: whether the port has been shut for good.
 
     Raises:
         DistNetworkError: it cannot listen there.
@@ -69,7 +71,7 @@ class Listener:
     def __init__(self, inbox: zmq.Socket[Any], address: str, ports: tuple[int, int] | None) -> None:
         self._inbox = inbox
         self._expected = 0
-        self._shut = self._closed = False
+        self.is_shut = self._closed = False
         self._unproved: set[int] = set()
         self._proved: set[object] = set()  # addresses of those who have
         self._warnings = RateLimitedWarnings(_log)
@@ -79,12 +81,12 @@ class Listener:
             f"tcp://[{address}]:{self._number}" if ":" in address else f"tcp://{address}:{self._number}"
         )
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._monitor: zmq.Socket[Any] = inbox.context.socket(zmq.PAIR)
-        self._monitor.linger = 0
-        self._monitor.rcvhwm = 1  # besides what the other end keeps
+        self.monitor: zmq.Socket[Any] = inbox.context.socket(zmq.PAIR)
+        self.monitor.linger = 0
+        self.monitor.rcvhwm = 1  # besides what the other end keeps
         told = f"inproc://told-of-{id(self)}"
         inbox.monitor(told, _EVENTS)
-        self._monitor.connect(told)
+        self.monitor.connect(told)
 
     def open(self, expected: int) -> None:
         """Let them in, of whom so many are expected; to be called once, before the thread begins."""
@@ -108,12 +110,12 @@ class Listener:
         Args:
             expected: how many are still to come; 0 shuts the port for good.
         """
-        if self._shut:
+        if self.is_shut:
             return
         self._expected = expected
         self._read_events()
         if not expected:
-            self._shut = True
+            self.is_shut = True
             self._filter()
             self._read_events()
             for descriptor in tuple(self._unproved):
@@ -125,15 +127,15 @@ class Listener:
         if self._closed:
             return
         self._closed = True
-        if not self._shut:
+        if not self.is_shut:
             with contextlib.suppress(zmq.ZMQError):
                 self._inbox.unbind(self.endpoint)
         # While ZeroMQ waits for its events to be read, the monitor cannot be ended.
         deadline = time.monotonic() + _LAST_SECONDS
-        while self._monitor.poll(0) and time.monotonic() < deadline:
+        while self.monitor.poll(0) and time.monotonic() < deadline:
             self._read_events()
         self._inbox.disable_monitor()
-        self._monitor.close(0)
+        self.monitor.close(0)
         self._port.close()
         os.close(self._spare)
 
@@ -141,7 +143,7 @@ class Listener:
         failed = False
         while True:
             try:
-                event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+                event, value = _EVENT.unpack(self.monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 break
             if event == zmq.EVENT_ACCEPTED:

@@ -1,25 +1,40 @@
-"""A rank on another host, as its connection sees it."""
+"""The connection of one rank to another: what waits to be sent, and what has become of it.
+
+Who sends. Frames leave in the order of the queue, and whoever has the connection's lock sends. A caller does
+so on its own thread if all that is queued goes in one frame each, for that saves a change of threads; all
+else is the thread's of the transport. A caller may be interrupted between the sending of a frame and noting
+it, which then leaves twice: so messages are numbered, and what has come already is dropped.
+
+Reliable messages are kept until the other rank has confirmed them. When the connection breaks though both
+ranks live, a new one is made, and what is not confirmed goes again; what has come twice is dropped by its
+number.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from torchestra.transport.endpoint import EndpointRecord
-from torchestra.transport.framing import MessageAssembler, frames
+from torchestra.transport.framing import PIECE_BYTES, MessageAssembler, frames, text_frames
 
 ALIVE = b""
 GOODBYE = b"\0"
-HELLO = b"\0\0"  # all its connections are there
-WELCOME = b"\0\0\0"  # it has heard our hello
+HELLO = b"\0\0"  # the first frame of every connection
+WELCOME = b"\0\0\0"  # has heard our hello
+CONFIRM = b"\0\0\0\0"  # and the number of the last message that has come
+ASK_TO_CONFIRM = b"\0\0\0\0\0"
+CONTROL_BYTES = 12  # at most; the first frame of any message is longer
 FRAMES_IN_ADVANCE = 64  # that ZeroMQ keeps at either end of a connection
+_CONTROLS = (HELLO, WELCOME, ASK_TO_CONFIRM)
 _MOST_QUEUED = 1 << 26  # bytes
+_CONFIRM_MESSAGES, _CONFIRM_BYTES = 16, 1 << 18
 ENDED_SECONDS = 0.15
 _ENDED_TICK = 0.05
 AGAIN_FOR_SECONDS = 10.0  # who is turned away tries again
@@ -32,72 +47,146 @@ _FAILED = {
 }
 _TURNED_AWAY = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_DISCONNECTED)
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILED)
+_BROKEN = "died (its connection has ended)"
+
+Parts = Sequence[tuple[int, int]]
 
 
-class _Waiting(NamedTuple):
-    """A message that is to be sent: its bytes, what makes its frames, and what to call when they are sent."""
+class _Outgoing:
+    """A message that is to be sent.
 
-    size: int
-    frames: Callable[[], Iterator[bytes | memoryview]]
-    done: Callable[[], None] | None
+    Args:
+        kind, tag: of the message.
+        parts, keep: the address and length of each part, and what they belong to; or
+        text: all of a message that has one part.
+        done: called when the parts may be changed.
+        reliable: it is kept, and goes again, until the other rank has confirmed it.
+
+    Attributes:
+        number: among the messages to that rank, from 1.
+    """
+
+    __slots__ = ("_keep", "_kind", "_parts", "_tag", "_text", "done", "number", "reliable", "size")
+
+    def __init__(
+        self,
+        kind: int,
+        tag: int,
+        parts: Parts,
+        keep: object,
+        text: bytes | None = None,
+        done: Callable[[], None] | None = None,
+        reliable: bool = False,
+    ) -> None:
+        self._kind, self._tag, self._parts, self._keep, self._text = kind, tag, parts, keep, text
+        self.done, self.reliable = done, reliable
+        self.number = 0
+        self.size = sum(length for _, length in parts) if text is None else len(text)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it goes in one frame."""
+        return self.size <= PIECE_BYTES and (self._text is not None or len(self._parts) == 1)
+
+    def frames(self) -> Iterator[bytes | memoryview]:
+        """Return its frames."""
+        if self._text is not None:
+            return text_frames(self._kind, self._tag, self._text, self.number)
+        return frames(self._kind, self._tag, self._parts, self._keep, self.number)
 
 
-_NOTHING = _Waiting(0, lambda: iter(()), None)
+class _Control(_Outgoing):
+    """A frame that is no message."""
+
+    __slots__ = ("_frame",)
+
+    def __init__(self, frame: bytes) -> None:
+        super().__init__(0, 0, (), None)
+        self._frame = frame
+
+    @property
+    def is_short(self) -> bool:
+        return True
+
+    def frames(self) -> Iterator[bytes | memoryview]:
+        return iter((self._frame,))
 
 
 class PairConnection:
-    """What one rank knows of another one. All but :meth:`post` is for the thread of the connections.
+    """What one rank knows of another one. All but posting and :meth:`try_flush` is for the transport's
+    thread.
 
     Times are by the clock of that thread, which stands still while the process does.
 
     Attributes:
+        socket: of this rank's connection to the other; None before it is wanted.
         joined: the handshake has succeeded.
-        greeted: it has said hello.
-        settled: it has heard our hello; so our connection is not a stranger's to it any more.
+        greeted: the other has said hello.
+        settled: it has heard our hello, so our connection is not a stranger's to it any more. No message is
+            sent
+            before.
+        wanted: it is to be connected at once, whether or not there is something to send.
         refused: why there is no connection, while none has been.
         began: when the connection was last tried to be made, by the time of the host.
         how: what has become of the rank, once it is gone.
+        broken: why the connection has ended, if another one is to be made.
         heard, told: when something came from it, and was sent to it.
         blocked: ZeroMQ takes no more at the moment.
+        received: the number of the last message that has come.
+        accepted: which of the other's connections it came over; each has a larger number than those before.
     """
 
-    def __init__(self, rank: int, socket: zmq.Socket[Any], card: EndpointRecord) -> None:
+    reconnects = False
+    wanted = True
+
+    def __init__(self, rank: int, endpoint: EndpointRecord, *, reconnects: bool = False) -> None:
         self.rank = rank
-        self.card = card
-        self.socket = socket
-        self.joined = False
+        self.endpoint = endpoint
+        self.reconnects = reconnects
+        self.socket: zmq.Socket[Any] | None = None
+        self.wanted = self.joined = False
         self.greeted = self.settled = False
         self.refused = ""
-        self.how = ""
+        self.how = self.broken = ""
         self.heard = self.told = 0.0
         self.blocked = False
-        self.assembly = MessageAssembler(rank)
+        self.received = self.accepted = 0
+        self.assembler = MessageAssembler(rank)
         self._monitor: zmq.Socket[Any] | None = None
         self._ended: float | None = None  # for how long the connection has been ended, with nothing heard
         self._looked = 0.0
-        self._queue: deque[_Waiting] = deque()
-        self._frames: Iterator[bytes | memoryview] | None = None
+        self._controls: deque[bytes] = deque()
+        self._queue: deque[_Outgoing] = deque()
+        self._unconfirmed: deque[_Outgoing] = deque()
+        self._frames: Iterator[bytes | memoryview] | None = None  # of the message that is being sent
         self._frame: bytes | memoryview | None = None
-        self._current = _NOTHING  # the message that is being sent
-        self._said_hello = False
-        # Callers may come again from a finaliser that interrupts them.
+        # Callers may come again from a finaliser that interrupts them; then `_flushing` is set.
         self._lock = threading.RLock()
-        self._posted = 0
-        self._sent = 0
+        self._flushing = False
+        self._posted = self._sent = 0  # bytes
+        self._numbered = 0
+        self._to_confirm, self._to_confirm_bytes = 0, 0
         self._room = threading.Event()
         self._first = self.began = time.monotonic()
-        self.connect(socket)
 
     # -- every thread
 
     def post(
-        self, kind: int, tag: int, parts: Any, keep: object, done: Callable[[], None] | None = None
+        self, kind: int, tag: int, parts: Parts, keep: object, done: Callable[[], None] | None = None
     ) -> None:
         """Queue a message; ``done`` is called when all of it has been sent."""
-        size = sum(length for _, length in parts)
+        self._put(_Outgoing(kind, tag, parts, keep, done=done))
+
+    def post_text(self, kind: int, tag: int, text: bytes) -> None:
+        """Queue a message of one part, which is kept until it has come."""
+        self._put(_Outgoing(kind, tag, (), None, text, reliable=True))
+
+    def _put(self, message: _Outgoing) -> None:
         with self._lock:
-            self._posted += size
-        self._queue.append(_Waiting(size, lambda: frames(kind, tag, parts, keep), done))
+            self._posted += message.size
+            self._numbered += 1
+            message.number = self._numbered
+            self._queue.append(message)
 
     @property
     def is_full(self) -> bool:
@@ -111,20 +200,75 @@ class PairConnection:
             self._room.wait(seconds)
 
     def say(self, control: bytes) -> None:
-        """Queue one of the frames above, which are shorter than the first of any message."""
-        self._said_hello |= control == HELLO
-        self._queue.append(_Waiting(0, lambda: iter((control,)), None))
+        """Queue one of the frames above; before all messages, but for a goodbye."""
+        if control in _CONTROLS or control.startswith(CONFIRM):
+            self._controls.append(control)
+        else:
+            self._queue.append(_Control(control))
 
-    # -- the thread of the connections
+    @property
+    def is_owed(self) -> bool:
+        """Whether reliable messages are here that it has not confirmed, and still may."""
+        if self.how:
+            return False
+        return bool(self._unconfirmed) or any(each.reliable for each in tuple(self._queue))
+
+    def try_flush(self) -> bool:
+        """Send what is queued, if it is short, on the thread of a caller; whether all has been sent."""
+        if self.blocked or not self.settled:
+            return False
+        ended: list[Callable[[], None]] = []
+        try:
+            if not self._lock.acquire(blocking=False) or self._flushing:
+                return False
+            self._flushing = True
+            try:
+                while self._queue:
+                    if self._frames is not None or not self._queue[0].is_short or self.socket is None:
+                        return False
+                    if not self._send(next(self._queue[0].frames())):
+                        return False
+                    self._note_sent(self._queue.popleft(), ended)
+            finally:
+                self._flushing = False
+        finally:
+            try:  # not in contextlib.suppress(): an interrupt could come before the next line
+                self._lock.release()
+            except RuntimeError:
+                pass  # another thread has it
+        for done in ended:
+            done()
+        return True
+
+    # -- whoever has the lock
+
+    def _send(self, frame: bytes | memoryview) -> bool:
+        assert self.socket is not None
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self.blocked = True
+            return False
+        return True
+
+    def _note_sent(self, message: _Outgoing, ended: list[Callable[[], None]]) -> None:
+        self._sent += message.size
+        if message.reliable and self.reconnects:
+            self._unconfirmed.append(message)
+        if message.done is not None:
+            ended.append(message.done)
+        self._room.set()
+
+    # -- the transport's thread
 
     def connect(self, socket: zmq.Socket[Any]) -> None:
-        """Connect, in place of what may have been refused."""
-        if self.refused:
+        """Connect, in place of what may have been refused, or have broken."""
+        if self.socket is not None:
             self._close_socket(0)
         self.socket, self.refused = socket, ""
         self._monitor = socket.get_monitor_socket(_EVENTS)
         self.began = time.monotonic()
-        socket.connect(self.card.address)
+        socket.connect(self.endpoint.address)
 
     @property
     def is_given_up(self) -> bool:
@@ -139,61 +283,113 @@ class PairConnection:
 
     @property
     def has_mail(self) -> bool:
-        """Whether anything is to be sent."""
-        return bool(self._queue) or self._frames is not None
+        """Whether anything is to be sent that may be now."""
+        return bool(self._controls) or (self.settled and (bool(self._queue) or self._frames is not None))
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is no connection yet, and a reason for one."""
+        return self.socket is None and not self.how and (self.wanted or self.greeted or bool(self._queue))
+
+    @property
+    def is_meeting(self) -> bool:
+        """Whether the two are about to be connected."""
+        return (
+            self.socket is not None
+            and not (self.greeted and self.settled)
+            and not (self.how or self.is_given_up)
+        )
 
     def flush(self, clock: float) -> None:
         """Send what ZeroMQ takes."""
+        ended: list[Callable[[], None]] = []
+        with self._lock:
+            self._flush(ended)
+        self.told = clock
+        for done in ended:
+            done()
+
+    def _flush(self, ended: list[Callable[[], None]]) -> None:
         self.blocked = False
+        if self.socket is None or not self.joined:
+            return
         while True:
+            if self._frame is None and self._frames is None and self._controls:
+                if not self._send(self._controls[0]):
+                    return
+                self._controls.popleft()
+                continue
             if self._frame is None:
                 if self._frames is None:
-                    if not self._queue:
+                    if not (self._queue and self.settled):
                         return
-                    self._current = self._queue.popleft()
-                    self._frames = self._current.frames()
+                    self._frames = self._queue[0].frames()
                 self._frame = next(self._frames, None)
                 if self._frame is None:
                     self._frames = None
-                    self._sent += self._current.size
-                    self._room.set()
-                    done, self._current = self._current.done, _NOTHING
-                    if done is not None:
-                        done()
+                    self._note_sent(self._queue.popleft(), ended)
                     continue
-            try:
-                self.socket.send(self._frame, zmq.NOBLOCK)
-            except zmq.Again:
-                self.blocked = True
+            if not self._send(self._frame):
                 return
             self._frame = None
-            self.told = clock
 
     def show_life(self, clock: float) -> None:
         """Let it hear something, if there is nothing else."""
-        if self.has_mail:
+        if self.has_mail or self.socket is None:
             return
-        try:
-            self.socket.send(ALIVE, zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        self.told = clock
+        with self._lock:
+            if self._send(ALIVE):
+                self.told = clock
+            self.blocked = False
+
+    def accept(self, number: int) -> None:
+        """Begin to hear it over another connection; what it did not end on the last one is dropped."""
+        self.accepted = number
+        self.assembler = MessageAssembler(self.rank)
+
+    def note_received(self, number: int, size: int) -> bool:
+        """Note that a message has come; False if it is here already. Confirm some at once."""
+        if number <= self.received:
+            return False
+        self.received = number
+        if self.reconnects:
+            self._to_confirm += 1
+            self._to_confirm_bytes += size
+            if self._to_confirm >= _CONFIRM_MESSAGES or self._to_confirm_bytes >= _CONFIRM_BYTES:
+                self.confirm()
+        return True
+
+    def confirm(self) -> None:
+        """Queue the number of the last message that has come."""
+        self._to_confirm = self._to_confirm_bytes = 0
+        self.say(CONFIRM + self.received.to_bytes(8, "little"))
+
+    def note_confirmed(self, number: int) -> None:
+        """Forget messages that have come."""
+        with self._lock:
+            while self._unconfirmed and self._unconfirmed[0].number <= number:
+                self._unconfirmed.popleft()
+
+    def break_off(self) -> None:
+        """Have another connection made: what is not confirmed goes again, unreliable messages are dropped."""
+        with self._lock:
+            self.wanted = self.joined = self.settled = False
+            self._ended, self._frames, self._frame, self.broken = None, None, None, ""
+            kept = [each for each in self._queue if each.reliable or isinstance(each, _Control)]
+            kept[:0] = self._unconfirmed
+            self._unconfirmed.clear()
+            self._controls.clear()
+            self._queue.clear()
+            self._queue.extend(kept)
+            self._posted, self._sent = sum(each.size for each in kept), 0
+            self._first, self.refused = time.monotonic(), _FAILED[zmq.EVENT_DISCONNECTED]
 
     def look(self, clock: float, heartbeat: float | None, grace: float = ENDED_SECONDS) -> None:
         """Note what has become of the connection. ``grace``: see :class:`Transport`."""
         while self._monitor is not None and self._monitor.poll(0):
-            event = zmq.Event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._introduce()
-                self.joined, self.heard = True, clock
-            elif self.joined and not self.settled and event in _TURNED_AWAY:
-                # With too many strangers, before it knew who this is. What was said can be repeated.
-                self.joined, self.refused = False, _FAILED[event]
-            elif self.joined:
-                if self._ended is None:
-                    self._ended = 0.0
-            elif not self.refused:
-                self.refused = _FAILED.get(event, str(event))
+            self._note_event(zmq.Event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]), clock)
+        if not self.wanted and not self.how and self.is_given_up:
+            self.how = f"cannot be reached ({self.refused})"
         if self.how or not self.joined:
             return
         if self._ended is not None:
@@ -201,28 +397,47 @@ class PairConnection:
             # some looks: after a pause of this process ZeroMQ is as far behind as this thread.
             passed = min(clock - self._looked, _ENDED_TICK)
             self._ended = 0.0 if self.heard >= self._looked else self._ended + passed
-            if self._ended > grace:
-                self.how = "died (its connection has ended)"
+            if self._ended > grace and self.reconnects:
+                self.broken = _BROKEN
+            elif self._ended > grace:
+                self.how = _BROKEN
         elif heartbeat is not None and clock - self.heard > heartbeat:
             self.how = f"died or is cut off (nothing has been heard of it for {clock - self.heard:.1f} s)"
         self._looked = clock
 
-    def _introduce(self) -> None:
-        """Say at once whose connection this is, and again what was said on one before."""
-        self.say(HELLO if self._said_hello else ALIVE)
-        if self.greeted:
-            self.say(WELCOME)
+    def _note_event(self, event: zmq.Event, clock: float) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.joined, self.heard = True, clock
+            self._controls.appendleft(HELLO)
+            if self.greeted:
+                self.say(WELCOME)
+        elif self.joined and not self.settled and event in _TURNED_AWAY:
+            # With too many strangers, before it knew who this is. What was said can be repeated.
+            self.joined, self.refused = False, _FAILED[event]
+            self._controls.clear()
+        elif self.joined:
+            if self._ended is None:
+                self._ended = 0.0
+        elif not self.refused:
+            self.refused = _FAILED.get(event, str(event))
 
     def close(self, linger: int) -> None:
         """End the connection; ``linger``: milliseconds for what ZeroMQ still has."""
-        self._queue.clear()
-        self._frames = self._frame = None
-        self._room.set()
-        self._close_socket(linger)
+        with self._lock:
+            self._queue.clear()
+            self._controls.clear()
+            self._unconfirmed.clear()
+            self._frames = self._frame = None
+            self.settled = False
+            self._room.set()
+            self._close_socket(linger)
 
     def _close_socket(self, linger: int) -> None:
+        if self.socket is None:
+            return
         if self._monitor is not None:
             self.socket.disable_monitor()
             self._monitor.close(0)
             self._monitor = None
         self.socket.close(linger)
+        self.socket = None

@@ -1,21 +1,28 @@
-"""The connections of one rank to those on other hosts, and the one thread that uses them.
+"""The connections of one rank to those on other hosts, and the one thread that looks after them.
 
 A rank listens at one port, where it only receives (PULL), and has a connection of its own to each of the
-others, where it only sends (PUSH). ZeroMQ's sockets are for one thread: callers leave messages in queues and
-rouse it, and it hands on what has come. It never waits for a connection or for anybody's function, so large
-messages in both directions do not stop each other, and an interrupted caller leaves nothing halfway.
+others, where it only sends (PUSH). Callers leave messages in queues (pair.py); short ones they send on their
+own thread if they can. The transport's thread sends the rest, and hands on what has come. It never waits for
+a connection or for anybody's function, so large messages in both directions do not stop each other, and an
+interrupted caller leaves nothing halfway.
 
-*Who lives.* A connection that has ended is the end of that rank here, and never made again: what was on its
-way over it is lost, and nothing is to be lost in silence. A rank that says goodbye has shut down. And each
-lets the others hear of it now and then, where that is wanted, so one is missed whose host is gone without a
-word. Time in which this process itself was stopped does not count.
+*Who is connected.* :meth:`Transport.join` connects ranks that all need each other, and returns when all have
+met. Ranks that :meth:`Transport.expect` has made known are connected when one of the two first sends the
+other something.
+
+*Who lives.* A connection that has ended is the end of that rank here, and what was on its way over it is
+lost; nothing is to be lost in silence. Where the owner knows from elsewhere who lives, it asks for another
+connection to be made instead (``broken``), and reliable messages go again over that. A rank that says goodbye
+has shut down. And each lets the others hear of it now and then, where that is wanted, so one is missed whose
+host is gone without a word. Time in which this process itself was stopped does not count.
 
 *What goes wrong with one rank* (frames that make no sense, whatever an error in here is about) ends that
 rank, and nothing between this one and the others.
 
-*Strangers.* The port is open only until all others are connected: nobody else has any business there. Until
-then whoever connects has some seconds to prove his key, and there are never many of them (listener.py). A
-rank whose connection is lost among them comes again.
+*Strangers.* Nobody gets a message through without a key of one of the ranks that are expected (endpoint.py).
+The port is open only until all of these are connected, for those that connect when they like as long as the
+transport is. While it is, whoever connects has some seconds to prove his key, and there are never many of
+them (listener.py). A rank whose connection is lost among them comes again.
 """
 
 from __future__ import annotations
@@ -24,18 +31,21 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import zmq
 
 from torchestra.errors import DistNetworkError
-from torchestra.system.deadline import RunningClock
 from torchestra.transport.endpoint import ZAP_DOMAIN, EndpointRecord, ZapAuthenticator
 from torchestra.transport.framing import LARGEST_FRAME
 from torchestra.transport.listener import HANDSHAKE_SECONDS, Listener
 from torchestra.transport.message import Message
 from torchestra.transport.pair import (
+    ASK_TO_CONFIRM,
+    CONFIRM,
+    CONTROL_BYTES,
     ENDED_SECONDS,
     FRAMES_IN_ADVANCE,
     GOODBYE,
@@ -53,6 +63,8 @@ _FLUSH_SECONDS = 2.0
 _JOIN_SECONDS = 5.0
 _AGAIN_SECONDS = 0.25
 _FRAMES_AT_ONCE = 256
+_MOST_EXPECTED_AT_ONCE = 64
+"""Of ranks that connect when they like: how many may be in their handshakes, besides strangers."""
 
 _log = logging.getLogger(__name__)
 
@@ -71,11 +83,14 @@ class Transport:
         advice: what to do where one cannot be reached, for messages.
         grace: for how long after a rank has ended its connection without a goodbye what it has sent before
             may still come: that comes over another connection, which a bad link may have delayed.
+        broken: called with a rank whose connection has ended without a goodbye, and how; then another one is
+            made.
+            Default: the rank is lost.
 
-    Both are called by the thread of the connections.
+    All three are called by the thread of the transport.
 
     Attributes:
-        card: how this rank is reached.
+        endpoint: how this rank is reached.
 
     Raises:
         DistNetworkError: it cannot listen there.
@@ -91,16 +106,20 @@ class Transport:
         lost: Callable[[int, str], None] = lambda rank, how: None,
         advice: str = "",
         grace: float = ENDED_SECONDS,
+        broken: Callable[[int, str], None] | None = None,
     ) -> None:
         self._owner = os.getpid()
         self._name = name
         self._heartbeat, self._grace = heartbeat, grace
-        self._arrived, self._lost = arrived, lost
+        self._arrived, self._lost, self._broken = arrived, lost, broken
         self._advice = advice
+        self._endpoints: dict[int, EndpointRecord] = {}
         self._peers: dict[int, PairConnection] = {}
+        self._senders: dict[str, tuple[PairConnection, int]] = {}
+        self._unsent: deque[PairConnection] = deque()  # what callers could not send
         self._told_lost: set[int] = set()
         self._clock = 0.0
-        self._running_clock = RunningClock(_LONGEST_TICK)
+        self._looked = time.monotonic()
         self._closing = False
         self._released = False
         self._roused = False
@@ -127,62 +146,93 @@ class Transport:
             inbox.curve_server = True
             inbox.curve_secretkey = self._private
             self._listener = listener = Listener(inbox, address, ports)
-            self.card = EndpointRecord(listener.endpoint, self._public)
+            self.endpoint = EndpointRecord(listener.endpoint, self._public)
         except BaseException:
             self._release()
             raise
 
     # -- every thread
 
-    def join(self, cards: Mapping[int, EndpointRecord], names: Mapping[int, str], seconds: float) -> None:
+    def join(self, endpoints: Mapping[int, EndpointRecord], names: Mapping[int, str], seconds: float) -> None:
         """Connect to the others; returns when all have let this rank in. They all must call it.
 
         Args:
-            cards: of the ranks on other hosts.
+            endpoints: of the ranks on other hosts.
             names: what to call them in messages.
             seconds: how long that may take.
 
         Raises:
             DistNetworkError: one of them does not answer, or does not let this rank in.
         """
+        self.expect(endpoints, connect=True)
+        deadline = time.monotonic() + seconds
+        for state in ("joined", "greeted", "settled"):
+            self._await(state, names, endpoints, deadline)
+
+    def expect(self, endpoints: Mapping[int, EndpointRecord], *, connect: bool = False) -> None:
+        """Let ranks in, and be able to send to them; those that are known already are left as they are.
+
+        Args:
+            endpoints: of ranks on other hosts.
+            connect: whether to connect to them now, not when there is something to send.
+
+        Raises:
+            DistNetworkError: this end was closed.
+        """
         with self._gate:
             if self._closing:
                 raise DistNetworkError("this end was closed")
-            self._begin(cards)
-        deadline = time.monotonic() + seconds
-        self._await("joined", names, cards, deadline)
-        for peer in self._peers.values():
-            peer.say(HELLO)
+            new = {rank: each for rank, each in endpoints.items() if rank not in self._endpoints}
+            self._endpoints |= new
+            self._door.ranks = {each.key: rank for rank, each in self._endpoints.items()}
+            if connect:
+                for rank in new:
+                    self._peer(rank).wanted = True
+            if self._thread is None:
+                assert self._listener is not None
+                self._listener.open(self._expected())
+                self._thread = threading.Thread(
+                    target=self._serve, daemon=True, name=f"transport of {self._name}"
+                )
+                self._thread.start()
         self._rouse()
-        self._await("greeted", names, cards, deadline)
-        self._await("settled", names, cards, deadline)
 
-    def _begin(self, cards: Mapping[int, EndpointRecord]) -> None:
-        assert self._listener is not None
-        self._listener.open(len(cards))
-        self._door.ranks = {card.key: rank for rank, card in cards.items()}
-        for rank, card in cards.items():
-            self._peers[rank] = PairConnection(rank, self._socket_to(card), card)
-        self._thread = threading.Thread(target=self._serve, daemon=True, name=f"wire of {self._name}")
-        self._thread.start()
+    def _expected(self) -> int:
+        """How many ranks may come now that have not; one at least if any may come again."""
+        peers = self._peers.values()
+        now = sum(peer.wanted and not (peer.greeted or peer.how) for peer in peers)
+        later = len(self._endpoints) - now - sum(bool(peer.greeted or peer.how) for peer in peers)
+        return max(self._broken is not None, now + min(later, _MOST_EXPECTED_AT_ONCE))
+
+    def _peer(self, rank: int) -> PairConnection:
+        """The connection to a rank, which may be not made yet."""
+        peer = self._peers.get(rank)
+        if peer is None:
+            with self._gate:
+                peer = self._peers.get(rank)
+                if peer is None:
+                    reconnects = self._broken is not None
+                    peer = PairConnection(rank, self._endpoints[rank], reconnects=reconnects)
+                    self._peers = {**self._peers, rank: peer}  # another thread may be going through them
+        return peer
 
     def _await(
-        self, state: str, names: Mapping[int, str], cards: Mapping[int, EndpointRecord], deadline: float
+        self, state: str, names: Mapping[int, str], endpoints: Mapping[int, EndpointRecord], deadline: float
     ) -> None:
-        """Wait until all peers are ``joined``, ``greeted`` or ``settled``."""
-        while waiting := [peer for peer in self._peers.values() if not getattr(peer, state)]:
+        """Wait until ranks are ``joined``, ``greeted`` or ``settled``."""
+        while waiting := [self._peers[rank] for rank in endpoints if not getattr(self._peers[rank], state)]:
             if self._closing:
                 raise DistNetworkError("this end was closed")
             late = "no answer in time" if time.monotonic() > deadline else ""
             for peer in waiting:
                 if why := peer.how or late or (peer.is_given_up and peer.refused):
-                    raise self._unreachable(names[peer.rank], cards[peer.rank], why)
+                    raise self._unreachable(names[peer.rank], endpoints[peer.rank], why)
             time.sleep(_MEETING_TICK)
 
-    def _unreachable(self, name: str, card: EndpointRecord, why: str) -> DistNetworkError:
+    def _unreachable(self, name: str, endpoint: EndpointRecord, why: str) -> DistNetworkError:
         return DistNetworkError(
-            f"{self._name} cannot reach {name}, which is on another host, at {card.address}: {why}. Can this"
-            f" host connect to that address and port? {self._advice}"
+            f"{self._name} cannot reach {name}, which is on another host, at {endpoint.address}: {why}. Can"
+            f" this host connect to that address and port? {self._advice}"
         )
 
     def send(self, peer: int, kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object) -> None:
@@ -208,13 +258,49 @@ class Transport:
 
         Args:
             peer, kind, tag, parts, keep: see :meth:`send`.
-            done: called by the thread of the connections when the parts may be changed.
+            done: called when the parts may be changed, by the thread of the transport or before this returns.
         """
-        to = self._peers[peer]
-        if to.how or self._closing:
-            return
-        to.post(kind, tag, parts, keep, done)
-        self._rouse()
+        to = self._peers.get(peer) or self._peer(peer)
+        if not (to.how or self._closing):
+            to.post(kind, tag, parts, keep, done)
+            self._begin_to_send(to)
+
+    def post_text(self, peer: int, kind: int, tag: int, text: bytes) -> None:
+        """Begin to send a reliable message of one part; never waits.
+
+        It arrives even if the connection breaks meanwhile, as long as both ranks live, see :meth:`flush`.
+        """
+        to = self._peers.get(peer) or self._peer(peer)
+        if not (to.how or self._closing):
+            to.post_text(kind, tag, text)
+            self._begin_to_send(to)
+
+    def _begin_to_send(self, to: PairConnection) -> None:
+        if not to.try_flush():
+            self._unsent.append(to)
+            self._rouse()
+
+    def flush(self, seconds: float, is_vain: Callable[[int], bool]) -> bool:
+        """Wait until all reliable messages have come, so many seconds at most; whether they have.
+
+        Args:
+            seconds: how long to wait.
+            is_vain: tells of a rank whether it will receive nothing more.
+        """
+        deadline = time.monotonic() + seconds
+        owed = self._owed()
+        for peer in owed:
+            peer.say(ASK_TO_CONFIRM)
+            self._begin_to_send(peer)
+        while owed and not self._closing:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_MEETING_TICK)
+            owed = [peer for peer in owed if peer.is_owed and not is_vain(peer.rank)]
+        return True
+
+    def _owed(self) -> list[PairConnection]:
+        return [peer for peer in self._peers.values() if peer.is_owed]
 
     @property
     def is_closed(self) -> bool:
@@ -223,11 +309,11 @@ class Transport:
 
     @property
     def strangers(self) -> int:
-        """How many wanted in with a key that is on no card."""
+        """How many wanted in with a key of nobody that is expected."""
         return self._door.refused
 
     def lost(self) -> dict[int, str]:
-        """Which ranks are gone, all that they had sent having come, and what has become of them."""
+        """Return which ranks are gone, all that they had sent having come, and what has become of them."""
         return {rank: peer.how for rank, peer in self._peers.items() if peer.how}
 
     def close(self, patience: float = _FLUSH_SECONDS, wait: float = _JOIN_SECONDS) -> None:
@@ -235,7 +321,7 @@ class Transport:
 
         Args:
             patience: for so many seconds at most while they do not take what is for them.
-            wait: for how long to wait for that; the rest is done by the thread of the connections.
+            wait: for how long to wait for that; the rest is done by the thread of the transport.
         """
         if os.getpid() != self._owner or self._released:
             return  # a forked child has the sockets of its parent, which it must not touch
@@ -258,14 +344,14 @@ class Transport:
 
     # -- the thread
 
-    def _socket_to(self, card: EndpointRecord) -> zmq.Socket[Any]:
+    def _socket_to(self, endpoint: EndpointRecord) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = self._context.socket(zmq.PUSH)
         socket.sndhwm = FRAMES_IN_ADVANCE
         socket.reconnect_ivl = -1
         socket.linger = 0
-        socket.ipv6 = card.address.startswith("tcp://[")
+        socket.ipv6 = endpoint.address.startswith("tcp://[")
         socket.handshake_ivl = HANDSHAKE_SECONDS * 1000
-        socket.curve_serverkey = card.key
+        socket.curve_serverkey = endpoint.key
         socket.curve_publickey = self._public
         socket.curve_secretkey = self._private
         return socket
@@ -284,46 +370,74 @@ class Transport:
             self._release()
 
     def _exchange(self) -> None:
-        poller, listener = self._poller(), self._listener
+        listener = self._listener
         assert listener is not None
-        blocked: set[int] = set()
+        poller = self._poller(listener)
+        blocked: dict[Any, PairConnection] = {}  # by socket
         next_look = 0.0
         while not self._closing:
-            meeting = not all(peer.greeted and peer.settled for peer in self._peers.values())
+            meeting = any(peer.is_meeting for peer in self._peers.values())
             watches = self._heartbeat is not None or any(peer.is_ending for peer in self._peers.values())
             tick = _TICK if watches else _IDLE_TICK
             ready = dict(poller.poll(round(1000 * (_MEETING_TICK if meeting else tick))))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
                 self._roused = False
-            for peer in self._peers.values():
-                if peer.has_mail and (not peer.blocked or peer.socket in ready) and not peer.how:
-                    self._guarded(peer, peer.flush, self._clock)
-                if peer.blocked != (peer.rank in blocked):
-                    self._watch(poller, peer, blocked)
-            if self._door.socket in ready:
-                self._door.answer()
             if self._inbox in ready and self._receive(listener):
                 next_look = 0.0
-            listener.look(sum(not peer.greeted for peer in self._peers.values()))
-            if meeting or time.monotonic() >= next_look:
+            for peer in self._to_flush(ready, blocked, meeting=meeting):
+                self._flush(peer, poller, blocked)
+            if self._door.socket in ready:
+                self._door.answer()
+            is_time = meeting or time.monotonic() >= next_look
+            if is_time or listener.monitor in ready:
+                self._look_at_port(poller, listener)
+            if is_time:
                 self._look(poller, blocked)
                 next_look = time.monotonic() + tick
 
-    def _poller(self) -> zmq.Poller:
+    def _poller(self, listener: Listener) -> zmq.Poller:
         poller = zmq.Poller()
-        for source in (self._wake, self._inbox, self._door.socket):
+        for source in (self._wake, self._inbox, self._door.socket, listener.monitor):
             poller.register(source, zmq.POLLIN)
         return poller
 
-    def _watch(self, poller: zmq.Poller, peer: PairConnection, blocked: set[int]) -> None:
-        """Look out for room in a connection that has none, and only in such."""
-        if peer.blocked:
-            poller.register(peer.socket, zmq.POLLOUT)
-            blocked.add(peer.rank)
-        else:
-            poller.unregister(peer.socket)
-            blocked.discard(peer.rank)
+    def _look_at_port(self, poller: zmq.Poller, listener: Listener) -> None:
+        if not listener.is_shut:
+            listener.look(self._expected())
+            if listener.is_shut:
+                poller.unregister(listener.monitor)
+
+    def _to_flush(
+        self, ready: Mapping[Any, int], blocked: Mapping[Any, PairConnection], *, meeting: bool
+    ) -> set[PairConnection]:
+        """The connections that there is something to send over."""
+        chosen = {peer for socket, peer in blocked.items() if socket in ready}
+        while self._unsent:
+            peer = self._unsent.popleft()
+            if not peer.blocked or peer.socket not in blocked:
+                chosen.add(peer)
+        if meeting:
+            chosen.update(
+                peer for peer in self._peers.values() if peer.has_mail and peer.socket not in blocked
+            )
+        return chosen
+
+    def _flush(self, peer: PairConnection, poller: zmq.Poller, blocked: dict[Any, PairConnection]) -> None:
+        """Send what ZeroMQ takes; look out for room in a connection that has none, and only in such."""
+        if peer.how:
+            return
+        if peer.is_wanted:
+            self._guarded(peer, peer.connect, self._socket_to(peer.endpoint))
+            return
+        self._guarded(peer, peer.flush, self._clock)
+        socket = peer.socket
+        if peer.blocked and socket not in blocked:
+            poller.register(socket, zmq.POLLOUT)
+            blocked[socket] = peer
+        elif not peer.blocked and socket in blocked:
+            poller.unregister(socket)
+            del blocked[socket]
 
     def _guarded(self, peer: PairConnection, action: Callable[..., None], *args: object) -> None:
         """Do something for a rank; whatever goes wrong ends that rank here, and no other."""
@@ -343,47 +457,74 @@ class Transport:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            peer = self._peers[int(frame.get("User-Id"))]  # the doorkeeper's word, not the sender's
-            if peer.how:
+            peer, accepted = self._sender(frame)
+            if peer.how or accepted < peer.accepted:
                 continue
             peer.heard = self._clock
-            if not peer.greeted:
+            if accepted > peer.accepted:
                 listener.prove(int(frame.get("__fd")))
+                peer.accept(accepted)
             self._guarded(peer, self._hear, peer, frame)
             gone |= bool(peer.how)
         return gone
 
-    def _hear(self, peer: PairConnection, frame: zmq.Frame) -> None:
-        if not peer.assembly.under_way and len(frame) <= len(WELCOME):
-            control = frame.bytes
-            if control == HELLO:
-                peer.greeted = True
-                peer.say(WELCOME)
-                peer.flush(self._clock)
-            elif control == WELCOME:
-                peer.settled = True
-            elif control == GOODBYE:
-                peer.how = "has shut down"
-            return
-        message = peer.assembly.feed(frame.buffer)
-        if message is not None:
-            self._arrived(message)
+    def _sender(self, frame: zmq.Frame) -> tuple[PairConnection, int]:
+        """Whose connection a frame came over, and which one, in the authenticator's words."""
+        user = str(frame.get("User-Id"))
+        found = self._senders.get(user)
+        if found is None:
+            rank, _, accepted = user.partition(" ")
+            found = self._senders[user] = self._peer(int(rank)), int(accepted)
+        return found
 
-    def _look(self, poller: zmq.Poller, blocked: set[int]) -> None:
+    def _hear(self, peer: PairConnection, frame: zmq.Frame) -> None:
+        if not peer.assembler.under_way and len(frame) <= CONTROL_BYTES:
+            self._hear_control(peer, frame.bytes)
+            return
+        message = peer.assembler.feed(frame.buffer)
+        if message is not None:
+            if peer.note_received(message.number, len(message.text)):
+                self._arrived(message)
+            if peer.has_mail:
+                self._unsent.append(peer)
+
+    def _hear_control(self, peer: PairConnection, control: bytes) -> None:
+        if control == HELLO:
+            peer.greeted = True
+            peer.say(WELCOME)
+        elif control == WELCOME:
+            peer.settled = True
+        elif control == GOODBYE:
+            peer.how = "has shut down"
+        elif control == ASK_TO_CONFIRM:
+            peer.confirm()
+        elif control.startswith(CONFIRM) and len(control) == CONTROL_BYTES:
+            peer.note_confirmed(int.from_bytes(control[len(CONFIRM) :], "little"))
+            return
+        self._unsent.append(peer)
+
+    def _look(self, poller: zmq.Poller, blocked: dict[Any, PairConnection]) -> None:
         now = time.monotonic()
-        self._clock = self._running_clock.elapsed()
+        self._clock += min(_LONGEST_TICK, now - self._looked)
+        self._looked = now
         for peer in self._peers.values():
-            if peer.socket.closed:
+            if peer.is_wanted:
+                self._guarded(peer, peer.connect, self._socket_to(peer.endpoint))
+            if peer.socket is None:
                 continue
             self._guarded(peer, peer.look, self._clock, self._heartbeat, self._grace)
+            if peer.broken and not peer.how and self._broken is not None:
+                how = peer.broken
+                self._guarded(peer, peer.break_off)
+                self._broken(peer.rank, how)
             again = bool(peer.refused) and now - peer.began > _AGAIN_SECONDS and not peer.is_given_up
-            if (peer.how or again) and peer.rank in blocked:
+            if (peer.how or again) and peer.socket in blocked:
                 poller.unregister(peer.socket)
-                blocked.discard(peer.rank)
+                del blocked[peer.socket]
             if peer.how:
                 peer.close(linger=0)
             elif again:
-                self._guarded(peer, peer.connect, self._socket_to(peer.card))
+                self._guarded(peer, peer.connect, self._socket_to(peer.endpoint))
             elif peer.joined and self._heartbeat and self._clock - peer.told > self._heartbeat / 4:
                 peer.show_life(self._clock)
         self._tell_lost()
@@ -396,7 +537,7 @@ class Transport:
 
     def _say_goodbye(self) -> None:
         """Let all hear the rest and the goodbye, as far as they listen."""
-        there = [peer for peer in self._peers.values() if peer.joined and not peer.how]
+        there = [peer for peer in self._peers.values() if peer.settled and not peer.how]
         for peer in there:
             peer.say(GOODBYE)
         deadline = time.monotonic() + self._patience
