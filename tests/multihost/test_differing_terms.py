@@ -8,7 +8,7 @@ import re
 from simulated import host_names
 
 import torchestra as dist
-from torchestra.engine.multihost.failure_detector import HEARTBEAT_VARIABLE
+from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.host_id import HOST_VARIABLE
 from torchestra.store import PrefixStore, Store
 from torchestra.store.secret import SECRET_VARIABLE

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import threading
 from typing import Any
 
@@ -10,14 +13,16 @@ import torch
 from simulated import LAYOUTS, Layout, on_processes, on_threads
 
 import torchestra as dist
-from torchestra.engine.multihost.correspondence import Correspondence
-from torchestra.engine.multihost.failure_detector import HEARTBEAT_VARIABLE
+from torchestra.engine.multihost.group_transport import GroupTransport
+from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.p2p_request import P2PRequest
 from torchestra.engine.multihost.wait_policy import WaitPolicy
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
+from torchestra.transport.message import Message
+from torchestra.transport.transport import Transport
 
 SMALL, LARGE, HUGE = 5, 50_000, 700_000
-"""Elements of float32: in a letter, in several, and more than goes in letters."""
+"""Elements of float32: in one frame, in several, and more than goes before it is asked for."""
 
 MEGABYTE = 1 << 20
 
@@ -116,12 +121,12 @@ def survive_their_sender() -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     group = dist.new_group([0, last])
     if rank == 0:
-        meet_over_a_line(last, group)
+        exchange_one(last, group)
         for number in range(20):
             dist.send(torch.full((number * 2000,), number), last, group=group)
         dist.destroy_process_group(group)
     elif rank == last:
-        meet_over_a_line(0, group)
+        exchange_one(0, group)
     dist.barrier()
     if rank == last:
         for number in range(20):
@@ -139,14 +144,14 @@ def ahead_of_their_receiver() -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     tensors = [torch.full((MEGABYTE,), number, dtype=torch.uint8) for number in range(7)]
     if rank == 0:
-        meet_over_a_line(last)
+        exchange_one(last)
         works = [dist.isend(tensor, last, tag=9) for tensor in tensors]
         assert [work.is_completed() for work in works] == [True] * 4 + [False] * 3
         dist.barrier()
         for work in works:
             work.wait()
     elif rank == last:
-        meet_over_a_line(0)
+        exchange_one(0)
         dist.barrier()
         for tensor in tensors:
             dist.recv(received := torch.zeros_like(tensor), 0, tag=9)
@@ -155,21 +160,15 @@ def ahead_of_their_receiver() -> None:
         dist.barrier()
 
 
-def letters_of(group: Any) -> Any:
-    return group.communicator.engine.mailbox._letters
+def link_of(group: Any) -> Any:
+    """This rank's transport."""
+    return group.communicator.engine.mailbox.transport.link
 
 
-def meet_over_a_line(peer: int, group: Any = None) -> None:
-    """Exchange messages with a rank until they do not go by the store any more."""
-    group = group or dist.group.WORLD
-    letters, number = letters_of(group), dist.get_group_rank(group, peer)
-    for _ in range(2000):
-        ready = torch.tensor([float(letters.is_direct(number))])
-        dist.send(ready, peer, group=group, tag=8)
-        dist.recv(other := torch.zeros(1), peer, group=group, tag=8)
-        if ready.item() and other.item():
-            return
-    raise AssertionError("there is no line")
+def exchange_one(peer: int, group: Any = None) -> None:
+    """Send a message to a rank and receive one, so that the two are connected."""
+    dist.send(torch.ones(1), peer, group=group, tag=8)
+    dist.recv(torch.zeros(1), peer, group=group, tag=8)
 
 
 EVERYTHING = (
@@ -203,38 +202,54 @@ def test_messages_among_processes() -> None:
     on_processes((2, 1), all_of_it)
 
 
-def break_the_line() -> int:
-    """Letters go on by the store; nothing that was sent is lost, or comes twice. How many lines broke."""
+def shut_down_connections_to(port: int) -> None:
+    """End this process's connections to a port, as a firewall does that forgets them."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            copy = socket.socket(fileno=os.dup(int(name)))
+            with copy:
+                if copy.family == socket.AF_INET and copy.getpeername()[1] == port:
+                    copy.shutdown(socket.SHUT_RDWR)
+
+
+def break_the_connection() -> int:
+    """Messages go on over another one; nothing that was sent is lost, or comes twice, or out of order."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     if rank not in (0, last):
         dist.barrier()
         return 0
     peer = last - rank
-    meet_over_a_line(peer)
-    letters = letters_of(dist.group.WORLD)
+    exchange_one(peer)
+    address = link_of(dist.group.WORLD)._peers[peer].endpoint.address
     for number in range(60):
         dist.isend(torch.tensor([number]), peer)
         if number == 30 and rank == 0:
-            letters.line_to(peer)._bridge.close()
+            shut_down_connections_to(int(address.rpartition(":")[2]))
     for number in range(60):
         dist.recv(received := torch.zeros(1, dtype=torch.int64), peer)
         assert received.item() == number
-    assert not letters.is_direct(peer)
-    move = dist.send if rank == 0 else dist.recv
-    with pytest.raises(DistBackendError, match=r"the way to rank \d on host h\d failed"):
-        move(torch.zeros(HUGE), peer)
+    everybody_to_everybody_of(peer)
     dist.barrier()
     return 1
 
 
-@pytest.mark.parametrize("bridge", ["", "curve", "gloo"])
-def test_a_line_that_breaks_loses_nothing(bridge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def everybody_to_everybody_of(peer: int) -> None:
+    for length in (SMALL, HUGE):
+        works = [dist.isend(torch.ones(length), peer), dist.irecv(received := torch.zeros(length), peer)]
+        for work in works:
+            work.wait()
+        assert received.all()
+
+
+@pytest.mark.parametrize("bridge", ["", "gloo"])
+def test_a_connection_that_breaks_loses_nothing(bridge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HEARTBEAT_VARIABLE, "2")
-    assert on_threads((1, 2), break_the_line, bridge=bridge) == [1, 0, 1]
+    assert on_threads((1, 2), break_the_connection, bridge=bridge) == [1, 0, 1]
 
 
 def receive_from_one_that_has_left() -> None:
     group = dist.new_group()
+    exchange_one(1 - dist.get_rank(), group)
     if dist.get_rank() == 0:
         for tag in range(3):
             dist.send(torch.tensor([tag]), 1, group=group, tag=tag)
@@ -247,22 +262,25 @@ def receive_from_one_that_has_left() -> None:
         dist.destroy_process_group(group)
 
 
-def test_messages_of_one_that_has_left_are_received_however_slowly_letters_are_read(
+def test_messages_of_one_that_has_left_are_received_however_slowly_they_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a loaded machine: a letter is only read when who waits for it has looked around some times."""
+    """As on a loaded machine: a message is only taken when whoever waits for it has looked around some
+    times."""
     looked = threading.Semaphore(0)
-    check, take = WaitPolicy.check, Correspondence._take
+    check, deliver = WaitPolicy.check, GroupTransport._deliver
 
-    def counted_check(self: WaitPolicy, parcel: P2PRequest) -> None:
+    def counted_check(self: WaitPolicy, request: P2PRequest) -> None:
         looked.release()
-        check(self, parcel)
+        check(self, request)
 
-    def slow_take(self: Correspondence, raw: bytes) -> None:
+    def slow_deliver(self: GroupTransport, message: Message) -> None:
         for _ in range(4):
             assert looked.acquire(timeout=10.0)
-        take(self, raw)
+        deliver(self, message)
 
+    # The sender has lost its patience with a receiver that does not confirm.
+    monkeypatch.setattr(Transport, "flush", lambda *_: False)
     monkeypatch.setattr(WaitPolicy, "check", counted_check)
-    monkeypatch.setattr(Correspondence, "_take", slow_take)
+    monkeypatch.setattr(GroupTransport, "_deliver", slow_deliver)
     on_threads((1, 1), receive_from_one_that_has_left)

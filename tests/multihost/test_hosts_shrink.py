@@ -11,7 +11,7 @@ import pytest
 from simulated import outcomes_on_threads
 
 import torchestra as dist
-from torchestra.engine.multihost.failure_detector import HEARTBEAT_VARIABLE
+from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 
 # What ranks do there, they do here.
 sys.path.append(str(Path(__file__).parents[1] / "shrinking"))

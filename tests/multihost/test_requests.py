@@ -11,7 +11,7 @@ import pytest
 
 import torchestra as dist
 from torchestra.engine.multihost.bridge_selection import BRIDGE_VARIABLE
-from torchestra.engine.multihost.failure_detector import HEARTBEAT_VARIABLE
+from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.host_discovery import find_hosts
 from torchestra.rendezvous.gathering import gather
 from torchestra.store import HashStore

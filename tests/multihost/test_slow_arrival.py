@@ -14,7 +14,8 @@ import torchestra as dist
 from torchestra.engine import operations
 from torchestra.engine.multihost import hierarchy, p2p_request
 from torchestra.engine.multihost.bridge import BridgeError
-from torchestra.engine.multihost.failure_detector import HEARTBEAT_VARIABLE, HeartbeatMonitor
+from torchestra.engine.multihost.failure_detector import HeartbeatMonitor
+from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.hierarchy import Hierarchy
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.thread_bridge import ThreadBridge

@@ -10,6 +10,8 @@ import torch
 
 from torchestra.engine.multihost.bridge import Bridge, BridgeError
 from torchestra.engine.multihost.bridge_selection import open_bridge
+from torchestra.engine.multihost.group_transport import GroupTransport
+from torchestra.engine.multihost.hosts import Hosts
 from torchestra.store import HashStore
 
 SECONDS = 30.0
@@ -24,13 +26,15 @@ def at_both_ends(kind: str, fn: Callable[[Bridge], None]) -> None:
     store.secret = "a secret of these tests"
 
     def body(end: int) -> None:
-        bridge = open_bridge(kind, store, end, 2, NAMES, SECONDS)
+        transport = GroupTransport(store, Hosts([[0], [1]], NAMES), end)
+        bridge = open_bridge(kind, store, transport, [0, 1], NAMES, SECONDS)
         try:
             fn(bridge)
         except BaseException as error:
             errors.append(error)
         finally:
             bridge.close()
+            transport.close()
 
     threads = [threading.Thread(target=body, args=(end,), daemon=True) for end in range(2)]
     for thread in threads:

@@ -3,147 +3,103 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import socket
-import struct
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated import on_threads
-from test_hosts_messages import letters_of, meet_over_a_line
+from test_hosts_messages import link_of
 from test_hosts_shrink import meet as meet_by_the_store
 
 import torchestra as dist
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.multihost.bridge_selection import BRIDGE_VARIABLE, TRUST_VARIABLE, choose_bridge
-from torchestra.engine.multihost.letters import ENCLOSED_BYTES, Envelope, Letter, What, pack, unpack
+from torchestra.engine.multihost.group_transport import Channel
+from torchestra.engine.multihost.packets import Packet, PacketType, pack, unpack
 from torchestra.errors import InvalidArgumentError
-from torchestra.store import HashStore, PrefixStore
+from torchestra.store import PrefixStore
 from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.transport.rendezvous import meet
 from torchestra.transport.transport import Transport
 
-LAST = 2
-
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What is logged of letters that are dropped, beginning anew."""
-    for name in ("letters", "correspondence", "point_to_point", "failure_detector", "peer_values"):
+    """What is logged of packets that are dropped, beginning anew."""
+    for name in ("packets", "point_to_point", "failure_detector", "peer_values"):
         monkeypatch.setattr(
-            f"torchestra.engine.multihost.{name}.warnings", RateLimitedWarnings(logging.getLogger("letters"))
+            f"torchestra.engine.multihost.{name}.warnings", RateLimitedWarnings(logging.getLogger("packets"))
         )
     return caplog
 
 
-# -- letters
+# -- packets
 
 KIND = DTYPE_CODE[torch.int64]
 
 
-def forgeries() -> list[bytes]:
-    """What was read as a letter, or ended the thread that reads them."""
-    offer = Letter(What.offer, 0, 0, KIND, 8, 0, struct.pack("<q", 666))
-    genuine = bytes(pack(Envelope(0, 1, 0), offer))
-    return [b"", b"xx", genuine, bytes(32) + genuine, os.urandom(500), genuine[:20]]
-
-
-def receive_despite_forgeries() -> int:
-    rank = dist.get_rank()
-    post = letters_of(dist.group.WORLD)._post
-    if rank == 1:
-        for forged in forgeries():
-            if post._has_queues():
-                post._store.queue_push(f"box/{LAST}", forged)
-            else:
-                post._store.set(f"box/{LAST}/{post._store.add(f'count/{LAST}', 1)}", forged)
-    dist.barrier()
-    if rank == 0:
-        dist.send(torch.tensor([7]), LAST)
-    number = torch.zeros(1, dtype=torch.int64)
-    if rank == LAST:
-        dist.recv(number, 0)
-    dist.barrier()
-    return int(number)
-
-
-def without_queues(*_: object) -> int:
-    raise NotImplementedError
-
-
-@pytest.mark.parametrize("queues", [True, False], ids=["queues", "numbers"])
-def test_letters_that_strangers_put_into_the_store_are_dropped(
-    queues: bool, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
-) -> None:
-    if not queues:  # as in torch's store
-        monkeypatch.setattr(HashStore, "queue_len", without_queues)
-    assert on_threads((2, 1), receive_despite_forgeries) == [0, 0, 7]
-    [warning] = [record.getMessage() for record in told.records if "nobody of its group" in record.message]
-    assert f"rank {LAST} dropped" in warning
-
-
 @given(st.binary(max_size=200))
-def test_whatever_comes_is_a_letter_or_refused(raw: bytes) -> None:
+def test_whatever_comes_is_a_packet_or_refused(raw: bytes) -> None:
     try:
-        _, letter = unpack(raw)
+        packet = unpack(raw)
     except ValueError:
         return
-    assert len(letter.enclosed) <= len(raw) < 200
-    assert letter.what in What
-
-
-def test_a_letter_cannot_enclose_more_than_there_is() -> None:
-    raw = pack(Envelope(0, 1, 0), Letter(What.part, 1, enclosed=b"12345678"))
-    assert unpack(bytes(raw))[1].enclosed == b"12345678"
-    with pytest.raises(ValueError, match="cannot enclose 8"):
-        unpack(bytes(raw[:-1]))
-    with pytest.raises(ValueError, match="cannot enclose"):
-        unpack(bytes(pack(Envelope(0, 1, 0), Letter(What.part, 1, enclosed=bytes(ENCLOSED_BYTES + 1)))))
+    assert len(packet.payload) < len(raw) < 200
+    assert packet.type in PacketType
 
 
 LARGE = 100_000  # elements of int64: more than what a small message has
 
 
-def impossible() -> Iterator[Letter]:
-    """Letters of a rank of the group that say more than is true."""
+def impossible() -> Iterator[bytes]:
+    """Packets of a rank of the group that say more than is true."""
     large = 8 * LARGE
-    yield Letter(What.offer, 0, 5, KIND, 8, 0, b"")  # less than it says: what lies beside it would be read
-    yield Letter(What.offer, 0, 5, KIND, 8, 0, bytes(16))
-    yield Letter(What.offer, 99, 5, KIND, large, large + 1, b"")
-    yield Letter(What.offer, 99, 5, 250, large, 0, b"")
-    # More parts than were told of, which would be written beyond the tensor.
-    yield Letter(What.offer, 98, 6, KIND, large, large, b"")
-    for _ in range(20):
-        yield Letter(What.part, 98, enclosed=b"\1" * ENCLOSED_BYTES)
-    yield Letter(What.part, 98, enclosed=b"\1" * (large % ENCLOSED_BYTES))
+    yield b""
+    yield b"xx"
+    yield bytes(100)
+    yield pack(Packet(PacketType.rts, 0, KIND, 8, b""))  # what lies beside it would be read
+    yield pack(Packet(PacketType.rts, 0, KIND, 8, bytes(16)))
+    yield pack(Packet(PacketType.rts, 99, KIND, large, bytes(large + 1)))
+    yield pack(Packet(PacketType.rts, 99, 250, large, b""))
+    yield pack(Packet(PacketType.rts, 0, KIND, large, b""))  # nobody could be told to send the rest
 
 
 def receive_the_impossible() -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
+    link = link_of(dist.group.WORLD)
     if rank == 0:
-        meet_over_a_line(last)
-        for letter in impossible():
-            letters_of(dist.group.WORLD).write(last, letter)
+        dist.group.WORLD.communicator.engine.mailbox._send_rest = lambda *_: None  # type: ignore[union-attr]
+        for raw in impossible():
+            link.post_text(last, Channel.p2p, 5, raw)
+        # More than was told of, which would be written beyond the tensor.
+        link.post_text(last, Channel.p2p, 6, pack(Packet(PacketType.rts, 98, KIND, 8 * LARGE, b"")))
+        data = np.full(8 * LARGE + 8, 1, np.uint8)
+        head = np.frombuffer(pack(Packet(PacketType.data, 98)), np.uint8)
+        dist.recv(torch.zeros(1), last)
+        link.post(
+            last, Channel.p2p, 0, [(head.ctypes.data, head.nbytes), (data.ctypes.data, data.nbytes)], data
+        )
         dist.send(torch.tensor([8]), last, tag=5)
     elif rank == last:
-        meet_over_a_line(0)
         whole = torch.zeros(3 * LARGE, dtype=torch.int64)
         work = dist.irecv(whole[LARGE : 2 * LARGE], 0, tag=6)
+        dist.send(torch.zeros(1), 0)
         dist.recv(number := torch.zeros(1, dtype=torch.int64), 0, tag=5)
         assert number.item() == 8
-        work.wait()
-        ones = torch.full((LARGE,), 0x0101010101010101)
-        assert torch.equal(whole, torch.cat([torch.zeros_like(ones), ones, torch.zeros_like(ones)]))
+        with pytest.raises(dist.DistBackendError, match=r"800008 bytes came, not 800000"):
+            work.wait()
+        assert not whole.any()
     dist.barrier()
 
 
 @pytest.mark.usefixtures("told")
-def test_what_a_letter_says_is_checked_against_what_there_is_room_for() -> None:
+def test_what_a_packet_says_is_checked_against_what_there_is_room_for() -> None:
     on_threads((1, 1), receive_the_impossible)
 
 

@@ -99,13 +99,16 @@ class MessageAssembler:
 
     Args:
         source: the sender, as its messages shall say.
+
+    Attributes:
+        number: of the last message, among those of its sender.
     """
 
     def __init__(self, source: int) -> None:
         self._source = source
         self._targets: list[tuple[int, int]] = []  # where the next pieces go: address, and room
         self._front: Memory | None = None
-        self._kind = self._tag = self._count = self._number = 0
+        self._kind = self._tag = self._count = self.number = 0
         self._text: bytes | Memory = b""
         self._storages: list[torch.UntypedStorage] = []
         self._too_large = 0  # bytes of a storage that there is no room for
@@ -138,12 +141,12 @@ class MessageAssembler:
         lost = no_room(self._source, "a tensor", self._too_large) if self._too_large else None
         storages, self._storages, self._too_large = self._storages, [], 0
         text, self._text = self._text, b""
-        return Message(self._source, self._kind, self._tag, text, storages, lost, self._number)
+        return Message(self._source, self._kind, self._tag, text, storages, lost)
 
     def _begin(self, frame: memoryview) -> None:
         if len(frame) < _HEAD.size:
             raise ValueError("a frame that is no beginning of a message")
-        self._kind, self._tag, self._count, length, self._number = _HEAD.unpack_from(frame)
+        self._kind, self._tag, self._count, length, self.number = _HEAD.unpack_from(frame)
         if self._count * _LENGTH.size > length:
             raise ValueError("a first frame that says less than it tells of")
         self._begun = True

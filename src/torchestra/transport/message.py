@@ -21,7 +21,6 @@ class Message(NamedTuple):
         text: its first part; empty if there was no memory for it.
         storages: the memory of the other parts.
         lost: why there is not all of it here; then there are no storages.
-        number: of the message, among those from its sender, where the transport has one.
     """
 
     source: int
@@ -30,7 +29,6 @@ class Message(NamedTuple):
     text: bytes | npt.NDArray[np.uint8]
     storages: Sequence[torch.UntypedStorage]
     lost: MemoryError | None = None
-    number: int = 0
 
 
 def new_storage(length: int) -> torch.UntypedStorage | None:

@@ -483,7 +483,7 @@ class Transport:
             return
         message = peer.assembler.feed(frame.buffer)
         if message is not None:
-            if peer.note_received(message.number, len(message.text)):
+            if peer.note_received(peer.assembler.number, len(message.text)):
                 self._arrived(message)
             if peer.has_mail:
                 self._unsent.append(peer)

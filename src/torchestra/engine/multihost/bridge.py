@@ -1,25 +1,26 @@
-"""What moves bytes between hosts: one end of a rail, which joins one rank of every host, or of a line.
+"""What moves tensors between hosts for collectives: one end of a rail, which joins one rank of every host.
 
-A bridge brings a few operations, which begin at once and end when they are waited for. All ends of a rail
-call the same ones in the same order with lengths that fit; that is made sure of before (hierarchy.py).
-Tensors are contiguous, on the CPU, of bytes (uint8), and stay as they are until the operation has ended. What
-is reduced is reduced by this package's own kernels, so that every dtype and operation is there, and every
-host gets the same bits, whatever the bridge is.
-
-A line (line.py) joins two ranks, and uses what stands alone: what one end sends, the other receives, in the
-order of both; beside that each end writes the other letters, which come though nobody has asked for them.
+A bridge begins to receive from and to send to other ends; the operations are made of that here. They begin at
+once and end when they are waited for. All ends of a rail call the same ones in the same order with lengths
+that fit; that is made sure of before (hierarchy.py). Tensors are contiguous, on the CPU, of bytes (uint8),
+and stay as they are until the operation has ended. What is reduced is reduced by this package's own kernels,
+so that every dtype and operation is there, and every host gets the same bits, whatever the bridge is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
 
 import torch
 
 from torchestra.errors import DistBackendError
 
-__all__ = ["Bridge", "BridgeError", "Pending"]
+__all__ = ["Bridge", "BridgeError", "Pending", "Places"]
+
+Places = Sequence[tuple[int, torch.Tensor]]
+"""Ends, and what comes from or goes to each of them."""
 
 
 class BridgeError(DistBackendError):
@@ -30,37 +31,67 @@ class Pending(Protocol):
     """An operation of a bridge that has begun."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end, at most so long; whether it has ended.
+        """Wait for its end, at most so long; return whether it has ended.
 
         Raises:
             BridgeError: it has failed.
         """
 
 
-class Bridge(Protocol):
-    """One end of a rail.
+class Bridge(ABC):
+    """One end of a rail. The ends meet while the first operations wait.
+
+    Args:
+        host, size: which end this is, as the index of its host, and how many there are.
 
     Attributes:
         kind: what it is made of: ``"curve"``, ``"gloo"``, ``"mpi"`` or ``"threads"``.
-        host: which end this is: the index of its host.
-        size: how many ends there are.
+        host, size: those.
+        others: the other ends.
     """
 
-    kind: str
-    host: int
-    size: int
+    kind: ClassVar[str]
+
+    def __init__(self, host: int, size: int) -> None:
+        self.host, self.size = host, size
+        self.others = [end for end in range(size) if end != host]
+
+    @abstractmethod
+    def begin(self, receives: Places, sends: Places, seconds: float) -> Pending:
+        """Begin to receive from and to send to other ends, in their order between each two; nothing is empty.
+
+        A message may be shorter than the room for it; what it does not fill is left as it is.
+
+        Args:
+            receives, sends: where to, and what.
+            seconds: after how long whoever waits gives it up.
+
+        Raises:
+            BridgeError: the bridge has failed, or is closed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds; what is under way is given up. Never waits for another end."""
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, seconds: float) -> Pending:
         """Put every end's tensor, one after the other, into the output; all are equally long."""
+        return self.tell(output, tensor, seconds)
 
     def tell(self, output: torch.Tensor, tensor: torch.Tensor, seconds: float) -> Pending:
         """:meth:`all_gather` of tensors whose lengths may differ, into rows that have room for the longest.
 
         What a row has beyond the tensor that comes is left as it is.
         """
+        rows = output.view(self.size, -1) if output.numel() else [output] * self.size
+        rows[self.host][: tensor.numel()].copy_(tensor)
+        return self._exchange(rows, [tensor] * self.size, seconds)
 
     def broadcast(self, tensor: torch.Tensor, root: int, seconds: float) -> Pending:
         """Replace every end's tensor by that of the end ``root``."""
+        if root == self.host:
+            return self._begin([], [(end, tensor) for end in self.others], seconds)
+        return self._begin([(root, tensor)], [], seconds)
 
     def exchange(
         self,
@@ -74,46 +105,20 @@ class Bridge(Protocol):
 
         Nothing is sent where nothing is to be, and that must be where nothing is expected.
         """
+        rooms, pieces = output.split(list(expected)), tensor.split(list(sent))
+        rooms[self.host][: sent[self.host]].copy_(pieces[self.host])
+        return self._exchange(rooms, pieces, seconds)
 
-    def has_met(self, seconds: float) -> bool:
-        """Wait until the ends have met, at most so long; whether they have.
+    def _exchange(
+        self, rooms: Sequence[torch.Tensor] | torch.Tensor, pieces: Sequence[torch.Tensor], seconds: float
+    ) -> Pending:
+        receives = [(end, rooms[end]) for end in self.others]
+        return self._begin(receives, [(end, pieces[end]) for end in self.others], seconds)
 
-        Raises:
-            BridgeError: they have not, and will not any more.
-        """
-
-    def send(self, tensor: torch.Tensor, end: int, seconds: float) -> Pending:
-        """Send a tensor to another end, which receives it."""
-
-    def receive(self, tensor: torch.Tensor, end: int, seconds: float) -> Pending:
-        """Receive the next tensor that another end sends, which must be as long."""
-
-    def write(self, letter: torch.Tensor, end: int) -> object:
-        """Send a letter to another end, once the ends have met. Never waits for that end.
-
-        Returns:
-            What must be kept until that end is known to have the letter.
-
-        Raises:
-            BridgeError: there is no way to it any more.
-        """
-
-    def letters(self, end: int, length: int, awaited: Callable[[], bool]) -> Iterator[torch.Tensor]:
-        """The letters that another end writes, once the ends have met; waits for each. For one thread.
-
-        Args:
-            length: in bytes, of the longest there can be. What a shorter one does not fill is undefined.
-            awaited: tells whether somebody waits for what may be in a letter; without that it may come late.
-
-        Yields:
-            Each letter, in memory that is used again after the next has been asked for.
-
-        Raises:
-            BridgeError: there is no way from that end any more, or this one was closed.
-        """
-
-    def hurry(self) -> None:
-        """Somebody begins to wait for what may be in a letter."""
-
-    def close(self) -> None:
-        """Give back what it holds; what is under way is given up. Never waits for another end."""
+    def _begin(self, receives: Places, sends: Places, seconds: float) -> Pending:
+        """:meth:`begin` with what is not empty."""
+        return self.begin(
+            [each for each in receives if each[1].numel()],
+            [each for each in sends if each[1].numel()],
+            seconds,
+        )

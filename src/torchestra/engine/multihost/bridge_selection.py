@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from torchestra.engine.multihost.bridge import Bridge
 from torchestra.engine.multihost.curve_bridge import CurveBridge
 from torchestra.engine.multihost.gloo_bridge import GlooBridge
+from torchestra.engine.multihost.group_transport import GroupTransport
 from torchestra.engine.multihost.mpi import why_no_mpi
 from torchestra.engine.multihost.mpi_bridge import MPIBridge
 from torchestra.engine.multihost.thread_bridge import ThreadBridge
@@ -95,19 +96,26 @@ def _tell_once(kind: str) -> None:
 
 
 def open_bridge(
-    kind: str, store: Store, host: int, size: int, names: Sequence[str], seconds: float
+    kind: str,
+    store: Store,
+    transport: GroupTransport,
+    ranks: Sequence[int],
+    names: Sequence[str],
+    seconds: float,
 ) -> Bridge:
-    """One end of a rail.
+    """Return one end of a rail.
 
     Args:
         kind: as :func:`choose_bridge` gives it.
         store: one that only the ends of the rail, and only for this purpose, use.
-        host, size: which end this is, and how many there are.
+        transport: of the rank that is this end.
+        ranks: the ends, by host.
         names: what to call the ends in messages.
         seconds: how long to look for the others.
     """
+    if kind == "curve":
+        return CurveBridge(store, transport, ranks, names, seconds)
+    host, size = ranks.index(transport.rank), len(ranks)
     if kind == "threads":
         return ThreadBridge(store, host, size)
-    if kind == "curve":
-        return CurveBridge(store, host, size, names, seconds)
     return (MPIBridge if kind == "mpi" else GlooBridge)(store, host, size, seconds)

@@ -17,7 +17,7 @@ from torchestra.engine.multihost import broadcast_gather
 from torchestra.engine.multihost.all_to_all import exchange
 from torchestra.engine.multihost.hierarchy import Call, Hierarchy
 from torchestra.engine.multihost.p2p_request import P2PRequest
-from torchestra.engine.multihost.point_to_point import Messages
+from torchestra.engine.multihost.point_to_point import PointToPoint
 from torchestra.engine.multihost.reduction import Reducer
 from torchestra.engine.multihost.remote_records import put_together
 from torchestra.engine.operations import BARRIER, Collective, Shape, even_parts, pack
@@ -61,7 +61,7 @@ class MultiHostEngine(Engine):
     member: RankContext
     scale = LocalEngine.scale
 
-    def __init__(self, hierarchy: Hierarchy, messages: Messages) -> None:
+    def __init__(self, hierarchy: Hierarchy, messages: PointToPoint) -> None:
         self.hierarchy = hierarchy
         self.member = hierarchy.member
         self.hosts = hierarchy.hosts
@@ -160,6 +160,7 @@ class MultiHostEngine(Engine):
         if hierarchy.bridge is not None:
             hierarchy.bridge.close()
         hierarchy.detector.leave()
+        self.mailbox.transport.close()
 
     def reducer(self, plan: HostsPlan) -> Reducer:
         """Return what reduces tensors of the plan's dtype by its operation."""

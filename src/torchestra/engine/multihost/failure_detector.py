@@ -28,7 +28,6 @@ import atexit
 import contextlib
 import json
 import logging
-import math
 import os
 import threading
 import time
@@ -45,37 +44,21 @@ from torchestra.engine.multihost.remote_records import Answer, answer, understan
 from torchestra.engine.multihost.silence import BEATS_PER_BOUND, Watch
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.engine.recorder.flight_record import read_flight_record
-from torchestra.errors import DistError, InvalidArgumentError, RankFailedError, StoreTimeoutError
+from torchestra.errors import DistError, RankFailedError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
 from torchestra.store.authenticated_values import UnauthenticatedValueError
 from torchestra.store.rate_limited import RateLimitedWarnings
 
-__all__ = ["HEARTBEAT_VARIABLE", "FailureDetector", "HeartbeatMonitor", "heartbeat_bound"]
-
-HEARTBEAT_VARIABLE = "TORCHESTRA_HEARTBEAT"
-"""How many seconds a host may be silent before it is given up; the same for all ranks."""
+__all__ = ["FailureDetector", "HeartbeatMonitor"]
 
 _UNREADABLE = (*UNREADABLE, zlib.error)
 
-_DEFAULT_BOUND = 10.0
 _ANSWER_SECONDS = 3.0
 _FATE_SECONDS = 1.0
 _TELL_SECONDS = 1.0
 _HEARD_SECONDS = 3.0
 
 warnings = RateLimitedWarnings(logging.getLogger(__name__))
-
-
-def heartbeat_bound() -> float:
-    """How long a host may be silent, in seconds."""
-    given = os.environ.get(HEARTBEAT_VARIABLE)
-    try:
-        seconds = _DEFAULT_BOUND if not given else float(given)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < math.inf:
-        raise InvalidArgumentError(f"{HEARTBEAT_VARIABLE} must be a number of seconds, got {given!r}")
-    return seconds
 
 
 class FailureDetector:

@@ -12,8 +12,7 @@ and breaks all connections when its time is up.
 That is also how a bridge is closed amid an operation: a wait for nothing, for a millisecond, breaks the
 connections, and every other wait ends with an error.
 
-For letters there are always receives that have begun, so that the sender need not wait until it hears of one;
-a receive also takes what is shorter than it.
+A receive of Gloo's also takes what is shorter than it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ import atexit
 import queue
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -31,22 +29,16 @@ from typing import Any
 import torch
 
 from torchestra.engine import progress
-from torchestra.engine.multihost.bridge import BridgeError
+from torchestra.engine.multihost.bridge import Bridge, BridgeError, Places
 from torchestra.engine.multihost.gloo_store import store_for_gloo
 from torchestra.store import Store
 from torchestra.transport.addresses import own_address
 
 __all__ = ["GlooBridge"]
 
-_TAG, _NEVER_SENT, _LETTERS = 0, 1, 2
-_LETTERS_AHEAD = 4
-_FOR_EVER = timedelta(days=365)
+_TAG, _NEVER_SENT = 0, 1
 _SLACK_SECONDS = 60.0  # whoever waits for an operation gives it up before Gloo does
 _CLOSE_SECONDS = 1.0
-_LOOK_SECONDS = 0.2
-
-_Places = Sequence[tuple[int, torch.Tensor]]
-"""Ends, and what comes from or goes to each of them."""
 
 
 class _Transfer:
@@ -163,10 +155,10 @@ class _Ends:
             limit,
         )
 
-    def begin(self, receives: _Places, sends: _Places) -> list[Any]:
-        """Begin to receive and to send; what is empty is not sent."""
-        works = [self.group.recv([tensor], end, _TAG) for end, tensor in receives if tensor.numel()]
-        return works + [self.group.send([tensor], end, _TAG) for end, tensor in sends if tensor.numel()]
+    def begin(self, receives: Places, sends: Places) -> list[Any]:
+        """Begin to receive and to send."""
+        works = [self.group.recv([tensor], end, _TAG) for end, tensor in receives]
+        return works + [self.group.send([tensor], end, _TAG) for end, tensor in sends]
 
     def break_off(self) -> None:
         """End all waits of Gloo's with an error, on all ends."""
@@ -178,8 +170,8 @@ class _Ends:
                 continue
 
 
-class GlooBridge:
-    """See Bridge. The ends meet while the first operations wait.
+class GlooBridge(Bridge):
+    """See Bridge.
 
     Args:
         store: one that only the ends of this rail, and only for this purpose, use.
@@ -190,8 +182,7 @@ class GlooBridge:
     kind = "gloo"
 
     def __init__(self, store: Store, host: int, size: int, seconds: float) -> None:
-        self.host = host
-        self.size = size
+        super().__init__(host, size)
         self._ends = _Ends(host, size)
         self._tasks: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         name = f"torchestra-gloo-{host}"
@@ -199,87 +190,11 @@ class GlooBridge:
         self._stop = weakref.finalize(self, self._tasks.put, None)
         self._stop.atexit = False
         self._thread.start()
-        self._last = self._opening = _Transfer(partial(self._ends.open, store, seconds), timedelta())
-        self._tasks.put(self._opening)
-        self._listener: threading.Thread | None = None
+        self._last = _Transfer(partial(self._ends.open, store, seconds), timedelta())
+        self._tasks.put(self._last)
         _bridges.add(self)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, seconds: float) -> _Transfer:
-        return self.tell(output, tensor, seconds)
-
-    def tell(self, output: torch.Tensor, tensor: torch.Tensor, seconds: float) -> _Transfer:
-        # Gloo takes a message that is shorter than what there is room for.
-        rows = output.view(self.size, -1) if output.numel() else [output] * self.size
-        rows[self.host][: tensor.numel()].copy_(tensor)
-        others = self._ends.others
-        return self._begin([(end, rows[end]) for end in others], [(end, tensor) for end in others], seconds)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, seconds: float) -> _Transfer:
-        if root == self.host:
-            return self._begin([], [(end, tensor) for end in self._ends.others], seconds)
-        return self._begin([(root, tensor)], [], seconds)
-
-    def exchange(
-        self,
-        output: torch.Tensor,
-        expected: Sequence[int],
-        tensor: torch.Tensor,
-        sent: Sequence[int],
-        seconds: float,
-    ) -> _Transfer:
-        places, pieces, others = output.split(list(expected)), tensor.split(list(sent)), self._ends.others
-        places[self.host][: sent[self.host]].copy_(pieces[self.host])
-        return self._begin(
-            [(end, places[end]) for end in others], [(end, pieces[end]) for end in others], seconds
-        )
-
-    def has_met(self, seconds: float) -> bool:
-        return self._opening.wait(seconds)
-
-    def send(self, tensor: torch.Tensor, end: int, seconds: float) -> _Transfer:
-        return self._begin([], [(end, tensor)], seconds)
-
-    def receive(self, tensor: torch.Tensor, end: int, seconds: float) -> _Transfer:
-        return self._begin([(end, tensor)], [], seconds)
-
-    def write(self, letter: torch.Tensor, end: int) -> object:
-        if self._ends.is_closed:
-            raise BridgeError("Gloo: this end is closed")
-        try:
-            return self._ends.group.send([letter], end, _LETTERS)
-        except RuntimeError as error:
-            raise _failure(error) from error
-
-    def letters(self, end: int, length: int, awaited: Callable[[], bool]) -> Iterator[torch.Tensor]:
-        self._listener = threading.current_thread()
-        group, buffers = self._ends.group, torch.empty(_LETTERS_AHEAD, length, dtype=torch.uint8)
-        try:
-            begun = deque((group.recv([buffer], end, _LETTERS), buffer) for buffer in buffers)
-            while not self._ends.is_closed:
-                work, buffer = begun.popleft()
-                work.wait(_FOR_EVER)
-                yield buffer
-                begun.append((group.recv([buffer], end, _LETTERS), buffer))
-        except RuntimeError as error:
-            raise _failure(error) from error
-        raise BridgeError("Gloo: this end is closed")
-
-    def hurry(self) -> None:
-        pass  # letters come at once
-
-    def close(self) -> None:
-        if self._ends.is_closed:
-            return
-        self._ends.is_closed = True
-        if self._ends.is_open and not (self._last.has_ended() and self._listener is None):
-            self._ends.break_off()
-        self._stop()
-        for thread in (self._thread, self._listener):
-            if thread not in (None, threading.current_thread()):
-                thread.join(_CLOSE_SECONDS)
-
-    def _begin(self, receives: _Places, sends: _Places, seconds: float) -> _Transfer:
-        """Begin to receive from and to send to other ends."""
+    def begin(self, receives: Places, sends: Places, seconds: float) -> _Transfer:
         ends, limit = self._ends, timedelta(seconds=seconds + _SLACK_SECONDS)
         if ends.is_closed:
             raise BridgeError("Gloo: this end is closed")
@@ -295,6 +210,16 @@ class GlooBridge:
             self._tasks.put(transfer)
         self._last = transfer
         return transfer
+
+    def close(self) -> None:
+        if self._ends.is_closed:
+            return
+        self._ends.is_closed = True
+        if self._ends.is_open and not self._last.has_ended():
+            self._ends.break_off()
+        self._stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECONDS)
 
 
 def _await(works: Sequence[Any], limit: timedelta) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -16,17 +15,13 @@ from torchestra.engine.multihost import broadcast_gather
 from torchestra.engine.multihost.bridge import Bridge
 from torchestra.engine.multihost.bridge_selection import BRIDGE_VARIABLE, TRUST_VARIABLE, open_bridge
 from torchestra.engine.multihost.engine import MultiHostEngine
-from torchestra.engine.multihost.failure_detector import (
-    HEARTBEAT_VARIABLE,
-    FailureDetector,
-    HeartbeatMonitor,
-    heartbeat_bound,
-)
+from torchestra.engine.multihost.failure_detector import FailureDetector, HeartbeatMonitor
+from torchestra.engine.multihost.group_transport import RECORD_BYTES, GroupTransport
+from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE, heartbeat_bound
 from torchestra.engine.multihost.hierarchy import Call, Hierarchy
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.multihost.letters import KEY_BYTES
 from torchestra.engine.multihost.mpi import close_at_exit, start_mpi
-from torchestra.engine.multihost.point_to_point import Messages
+from torchestra.engine.multihost.point_to_point import PointToPoint
 from torchestra.engine.operations import Kind, pack
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import PrefixStore, Store
@@ -80,27 +75,30 @@ def join_hosts(
     member.be_on_host(hosts.names[host], hosts.size)
     member.ask_elsewhere = detector.ask_where_they_are
     end: Bridge | None = None
+    transport: GroupTransport | None = None
     try:
         _agree(store, bridge, bound, hosts, rank, member)
         if bridge == "mpi":
             start_mpi(max(0.1, deadline - time.monotonic()), len(hosts.host_of))
+        transport = GroupTransport(store, hosts, rank)
         if place < hosts.rails:
             rail = PrefixStore(f"rail/{place}", store)
-            names = [hosts.describe(ranks[place]) for ranks in hosts.members]
+            ranks = [members[place] for members in hosts.members]
             remaining = max(0.1, deadline - time.monotonic())
-            end = open_bridge(bridge, rail, host, len(hosts), names, remaining)
+            end = open_bridge(bridge, rail, transport, ranks, [*map(hosts.describe, ranks)], remaining)
         local = LocalEngine(member)
         hierarchy = Hierarchy(local, hosts, rank, end, detector, name)
         if isinstance(detector, HeartbeatMonitor):
             detector.start()
-        key = _draw_key(hierarchy, max(0.1, deadline - time.monotonic()))
-        messages = Messages(PrefixStore("mail", store), hierarchy, bridge, key)
-        engine = MultiHostEngine(hierarchy, messages)
+        _exchange_endpoints(hierarchy, transport, max(0.1, deadline - time.monotonic()))
+        engine = MultiHostEngine(hierarchy, PointToPoint(transport, hierarchy, bridge))
     except BaseException:
         member.leave()
         if end is not None:
             end.close()
         detector.leave()
+        if transport is not None:
+            transport.close()
         raise
     if bridge == "mpi":
         close_at_exit(engine)
@@ -116,11 +114,17 @@ def refuse_hosts(store: Store, hosts: Hosts, why: str) -> None:
         refuse(PrefixStore(f"host/{host}", store), why)
 
 
-def _draw_key(hierarchy: Hierarchy, seconds: float) -> bytes:
-    """What only the ranks of this group know. They have all come then, and each can reach the others."""
-    key = torch.frombuffer(bytearray(os.urandom(KEY_BYTES)), dtype=torch.uint8)
-    broadcast_gather.broadcast(hierarchy, key, 0, Call(pack(Kind.barrier), 0, seconds, None))
-    return bytes(key.numpy())
+def _exchange_endpoints(hierarchy: Hierarchy, transport: GroupTransport, seconds: float) -> None:
+    """Have every rank be able to connect to each on another host, which lets it in from now on."""
+
+    def call() -> Call:
+        return Call(pack(Kind.barrier), 0, seconds, None)
+
+    own = torch.frombuffer(bytearray(transport.own_record()), dtype=torch.uint8)
+    records = torch.empty((hierarchy.hosts.size, RECORD_BYTES), dtype=torch.uint8)
+    broadcast_gather.all_gather(hierarchy, list(records), own, call())
+    transport.expect(records.numpy().tobytes())
+    hierarchy.agree(call())  # nobody connects to a rank that does not know it yet
 
 
 def _agree(store: Store, bridge: str, bound: float, hosts: Hosts, rank: int, member: RankContext) -> None:

@@ -1,7 +1,7 @@
-"""A rank's messages to and from other hosts in its flight record (parcels.py).
+"""A rank's messages to and from other hosts in its flight record (message_records.py).
 
 They begin on any thread of the program, and end on those and on the threads that letters come by. Who holds
-the journal's lock writes; it is held for one kernel only, and nothing is waited for meanwhile. A thread may
+the recorder's lock writes; it is held for one kernel only, and nothing is waited for meanwhile. A thread may
 take it twice, since a signal's handler may send a message too.
 """
 
@@ -17,24 +17,24 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.native.compilation import entry_point
 from torchestra.engine.recorder import message_records
 
-__all__ = ["Entry", "MessageRecorder"]
+__all__ = ["MessageRecorder", "RecordedMessage"]
 
 
-class Entry:
+class RecordedMessage:
     """What is recorded of one message. As a context manager: what leaves that with an error has failed.
 
     Args:
-        journal: that it is in.
+        recorder: that it is in.
         number: of the message.
         nbytes: its length.
     """
 
-    __slots__ = ("_journal", "_nbytes", "_number")
+    __slots__ = ("_nbytes", "_number", "_recorder")
 
-    def __init__(self, journal: MessageRecorder, number: int, nbytes: int) -> None:
-        self._journal, self._number, self._nbytes = journal, number, nbytes
+    def __init__(self, recorder: MessageRecorder, number: int, nbytes: int) -> None:
+        self._recorder, self._number, self._nbytes = recorder, number, nbytes
 
-    def __enter__(self) -> Entry:
+    def __enter__(self) -> RecordedMessage:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -43,18 +43,18 @@ class Entry:
 
     def came(self, source: int) -> None:
         """What a receive wants has begun to come."""
-        journal = self._journal
-        with journal.lock:
+        recorder = self._recorder
+        with recorder.lock:
             if self._number:
-                journal.come(journal.context, self._number, source)
+                recorder.come(recorder.context, self._number, source)
 
     def end(self, *, well: bool, source: int = -1) -> None:
         """The message has come to its end; of a receive, from whom. Later calls are without effect."""
-        journal = self._journal
-        with journal.lock:
+        recorder = self._recorder
+        with recorder.lock:
             number, self._number = self._number, 0
             if number:
-                journal.close(journal.context, number, source, self._nbytes, int(well))
+                recorder.close(recorder.context, number, source, self._nbytes, int(well))
 
 
 class MessageRecorder:
@@ -80,7 +80,9 @@ class MessageRecorder:
         self.come = entry_point(message_records.remote_message_came)
         self.close = entry_point(message_records.close_remote_message)
 
-    def begin(self, way: int, kind: int, tag: int, nbytes: int, peer: int | None, background: bool) -> Entry:
+    def begin(
+        self, way: int, kind: int, tag: int, nbytes: int, peer: int | None, background: bool
+    ) -> RecordedMessage:
         """A message begins.
 
         Args:
@@ -93,4 +95,4 @@ class MessageRecorder:
         what = way | (at.BACKGROUND if background else 0) | kind << 16
         with self.lock:
             number = self.open(self.context, what, tag, nbytes, 0 if peer is None else peer + 1)
-        return Entry(self, number, nbytes)
+        return RecordedMessage(self, number, nbytes)

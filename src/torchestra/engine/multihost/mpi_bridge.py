@@ -9,27 +9,23 @@ a fast network do not run empty.
 The ends find each other through the rail's store: each tells its rank in MPI's world. The call that makes a
 communicator waits for the other ends. So it is made by a thread of its own, when all are known to come, and
 operations that are begun before are queued. What is under way when a bridge is closed cannot be taken back;
-it is kept, with its tensors, until the process ends. Only receives of letters can, which wait for what may
-never come. While nobody waits for a letter, whether one has come is looked at rarely.
+it is kept, with its tensors, until the process ends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import os
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from torchestra.engine.multihost.bridge import BridgeError
+from torchestra.engine.multihost.bridge import Bridge, BridgeError, Pending, Places
 from torchestra.engine.multihost.mpi import doubt_end, start_mpi
 from torchestra.errors import DistError, StoreTimeoutError
 from torchestra.store import Store
@@ -45,16 +41,7 @@ _IN_A_ROW = 4
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 200e-6
 _LOOK_SECONDS = 0.5
 
-_IDLE_SECONDS = 0.02
-"""How far apart polls for letters are while nobody waits for one."""
-
-_GOING_OUT_SECONDS = 0.005
-"""For how long what MPI has taken may still need polls to leave."""
-
-_LETTERS_AHEAD = 4
-_CLOSE_SECONDS = 1.0
-_COLLECTIVE, _LOAD, _LETTER = range(3)
-"""Tags: of what all ends exchange, and of what goes from one to another."""
+_TAG = 0
 
 _PIECE_BYTES = 1 << 30
 """Before MPI 4 a message has less than 2 GiB."""
@@ -119,15 +106,8 @@ class _Work:
                 self._requests, self._tensors = (), ()
             return self.ended
 
-    def take_back(self) -> None:
-        """End a receive for which nothing has come."""
-        with self._testing:
-            if self._requests:
-                self._bridge.cancel(self._requests)
-        self.wait(_CLOSE_SECONDS)
 
-
-class MPIBridge:
+class MPIBridge(Bridge):
     """See Bridge.
 
     Args:
@@ -142,8 +122,7 @@ class MPIBridge:
     kind = "mpi"
 
     def __init__(self, store: Store, host: int, size: int, seconds: float) -> None:
-        self.host = host
-        self.size = size
+        super().__init__(host, size)
         self.opened = threading.Event()
         self._mpi = start_mpi(seconds)
         self._lock = threading.RLock()
@@ -151,26 +130,16 @@ class MPIBridge:
         self._error = ""
         self._closed = False
         self._works: list[_Work] = []
-        self._written: deque[_Work] = deque()
-        self._written_last = -math.inf
-        self._hurried = threading.Event()
-        self._listener: threading.Thread | None = None
         opening = partial(self._open, store.clone(), seconds)
         threading.Thread(target=opening, name="torchestra-mpi-opening", daemon=True).start()
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, seconds: float) -> _Work:
-        def begin(communicator: Any) -> list[Any]:
-            kind = self._mpi.BYTE
-            if tensor.numel() <= _PIECE_BYTES:
-                given, taken = self._buffer(tensor), self._buffer(output)
-                return [communicator.Iallgather([given, kind], [taken, kind])]
-            return self._exchange(communicator, output.chunk(self.size), [tensor] * self.size)
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, seconds: float) -> Pending:
+        if tensor.numel() > _PIECE_BYTES:
+            return super().all_gather(output, tensor, seconds)
 
-        return self._begun(begin, output, tensor)
-
-    def tell(self, output: torch.Tensor, tensor: torch.Tensor, seconds: float) -> _Work:
         def begin(communicator: Any) -> list[Any]:
-            return self._exchange(communicator, output.chunk(self.size), [tensor] * self.size)
+            given, taken, kind = self._buffer(tensor), self._buffer(output), self._mpi.BYTE
+            return [communicator.Iallgather([given, kind], [taken, kind])]
 
         return self._begun(begin, output, tensor)
 
@@ -183,75 +152,17 @@ class MPIBridge:
 
         return self._begun(begin, tensor)
 
-    def exchange(
-        self,
-        output: torch.Tensor,
-        expected: Sequence[int],
-        tensor: torch.Tensor,
-        sent: Sequence[int],
-        seconds: float,
-    ) -> _Work:
+    def begin(self, receives: Places, sends: Places, seconds: float) -> _Work:
         def begin(communicator: Any) -> list[Any]:
-            return self._exchange(communicator, output.split(list(expected)), tensor.split(list(sent)))
+            come = [self._pieces(communicator.Irecv, tensor, end) for end, tensor in receives]
+            go = [self._pieces(communicator.Isend, tensor, end) for end, tensor in sends]
+            return [request for requests in (*come, *go) for request in requests]
 
-        return self._begun(begin, output, tensor)
+        return self._begun(begin, *(tensor for _, tensor in (*receives, *sends)))
 
-    def has_met(self, seconds: float) -> bool:
-        if not self.opened.wait(seconds):
-            return False
-        self.refuse_if_over()
-        return True
-
-    def send(self, tensor: torch.Tensor, end: int, seconds: float) -> _Work:
-        return self._begun(lambda communicator: self._sends(communicator, tensor, end, _LOAD), tensor)
-
-    def receive(self, tensor: torch.Tensor, end: int, seconds: float) -> _Work:
-        return self._begun(lambda communicator: self._receives(communicator, tensor, end, _LOAD), tensor)
-
-    def write(self, letter: torch.Tensor, end: int) -> object:
-        work = self._begun(lambda communicator: self._sends(communicator, letter, end, _LETTER), letter)
-        self._written.append(work)
-        self._written_last = time.monotonic()
-        self._hurried.set()
-        return work
-
-    def letters(self, end: int, length: int, awaited: Callable[[], bool]) -> Iterator[torch.Tensor]:
-        self._listener = threading.current_thread()
-
-        def begin(buffer: torch.Tensor) -> tuple[_Work, torch.Tensor]:
-            return self._begun(
-                lambda communicator: self._receives(communicator, buffer, end, _LETTER), buffer
-            ), buffer
-
-        begun: deque[tuple[_Work, torch.Tensor]] = deque()
-        try:
-            for buffer in torch.empty(_LETTERS_AHEAD, length, dtype=torch.uint8):
-                begun.append(begin(buffer))
-            while True:
-                work, buffer = begun[0]
-                while not work.wait(_IDLE_SECONDS):
-                    self._rest(work, awaited)
-                begun.popleft()
-                yield buffer
-                begun.append(begin(buffer))
-        finally:
-            for work, _ in begun:
-                with contextlib.suppress(BridgeError):
-                    work.take_back()
-
-    def _rest(self, work: _Work, awaited: Callable[[], bool]) -> None:
-        """Poll rarely, until somebody waits for letters, or there are some that have not gone out yet."""
-        while not work.has_ended():
-            self.refuse_if_over()
-            while self._written and self._written[0].has_ended():
-                self._written.popleft()
-            if self._written or awaited() or time.monotonic() - self._written_last < _GOING_OUT_SECONDS:
-                return
-            self._hurried.wait(_IDLE_SECONDS)
-            self._hurried.clear()
-
-    def hurry(self) -> None:
-        self._hurried.set()
+    def _pieces(self, begin: Callable[..., Any], tensor: torch.Tensor, end: int) -> list[Any]:
+        buffers = map(self._buffer, tensor.split(_PIECE_BYTES))
+        return [begin([buffer, self._mpi.BYTE], end, _TAG) for buffer in buffers]
 
     def close(self) -> None:
         with self._lock:
@@ -259,8 +170,6 @@ class MPIBridge:
                 return
             self._closed = True
             self._error = self._error or "this end was closed"
-        if self._listener not in (None, threading.current_thread()):
-            self._listener.join(_CLOSE_SECONDS)  # takes back what it has begun
         with self._lock:
             works, self._works = self._works, []
             communicator, self._communicator = self._communicator, None
@@ -282,32 +191,6 @@ class MPIBridge:
         communicator.Free()
 
     # -- operations
-
-    def _exchange(
-        self, communicator: Any, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> list[Any]:
-        """Each end's piece goes to it, and comes from it; this one's is copied. Rooms may be larger."""
-        requests: list[Any] = []
-        for step in range(1, self.size):
-            source, target = (self.host - step) % self.size, (self.host + step) % self.size
-            requests += self._receives(communicator, outputs[source], source, _COLLECTIVE)
-            requests += self._sends(communicator, tensors[target], target, _COLLECTIVE)
-        outputs[self.host][: tensors[self.host].numel()].copy_(tensors[self.host])
-        return requests
-
-    def _sends(self, communicator: Any, tensor: torch.Tensor, end: int, tag: int) -> list[Any]:
-        return [
-            communicator.Isend([self._buffer(piece), self._mpi.BYTE], end, tag)
-            for piece in tensor.split(_PIECE_BYTES)
-            if piece.numel()
-        ]
-
-    def _receives(self, communicator: Any, tensor: torch.Tensor, end: int, tag: int) -> list[Any]:
-        return [
-            communicator.Irecv([self._buffer(piece), self._mpi.BYTE], end, tag)
-            for piece in tensor.split(_PIECE_BYTES)
-            if piece.numel()
-        ]
 
     def _buffer(self, tensor: torch.Tensor) -> Any:
         return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.numel())
@@ -332,14 +215,6 @@ class MPIBridge:
         """Whether requests have ended; lets MPI go on with them so many times."""
         try:
             return any(self._mpi.Request.Testall(requests) for _ in range(times))
-        except self._mpi.Exception as error:
-            raise self._failed(f"MPI: {error}") from error
-
-    def cancel(self, requests: Sequence[Any]) -> None:
-        """Have MPI end requests to receive, if nothing has come for them."""
-        try:
-            for request in requests:
-                request.Cancel()
         except self._mpi.Exception as error:
             raise self._failed(f"MPI: {error}") from error
 

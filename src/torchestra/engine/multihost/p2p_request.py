@@ -2,59 +2,52 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchestra.engine.membership.rank_context import RankContext
-from torchestra.engine.multihost.message_recorder import Entry
+from torchestra.engine.multihost.message_recorder import RecordedMessage
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p import Transfer
-from torchestra.system.deadline import Deadline
+from torchestra.system.deadline import Deadline, RunningClock
 
-__all__ = ["Ahead", "P2PRequest", "Patient", "UnexpectedMessage"]
+__all__ = ["EAGER_BYTES", "EagerCredits", "P2PRequest", "Patient", "UnexpectedMessage"]
 
-_EAGER_BYTES = 1 << 20  # of one message
+EAGER_BYTES = 1 << 20  # of one message
 _AHEAD_BYTES = 4 << 20  # of all messages to one rank
 _LONGEST_LOOK = 2.0
 """Who looks after messages does so every second at least."""
 
 
-@dataclass
-class UnexpectedMessage:
-    """What another rank has for this one.
+class UnexpectedMessage(NamedTuple):
+    """What another rank has for this one, and nobody has asked for yet.
 
     Attributes:
         source: the rank.
-        number: by which it knows the message.
-        tag, kind: as they were sent.
+        number: by which it knows the message; 0 if all of it is here and nobody need be told.
+        tag, dtype: as they were sent.
         length: in bytes.
-        part: how many of these come ahead of the others, which must be asked for.
-        enclosed: that part; of a small message, all of it. Empty before it has come.
+        payload: the first of them, which have come.
     """
 
     source: int
     number: int
     tag: int
-    kind: int
+    dtype: int
     length: int
-    part: int
-    enclosed: bytes
+    payload: bytes
 
     def is_possible(self, small: int) -> bool:
-        """Whether a rank can have sent it: one of up to ``small`` bytes encloses all of them, others none."""
-        is_small = self.length <= small
-        return (
-            0 <= self.kind < len(DTYPE_NAMES)
-            and len(self.enclosed) == (self.length if is_small else 0)
-            and self.part <= (0 if is_small else self.length)
-        )
+        """Return whether a rank can have sent it: one of up to ``small`` bytes has all of them along."""
+        room = self.length if self.length <= small else min(self.length, EAGER_BYTES)
+        least = room if self.length <= small else 0
+        told = self.number > 0 or self.length <= small
+        return told and 0 <= self.dtype < len(DTYPE_NAMES) and least <= len(self.payload) <= room
 
 
 class P2PRequest:
@@ -77,10 +70,9 @@ class P2PRequest:
         here: the part of a receive from any source that waits in the mailbox.
         partner: the other rank, once that is known to take part: the message is on its way.
         offered: of a receive on its way, the number by which the sender knows the message.
-        part: how many bytes of the message go in letters, ahead of the others.
-        filled, got: how many of these have come, and how many of all.
+        eager: how many bytes of a message that is sent go ahead of the others.
         broken: the way to the other rank has failed, when and why.
-        doubt: the other rank is known to be gone; who decides whether to wait on keeps here what it knows.
+        gone_since: since when the other rank is known to be gone, while what it sent may be on its way.
     """
 
     def __init__(
@@ -104,13 +96,12 @@ class P2PRequest:
         self.finished = False
         self.error: BaseException | None = None
         self.source = -1
-        self.entry: Entry | None = None
+        self.entry: RecordedMessage | None = None
         self.here: Transfer | None = None
         self.partner: int | None = None
-        self.part = 0
-        self.filled = self.got = 0
+        self.eager = 0
         self.broken: tuple[float, str] | None = None
-        self.doubt: Any = None
+        self.gone_since: RunningClock | None = None
         self.offered = 0
         self.deadline = Deadline(seconds, _LONGEST_LOOK)
         self._latch = threading.Lock()
@@ -127,21 +118,13 @@ class P2PRequest:
         way = "from" if self.receives else "to"
         return f"{self._whose} of {self.tensor.nbytes} bytes {way} {other} (tag {self.tag})"
 
-    def take_part(self, part: bytes) -> bool:
-        """Put what has come in a letter into its place; False if there is no room for it."""
-        if len(part) > self.part - self.filled:
-            return False
-        ctypes.memmove(self.tensor.data_ptr() + self.filled, part, len(part))
-        self.filled += len(part)
-        return True
-
     def fail_way(self, why: str) -> None:
         """Note that the way to the other rank has failed."""
         self.broken = self.broken or (self.deadline.elapsed(), why)
 
-    def takes(self, offer: UnexpectedMessage) -> bool:
+    def takes(self, message: UnexpectedMessage) -> bool:
         """Whether a receive waits for this message, whatever its length and kind."""
-        return offer.tag == self.tag and self.peer in (None, offer.source)
+        return message.tag == self.tag and self.peer in (None, message.source)
 
     def wait(self, seconds: float) -> bool:
         """Wait for its end, at most so long; whether it has ended."""
@@ -167,8 +150,8 @@ class P2PRequest:
                 traceback.print_exc()
 
 
-class Ahead:
-    """How much of large messages goes in letters before it is asked for, until the receiver has got it."""
+class EagerCredits:
+    """How much of large messages goes before it is asked for, until the receiver has got it."""
 
     def __init__(self) -> None:
         self._parts: dict[int, tuple[int, int]] = {}  # by message: to whom, and how many bytes
@@ -176,7 +159,7 @@ class Ahead:
     def take(self, number: int, rank: int, length: int) -> int:
         """How many bytes of a message to a rank go ahead; they count until :meth:`settle`."""
         ahead = sum(part for receiver, part in self._parts.values() if receiver == rank)
-        part = max(0, min(length, _EAGER_BYTES, _AHEAD_BYTES - ahead))
+        part = max(0, min(length, EAGER_BYTES, _AHEAD_BYTES - ahead))
         if part:
             self._parts[number] = rank, part
         return part

@@ -1,102 +1,88 @@
 """Messages between two ranks of a group on several hosts: send, recv, isend, irecv.
 
-Within a host they go through the mailbox of the arena. To another host the sender writes a letter
-(correspondence.py) that offers what it has; a small message is in it. The receiver matches what is offered
-with what it wants, in the order of both, by source and tag. The first megabyte of a larger message follows
-the offer at once, in letters; what remains is then asked for, and comes over the same line as the letters,
-straight into its place. So there is no gap on the network until that is asked for, and there is no more at a
-receiver of what nobody waits for than some megabytes from each sender: beyond that everything is asked for.
+Within a host they go through the mailbox of the arena. To another host the sender announces what it has (a
+request to send); a small message is in that, and the first megabyte of a larger one. The receiver matches
+what is announced with what it wants, in the order of both, by source and tag. What remains of a large message
+is sent when the receiver says that it may be (clear to send). So there is no gap on the network until then,
+and there is no more at a receiver of what nobody waits for than some megabytes from each sender: beyond that
+everything waits for its receiver.
 
-A send has ended when the tensor may be changed: at once if all of it is in letters, which reach their
-receiver though the sender leaves; else when the receiver says that it has got it.
+A send has ended when the tensor may be changed: at once if all of it is announced, else when the receiver
+says that it has got it. A rank that leaves waits until what it has sent has come.
 
-A receive from any source waits in the mailbox and for letters at once. What comes first is taken; a
-letter's message only if the mailbox has not begun with one and gives the receive back (Mailbox.retract).
+A receive from any source waits in the mailbox and for announcements at once. What comes first is taken; an
+announced message only if the mailbox has not begun with one and gives the receive back (Mailbox.retract).
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
+import contextvars
 import ctypes
 import itertools
 import threading
-import weakref
 from collections.abc import Callable
 
 import torch
 
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.layout import RECEIVED, SENT
-from torchestra.engine.multihost.bridge import Bridge, BridgeError
-from torchestra.engine.multihost.bridge_selection import open_bridge
-from torchestra.engine.multihost.correspondence import Correspondence
+from torchestra.engine.multihost.group_transport import Channel, GroupTransport
 from torchestra.engine.multihost.hierarchy import Hierarchy, bytes_of
-from torchestra.engine.multihost.letters import ENCLOSED_BYTES, Letter, What, warnings
-from torchestra.engine.multihost.message_recorder import Entry, MessageRecorder
-from torchestra.engine.multihost.p2p_request import Ahead, P2PRequest, Patient, UnexpectedMessage
+from torchestra.engine.multihost.message_recorder import MessageRecorder, RecordedMessage
+from torchestra.engine.multihost.p2p_request import EagerCredits, P2PRequest, Patient, UnexpectedMessage
+from torchestra.engine.multihost.packets import Packet, PacketType, head_of, pack, unpack, warnings
 from torchestra.engine.multihost.wait_policy import WaitPolicy
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p import Mailbox, Transfer
-from torchestra.errors import (
-    DistBackendError,
-    DistError,
-    GroupAbortedError,
-    GroupDestroyedError,
-)
-from torchestra.store import PrefixStore, Store
+from torchestra.errors import DistBackendError, DistError, GroupAbortedError, GroupDestroyedError
+from torchestra.transport.message import Message
 
-__all__ = ["Messages"]
+__all__ = ["PointToPoint"]
 
 _SMALL_BYTES = 64 << 10
 _LOOK_SECONDS = 0.05
 _LONGEST_PAUSE = 1.0
-_MEET_SECONDS = 120.0
 
 Done = Callable[[Transfer], None]
 
 
-class Messages:
+class PointToPoint:
     """One rank's messages.
 
     Args:
-        store: one that only the ranks of this group, and only for this purpose, use.
-        hierarchy: the group's.
-        bridge: the kind of the lines.
-        key: of the group, that only its ranks know.
+        transport: of the group.
+        hierarchy: of the group.
+        bridge: what is between the hosts for collectives.
+
+    Attributes:
+        transport, bridge_kind: those.
     """
 
-    def __init__(self, store: Store, hierarchy: Hierarchy, bridge: str, key: bytes) -> None:
+    def __init__(self, transport: GroupTransport, hierarchy: Hierarchy, bridge: str) -> None:
         self._hierarchy = hierarchy
         self._hosts = hierarchy.hosts
         self._member = hierarchy.member
         self._mailbox: Mailbox = hierarchy.local.mailbox
-        self._store, self.bridge_kind = store, bridge
+        self.transport, self._link = transport, transport.link
+        self.bridge_kind = bridge
         self._whose = f"group {hierarchy.name!r}, rank {hierarchy.rank}: "
         self._lock = threading.RLock()
-        self._letters = Correspondence(
-            store,
-            hierarchy.rank,
-            frozenset(range(len(self._hosts.host_of))).difference(hierarchy.here),
-            key,
-            f"torchestra-letters-{hierarchy.name}-{hierarchy.rank}",
-            self._lock,
-            self._open_bridge,
-            self._read,
-            self._lose_line,
-            self._look_after_all,
-            self._lose_store,
-        )
-        self._lookout = WaitPolicy(hierarchy, self._letters)
-        self._journal = MessageRecorder(self._member)
+        self._wait_policy = WaitPolicy(hierarchy, lambda rank: rank in self._left)
+        self._recorder = MessageRecorder(self._member)
         self._numbers = itertools.count(1)
         self._wanted: list[P2PRequest] = []  # receives that nothing has come for, in their order
-        self._offers: list[UnexpectedMessage] = []  # what nobody has received yet, in the order of its coming
-        self._outgoing: dict[int, P2PRequest] = {}  # by number: offered, and not yet got
-        self._ahead = Ahead()
-        self._coming: dict[tuple[int, int], P2PRequest] = {}  # by sender and number: what has been asked for
-        self._closed = False
-        _all.add(self)
+        self._unexpected: list[UnexpectedMessage] = []  # what nobody wants yet, in the order of its coming
+        self._outgoing: dict[int, P2PRequest] = {}  # by number: announced, and not yet got
+        self._credits = EagerCredits()
+        self._coming: dict[tuple[int, int], P2PRequest] = {}  # by sender and number: what may be sent
+        self._left: set[int] = set()  # ranks that have said that they leave
+        self._heard: set[int] = set()  # ranks that have been sent something, or have sent
+        self._closed = threading.Event()
+        self._stirred = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._is_leaving = False
+        transport.listen(Channel.p2p, self._arrived, self._lose_connection)
+        transport.before_close(self.leave)
 
     # -- calls
 
@@ -150,16 +136,28 @@ class Messages:
     def close(self) -> None:
         """End the thread; whatever is under way fails with GroupDestroyedError."""
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
-            self._closed = True
-        for parcel in self._under_way():
-            self._fail(parcel, GroupDestroyedError(f"{parcel}, but the group was destroyed"))
+            self._closed.set()
+        self._stirred.set()
+        for request in self._under_way():
+            self._fail(request, GroupDestroyedError(f"{request}, but the group was destroyed"))
         self.leave()
 
     def leave(self) -> None:
-        """See that what was sent reaches its receivers, and send no more."""
-        self._letters.close(in_vain=self._member.is_aborted)
+        """Wait until what was sent has come, at most for the heartbeat bound; then send no more."""
+        if self._is_leaving or self._member.is_aborted:
+            return
+        self._is_leaving = True
+        for rank in tuple(self._heard - self._left):
+            self._link.post_text(rank, Channel.p2p, 0, pack(Packet(PacketType.bye)))
+        self._link.flush(self._hierarchy.detector.bound, self._is_vain)
+
+    def _is_vain(self, rank: int) -> bool:
+        """Whether a rank receives nothing more."""
+        return (
+            self._member.is_aborted or rank in self._left or self._hierarchy.detector.fate(rank) is not None
+        )
 
     # -- beginning
 
@@ -169,111 +167,123 @@ class Messages:
     def _begin_far_send(
         self, tensor: torch.Tensor, rank: int, tag: int, seconds: float, done: Done | None
     ) -> P2PRequest:
-        parcel = P2PRequest(self._whose + "send", next(self._numbers), tensor, rank, tag, seconds, done)
+        request = P2PRequest(self._whose + "send", next(self._numbers), tensor, rank, tag, seconds, done)
         length = tensor.nbytes
         if length <= _SMALL_BYTES:
             self._send_small(tensor, rank, tag, background=True)
-            parcel.finish()
-            return parcel
+            request.finish()
+            return request
         self._refuse_if_over(rank)
-        self._letters.start()
-        with self._begin_entry(parcel, SENT), self._lock:
-            if self._letters.is_direct(rank):
-                parcel.part = self._ahead.take(parcel.number, rank, length)
-            part = parcel.part
-            if part < length:
-                self._outgoing[parcel.number] = parcel
-                self._letters.hurry()
-            kind = DTYPE_CODE[tensor.dtype]
-            self._write(rank, Letter(What.offer, parcel.number, tag, kind, length, part))
-            for start in range(0, part, ENCLOSED_BYTES):
-                size = min(ENCLOSED_BYTES, part - start)
-                enclosed = ctypes.string_at(tensor.data_ptr() + start, size)
-                self._write(rank, Letter(What.part, parcel.number, enclosed=enclosed))
-        if part == length:
-            parcel.finish()
-        return parcel
+        with self._begin_entry(request, SENT), self._lock:
+            eager = request.eager = self._credits.take(request.number, rank, length)
+            if eager < length:
+                self._outgoing[request.number] = request
+            enclosed = ctypes.string_at(tensor.data_ptr(), eager)
+            dtype = DTYPE_CODE[tensor.dtype]
+            self._write(rank, Packet(PacketType.rts, request.number, dtype, length, enclosed), tag)
+        if eager == length:
+            request.finish()
+        else:
+            self._watch(request)
+        return request
 
     def _send_small(self, tensor: torch.Tensor, rank: int, tag: int, *, background: bool) -> None:
         self._refuse_if_over(rank)
         length, kind = tensor.nbytes, DTYPE_CODE[tensor.dtype]
-        with self._journal.begin(SENT, kind, tag, length, rank, background) as entry:
+        with self._recorder.begin(SENT, kind, tag, length, rank, background) as entry:
             enclosed = ctypes.string_at(tensor.data_ptr(), length)
-            self._write(rank, Letter(What.offer, 0, tag, kind, length, 0, enclosed))
+            self._write(rank, Packet(PacketType.rts, 0, kind, length, enclosed), tag)
             entry.end(well=True)
 
     def _begin_far_receive(
         self, tensor: torch.Tensor, rank: int | None, tag: int, seconds: float, done: Done | None
     ) -> P2PRequest:
         self._refuse_if_over()
-        self._letters.start()
-        parcel = P2PRequest(self._whose + "recv", next(self._numbers), tensor, rank, tag, seconds, done)
-        with self._begin_entry(parcel, RECEIVED), self._lock:
-            offer = next((offer for offer in self._offers if parcel.takes(offer)), None)
-            if offer is not None:
-                self._offers.remove(offer)
-                self._match(parcel, offer)
-                return parcel
-            self._wanted.append(parcel)
-            self._letters.hurry()
+        request = P2PRequest(self._whose + "recv", next(self._numbers), tensor, rank, tag, seconds, done)
+        with self._begin_entry(request, RECEIVED), self._lock:
+            message = next((each for each in self._unexpected if request.takes(each)), None)
+            if message is not None:
+                self._unexpected.remove(message)
+                self._match(request, message)
+                return request
+            self._wanted.append(request)
             if rank is None:
-                self._post_here(parcel, tensor)
-        return parcel
+                self._post_here(request, tensor)
+        self._watch(request)
+        return request
 
-    def _begin_entry(self, parcel: P2PRequest, way: int) -> Entry:
-        kind, background = DTYPE_CODE[parcel.tensor.dtype], parcel.done is not None
-        length = parcel.tensor.nbytes
-        parcel.entry = self._journal.begin(way, kind, parcel.tag, length, parcel.peer, background)
-        return parcel.entry
+    def _begin_entry(self, request: P2PRequest, way: int) -> RecordedMessage:
+        kind, background = DTYPE_CODE[request.tensor.dtype], request.done is not None
+        length = request.tensor.nbytes
+        request.entry = self._recorder.begin(way, kind, request.tag, length, request.peer, background)
+        return request.entry
 
-    def _post_here(self, parcel: P2PRequest, tensor: torch.Tensor) -> None:
+    def _post_here(self, request: P2PRequest, tensor: torch.Tensor) -> None:
         """Have a receive from any source wait in the mailbox as well."""
 
         def end(transfer: Transfer) -> None:
             with self._lock:
-                if parcel not in self._wanted:
+                if request not in self._wanted:
                     return
-                self._wanted.remove(parcel)
+                self._wanted.remove(request)
             if transfer.error is not None:
-                parcel.finish(transfer.error)
+                request.finish(transfer.error)
             else:
-                parcel.finish(source=self._hierarchy.here[transfer.source])
+                request.finish(source=self._hierarchy.here[transfer.source])
 
         kind, waiter = DTYPE_CODE[tensor.dtype], Patient(self._member)
-        parcel.here = self._mailbox.irecv(
-            tensor.data_ptr(), tensor.nbytes, kind, None, parcel.tag, waiter, end, recorded=False
+        request.here = self._mailbox.irecv(
+            tensor.data_ptr(), tensor.nbytes, kind, None, request.tag, waiter, end, recorded=False
         )
 
     def _refuse_if_over(self, rank: int | None = None) -> None:
         """Raise if nothing can be begun any more, with a rank."""
         if self._member.is_aborted:
             raise self._member.aborted()
-        if rank is not None and self._letters.has_left(rank):
+        if rank is not None and rank in self._left:
             raise GroupAbortedError(
                 f"{self._whose}{self._hosts.describe(rank)}, to which this rank sends, destroyed the group"
             )
 
-    def _write(self, rank: int, letter: Letter) -> None:
-        try:
-            self._letters.write(rank, letter)
-        except (DistError, OSError) as error:
-            self._lose_store(error)
-            raise self._member.aborted() from error
+    def _write(self, rank: int, packet: Packet, tag: int = 0) -> None:
+        self._heard.add(rank)
+        self._link.post_text(rank, Channel.p2p, tag, pack(packet))
 
     # -- waiting
 
-    def _wait(self, parcel: P2PRequest) -> int:
+    def _wait(self, request: P2PRequest) -> int:
         try:
-            while not parcel.wait(_LOOK_SECONDS):
-                self._look_after(parcel)
+            while not request.wait(_LOOK_SECONDS):
+                self._look_after(request)
         except BaseException as error:
             # A message in the background goes on when the program that waits for it is interrupted.
-            if not parcel.finished and (parcel.done is None or isinstance(error, DistError)):
-                self._withdraw(parcel, error)
+            if not request.finished and (request.done is None or isinstance(error, DistError)):
+                self._withdraw(request, error)
             raise
-        if parcel.error is not None:
-            raise parcel.error
-        return parcel.source
+        if request.error is not None:
+            raise request.error
+        return request.source
+
+    def _watch(self, request: P2PRequest) -> None:
+        """Have a thread look after a message that nobody may be waiting for."""
+        if request.done is None:
+            return
+        if self._watcher is None:
+            with self._lock:
+                if self._watcher is None:
+                    # In the context of the rank that makes it, so that callbacks know which rank they are of.
+                    run, name = contextvars.copy_context().run, f"torchestra-messages-{self._hierarchy.name}"
+                    self._watcher = threading.Thread(
+                        target=run, args=(self._look_on,), name=name, daemon=True
+                    )
+                    self._watcher.start()
+        if request.seconds < _LONGEST_PAUSE:
+            self._stirred.set()
+
+    def _look_on(self) -> None:
+        while not self._closed.is_set():
+            self._stirred.wait(self._look_after_all())
+            self._stirred.clear()
 
     def _under_way(self) -> list[P2PRequest]:
         with self._lock:
@@ -281,212 +291,166 @@ class Messages:
 
     def _look_after_all(self) -> float:
         """Give up what waits in vain; for how long nobody need look again."""
-        parcels = self._under_way()
-        for parcel in parcels:
-            if parcel.done is not None:
+        requests = self._under_way()
+        for request in requests:
+            if request.done is not None:
                 try:
-                    self._look_after(parcel)
+                    self._look_after(request)
                 except DistError as error:
-                    self._withdraw(parcel, error)
-        if any(parcel.doubt is not None for parcel in parcels):
+                    self._withdraw(request, error)
+        if any(request.gone_since is not None for request in requests):
             return _LOOK_SECONDS
-        return min([_LONGEST_PAUSE, *(max(_LOOK_SECONDS, parcel.deadline.remaining()) for parcel in parcels)])
+        return min(
+            [_LONGEST_PAUSE, *(max(_LOOK_SECONDS, request.deadline.remaining()) for request in requests)]
+        )
 
-    def _look_after(self, parcel: P2PRequest) -> None:
+    def _look_after(self, request: P2PRequest) -> None:
         """Raise if waiting for a message any longer is in vain."""
-        if self._closed:
-            raise GroupDestroyedError(f"{parcel}, but the group was destroyed")
+        if self._closed.is_set():
+            raise GroupDestroyedError(f"{request}, but the group was destroyed")
         self._hierarchy.detector.stand_in_if_needed()
-        self._lookout.check(parcel)
+        self._wait_policy.check(request)
 
-    def _withdraw(self, parcel: P2PRequest, error: BaseException) -> None:
+    def _withdraw(self, request: P2PRequest, error: BaseException) -> None:
         """Take a message back that its caller leaves with an error."""
         aborted = self._member.is_aborted
         with self._lock:
-            if parcel.partner is not None:
+            if request.partner is not None:
                 if not (aborted or isinstance(error, DistError)):
                     who = self._hosts.describe(self._hierarchy.rank)
                     self._member.abort(
-                        f"{who} left a {parcel.what} halfway, with {type(error).__name__}: {error}"
+                        f"{who} left a {request.what} halfway, with {type(error).__name__}: {error}"
                     )
-                elif not aborted and parcel.receives:
-                    self._write(parcel.partner, Letter(What.lost, parcel.offered))
-            elif parcel in self._wanted:
-                if parcel.here is not None and not self._mailbox.retract(parcel.here):
+                elif not aborted and request.receives:
+                    self._write(request.partner, Packet(PacketType.lost, request.offered))
+            elif request in self._wanted:
+                if request.here is not None and not self._mailbox.retract(request.here):
                     return  # the mailbox has begun with it, and ends it
-            elif parcel.number in self._outgoing and not (aborted or parcel.peer is None):
-                self._write(parcel.peer, Letter(What.withdraw, parcel.number))
-            self._fail(parcel, error)
+            elif request.number in self._outgoing and not (aborted or request.peer is None):
+                self._write(request.peer, Packet(PacketType.withdraw, request.number))
+            self._fail(request, error)
 
-    def _fail(self, parcel: P2PRequest, error: BaseException) -> None:
+    def _fail(self, request: P2PRequest, error: BaseException) -> None:
         with self._lock:
-            if not parcel.receives:
-                self._settle(parcel.number)
-            elif parcel.partner is not None:
-                self._coming.pop((parcel.partner, parcel.offered), None)
+            if not request.receives:
+                self._settle(request.number)
+            elif request.partner is not None:
+                self._coming.pop((request.partner, request.offered), None)
             else:
-                self._wanted = [each for each in self._wanted if each is not parcel]
-        parcel.finish(error)
+                self._wanted = [each for each in self._wanted if each is not request]
+        request.finish(error)
 
     def _settle(self, number: int) -> P2PRequest | None:
         """Nothing more is to be done for a message that was offered."""
-        self._ahead.settle(number)
+        self._credits.settle(number)
         return self._outgoing.pop(number, None)
 
-    def _lose_store(self, error: Exception) -> None:
-        who = self._hosts.describe(self._hierarchy.rank)
-        self._member.abort(f"{who} cannot reach the group's store any more: {error}")
+    def _lose_connection(self, rank: int, why: str) -> None:
+        """The connection to a rank has ended; why will be seen (see :meth:`_look_after`)."""
+        for request in self._under_way():
+            if request.partner == rank:
+                request.fail_way(why)
 
-    def _lose_line(self, rank: int, why: str) -> None:
-        """The line to a rank has broken; why will be seen (see :meth:`_look_after`)."""
-        for parcel in self._under_way():
-            if parcel.partner == rank:
-                parcel.fail_way(why)
+    # -- packets
 
-    # -- letters
-
-    def _open_bridge(self, rank: int) -> Bridge:
-        ends = sorted((self._hierarchy.rank, rank))
-        store = PrefixStore(f"line/{ends[0]}-{ends[1]}", self._store)
-        names = [self._hosts.describe(end) for end in ends]
-        return open_bridge(self.bridge_kind, store, ends.index(self._hierarchy.rank), 2, names, _MEET_SECONDS)
-
-    def _read(self, sender: int, letter: Letter) -> None:
-        """Do what a letter says. The lock is held."""
-        number = letter.message
-        if letter.what == What.offer:
-            self._take_offer(UnexpectedMessage(sender, *letter[1:]))
-        elif letter.what == What.part:
-            self._take_part(sender, number, letter.enclosed)
-        elif letter.what == What.withdraw:
-            self._offers = [each for each in self._offers if (each.source, each.number) != (sender, number)]
-        elif letter.what == What.ask:
-            self._push(sender, number)
-        elif (parcel := self._settle(number)) is not None:
-            lost = letter.what == What.lost
-            parcel.finish(self._lookout.failure(parcel, "its end of it broke") if lost else None)
-        if not self._wanted and not self._outgoing and not self._coming:
-            self._letters.awaited = False
-
-    def _take_offer(self, offer: UnexpectedMessage) -> None:
-        if not offer.is_possible(_SMALL_BYTES):
-            warnings.warn("%sdropped what rank %d cannot have sent", self._whose, offer.source)
+    def _arrived(self, message: Message) -> None:
+        """Do what a packet says; on the thread of the transport."""
+        sender = message.source
+        try:
+            packet = unpack(bytes(message.text))
+        except ValueError as error:
+            warnings.warn("%sdropped what rank %d sent: %s", self._whose, sender, error)
             return
-        for parcel in tuple(self._wanted):
-            if parcel.takes(offer) and (parcel.here is None or self._mailbox.retract(parcel.here)):
-                self._wanted.remove(parcel)
-                self._match(parcel, offer)
-                return
-        self._offers.append(offer)
+        with self._lock:
+            self._heard.add(sender)
+            number = packet.request
+            if packet.type == PacketType.rts:
+                _, number, dtype, length, payload = packet
+                self._announced(UnexpectedMessage(sender, number, message.tag, dtype, length, payload))
+            elif packet.type == PacketType.data:
+                self._take_rest(sender, number, message)
+            elif packet.type == PacketType.withdraw:
+                there = ((each.source, each.number) for each in self._unexpected)
+                kept = [each != (sender, number) for each in there]
+                self._unexpected = list(itertools.compress(self._unexpected, kept))
+            elif packet.type == PacketType.bye:
+                self._left.add(sender)
+            elif packet.type == PacketType.cts:
+                self._send_rest(sender, number)
+            elif (request := self._settle(number)) is not None:
+                lost = packet.type == PacketType.lost
+                request.finish(self._wait_policy.failure(request, "its end of it broke") if lost else None)
 
-    def _match(self, parcel: P2PRequest, offer: UnexpectedMessage) -> None:
-        """A receive has got an offer."""
-        tensor = parcel.tensor
-        kind = DTYPE_CODE[tensor.dtype]
-        small = offer.length <= _SMALL_BYTES
-        if (offer.kind, offer.length) != (kind, tensor.nbytes):
-            if not small:
-                self._write(offer.source, Letter(What.refuse, offer.number))
-            parcel.finish(
+    def _announced(self, message: UnexpectedMessage) -> None:
+        if not message.is_possible(_SMALL_BYTES):
+            warnings.warn("%sdropped what rank %d cannot have sent", self._whose, message.source)
+            return
+        for request in tuple(self._wanted):
+            if request.takes(message) and (request.here is None or self._mailbox.retract(request.here)):
+                self._wanted.remove(request)
+                self._match(request, message)
+                return
+        self._unexpected.append(message)
+
+    def _match(self, request: P2PRequest, message: UnexpectedMessage) -> None:
+        """A receive has got what it is for."""
+        tensor, source = request.tensor, message.source
+        dtype = DTYPE_CODE[tensor.dtype]
+        if (message.dtype, message.length) != (dtype, tensor.nbytes):
+            self._answer(message, PacketType.refuse)
+            request.finish(
                 DistBackendError(
-                    f"{self._whose}rank {offer.source} sent {offer.length} bytes of"
-                    f" {DTYPE_NAMES[offer.kind]} with tag {offer.tag}, but recv expected"
-                    f" {tensor.nbytes} bytes of {DTYPE_NAMES[kind]}. The message was thrown away; size"
+                    f"{self._whose}rank {source} sent {message.length} bytes of"
+                    f" {DTYPE_NAMES[message.dtype]} with tag {message.tag}, but recv expected"
+                    f" {tensor.nbytes} bytes of {DTYPE_NAMES[dtype]}. The message was thrown away; size"
                     " and dtype must be the same on both sides"
                 )
             )
-        elif small:
-            ctypes.memmove(tensor.data_ptr(), bytes(offer.enclosed), len(offer.enclosed))
-            parcel.finish(source=offer.source)
-        else:
-            self._expect(parcel, offer)
-
-    # -- large messages
-
-    def _expect(self, parcel: P2PRequest, offer: UnexpectedMessage) -> None:
-        """Have a message come."""
-        source = offer.source
-        parcel.partner, parcel.offered, parcel.part = source, offer.number, offer.part
-        self._coming[source, offer.number] = parcel
-        if parcel.entry is not None:
-            parcel.entry.came(source)
-        rest = offer.length - offer.part
-        if rest and not self._ask(parcel, rest):
             return
-        if offer.enclosed:
-            self._take_part(source, offer.number, bytes(offer.enclosed))
-
-    def _ask(self, parcel: P2PRequest, rest: int) -> bool:
-        """Have what is not in letters come; False if it cannot."""
-
-        def then(error: BridgeError | None) -> None:
-            with self._lock:
-                if error is None:
-                    self._get(parcel, rest)
-                else:
-                    parcel.fail_way(str(error))
-
-        assert parcel.partner is not None
-        try:
-            line = self._letters.line_to(parcel.partner)
-            line.receive(bytes_of(parcel.tensor)[parcel.part :], parcel.seconds, then)
-        except BridgeError as error:
-            self._withdraw(parcel, self._lookout.failure(parcel, str(error)))
-            return False
-        self._write(parcel.partner, Letter(What.ask, parcel.offered))
-        return True
-
-    def _take_part(self, source: int, number: int, part: bytes) -> None:
-        """A part of a message has come in a letter."""
-        if (parcel := self._coming.get((source, number))) is not None:
-            if parcel.take_part(part):
-                self._get(parcel, len(part))
-            else:
-                warnings.warn("%sdropped %d bytes of rank %d too many", self._whose, len(part), source)
+        if message.length > _SMALL_BYTES and request.entry is not None:
+            request.entry.came(source)
+        eager = request.eager = len(message.payload)
+        ctypes.memmove(tensor.data_ptr(), message.payload, eager)
+        if eager == message.length:
+            request.finish(source=source)
+            self._answer(message, PacketType.ack)
             return
-        for offer in self._offers:
-            if (offer.source, offer.number) == (source, number):
-                offer.enclosed = (offer.enclosed + part)[: offer.part]
+        request.partner, request.offered = source, message.number
+        self._coming[source, message.number] = request
+        self._answer(message, PacketType.cts)
 
-    def _get(self, parcel: P2PRequest, length: int) -> None:
-        """So many bytes of a message have come; with the last of them it is there."""
-        parcel.got += length
-        if parcel.got < parcel.tensor.nbytes or parcel.finished:
-            return
-        assert parcel.partner is not None
-        self._coming.pop((parcel.partner, parcel.offered), None)
-        parcel.finish(source=parcel.partner)
-        self._write(parcel.partner, Letter(What.got, parcel.offered))
+    def _answer(self, message: UnexpectedMessage, what: PacketType) -> None:
+        if message.number:
+            self._write(message.source, Packet(what, message.number))
 
-    def _push(self, receiver: int, number: int) -> None:
-        """What remains of a message has been asked for."""
-        parcel = self._outgoing.get(number)
-        if parcel is None:
+    # -- the rest of large messages
+
+    def _send_rest(self, receiver: int, number: int) -> None:
+        """The rest of a message may be sent."""
+        request = self._outgoing.get(number)
+        if request is None:
             self._member.abort(
                 f"rank {receiver} asked rank {self._hierarchy.rank} for a message that was taken back"
             )
             return
-        parcel.partner = receiver
+        request.partner = receiver
+        rest = bytes_of(request.tensor)[request.eager :]
+        head = torch.frombuffer(bytearray(head_of(Packet(PacketType.data, number))), dtype=torch.uint8)
+        parts = [(head.data_ptr(), head.numel()), (rest.data_ptr(), rest.numel())]
+        self._link.post(receiver, Channel.p2p, 0, parts, (head, rest))
 
-        def then(error: BridgeError | None) -> None:
-            if error is not None:
-                parcel.fail_way(str(error))
-
-        try:
-            line = self._letters.line_to(receiver)
-            line.send(bytes_of(parcel.tensor)[parcel.part :], parcel.seconds, then)
-        except BridgeError as error:
-            parcel.fail_way(str(error))
-
-
-_all: weakref.WeakSet[Messages] = weakref.WeakSet()
-
-
-def _leave_at_exit() -> None:
-    """While the lines are there: a bridge over Gloo closes its own at exit, later (gloo_bridge.py)."""
-    for messages in tuple(_all):
-        with contextlib.suppress(DistError, OSError):
-            messages.leave()
-
-
-atexit.register(_leave_at_exit)
+    def _take_rest(self, source: int, number: int, message: Message) -> None:
+        """The rest of a message has come."""
+        request = self._coming.pop((source, number), None)
+        if request is None:
+            return
+        rest = bytes_of(request.tensor)[request.eager :]
+        came = sum(storage.nbytes() for storage in message.storages)
+        if message.lost is not None or came != rest.numel():
+            why = str(message.lost or f"{came} bytes came, not {rest.numel()}")
+            self._write(source, Packet(PacketType.lost, number))
+            request.finish(self._wait_policy.failure(request, why))
+            return
+        ctypes.memmove(rest.data_ptr(), message.storages[0].data_ptr(), came)
+        request.finish(source=source)
+        self._write(source, Packet(PacketType.ack, number))

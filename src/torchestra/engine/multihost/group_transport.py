@@ -1,0 +1,172 @@
+"""A group's transport: who of this rank a message is for, and how the ranks come to know each other.
+
+Every rank of a group on several hosts has one. The ranks of a rail are connected by it where the bridge is
+``curve``; each pair of other ranks on different hosts is when one first has something for the other, with no
+word to the store: the ranks told each other their endpoint records when the group was made (joining.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+
+from torchestra.engine import progress
+from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
+from torchestra.engine.multihost.hosts import Hosts
+from torchestra.errors import DistError
+from torchestra.store import Store
+from torchestra.transport.addresses import INTERFACE_VARIABLE, own_address
+from torchestra.transport.endpoint import EndpointRecord
+from torchestra.transport.message import Message
+from torchestra.transport.transport import Transport
+
+__all__ = ["RECORD_BYTES", "Channel", "GroupTransport"]
+
+_ADVICE = f"See {INTERFACE_VARIABLE} in docs/guides/several-hosts.md"
+_PATIENCE_SECONDS, _CLOSE_SECONDS = 0.2, 1.0
+_ADDRESS_BYTES = 64
+_RECORD = struct.Struct(f"<{_ADDRESS_BYTES}s40s")
+RECORD_BYTES = _RECORD.size
+
+Arrived = Callable[[Message], None]
+Ended = Callable[[int, str], None]
+
+
+class Channel(IntEnum):
+    """What a message belongs to."""
+
+    bridge = 1
+    p2p = 2
+    control = 3
+
+
+class GroupTransport:
+    """One rank's transport in a group.
+
+    Args:
+        store: the group's, to know at which of its addresses this host is reached.
+        hosts: of the group.
+        rank: this one.
+
+    Attributes:
+        rank: that.
+        hosts: those.
+        link: the transport itself.
+
+    Raises:
+        DistNetworkError: it cannot listen on this host.
+    """
+
+    def __init__(self, store: Store, hosts: Hosts, rank: int) -> None:
+        self.hosts, self.rank = hosts, rank
+        self._lock = threading.RLock()
+        self._arrived: dict[int, Arrived] = {}
+        self._ended: list[Ended] = []
+        self._early: deque[Message] = deque()  # what came before anybody listened
+        self._gone: dict[int, str] = {}
+        self._before_close: list[Callable[[], None]] = []
+        self._closed = False
+        self.link = Transport(
+            hosts.describe(rank),
+            own_address(store),
+            None,
+            None,
+            self._deliver,
+            self._lost,
+            _ADVICE,
+            heartbeat_bound(),
+            self._broke,
+        )
+        _all.add(self)
+
+    def listen(self, channel: Channel, arrived: Arrived, ended: Ended) -> None:
+        """Have messages handed on, on the thread of the transport; also those that have come already.
+
+        Args:
+            channel: whose messages.
+            arrived: called with each.
+            ended: called with a rank whose connection has ended, and how.
+        """
+        with self._lock:
+            early, self._early = self._early, deque()
+            self._ended.append(ended)
+            for rank, how in self._gone.items():
+                ended(rank, how)
+            for message in early:
+                if message.kind == channel:
+                    arrived(message)
+                else:
+                    self._early.append(message)
+            self._arrived[channel] = arrived
+
+    def _deliver(self, message: Message) -> None:
+        arrived = self._arrived.get(message.kind)
+        if arrived is None:
+            with self._lock:
+                arrived = self._arrived.get(message.kind)
+                if arrived is None:
+                    self._early.append(message)
+                    return
+        arrived(message)
+
+    def _lost(self, rank: int, how: str) -> None:
+        with self._lock:
+            self._gone[rank] = how
+            for ended in tuple(self._ended):
+                ended(rank, how)
+
+    def _broke(self, rank: int, how: str) -> None:
+        with self._lock:
+            for ended in tuple(self._ended):
+                ended(rank, how)
+
+    # -- who is who
+
+    def own_record(self) -> bytes:
+        """Return what the other ranks must know of this one, in as many bytes for each rank."""
+        endpoint = self.link.endpoint
+        return _RECORD.pack(endpoint.address.encode(), endpoint.key)
+
+    def expect(self, records: bytes) -> None:
+        """Let the ranks of other hosts in, whose records these are, by rank."""
+        here = frozenset(self.hosts.on(self.hosts.host_at(self.rank)))
+        endpoints = {}
+        for rank, (address, key) in enumerate(_RECORD.iter_unpack(records)):
+            if rank not in here:
+                endpoints[rank] = EndpointRecord(address.rstrip(b"\0").decode(), key)
+        self.link.expect(endpoints)
+
+    # -- the end
+
+    def before_close(self, leave: Callable[[], None]) -> None:
+        """Have something called before the connections end, which may need them; the last to ask is first."""
+        self._before_close.insert(0, leave)
+
+    def close(self) -> None:
+        """Say goodbye to the others."""
+        if self._closed:
+            return
+        self._closed = True
+        for leave in self._before_close:
+            with contextlib.suppress(DistError, OSError):
+                leave()
+        self.link.close(_PATIENCE_SECONDS, _CLOSE_SECONDS)
+
+
+_all: weakref.WeakSet[GroupTransport] = weakref.WeakSet()
+
+
+def _close_at_exit() -> None:
+    """What has been sent is to leave before the process does."""
+    progress.let_tasks_end()
+    for transport in tuple(_all):
+        transport.close()
+
+
+atexit.register(_close_at_exit)

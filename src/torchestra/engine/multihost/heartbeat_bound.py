@@ -1,0 +1,31 @@
+"""For how long a host may be silent."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from torchestra.errors import InvalidArgumentError
+
+__all__ = ["HEARTBEAT_VARIABLE", "heartbeat_bound"]
+
+HEARTBEAT_VARIABLE = "TORCHESTRA_HEARTBEAT"
+"""How many seconds a host may be silent before it is given up; the same for all ranks."""
+
+_DEFAULT_BOUND = 10.0
+
+
+def heartbeat_bound() -> float:
+    """Return how long a host may be silent, in seconds.
+
+    Raises:
+        InvalidArgumentError: the environment says something that is no number of seconds.
+    """
+    given = os.environ.get(HEARTBEAT_VARIABLE)
+    try:
+        seconds = _DEFAULT_BOUND if not given else float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < math.inf:
+        raise InvalidArgumentError(f"{HEARTBEAT_VARIABLE} must be a number of seconds, got {given!r}")
+    return seconds

@@ -1,0 +1,78 @@
+"""What ranks on different hosts send each other for ``send`` and ``recv``: MPI's rendezvous protocol.
+
+A packet has a head of fixed length and, after it, bytes of the message. Who sends it is known from the
+transport, which also says with which tag. Packets are reliable, but for ``data``.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from torchestra.store.rate_limited import RateLimitedWarnings
+
+__all__ = ["Packet", "PacketType", "head_of", "pack", "unpack", "warnings"]
+
+_HEAD = struct.Struct("<BBQQ")
+warnings = RateLimitedWarnings(logging.getLogger(__name__))
+
+
+class PacketType(IntEnum):
+    """What a packet says.
+
+    ``rts`` (request to send): there is a message, whose first bytes are in the packet. ``cts`` (clear to
+    send): the rest shall come. ``data``: the rest. ``ack``: all of it has come. ``refuse``: it is thrown
+    away. ``lost``: it could not come. ``withdraw``: its sender has taken it back. ``bye``: no more packets
+    will come.
+    """
+
+    rts = 1
+    cts = 2
+    data = 3
+    ack = 4
+    refuse = 5
+    lost = 6
+    withdraw = 7
+    bye = 8
+
+
+class Packet(NamedTuple):
+    """What one rank sends another.
+
+    Attributes:
+        type: what it says.
+        request: of which message; the number by which its sender knows it.
+        dtype: the code of the dtype of a message that is announced.
+        length: of that, in bytes.
+        payload: the bytes that go along.
+    """
+
+    type: int
+    request: int = 0
+    dtype: int = 0
+    length: int = 0
+    payload: bytes = b""
+
+
+def head_of(packet: Packet) -> bytes:
+    """Return a packet as bytes, without its payload."""
+    return _HEAD.pack(packet.type, packet.dtype, packet.request, packet.length)
+
+
+def pack(packet: Packet) -> bytes:
+    """Return a packet as bytes."""
+    return _HEAD.pack(packet.type, packet.dtype, packet.request, packet.length) + packet.payload
+
+
+def unpack(raw: bytes) -> Packet:
+    """Return what :func:`pack` has packed.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if len(raw) < _HEAD.size:
+        raise ValueError(f"{len(raw)} bytes are no packet")
+    what, dtype, request, length = _HEAD.unpack_from(raw)
+    return Packet(PacketType(what), request, dtype, length, raw[_HEAD.size :])
