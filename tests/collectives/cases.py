@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 import torchestra as dist
+from torchestra.engine.operations import COLLECTIVES
 
 _GUARD = 3
 _GUARD_VALUE = 99
@@ -324,20 +325,9 @@ MOVES: tuple[Case, ...] = (
 )
 CASES = REDUCTIONS + MOVES
 
-# One for each operation that a rank can be in.
-ONE_OF_EACH: tuple[Case, ...] = (
-    all_reduce,
-    reduce_first,
-    broadcast_first,
-    all_gather,
-    all_gather_into_tensor,
-    gather_first,
-    scatter_first,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    all_to_all,
-    all_to_all_single,
-    barrier,
+# The first case of each row of the table: a collective without one is an error here.
+ONE_OF_EACH: tuple[Case, ...] = tuple(
+    next(case for case in CASES if case.__name__.startswith(name)) for name in COLLECTIVES
 )
 
 WHERE = {"ordinary": lambda rank: False, "arena": lambda rank: True, "mixed": lambda rank: rank % 2 == 0}
