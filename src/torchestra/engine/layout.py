@@ -213,7 +213,7 @@ MISMATCH = 3
 
 
 def align(number: int, unit: int) -> int:
-    """The smallest multiple of ``unit`` that is not below ``number``."""
+    """Return the smallest multiple of ``unit`` that is not below ``number``."""
     return -(-number // unit) * unit
 
 
@@ -251,7 +251,7 @@ class Layout:
 
     @property
     def proposal_bytes(self) -> int:
-        """A key, and a bit for each rank."""
+        """Return a key, and a bit for each rank."""
         return PROPOSAL_RANKS + 8 * align(self.size, 64) // 64
 
     @property

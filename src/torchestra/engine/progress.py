@@ -55,7 +55,7 @@ class Task(Protocol):
         """
 
     def is_bound(self) -> bool:
-        """Whether only the group's thread may run it."""
+        """Return whether only the group's thread may run it."""
 
 
 _EXIT_SECONDS = 0.5
@@ -165,7 +165,7 @@ class ProgressThread:
             self.pending -= 1
 
     def is_current(self) -> bool:
-        """Whether the calling thread has the turn: a task, or a callback of one, is what calls."""
+        """Return whether the calling thread has the turn: a task, or a callback of one, is what calls."""
         return self._runner == threading.get_ident()
 
     def drain(self, seconds: float) -> None:

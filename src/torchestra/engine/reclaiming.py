@@ -75,7 +75,7 @@ def _own_block(context: RankContext) -> int:
 
 
 def _tensor(context: RankContext) -> tuple[int, int]:
-    """Where in the heaps the tensor lies that peers write into, and how many bytes it has: 0 if none does."""
+    """Return where in the heaps the tensor lies that peers write into, and its bytes: 0 if none do."""
     block = _own_block(context) + (context.word(at.SEQUENCE) & 1) * 8
     meta, count, offset = (shared_words.load_acquire(block + word) for word in (at.META, at.COUNT, at.SHARED))
     if offset == at.NOT_SHARED or meta & 0xFF not in _WRITTEN_BY_PEERS:
@@ -84,7 +84,7 @@ def _tensor(context: RankContext) -> tuple[int, int]:
 
 
 def _inside(context: RankContext) -> list[int]:
-    """The ranks that may write into this rank's tensor."""
+    """Return the ranks that may write into this rank's tensor."""
     found = []
     rank = shared_words.next_reader(context.address, 0)
     while rank < context.size:

@@ -15,7 +15,7 @@ _CUT = " ..."
 
 
 def abort_text(why: str, failed: tuple[int, ...], standing: str) -> str:
-    """What to write into the arena, cut to what it has room for: the lines first, then the reason."""
+    """Return what to write into the arena, cut to what it has room for: the lines first, then the reason."""
     whole = why, standing
     while True:
         told = json.dumps({"failed": failed, "why": why, "standing": standing}, ensure_ascii=False)
@@ -43,5 +43,5 @@ def write_abort_text(arena: Arena, why: str, failed: tuple[int, ...], standing: 
 
 
 def _cut(text: str, whole: str) -> str:
-    """A tenth less of a text that may have been cut before."""
+    """Return a tenth less of a text that may have been cut before."""
     return f"{whole[: (len(text) - (len(_CUT) if text != whole else 0)) * 9 // 10]}{_CUT}"

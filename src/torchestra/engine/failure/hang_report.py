@@ -26,7 +26,7 @@ def hang_report(
     dead: Collection[int],
     own: tuple[int, str],
 ) -> str:
-    """A line for each of the ranks: what it does or did last, for whom it waits, where its program is.
+    """Return a line for each of the ranks: what it does or did last, for whom it waits, where its program is.
 
     Takes half a second if a rank does not answer, and longer on a busy host.
 
@@ -58,7 +58,7 @@ def hang_report(
 
 
 def _doing(record: RankRecord, now: float, crosses: bool) -> str:
-    """The last operation of a rank, and the message that it blocks in."""
+    """Return the last operation of a rank, and the message that it blocks in."""
     last = record.last_operation
     if last is None or (last.number == 1 and last.state == "done" and not crosses):
         words = "has called nothing yet"  # the first operation of a group on one host is its own
@@ -79,7 +79,7 @@ def _doing(record: RankRecord, now: float, crosses: bool) -> str:
 
 
 def _places(arena: Arena, peers: Peers | None, ranks: list[int]) -> dict[int, str]:
-    """Where the programs of other ranks are, as far as they say in time."""
+    """Return where the programs of other ranks are, as far as they say in time."""
     places = {rank: peers.site(rank) if peers is not None else None for rank in ranks}
     silent = [rank for rank in ranks if places[rank] is None and not _has_left(arena, rank)]
     asked = {

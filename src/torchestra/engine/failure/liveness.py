@@ -27,13 +27,13 @@ class Peers(Protocol):
     """What a context asks about the ranks of its group."""
 
     def dead(self) -> tuple[int, ...]:
-        """The ranks that have died."""
+        """Return the ranks that have died."""
 
     def site(self, rank: int) -> str | None:
-        """Where the program of a rank is, if that can be seen from here: ``is at file:line in function``."""
+        """Return where the program of a rank is (``is at file:line in function``), if that can be seen here."""
 
     def how(self, rank: int) -> str:
-        """How a rank that is dead ended, as far as it can be known."""
+        """Return how a rank that is dead ended, as far as it can be known."""
 
     def close(self) -> None:
         """Release what was opened to find out."""
@@ -49,7 +49,7 @@ def process_start(pid: int) -> int:
 
 
 def describe_status(status: int) -> str:
-    """A status as from ``os.wait()`` in words: ``exit code 3``, ``killed by SIGSEGV``."""
+    """Return a status as from ``os.wait()`` in words: ``exit code 3``, ``killed by SIGSEGV``."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exit code {code}"
@@ -60,7 +60,7 @@ def describe_status(status: int) -> str:
 
 
 def status_of_dead(pid: int, started: int, descriptor: int | None) -> int | None:
-    """The wait status of a process that has ended and is not our child, if the system tells.
+    """Return the wait status of a process that has ended and is not our child, if the system tells.
 
     While nobody has reaped it, /proc does; afterwards, since Linux 6.15, a pidfd opened before.
     """
@@ -83,7 +83,7 @@ def status_of_dead(pid: int, started: int, descriptor: int | None) -> int | None
 
 
 def process_space() -> int:
-    """The PID namespace of this process, as a number; 0 where the system does not tell."""
+    """Return the PID namespace of this process, as a number; 0 where the system does not tell."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -102,12 +102,12 @@ class _Handles:
         forget_in_children(self)
 
     def forget(self) -> None:
-        """In a forked child: leave those of the parent, which may be at work on them."""
+        """Leave, in a forked child, those of the parent, which may be at work on them."""
         self._open = {}
         self._lock = threading.Lock()
 
     def take(self, process: tuple[int, int]) -> int | None:
-        """The pidfd of a process (its number, when it started), to be given back; None if there is none."""
+        """Return the pidfd of a process (its number and start), to be given back; None if there is none."""
         with self._lock:
             descriptor, users = self._open.get(process, (-1, 0))
             if users == 0:
@@ -189,7 +189,7 @@ class PeerProcesses:
                 self._dead.add(rank)
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether the process of a rank that has left is gone, as far as its number tells."""
+        """Return whether the process of a rank that has left is gone, as far as its number tells."""
         (pid, started), descriptor = self._taken.get(rank, ((0, 0), None))
         if descriptor is not None:
             poll = select.poll()
@@ -198,7 +198,7 @@ class PeerProcesses:
         return rank in self._taken and process_start(pid) != started
 
     def _is_near(self, rank: int) -> bool:
-        """Whether the numbers of its process mean the same here."""
+        """Return whether the numbers of its process mean the same here."""
         return self._word(rank, at.PID_NAMESPACE) == self._space
 
     def _word(self, rank: int, offset: int) -> int:

@@ -24,7 +24,7 @@ SHARED_PATH = 1 << 60
 
 @njit(**KERNEL_OPTIONS)
 def buffer_of(context, rank, chunk):
-    """Where ``rank`` keeps chunk number ``chunk`` of the current operation.
+    """Return where ``rank`` keeps chunk number ``chunk`` of the current operation.
 
     Chunk 0 may be written before the others have arrived: it goes into the slot of the operation's
     parity, which nobody reads any more (everybody was seen in the operation before, and so had finished the
@@ -39,14 +39,14 @@ def buffer_of(context, rank, chunk):
 
 @njit(**KERNEL_OPTIONS)
 def peer_slot(context, owner, reader):
-    """Which of the SIZE - 1 parts of the buffer of ``owner`` is meant for ``reader``."""
+    """Return which of the SIZE - 1 parts of the buffer of ``owner`` is meant for ``reader``."""
     size = load(context + SIZE)
     return (reader - owner - 1 + size) % size
 
 
 @njit(**KERNEL_OPTIONS)
 def streams(context, total):
-    """Whether a result of ``total`` bytes is written past the caches."""
+    """Return whether a result of ``total`` bytes is written past the caches."""
     return total > load(context + STREAM_ABOVE)
 
 

@@ -58,7 +58,7 @@ def ring(words):
 
 @njit(**KERNEL_OPTIONS)
 def hurry(words):
-    """What has been submitted is to be begun without delay."""
+    """Have what has been submitted begin without delay."""
     store_ordered(words + URGENT, load_ordered(words + SUBMITTED))
     syscall(FUTEX, words + URGENT, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
     return 0
@@ -66,7 +66,7 @@ def hurry(words):
 
 @njit(**KERNEL_OPTIONS)
 def close(words):
-    """The thread is to end when nothing is left to be begun."""
+    """Have the thread end when nothing is left to be begun."""
     store_ordered(words + CLOSED, 1)
     ring(words)
     return hurry(words)

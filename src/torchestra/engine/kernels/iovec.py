@@ -22,7 +22,7 @@ _CACHED_BYTES = 1 << 14
 
 @njit(**KERNEL_OPTIONS)
 def _part_at(parts, number, place):
-    """The part that has the element at a place: the last that begins there or before."""
+    """Return the part that has the element at a place: the last that begins there or before."""
     low = 0
     high = number
     while high - low > 1:
@@ -36,7 +36,7 @@ def _part_at(parts, number, place):
 
 @njit(**KERNEL_OPTIONS)
 def _address_of(parts, number, part, place, unit):
-    """The address of an element that is in this part."""
+    """Return the address of an element that is in this part."""
     return load(parts + 8 * (number + 1 + part)) + (place - load(parts + 8 * part)) * unit
 
 

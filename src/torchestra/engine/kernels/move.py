@@ -122,7 +122,7 @@ def share(plan, count, source):
 
 @njit(**KERNEL_OPTIONS)
 def _share_in_place(context, source, stream):
-    """The pieces of all ranks lie in their heaps: read them there, once, and part."""
+    """Read the pieces of all ranks, which lie in their heaps, there and once."""
     rank = load(context + RANK)
     size = load(context + SIZE)
     if load(context + RESUME) < SHARED_PATH:
@@ -171,7 +171,7 @@ def broadcast(plan, count, address):
 
 @njit(**KERNEL_OPTIONS)
 def _splits_of(context, rank):
-    """Two rows of SIZE words: what ``rank`` sends to, and what it expects from, each peer."""
+    """Return two rows of SIZE words: what ``rank`` sends to, and what it expects from, each peer."""
     size = load(context + SIZE)
     return load(context + SPLITS) + (rank * 2 + (load(context + SEQUENCE) & 1)) * 2 * size * 8
 
@@ -187,7 +187,7 @@ def _tell_splits(context):
 
 @njit(**KERNEL_OPTIONS)
 def _longest_split(context):
-    """The longest piece of any pair, or -1 when a pair does not agree about a length."""
+    """Return the longest piece of any pair, or -1 when a pair does not agree about a length."""
     size = load(context + SIZE)
     longest = 0
     for sender in range(size):

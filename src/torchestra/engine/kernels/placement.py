@@ -40,7 +40,7 @@ CORES, MASKS, UNTIL_LOOK, NEXT_LOOK = at.CORES, at.MASKS, at.UNTIL_LOOK, at.NEXT
 
 @njit(**KERNEL_OPTIONS)
 def ranks_on(context, core):
-    """How many ranks have last been seen on a core."""
+    """Return how many ranks have last been seen on a core."""
     control = load(context + CONTROL) + CORE
     number = 0
     for rank in range(load(context + SIZE)):
@@ -114,7 +114,7 @@ def look_around(context):
 
 @njit(**KERNEL_OPTIONS)
 def settle(context):
-    """To be called by every wait that yields: every LOOK_EVERY-th looks around."""
+    """Look around in every LOOK_EVERY-th wait that yields; every one of these calls."""
     left = load(context + UNTIL_LOOK) - 1
     store(context + UNTIL_LOOK, left)
     if left < 0:

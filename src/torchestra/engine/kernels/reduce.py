@@ -112,7 +112,7 @@ def _all_reduce_iovec_direct(context, meta, count, parts, number, unit, function
 
 @njit(**KERNEL_OPTIONS)
 def _piece(peer, size, length):
-    """Where the piece of ``peer`` begins in a range of ``length`` elements, in steps of 64 elements."""
+    """Return where the piece of ``peer`` begins in ``length`` elements, in steps of 64 elements."""
     return min(length, (length + size * 64 - 1) // (size * 64) * 64 * peer)
 
 

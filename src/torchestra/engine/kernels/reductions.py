@@ -108,7 +108,7 @@ _compiling_here = threading.Lock()
 
 
 def supports(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Whether values of the dtype can be combined by the operation."""
+    """Return whether values of the dtype can be combined by the operation."""
     element = _ELEMENTS.get(dtype)
     if element is None or (op.name == "PREMUL_SUM" and element.kind in ("bool", "signed", "unsigned")):
         return False
@@ -116,7 +116,7 @@ def supports(dtype: torch.dtype, op: ReduceOp) -> bool:
 
 
 def reduction(dtype: torch.dtype, op: ReduceOp) -> int:
-    """The address of the compiled function for a dtype and operation that :func:`supports` accepts."""
+    """Return the address of the compiled function for a dtype and operation that :func:`supports` accepts."""
     return _function(dtype, _OPERATION[op.name])
 
 
@@ -127,7 +127,7 @@ def _function(dtype: torch.dtype, operation: int) -> int:
 
 
 def _address(name: str, signature: Any, make: Callable[[], Any]) -> int:
-    """Where the compiled form of a function is; ``make`` makes the function if it has not been compiled."""
+    """Return where the compiled form of a function is; ``make`` makes one that has not been compiled."""
 
     def compile_it() -> Any:
         with _compiling_here:
@@ -246,7 +246,7 @@ def _write_range(builder, element, code, half_by_integers):
 
 
 def _read_mode(builder):
-    """The thread's floating-point mode: MXCSR on x86, FPCR on 64-bit ARM."""
+    """Return the thread's floating-point mode: MXCSR on x86, FPCR on 64-bit ARM."""
     if not _X86:
         return builder.asm(ir.FunctionType(_I64, []), "mrs $0, fpcr", "=r", [], True)
     word = cgutils.alloca_once(builder, _I32)
@@ -284,7 +284,8 @@ def _call_in_default_mode(builder, function, arguments):
 
 
 def _lacks_half(context):
-    """Whether the processor that is compiled for cannot convert float16: LLVM would call functions for it
+    """Return whether the processor that is compiled for cannot convert float16: LLVM would call
+    functions for it
     that nothing here provides. All of 64-bit ARM can."""
     features = context.codegen().magic_tuple()[2]
     return _X86 and "+f16c" not in features.split(",")
@@ -387,7 +388,7 @@ def _from_half(builder, value, computed):
 
 
 def _to_half(builder, value, stored):
-    """The bits of the float16 nearest to a float32, ties to even, as VCVTPS2PH makes them."""
+    """Return the bits of the float16 nearest to a float32, ties to even, as VCVTPS2PH makes them."""
     words = _like(stored, _I32)
 
     def word(number):
@@ -450,7 +451,7 @@ def _divide(builder, element, value, number, lanes):
 
 
 def _spread(builder, scalar, lanes):
-    """A vector of so many times the scalar; one lane is the scalar itself."""
+    """Return a vector of so many times the scalar; one lane is the scalar itself."""
     if lanes == 1:
         return scalar
     kind = ir.VectorType(scalar.type, lanes)

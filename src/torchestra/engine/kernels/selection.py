@@ -63,7 +63,7 @@ class Choices:
 
     @property
     def digest(self) -> int:
-        """A number of 22 bits for what all ranks must have in common."""
+        """Return a number of 22 bits for what all ranks must have in common."""
         return zlib.crc32(f"{self.direct} {self.chunk} {self.share}".encode()) & 0x3F_FFFF
 
     def part(self, size: int) -> int:
@@ -72,12 +72,12 @@ class Choices:
 
 
 def cores_in_affinity() -> int:
-    """How many cores the system may run this process on, whatever quota it has of their time."""
+    """Return how many cores the system may run this process on, whatever quota it has of their time."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def waiting_policy(ranks_here: int) -> tuple[int, int]:
-    """How often a wait spins, and how often it then yields, for so many ranks on this host.
+    """Return how often a wait spins, and how often it then yields, for so many ranks on this host.
 
     Spinning is of use only while every rank has a core of its own, and is kept short (some 3 µs) even then:
     where the system has put two ranks on one core, nothing happens until the spinning one yields. A yield
@@ -87,5 +87,5 @@ def waiting_policy(ranks_here: int) -> tuple[int, int]:
 
 
 def spare_cores(ranks_here: int) -> int:
-    """How many cores so many ranks leave idle on this host while each computes on one."""
+    """Return how many cores so many ranks leave idle on this host while each computes on one."""
     return max(0, cores_in_affinity() - ranks_here)

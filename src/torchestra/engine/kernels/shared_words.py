@@ -70,7 +70,7 @@ def wake_everybody(context):
 
 @njit(**KERNEL_OPTIONS)
 def next_reader(context, rank):
-    """The first rank from ``rank`` on that may be between steps 1 and 2 of this rank's operation, or SIZE."""
+    """Return the first rank from ``rank`` on that may be between this operation's steps 1 and 2, or SIZE."""
     sequence = load(context + SEQUENCE)
     for peer in range(rank, load(context + SIZE)):
         word = control_of(context, peer)

@@ -66,7 +66,7 @@ DONE, PENDING, ABORTED, MISMATCH = at.DONE, at.PENDING, at.ABORTED, at.MISMATCH
 
 @njit(**KERNEL_OPTIONS)
 def control_of(context, rank):
-    """The address of the control block of a rank."""
+    """Return the address of the control block of a rank."""
     return load(context + CONTROL) + rank * CONTROL_BYTES
 
 
@@ -145,7 +145,7 @@ def begin(context, meta, count, nbytes):
 
 @njit(**KERNEL_OPTIONS)
 def end(context):
-    """The operation is done: the next call begins another."""
+    """End the operation: the next call begins another."""
     close_entry(context, load(context + SEQUENCE))
     store(context + RESUME, 0)
 
@@ -192,7 +192,7 @@ def meet(context, meta, count):
 
 @njit(**KERNEL_OPTIONS)
 def all_count(context, count):
-    """Whether every rank came with this count, after :func:`meet`."""
+    """Return whether every rank came with this count, after :func:`meet`."""
     parity = (load(context + SEQUENCE) & 1) * 8
     for rank in range(load(context + SIZE)):
         if load(control_of(context, rank) + parity + COUNT) != count:
@@ -202,7 +202,7 @@ def all_count(context, count):
 
 @njit(**KERNEL_OPTIONS)
 def offset_in_heap(context, address):
-    """Where in this rank's heap an address lies, or NOT_SHARED."""
+    """Return where in this rank's heap an address lies, or NOT_SHARED."""
     length = load_acquire(context + HEAP_BYTES)
     offset = address - (load(context + HEAPS) + load(context + RANK) * length)
     return offset if 0 <= offset < length else NOT_SHARED
@@ -210,7 +210,7 @@ def offset_in_heap(context, address):
 
 @njit(**KERNEL_OPTIONS)
 def everyone_shares(context):
-    """Whether the tensors of all ranks lie in their heaps, after :func:`meet`."""
+    """Return whether the tensors of all ranks lie in their heaps, after :func:`meet`."""
     parity = (load(context + SEQUENCE) & 1) * 8
     for rank in range(load(context + SIZE)):
         if load(control_of(context, rank) + parity + SHARED) == NOT_SHARED:
@@ -220,7 +220,7 @@ def everyone_shares(context):
 
 @njit(**KERNEL_OPTIONS)
 def shared_tensor(context, rank):
-    """The address, here, of the tensor that ``rank`` called with, when it lies in its heap."""
+    """Return the address, here, of the tensor that ``rank`` called with, when it lies in its heap."""
     parity = (load(context + SEQUENCE) & 1) * 8
     offset = load(control_of(context, rank) + parity + SHARED)
     return load(context + HEAPS) + rank * load(context + HEAP_BYTES) + offset
@@ -228,7 +228,7 @@ def shared_tensor(context, rank):
 
 @njit(**KERNEL_OPTIONS)
 def final_barrier(context):
-    """The last step of an operation that read peers' tensors in place: wait until all have read.
+    """Wait until all ranks have read their peers' tensors in place: the last step of an operation that did.
 
     ABORTED if the group is, though all may have read: then a peer may have left before this rank had read
     its tensor, and have changed it. That is seen here: ABORT was set before the change (reclaiming.py looks

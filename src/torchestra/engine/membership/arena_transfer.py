@@ -73,7 +73,7 @@ class Request(Protocol):
     """Another rank's side: of the rank that asks."""
 
     def answer(self) -> ArenaTransfer | None:
-        """What was asked for, if it has come; None to be called again."""
+        """Return what was asked for, if it has come; None to be called again."""
 
     def close(self) -> None:
         """Ask no more."""
@@ -105,7 +105,7 @@ def _new_key() -> bytes:
 
 
 def _halves(key: bytes) -> tuple[str, bytes]:
-    """What may be seen by everybody, and what proves that a rank belongs to the group."""
+    """Return what may be seen by everybody, and what proves that a rank belongs to the group."""
     half = len(key) // 2
     return key[:half].hex(), key[half:]
 

@@ -200,7 +200,7 @@ class _Trouble:
 
 
 def _absent(context: RankContext) -> tuple[int, ...]:
-    """The ranks that have never been in the arena."""
+    """Return the ranks that have never been in the arena."""
     arena = context.arena
     return tuple(
         rank for rank in range(context.size) if arena.word(arena.control(rank) + at.STATE) == at.ABSENT
@@ -262,7 +262,7 @@ def _forget(shared: _ThreadArena) -> None:
 
 
 def _follow(store: Store, enter: _Entering, deadline: Deadline, trouble: _Trouble) -> RankContext:
-    """A process that is not rank 0: fetch the arena, and take the place in it."""
+    """Fetch the arena, and take this rank's place in it, in a process that is not rank 0."""
     rank, name = enter.rank, enter.name
     kind, invitation = _ask_for_arena(store, rank, enter.size, name, deadline)
     if kind != "processes":

@@ -114,12 +114,12 @@ class RankContext:
         forget_in_children(self)
 
     def forget(self) -> None:
-        """In a forked child, which is not the rank: write nothing into the arena any more."""
+        """Write nothing into the arena any more, in a forked child, which is not the rank."""
         self.closed = self._inherited = True
 
     @property
     def poll_interval_s(self) -> float:
-        """How long, in seconds, a wait sleeps before it lets Python look around."""
+        """Return how long, in seconds, a wait sleeps before it lets Python look around."""
         return float(self._poll_interval[0]) + float(self._poll_interval[1]) * 1e-9
 
     @poll_interval_s.setter
@@ -129,7 +129,7 @@ class RankContext:
     # -- what the engine above uses
 
     def word(self, offset: int) -> int:
-        """A word of the private context."""
+        """Return a word of the private context."""
         return int(self._words[offset // 8])
 
     def set_word(self, offset: int, value: int) -> None:
@@ -265,7 +265,7 @@ class RankContext:
 
     @property
     def group_rank(self) -> int:
-        """What messages call this rank."""
+        """Return what messages call this rank."""
         return self.group_ranks[self.rank]
 
     def be_on_host(self, host: str, group_size: int) -> None:
@@ -276,18 +276,18 @@ class RankContext:
         shared_words.store_ordered(self.arena.address + at.HEADER_GROUP_SIZE, group_size)
 
     def describe(self, rank: int) -> str:
-        """What messages call a rank, and its host where there are several."""
+        """Return what messages call a rank, and its host where there are several."""
         return f"rank {self.group_ranks[rank]}{self._here()}"
 
     def _here(self) -> str:
         return f" on host {self.host}" if self.host else ""
 
     def to_group_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """What messages and errors call some ranks."""
+        """Return what messages and errors call some ranks."""
         return tuple(self.group_ranks[rank] for rank in ranks)
 
     def _dead(self) -> tuple[int, ...]:
-        """The ranks that have ended without destroying the group."""
+        """Return the ranks that have ended without destroying the group."""
         dead = self.peers.dead() if self.peers is not None else ()
         return tuple(rank for rank in dead if not self.has_left(rank))
 
@@ -297,11 +297,11 @@ class RankContext:
         return frozenset(dead).union(rank for rank in range(self.size) if self.has_left(rank))
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has destroyed the group."""
+        """Return whether a rank has destroyed the group."""
         return self._state_of(rank) == at.LEFT
 
     def _gone(self, blocked: int | None, dead: tuple[int, ...], alone: bool) -> int | None:
-        """A rank that is gone and that the wait cannot end without, or None."""
+        """Return a rank that is gone and that the wait cannot end without, or None."""
         if blocked is None:
             left = [rank for rank in range(self.size) if self._state_of(rank) == at.LEFT]
             return dead[0] if dead else left[0] if len(left) == self.size - 1 else None
@@ -314,7 +314,7 @@ class RankContext:
         return self.arena.word(self.arena.control(rank) + at.STATE)
 
     def missing(self) -> tuple[int, ...]:
-        """The ranks that have not arrived in this rank's current operation."""
+        """Return the ranks that have not arrived in this rank's current operation."""
         now = self.word(at.SEQUENCE) << at.STEP_BITS
         return tuple(
             rank
@@ -367,7 +367,7 @@ class RankContext:
         return RankFailedError(message, failed) if failed else GroupAbortedError(message)
 
     def aborted(self) -> GroupAbortedError:
-        """The error that says why the group was aborted (which it must have been)."""
+        """Return the error that says why the group was aborted (which it must have been)."""
         if (exclusion := self.registers.exclusion(self.name)) is not None:
             return exclusion
         if self._aborted is None:
@@ -377,7 +377,7 @@ class RankContext:
         return copy.copy(self._aborted)
 
     def _told(self) -> dict[str, Any]:
-        """What the rank that aborted the group has written about it."""
+        """Return what the rank that aborted the group has written about it."""
         length = shared_words.load_acquire(self.arena.address + at.HEADER_ABORT_LENGTH)
         if length == 0:
             return {"why": "a rank died while it said why", "failed": (), "standing": ""}
@@ -385,7 +385,7 @@ class RankContext:
         return told
 
     def how(self, rank: int) -> str:
-        """How a rank that is dead ended, as far as it can be known."""
+        """Return how a rank that is dead ended, as far as it can be known."""
         return "its process is gone" if self.peers is None else self.peers.how(rank)
 
     @property
@@ -479,7 +479,7 @@ class RankContext:
         return f"operation {self.word(at.SEQUENCE)}, {operations.describe(meta, count)}"
 
     def report(self, ranks: Iterable[int], site: str | None = None) -> str:
-        """A line for each of the ranks (hang_report.py); ``site`` as for :meth:`finish`."""
+        """Return a line for each of the ranks (hang_report.py); ``site`` as for :meth:`finish`."""
         own = (self.rank, site or call_site(otherwise=self.program.ident))
         lines = hang_report(self.arena, self.peers, ranks, self._dead(), own)
         return f"\nhost {self.host}:{lines}" if self.host else lines

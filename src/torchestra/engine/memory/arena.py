@@ -52,7 +52,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def layout_for(size: int) -> at.Layout:
-    """The arena of a group of ``size`` ranks on one host.
+    """Return the arena of a group of ``size`` ranks on one host.
 
     Buffers shrink with the number of ranks, so that those of all ranks together stay in a last-level
     cache of the usual size; a heap can hold all the memory that the machine has, unless all heaps together
@@ -81,7 +81,7 @@ def layout_for(size: int) -> at.Layout:
 
 
 def _limit(which: int) -> int | None:
-    """A limit of this process, or None where it has none."""
+    """Return a limit of this process, or None where it has none."""
     soft, _ = resource.getrlimit(which)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -107,7 +107,7 @@ class Arena:
 
     @property
     def heaps(self) -> npt.NDArray[np.uint8]:
-        """The heaps of all ranks, mapped at the first call.
+        """Return the heaps of all ranks, mapped at the first call.
 
         Raises:
             DistBackendError: this process has no address space left for them.
@@ -157,7 +157,7 @@ class Arena:
 
     @property
     def descriptor(self) -> int:
-        """That of the arena's file; it is the arena's, and is not to be closed."""
+        """Return that of the arena's file; it is the arena's, and is not to be closed."""
         return self._file.descriptor
 
     def hold(self, rank: int) -> None:
@@ -175,7 +175,7 @@ class Arena:
             ) from error
 
     def is_held(self, rank: int) -> bool:
-        """Whether another process that is this rank lives (False if this process is)."""
+        """Return whether another process that is this rank lives (False if this process is)."""
         return self._file.is_held(self.control(rank))
 
     def reserve_heap(self, start: int, length: int) -> None:
@@ -199,7 +199,7 @@ class Arena:
 
     @classmethod
     def create(cls, layout: at.Layout, name: str) -> tuple[Arena, int]:
-        """A new arena for the group ``name`` and the descriptor of its file, which the caller closes."""
+        """Return a new arena for the group ``name``, and its file's descriptor, which the caller closes."""
         descriptor = make_memory_file(f"{at.MEMORY_FILE}:{ascii(name)[1:-1][:_NAME_BYTES]}")
         try:
             os.ftruncate(descriptor, layout.total)
@@ -271,7 +271,7 @@ class Arena:
         ]
 
     def word(self, offset: int) -> int:
-        """The word at a byte offset in the header or a control block (not ordered with others)."""
+        """Return the word at a byte offset in the header or a control block (not ordered with others)."""
         return int(self._words[offset // 8])
 
     def set_word(self, offset: int, value: int) -> None:
@@ -287,9 +287,9 @@ class Arena:
         return len(raw)
 
     def control(self, rank: int) -> int:
-        """The byte offset of a rank's control block."""
+        """Return the byte offset of a rank's control block."""
         return self.layout.control + rank * at.CONTROL_BYTES
 
     def record(self, rank: int) -> int:
-        """The byte offset of a rank's record."""
+        """Return the byte offset of a rank's record."""
         return self.layout.records + rank * self.layout.record_bytes

@@ -66,7 +66,7 @@ class BoundedListener:
             raise
 
     def ready(self, seconds: float) -> Iterator[socket.socket]:
-        """The connections (non-blocking) on which something has come, or that have ended.
+        """Yield the connections (non-blocking) on which something has come, or that have ended.
 
         Takes in new ones, and ends those whose time is over. The caller reads from each, and calls
         :meth:`drop` or :meth:`release` once it knows who it is.

@@ -119,7 +119,7 @@ class DescriptorServer:
 
     @property
     def waited_for(self) -> set[int]:
-        """The ranks that have not come yet."""
+        """Return the ranks that have not come yet."""
         return set(self._ranks) - self._taken
 
     def __enter__(self) -> DescriptorServer:
@@ -147,7 +147,7 @@ class DescriptorServer:
             self._hear(connection, descriptor)
 
     def ended(self) -> list[int]:
-        """The ranks that have ended their connection, or have died, since this was called last."""
+        """Return the ranks that have ended their connection, or have died, since this was called last."""
         found = []
         for descriptor, _ in self._ends.poll(0):
             self._ends.unregister(descriptor)

@@ -43,15 +43,15 @@ class ForeignArena:
         self.address: int = self._bytes.ctypes.data
 
     def is_held(self, rank: int) -> bool:
-        """Whether another process that is this rank lives (arena.py)."""
+        """Return whether another process that is this rank lives (arena.py)."""
         return holder(self._descriptor, self.layout.control + rank * at.CONTROL_BYTES) is not None
 
     def word(self, offset: int) -> int:
-        """The word at a byte offset."""
+        """Return the word at a byte offset."""
         return int(self._words[offset // 8])
 
     def text(self, offset: int, length: int) -> str:
-        """So many bytes, as text."""
+        """Return so many bytes, as text."""
         return bytes(self._bytes[offset : offset + length]).decode(errors="replace")
 
     @property
@@ -60,13 +60,13 @@ class ForeignArena:
         return self.word(at.HEADER_NANOSECONDS)
 
     def process(self, rank: int) -> tuple[int, int]:
-        """The process id of a rank, and when that process started (liveness.py)."""
+        """Return the process id of a rank, and when that process started (liveness.py)."""
         block = self.layout.control + rank * at.CONTROL_BYTES
         return self.word(block + at.PROCESS), self.word(block + at.STARTED)
 
 
 def _layout(descriptor: int) -> at.Layout:
-    """The layout of an arena, from its header, if that is one.
+    """Return the layout of an arena, from its header, if that is one.
 
     A file without the seal against shrinking is refused: reading a mapping of it could end this process.
     """

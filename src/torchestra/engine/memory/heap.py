@@ -45,21 +45,21 @@ class Heap:
         forget_in_children(self)
 
     def forget(self) -> None:
-        """In a forked child: the memory is the parent's, who gives out and takes back what is free in it."""
+        """Leave the memory, in a forked child, to the parent, which gives it out and takes it back."""
         self._inherited = True
 
     @property
     def first_address(self) -> int:
-        """Where this heap begins."""
+        """Return where this heap begins."""
         return int(self._arena.heaps.ctypes.data) + self._start
 
     @property
     def last_address(self) -> int:
-        """Where it ends."""
+        """Return where it ends."""
         return self.first_address + self._arena.layout.heap_bytes
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in this heap."""
+        """Return an uninitialised tensor in this heap."""
         elements = 1
         for length in shape:
             elements *= length
@@ -73,12 +73,12 @@ class Heap:
         return torch.frombuffer(block, dtype=dtype, count=elements).view(shape)
 
     def offset_of(self, address: int) -> int:
-        """Where an address lies in this heap, or NOT_SHARED."""
+        """Return where an address lies in this heap, or NOT_SHARED."""
         offset = address - self.first_address
         return offset if 0 <= offset < self._arena.layout.heap_bytes else at.NOT_SHARED
 
     def take(self, length: int) -> int:
-        """A range of this heap that is nobody else's until it is given back: where it begins.
+        """Take a range of this heap, which is nobody else's until it is given back; return where it begins.
 
         Raises:
             InvalidArgumentError: no range of the length is left.

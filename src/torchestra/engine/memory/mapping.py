@@ -69,7 +69,7 @@ class MemoryFile:
         _held.add(_identity(self.descriptor))
 
     def is_held(self, place: int) -> bool:
-        """Whether another process holds the byte at ``place``."""
+        """Return whether another process holds the byte at ``place``."""
         return holder(self.descriptor, place) is not None
 
     def map(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
@@ -150,7 +150,8 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def holder(descriptor: int, place: int) -> int | None:
-    """Which other process holds a byte of a file (:meth:`MemoryFile.hold`), by its number; None if none does.
+    """Return which other process holds a byte of a file (:meth:`MemoryFile.hold`), by its number; None if
+    none does.
 
     0 for a process that has no number in the caller's PID namespace.
     """

@@ -189,7 +189,7 @@ class _Entry(Generic[E]):
         self._thread.start()
 
     def has_ended(self) -> bool:
-        """Whether there is something entered, or an error."""
+        """Return whether there is something entered, or an error."""
         return not self._thread.is_alive()
 
     def abandon(self) -> None:

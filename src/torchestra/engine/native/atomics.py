@@ -84,7 +84,7 @@ def compare_exchange(typing_context, address, expected, desired):
 
 @intrinsic
 def load(typing_context, address):
-    """The word, in no order with anything."""
+    """Return the word, in no order with anything."""
 
     def generate(context, builder, signature, arguments):
         return builder.load(_word_pointer(builder, arguments[0]))
@@ -135,7 +135,7 @@ def release_fence(typing_context):
 
 @intrinsic
 def counter(typing_context):
-    """The processor's time counter (``rdtsc`` on x86, ``cntvct_el0`` on 64-bit ARM), or 0 elsewhere.
+    """Return the processor's time counter (``rdtsc`` on x86, ``cntvct_el0`` on 64-bit ARM), or 0 elsewhere.
 
     Some 10 ns, against 24 of ``clock_gettime``. See clock.py for where it may be relied on.
     """

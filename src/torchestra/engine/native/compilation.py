@@ -63,7 +63,7 @@ def use_caches(functions: Iterable[Any]) -> None:
 
 
 def compiled_function(function: Callable[..., Any], signature: Any) -> Any:
-    """A compiled function with the C calling convention, from the cache if it is there."""
+    """Return a compiled function with the C calling convention, from the cache if it is there."""
     made: Any = CFunc(function, sigutils.normalize_signature(signature), {}, {"error_model": "numpy"})
     made._cache = cache_of(function)
     made.compile()
@@ -91,7 +91,7 @@ def forget_what_is_stale(functions: Iterable[Any]) -> None:
 
 
 def _read(note: Path) -> str:
-    """What a note says; nothing, if it is not there or not ours."""
+    """Return what a note says; nothing, if it is not there or not ours."""
     try:
         with os.fdopen(open_own(note, os.O_RDONLY), encoding="ascii", errors="replace") as file:
             return file.read()
@@ -186,7 +186,8 @@ def _holder(lock: int) -> str:
 
 
 def undisturbed(work: Callable[[], T]) -> T:
-    """What ``work`` returns or raises, whatever signals come meanwhile. Only the caller's wait ends by them.
+    """Return or raise what ``work`` does, whatever signals come meanwhile. Only the caller's wait ends by
+    them.
 
     Numba keeps what a first compilation left half-made when a signal's handler raised in its midst (Ctrl-C, a
     test's time limit), and every later compilation in the process fails by it. Handlers run in the main
@@ -207,7 +208,7 @@ def undisturbed(work: Callable[[], T]) -> T:
 
 
 def entry_point(kernel: Any) -> Kernel:
-    """The compiled function of a loaded kernel.
+    """Return the compiled function of a loaded kernel.
 
     Calling it spares the dispatcher's look at the types of the arguments, 0.1 to 0.3 µs; every
     argument must be an int.

@@ -38,7 +38,7 @@ def say_once(text: str) -> None:
 
 @functools.cache
 def chosen_directory() -> Directory | None:
-    """Where this process keeps compiled kernels; None: in memory only."""
+    """Return where this process keeps compiled kernels; None: in memory only."""
     place, refused = choose()
     named = os.environ.get("NUMBA_CACHE_DIR") and place is not None and place.why != "NUMBA_CACHE_DIR"
     if place is None:
@@ -66,7 +66,7 @@ def _usable(folder: Path) -> bool:
 
 
 def cache_of(function: Any) -> Any:
-    """The cache of what is compiled of a function."""
+    """Return the cache of what is compiled of a function."""
     place = chosen_directory()
     if place is None:
         return NullCache()

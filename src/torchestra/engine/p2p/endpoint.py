@@ -156,7 +156,7 @@ class Endpoint:
             parcel.next += 1
 
     def receive(self, *, eager: bool) -> Message | None:
-        """The next message, with the lead; None if none came for a while, or attention was called.
+        """Return the next message, with the lead; None if none came for a while, or attention was called.
 
         One that there is no memory for is taken out of the channel all the same, and says so.
 

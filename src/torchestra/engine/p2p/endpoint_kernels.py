@@ -173,7 +173,7 @@ def _has(state, peer):
 
 @njit(**KERNEL_OPTIONS)
 def _find(state, only):
-    """The first source (or this one only, unless -1) that has a message here, plus one, or 0."""
+    """Return the first source (or this one only, unless -1) that has a message here, plus one, or 0."""
     if only >= 0:
         return only + 1 if _has(state, only) else 0
     size = load(state + w.SIZE)

@@ -61,7 +61,7 @@ def _outcome(record):
 
 @njit(**KERNEL_OPTIONS)
 def _spins(state):
-    """How often a wait that begins now shall spin before it yields the core.
+    """Return how often a wait that begins now shall spin before it yields the core.
 
     Spinning is in vain while the peer waits for this very core. That is learned: see :func:`_learn`; and
     every _PROBE-th wait spins as often as it may, to find out whether that is still so.
@@ -75,7 +75,7 @@ def _spins(state):
 
 @njit(**KERNEL_OPTIONS)
 def _learn(state, idle, spins):
-    """A wait is over after ``idle`` looks in vain, ``spins`` of them spinning."""
+    """Return whether a wait is over after ``idle`` looks in vain, ``spins`` of them spinning."""
     if idle <= spins:
         store(state + w.SPIN_BUDGET, load(load(state + w.CONTEXT) + SPINS))
     elif idle <= spins + _FEW_YIELDS:
@@ -194,7 +194,7 @@ def post(state, record, sending, address, length, kind, peer, tag, notify):
 
 @njit(**KERNEL_OPTIONS)
 def transfer(state, record, sending, address, length, kind, peer, tag):
-    """A blocking call: to its end, if nothing else is under way.
+    """Run a blocking call to its end, if nothing else is under way.
 
     OCCUPIED: something is, and nothing was done. DONE or MISMATCH: finished. Otherwise it goes on with
     :func:`run`, and the record stays in BUSY, so that no one else comes in between.

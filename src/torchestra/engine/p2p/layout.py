@@ -116,7 +116,7 @@ _ALL_RINGS = 1 << 30
 
 
 def ring_bytes(size: int) -> int:
-    """The size of one ring among ``size`` ranks: a power of two."""
+    """Return the size of one ring among ``size`` ranks: a power of two."""
     ring = _LARGEST_RING
     while ring > _SMALLEST_RING and ring * size * size > _ALL_RINGS:
         ring //= 2
@@ -124,20 +124,20 @@ def ring_bytes(size: int) -> int:
 
 
 def piece_bytes(size: int) -> int:
-    """How much is copied, at most, between two publications."""
+    """Return how much is copied, at most, between two publications."""
     return min(1 << 16, ring_bytes(size) // 4)
 
 
 def doorbells_bytes(size: int) -> int:
-    """The size of all bells, up to the first channel."""
+    """Return the size of all bells, up to the first channel."""
     return -(-size * DOORBELL_BYTES // PAGE) * PAGE
 
 
 def channel_bytes(size: int) -> int:
-    """The size of one channel."""
+    """Return the size of one channel."""
     return DATA_AT + ring_bytes(size)
 
 
 def channel_area_bytes(size: int) -> int:
-    """How much of an arena the channels of ``size`` ranks take: zero-filled, page-aligned, shared by all."""
+    """Return the bytes that the channels of ``size`` ranks take of an arena: zero-filled, page-aligned."""
     return doorbells_bytes(size) + size * size * channel_bytes(size)

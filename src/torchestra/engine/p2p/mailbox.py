@@ -161,7 +161,7 @@ class Mailbox(Traffic):
 
     @property
     def stored_bytes(self) -> int:
-        """How many bytes of messages lie in the store, received before a receive for them was called."""
+        """Return the bytes of unexpected messages, received before a receive for them was called."""
         return int(self._words[w.STORED // 8])
 
     def look(self) -> None:

@@ -52,7 +52,7 @@ def _anybody_waits_for(state, peer):
 
 @njit(**KERNEL_OPTIONS)
 def _new_stored(state, source, tag, length, kind):
-    """A message of the store, not yet linked, its payload still to come; 0: no memory."""
+    """Return a message of the store, not yet linked, its payload still to come; 0: no memory."""
     record = _malloc(w.RECORD_BYTES + length)
     if record != 0:
         store(record + w.STAGE, w.RUNNING)

@@ -105,7 +105,7 @@ class Traffic:
         self._bell.acquire()
 
     def forget(self) -> None:
-        """In a forked child, whose parent's these messages are: move nothing, refuse what is called.
+        """Move nothing, and refuse calls, in a forked child, whose parent's these messages are.
 
         Nothing is told of what was under way: it goes on in the parent.
         """
@@ -321,7 +321,7 @@ class Traffic:
             _forget(self._state, address)
 
     def _result(self, transfer: Transfer, record: Record) -> BaseException | None:
-        """What a finished record has come to."""
+        """Return what a finished record has come to."""
         if record.word(w.STAGE) == w.MISMATCHED:
             return self._wording.mismatch(transfer, record)
         if not transfer.sending:

@@ -60,7 +60,7 @@ PIECES_AT_ONCE = 8
 
 @intrinsic
 def full_fence(typing_context):
-    """A sequentially consistent fence: later loads are not done before earlier stores are seen."""
+    """Fence, sequentially consistent: later loads are not done before earlier stores are seen."""
 
     def generate(context, builder, signature, arguments):
         builder.fence("seq_cst")
@@ -71,14 +71,14 @@ def full_fence(typing_context):
 
 @njit(**KERNEL_OPTIONS)
 def channel_of(state, source, destination):
-    """The address of a channel."""
+    """Return the address of a channel."""
     number = source * load(state + w.SIZE) + destination
     return load(state + w.CHANNELS) + number * load(state + w.CHANNEL_BYTES)
 
 
 @njit(**KERNEL_OPTIONS)
 def peer_of(state, peer):
-    """What this mailbox knows of a peer."""
+    """Return what this mailbox knows of a peer."""
     return state + w.PEERS_AT + peer * w.PEER_BYTES
 
 
@@ -194,7 +194,7 @@ def put(state, peer, record):
 
 @njit(**KERNEL_OPTIONS)
 def next_header(state, peer):
-    """The address of the header of the next message from ``peer``, or 0 if it has not come."""
+    """Return the address of the header of the next message from ``peer``, or 0 if it has not come."""
     got = load(peer_of(state, peer) + w.GOT)
     channel = channel_of(state, peer, load(state + w.RANK))
     slot = channel + w.SLOTS_AT + (got & (w.SLOTS - 1)) * w.SLOT_BYTES

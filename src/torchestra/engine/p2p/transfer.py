@@ -122,7 +122,7 @@ class Transfer:
         self._latch.acquire()
 
     def describe(self) -> str:
-        """What it is, for messages."""
+        """Return what it is, for messages."""
         if self.sending:
             return f"send of {self.length} bytes to rank {self.peer} (tag {self.tag})"
         sender = "any rank" if self.peer < 0 else f"rank {self.peer}"

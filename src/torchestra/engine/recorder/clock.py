@@ -34,13 +34,13 @@ CLOCK, TIMESPEC = at.CLOCK, at.TIMESPEC
 
 @njit(**KERNEL_OPTIONS)
 def now(context):
-    """The time in ticks, by the clock of the context."""
+    """Return the time in ticks, by the clock of the context."""
     return read_clock(load(context + CLOCK), context + TIMESPEC)
 
 
 @njit(**KERNEL_OPTIONS)
 def read_clock(clock, scratch):
-    """The time in ticks by COUNTER or NANOSECONDS; ``scratch`` is the address of two words."""
+    """Return the time in ticks by COUNTER or NANOSECONDS; ``scratch`` is the address of two words."""
     if clock == COUNTER:
         return counter()
     clock_gettime(_CLOCK_MONOTONIC, scratch)
@@ -105,9 +105,9 @@ class TickScale:
         self.now = late.nanoseconds / 1e9
 
     def time(self, ticks: int) -> float:
-        """The moment, as ``time.monotonic()`` would have told it."""
+        """Return the moment, as ``time.monotonic()`` would have told it."""
         return self._early.nanoseconds / 1e9 + (ticks - self._early.ticks) * self.seconds_per_tick
 
     def duration(self, ticks: int) -> float:
-        """So many ticks, in seconds."""
+        """Return so many ticks, in seconds."""
         return ticks * self.seconds_per_tick

@@ -105,12 +105,12 @@ class RankRecord:
 
     @property
     def last_operation(self) -> FlightEntry | None:
-        """The collective that it is in, or was in last."""
+        """Return the collective that it is in, or was in last."""
         return self.operations[-1] if self.operations else None
 
     @property
     def running_message(self) -> FlightEntry | None:
-        """The last send or receive that it blocks in, or None."""
+        """Return the last send or receive that it blocks in, or None."""
         running = [entry for entry in self.messages if entry.state == "running" and entry.blocking]
         return running[-1] if running else None
 

@@ -47,10 +47,10 @@ class Readable(Protocol):
     address: int
 
     def word(self, offset: int) -> int:
-        """The word at a byte offset before the slots."""
+        """Return the word at a byte offset before the slots."""
 
     def text(self, offset: int, length: int) -> str:
-        """So many bytes, as text."""
+        """Return so many bytes, as text."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class FlightRecord:
 
 
 def read_flight_record(arena: Readable, last: int = at.ENTRIES) -> FlightRecord:
-    """The record of all ranks, as it is now; of each at most the ``last`` entries of either kind."""
+    """Return the record of all ranks, as it is now; of each at most the ``last`` entries of either kind."""
     scale = tick_scale(arena)
     numbers, size = _numbering(arena)
     host = _host_name(arena)
@@ -123,7 +123,7 @@ def _numbering(arena: Readable) -> tuple[Sequence[int], int]:
 
 
 def _host_name(arena: Readable) -> str | None:
-    """What the group calls this host, if it has several."""
+    """Return what the group calls this host, if it has several."""
     if not arena.layout.size <= arena.word(at.HEADER_GROUP_SIZE) <= _MOST_RANKS:
         return None
     length = arena.word(at.HEADER_HOST_LENGTH)
@@ -131,13 +131,13 @@ def _host_name(arena: Readable) -> str | None:
 
 
 def _group_name(arena: Readable) -> str:
-    """The name of the group that meets in the arena."""
+    """Return the name of the group that meets in the arena."""
     length = arena.word(at.HEADER_NAME_LENGTH)
     return arena.text(at.HEADER_NAME, min(max(0, length), at.HEADER_NAME_BYTES))
 
 
 def _why_aborted(arena: Readable) -> str | None:
-    """What the rank that made the group unusable has said, or None."""
+    """Return what the rank that made the group unusable has said, or None."""
     if arena.word(at.HEADER_ABORT) == 0:
         return None
     length = min(max(0, arena.word(at.HEADER_ABORT_LENGTH)), at.HEADER_ABORT_TEXT_BYTES)
@@ -149,14 +149,14 @@ def _why_aborted(arena: Readable) -> str | None:
 
 
 def tick_scale(arena: Readable) -> TickScale:
-    """What turns the ticks in an arena into seconds, up to now."""
+    """Return what turns the ticks in an arena into seconds, up to now."""
     clock = arena.word(at.HEADER_CLOCK)
     early = Moment(arena.word(at.HEADER_TICKS), arena.word(at.HEADER_NANOSECONDS))
     return TickScale(early, Moment.now(COUNTER if clock == COUNTER else NANOSECONDS))
 
 
 def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRIES) -> RankRecord:
-    """The record of one rank, by its place; at most the ``last`` entries of either kind."""
+    """Return the record of one rank, by its place; at most the ``last`` entries of either kind."""
     control = arena.layout.control + rank * at.CONTROL_BYTES
     record = arena.layout.records + rank * arena.layout.record_bytes
     here = arena.layout.size
@@ -196,7 +196,7 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
 
 
 def _ring(arena: Readable, offset: int) -> list[list[int]]:
-    """The entries of a ring that are in use, oldest first, each as its words."""
+    """Return the entries of a ring that are in use, oldest first, each as its words."""
     words: npt.NDArray[np.int64] = np.zeros((at.ENTRIES, at.ENTRY_BYTES // 8), dtype=np.int64)
     _read_ring(arena.address + offset, words.ctypes.data)
     used: list[list[int]] = words[words[:, at.STAMP // 8] > 0].tolist()

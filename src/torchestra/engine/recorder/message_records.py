@@ -28,7 +28,7 @@ _HELD = {**KERNEL_OPTIONS, "nogil": False}  # so short that to give the interpre
 
 @njit(**_HELD)
 def open_remote_message(context, what, tag, nbytes, other):
-    """A message to or from another host begins; its number."""
+    """Begin a message to or from another host; return its number."""
     record = load(context + RECORD)
     number = fetch_add(record + MESSAGES_OPENED, 1) + 1
     write_entry(_parcel(record, number), number, now(context), what, tag, nbytes, other)
@@ -37,7 +37,7 @@ def open_remote_message(context, what, tag, nbytes, other):
 
 @njit(**_HELD)
 def remote_message_came(context, number, source):
-    """What a receive wants has begun to come."""
+    """Note that what a receive wants has begun to come."""
     record = load(context + RECORD)
     entry = _parcel(record, number)
     if load(entry + STAMP) == number:
@@ -47,7 +47,7 @@ def remote_message_came(context, number, source):
 
 @njit(**_HELD)
 def close_remote_message(context, number, source, nbytes, well):
-    """A message to or from another host has come to its end; ``source`` is -1 unless one was received."""
+    """End a message to or from another host; ``source`` is -1 unless one was received."""
     record = load(context + RECORD)
     entry = _parcel(record, number)
     if well != 0:

@@ -82,13 +82,13 @@ def _entry(context, sequence):
 
 @njit(**KERNEL_OPTIONS)
 def open_entry(context, sequence, what, amount, moved_bytes):
-    """A collective begins."""
+    """Begin a collective."""
     write_entry(_entry(context, sequence), sequence, now(context), what, amount, moved_bytes, 0)
 
 
 @njit(**KERNEL_OPTIONS)
 def close_entry(context, sequence):
-    """A collective has come to its end."""
+    """End a collective."""
     record = load(context + RECORD)
     entry = _entry(context, sequence)
     store(record + TOTAL_BYTES, load(record + TOTAL_BYTES) + load(entry + MOVED_BYTES))
@@ -97,7 +97,7 @@ def close_entry(context, sequence):
 
 @njit(**KERNEL_OPTIONS)
 def fail_entry(context):
-    """The current collective was left with an error, unless it has come to its end."""
+    """Mark the current collective as left with an error, unless it has ended."""
     entry = _entry(context, load(context + SEQUENCE))
     if load(entry + STAMP) != 0 and load(entry + ENDED) == 0:
         store_release(entry + ENDED, -now(context))
@@ -106,7 +106,7 @@ def fail_entry(context):
 
 @njit(**KERNEL_OPTIONS)
 def begin_wait(context, peer):
-    """A wait for ``peer`` has left its spinning phase; the time."""
+    """Begin a wait for ``peer`` that has left its spinning phase; return the time."""
     since = now(context)
     record = load(context + RECORD)
     store(record + WAITING_FOR, peer)
@@ -116,7 +116,7 @@ def begin_wait(context, peer):
 
 @njit(**KERNEL_OPTIONS)
 def end_wait(context, peer, target, since):
-    """The wait that began at ``since``, for ``peer`` to get to ``target``, is over or interrupted.
+    """End the wait that began at ``since``, for ``peer`` to get to ``target``, or interrupt it.
 
     Peers are waited for one after the other. Who is waited for after another, to get to the same point, was
     the later of the two, so the time that the other was waited for is put down to it as well.
@@ -146,7 +146,7 @@ def end_wait(context, peer, target, since):
 
 @njit(**KERNEL_OPTIONS)
 def end_wait_elsewhere(context, since):
-    """A wait for ranks of other hosts, begun by :func:`begin_wait` for -1, is over."""
+    """End a wait for ranks of other hosts, begun by :func:`begin_wait` for -1."""
     record = load(context + RECORD)
     store_release(record + WAITING_SINCE, 0)
     store(record + TOTAL_WAITED, load(record + TOTAL_WAITED) + now(context) - since)
@@ -155,7 +155,7 @@ def end_wait_elsewhere(context, since):
 
 @njit(**KERNEL_OPTIONS)
 def open_multihost_entry(context, number, what, amount, moved_bytes):
-    """A collective over several hosts begins."""
+    """Begin a collective over several hosts."""
     record = load(context + RECORD)
     store(record + MULTIHOST_NUMBER, number)
     store(record + MULTIHOST_WAITED, load(record + TOTAL_WAITED))
@@ -165,7 +165,7 @@ def open_multihost_entry(context, number, what, amount, moved_bytes):
 
 @njit(**KERNEL_OPTIONS)
 def close_multihost_entry(context, well):
-    """It has come to its end."""
+    """End the collective over several hosts."""
     record = load(context + RECORD)
     entry = _crossing(record)
     store(entry + WAITED, load(record + TOTAL_WAITED) - load(record + MULTIHOST_WAITED))
@@ -183,7 +183,7 @@ def _crossing(record):
 
 @njit(**KERNEL_OPTIONS)
 def open_message(context, what, tag, nbytes, other):
-    """A send or a receive begins; its number."""
+    """Begin a send or a receive; return its number."""
     record = load(context + RECORD)
     number = fetch_add(record + MESSAGES_OPENED, 1) + 1
     write_entry(_message(record, number), number, now(context), what, tag, nbytes, other)
@@ -192,7 +192,7 @@ def open_message(context, what, tag, nbytes, other):
 
 @njit(**KERNEL_OPTIONS)
 def message_came(context, number, source):
-    """The message that a receive wants has come. (Here and below, number 0 is none that is recorded.)"""
+    """Note that the message of a receive has come. (Here and below, number 0 is none that is recorded.)"""
     if number == 0:
         return
     record = load(context + RECORD)
@@ -209,7 +209,7 @@ def message_came(context, number, source):
 
 @njit(**KERNEL_OPTIONS)
 def close_message(context, number, nbytes, well):
-    """A send or a receive has come to its end."""
+    """End a send or a receive."""
     if number == 0:
         return
     record = load(context + RECORD)

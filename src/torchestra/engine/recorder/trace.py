@@ -46,7 +46,7 @@ class GroupRecord(Protocol):
 
 
 def trace_of(records: Sequence[GroupRecord]) -> dict[str, Any]:
-    """The trace of some groups, ready for ``json.dump``."""
+    """Return the trace of some groups, ready for ``json.dump``."""
     events: list[Event] = []
     for number, record in enumerate(records, start=1):
         events += _group(number, record)
@@ -77,7 +77,7 @@ def merged(traces: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _clock() -> str:
-    """What all processes have in common that have the same monotonic clock."""
+    """Return what all processes have in common that have the same monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -92,7 +92,8 @@ def write_trace(path: str | os.PathLike[str], trace: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[TextIO]:
-    """A new file to write to, which takes the place of ``path`` in the end, or is deleted after an error.
+    """Yield a new file to write to, which takes the place of ``path`` in the end, or is deleted after an
+    error.
 
     In a directory that others may write to as well, such as /tmp, nobody can have it written elsewhere: its
     name until then is random, and a link that lies at ``path`` is replaced, not followed.
