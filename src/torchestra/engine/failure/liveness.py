@@ -30,7 +30,7 @@ class Peers(Protocol):
         """Return the ranks that have died."""
 
     def site(self, rank: int) -> str | None:
-        """Return where the program of a rank is (``is at file:line in function``), if that can be seen here."""
+        """Return where the program of a rank is, if that is seen here: ``is at file:line in function``."""
 
     def how(self, rank: int) -> str:
         """Return how a rank that is dead ended, as far as it can be known."""
