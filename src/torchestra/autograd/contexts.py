@@ -173,11 +173,11 @@ class Context:
             return {number: receipt.node for number, receipt in self.receipts.items() if receipt.node}
 
 
-class ContextContainer:
-    """All contexts of one worker: a :class:`~torchestra.rpc.message_scope.MessageScope`."""
+class ContextContainer(message_scope.MessageScope):
+    """All contexts of one worker."""
 
     def __init__(self, agent: Agent) -> None:
-        self.agent = agent
+        super().__init__(agent)
         self.rank = agent.rank
         self._first = agent.rank << _COUNT_BITS
         self._numbers = itertools.count(self._first)
@@ -219,10 +219,6 @@ class ContextContainer:
         if context is None:
             raise self.not_found(number)
         return context
-
-    def not_found(self, number: int) -> RpcError:
-        """Return the error where there is no such context."""
-        return message_scope.context_not_found(number, self.agent.info)
 
     def enter(self, mark: ContextMark, source: int, *, is_call: bool) -> Context | None:
         """Return the context of a message that has come; a call brings it here."""
@@ -285,8 +281,8 @@ class ContextContainer:
         if not agent.closed and to not in agent.liveness.gone:
             agent.send_scope_message(to, note)
 
-    def told(self, source: int, note: Note) -> None:
-        """Take what a worker has told."""
+    def receive(self, source: int, note: Note) -> None:
+        """See :class:`~torchestra.rpc.message_scope.MessageScope`."""
         number, what, key, content = note
         if key is None:
             self.release(number)
@@ -332,7 +328,7 @@ class ContextContainer:
 
     # -- ends
 
-    def lost(self, rank: int) -> None:
+    def remove_lost(self, rank: int) -> None:
         """End the contexts that a worker has made which is gone."""
         for number in tuple(self._all):
             if number >> _COUNT_BITS == rank:

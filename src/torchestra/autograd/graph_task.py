@@ -94,7 +94,7 @@ class GraphTask:
         self._lock = threading.Lock()
         self._sends: dict[int, SendRpc] | None = None
         self._arrived: dict[int, list[torch.Tensor | None] | None] = {}
-        self._told: set[int] = set()  # the ranks that know of the pass from here
+        self._informed: set[int] = set()  # the ranks that know of the pass from here
         self._awaited: set[int] = set()  # at the origin: the ranks that take part and are not done
         self._done: set[int] = set()
         self._failure: BaseException | None = None
@@ -113,7 +113,7 @@ class GraphTask:
         try:
             self._run(roots)
             with self._lock:
-                self._awaited |= self._told - self._done
+                self._awaited |= self._informed - self._done
             self._await(lambda: not self._awaited, lambda: self._awaited, "the end of the backward pass")
         except BaseException as error:
             self._give_up(error)
@@ -137,7 +137,7 @@ class GraphTask:
         except BaseException as error:
             failed = describe(self._agent, error)
         self.context.end_task(self._key)
-        self._tell(self._key[0], "done", tuple(self._told), failed)
+        self._tell(self._key[0], "done", tuple(self._informed), failed)
 
     def _run(self, roots: Sequence[torch.Tensor]) -> None:
         context = self.context
@@ -154,7 +154,7 @@ class GraphTask:
             if receipt.node not in reached.receipts:
                 self._send(receipt, None)
         for rank in self._peers_to_start(sends.values(), receipts):
-            self._told.add(rank)
+            self._informed.add(rank)
             self._tell(rank, "start", self._retain)
         if not starts:
             return
@@ -239,12 +239,12 @@ class GraphTask:
         found = [each for each in gradients or () if each is not None]
         for each in found:
             self.is_first_use_of(each)
-        told = [None if each is None else each.detach() for each in gradients or ()] if found else None
+        detached = [None if each is None else each.detach() for each in gradients or ()] if found else None
         if receipt.peer in self._agent.liveness.gone:
             raise self._gone(receipt.peer, "it could be sent gradients")
         if receipt.peer != self._agent.rank:
-            self._told.add(receipt.peer)
-        self._tell(receipt.peer, "gradients", self._retain, receipt.message, told)
+            self._informed.add(receipt.peer)
+        self._tell(receipt.peer, "gradients", self._retain, receipt.message, detached)
 
     def _tell(self, rank: int, what: str, *content: Any) -> None:
         self._contexts.tell(rank, Note(self.context.number, what, self._key, content))
@@ -266,14 +266,14 @@ class GraphTask:
             )
         self._stir()
 
-    def peer_done(self, rank: int, told: Collection[int], failed: ErrorRecord | None) -> None:
+    def peer_done(self, rank: int, informed: Collection[int], failed: ErrorRecord | None) -> None:
         """At the origin: a worker has done its part, and told these of the pass."""
         if failed is not None:
             self.fail(rebuild(failed))
             return
         with self._lock:
             self._done.add(rank)
-            self._awaited |= set(told)
+            self._awaited |= set(informed)
             self._awaited -= self._done | {self._agent.rank}
         self._stir()
 

@@ -30,7 +30,7 @@ from torchestra.rpc.execution import CallExecutor
 from torchestra.rpc.headers import Creation, IncomingHeader, OutgoingHeader
 from torchestra.rpc.leader_followers import Job, LeaderFollowersPool
 from torchestra.rpc.liveness import Liveness
-from torchestra.rpc.message_scope import CallScope, MessageScope, NullScope, TensorRecorder, new_scope
+from torchestra.rpc.message_scope import CallScope, MessageScope, TensorRecorder, new_scope
 from torchestra.rpc.messages import (
     CALL,
     FAILURE,
@@ -82,8 +82,8 @@ class Agent:
         self.rounds = itertools.count()
         self.calls_made = 0
         self._numbers = itertools.count(1)
-        self._finishing: set[int] = set()  # calls whose answer is here, and not yet told of
-        self._null_scope = NullScope(self.info)
+        self._finishing: set[int] = set()  # calls whose answer is here, and whose future does not know it yet
+        self._null_scope = MessageScope(self)
         self._scope: MessageScope | None = None
         self._scope_lock = threading.Lock()
         self.rrefs = RRefContext(self, RRef)
@@ -363,7 +363,7 @@ class Agent:
         except Exception as error:
             self.liveness.give_up(message.source, error)
             return
-        self.scope.told(message.source, note)
+        self.scope.receive(message.source, note)
 
     # -- the end
 

@@ -53,7 +53,7 @@ def set_agent(agent: Agent | None) -> None:
 def takes_agent(function: _F) -> _F:
     """Mark a function of the package: the agent that executes a call of it passes itself first.
 
-    So what workers tell each other needs no global to find the worker that has been told.
+    So what workers tell each other needs no global to find the worker.
     """
     setattr(function, TAKES_AGENT, True)
     return function

@@ -1,6 +1,6 @@
 """A worker that loses and delays what it sends, to test how programs bear it.
 
-What is lost and what is late is told by the kind of message (``MESSAGES``, in torch's words). A call that
+Options say which kinds of messages (``MESSAGES``, in torch's words) are lost and which are late. A call that
 is lost ends at once with a time-out, as one does to which no answer comes. What workers tell each other of
 remote references is sent until it arrives, so it only comes later.
 """
@@ -41,7 +41,7 @@ MESSAGES = (
     "SCRIPT_REMOTE_CALL",
     *_FETCHES,
 )
-"""What faults are told of: calls of Python's functions, those of torch's and of TorchScript ("SCRIPT"), what
+"""The kinds of messages: calls of Python's functions, those of torch's and of TorchScript ("SCRIPT"), what
 ``remote`` calls, ``to_here()``, requests to list, accept and remove forks of references, and the end of
 autograd contexts (which is never lost)."""
 _REPEAT_SECONDS = 0.01

@@ -1,16 +1,18 @@
 """Values of several workers, gathered by calls: for workers that have no process group.
 
-The worker whose name is the least leads. The others tell it their values, and when it has all of them it
-tells everybody. To wait for a worker that has not come yet takes no time-out unless one is given; to tell
-takes that of calls.
+The worker whose name is the least is the leader. The others send it their values, and when it has all of them
+it sends all to everybody. To wait for a worker that has not come yet takes no time-out unless one is given;
+to send takes that of calls.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.futures import Future
 
@@ -20,39 +22,40 @@ from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
 from torchestra.rpc.current import current_agent, takes_agent
 
 _Key = tuple[tuple[str, ...], int]
-"""The names of those who take part, and how many times they have before."""
+"""The names of the workers that take part, and how many times they have before."""
 
 
+@dataclass
 class _Gathering:
-    """What one worker knows of one: the values it has been told, and a future of all."""
+    """The values that a worker has got, and a future of all."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    all: Future[dict[str, Any]] = field(default_factory=Future)
+
+
+class _Gatherings:
+    """Those that a worker takes part in."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.all: Future[dict[str, Any]] = Future()
-
-
-class _Gatherings(NamedTuple):
-    """Those that an agent takes part in."""
-
-    lock: threading.Lock
-    under_way: dict[_Key, _Gathering]
-    begun: dict[tuple[str, ...], int]
+        self._lock = threading.Lock()
+        self._begun: Counter[tuple[str, ...]] = Counter()
+        self.under_way: dict[_Key, _Gathering] = {}
 
     def of(self, key: _Key) -> _Gathering:
-        """That of a key; others may have begun it."""
-        with self.lock:
+        """Return that of a key; others may have begun it."""
+        with self._lock:
             return self.under_way.setdefault(key, _Gathering())
 
     def next_key(self, names: tuple[str, ...]) -> _Key:
-        """The key of the next one of these workers."""
-        with self.lock:
-            number = self.begun[names] = self.begun.get(names, 0) + 1
-            return names, number
+        """Return the key of the next one of these workers."""
+        with self._lock:
+            self._begun[names] += 1
+            return names, self._begun[names]
 
-    def tell(self, key: _Key, name: str, value: Any) -> None:
-        """At the leader: a worker's value."""
+    def add(self, key: _Key, name: str, value: Any) -> None:
+        """Take a worker's value, at the leader."""
         gathering = self.of(key)
-        with self.lock:
+        with self._lock:
             gathering.values[name] = value
             complete = len(gathering.values) == len(key[0])
         if complete:
@@ -65,16 +68,13 @@ _making = threading.Lock()
 
 def _gatherings(agent: Agent) -> _Gatherings:
     with _making:
-        found = _of_agents.get(agent)
-        if found is None:
-            found = _of_agents[agent] = _Gatherings(threading.Lock(), {}, {})
-        return found
+        return _of_agents.setdefault(agent, _Gatherings())
 
 
 def all_gather(
     value: Any, workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """The values of some workers, by name. Each of them must call this, with the same names.
+    """Return the values of some workers, by name. Each of them must call this, with the same names.
 
     Args:
         value: anything that can be sent.
@@ -84,31 +84,32 @@ def all_gather(
 
     Raises:
         RpcTimeoutError: the others did not come in time, or a message took too long.
-        RpcError: at the leader: somebody could not be told.
+        RpcError: at the leader: the values could not be sent to a worker.
     """
     agent = current_agent()
     known = _gatherings(agent)
     names = tuple(sorted(set(workers) if workers else agent.by_name))
-    key, here, leader = known.next_key(names), agent.info.name, names[0]
-    patience = 0.0 if timeout == UNSET_RPC_TIMEOUT else timeout
+    key, own_name, leader = known.next_key(names), agent.info.name, names[0]
+    wait_timeout = 0.0 if timeout == UNSET_RPC_TIMEOUT else timeout
     gathering = known.of(key)
     try:
-        if here == leader:
-            known.tell(key, here, value)
+        if own_name == leader:
+            known.add(key, own_name, value)
         else:
-            agent.call(agent.find(leader).id, _tell, (key, here, value), timeout=timeout).wait()
-        told: dict[str, Any] = agent.await_future(gathering.all, patience, "all_gather of RPC workers")
-        if here == leader:
-            _tell_all(agent, key, told, timeout)
-        return told
+            agent.call(agent.find(leader).id, _add, (key, own_name, value), timeout=timeout).wait()
+        values: dict[str, Any] = agent.await_future(gathering.all, wait_timeout, "all_gather of RPC workers")
+        if own_name == leader:
+            _send_all(agent, key, values, timeout)
+        return values
     finally:
         known.under_way.pop(key, None)
 
 
-def _tell_all(agent: Agent, key: _Key, told: dict[str, Any], timeout: float) -> None:
-    """At the leader: tell the others."""
+def _send_all(agent: Agent, key: _Key, values: dict[str, Any], timeout: float) -> None:
+    """Send the values to the others, at the leader."""
     futures = {
-        name: agent.call(agent.find(name).id, _conclude, (key, told), timeout=timeout) for name in key[0][1:]
+        name: agent.call(agent.find(name).id, _conclude, (key, values), timeout=timeout)
+        for name in key[0][1:]
     }
     errors: dict[str, Exception] = {}
     for name, future in futures.items():
@@ -134,10 +135,10 @@ def barrier(workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIM
 
 
 @takes_agent
-def _tell(agent: Agent, key: _Key, name: str, value: Any) -> None:
-    _gatherings(agent).tell(key, name, value)
+def _add(agent: Agent, key: _Key, name: str, value: Any) -> None:
+    _gatherings(agent).add(key, name, value)
 
 
 @takes_agent
-def _conclude(agent: Agent, key: _Key, told: dict[str, Any]) -> None:
-    _gatherings(agent).of(key).all.set_result(told)
+def _conclude(agent: Agent, key: _Key, values: dict[str, Any]) -> None:
+    _gatherings(agent).of(key).all.set_result(values)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from torchestra.rpc.messages import registered_reducers
-from torchestra.rpc.rref_state import GlobalId, OwnerRRef, UserRRef
+from torchestra.rpc.rref_state import GlobalId, OwnerRRef
 from torchestra.tensors.serialization import Reducer, deserialization_context
 
 if TYPE_CHECKING:
@@ -68,45 +69,40 @@ def _rref_of_message(number: int) -> Any:
     return deserialization_context().rrefs[number]
 
 
+@dataclass(slots=True, eq=False)
 class IncomingHeader:
     """The header of a message that has come.
 
     Attributes:
         owned: what the result of the call is to be kept in, if so.
         rrefs: the references within.
-        mark: what the scope of the sender has told.
+        mark: what the scope of the sender says.
+        unconfirmed: how many of the references are not confirmed.
         scope: the scope that the message belongs to, if that is here.
         attached: the tensors within that the sender's scope has recorded.
     """
 
-    __slots__ = ("_job", "_lock", "_unconfirmed", "attached", "mark", "owned", "rrefs", "scope")
-
-    def __init__(
-        self, owned: OwnerRRef | None, rrefs: list[RRef], mark: Any, unconfirmed: list[UserRRef]
-    ) -> None:
-        self.owned = owned
-        self.rrefs = rrefs
-        self.mark = mark
-        self.scope: CallScope | None = None
-        self.attached: list[torch.Tensor] = []
-        self._unconfirmed = len(unconfirmed)
-        self._job: Callable[[], Any] | None = None
-        self._lock = threading.Lock()
-        for user in unconfirmed:
-            user.incoming = self
+    owned: OwnerRRef | None
+    rrefs: list[RRef]
+    mark: Any
+    unconfirmed: int
+    scope: CallScope | None = None
+    attached: list[torch.Tensor] = field(default_factory=list)
+    _job: Callable[[], Any] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def defer(self, job: Callable[[], Any]) -> bool:
         """Do a job when all references within are confirmed; return False if they are, and it is not done."""
         with self._lock:
-            if self._unconfirmed:
+            if self.unconfirmed:
                 self._job = job
-            return bool(self._unconfirmed)
+            return bool(self.unconfirmed)
 
     def confirmed_one(self) -> None:
         """Note that one of the references within is confirmed, or never will be."""
         with self._lock:
-            self._unconfirmed -= 1
-            if self._unconfirmed:
+            self.unconfirmed -= 1
+            if self.unconfirmed:
                 return
             job, self._job = self._job, None  # which has this: what it refers to shall go with the call
         if job is not None:

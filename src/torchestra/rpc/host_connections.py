@@ -1,4 +1,4 @@
-"""How a worker meets those on other hosts: over the transport between hosts, as its options say."""
+"""Connects a worker to those on other hosts, as its options say."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def connect(
     options: RpcBackendOptions,
     arrived: Callable[[Message], None],
 ) -> Transport:
-    """Connect to workers on other hosts; returns when all are. Must be called by every worker.
+    """Connect to workers on other hosts; return when all are connected. Must be called by every worker.
 
     Args:
         store: a store that only the workers, and only for this purpose, use.
@@ -54,7 +54,7 @@ def connect(
     ports = options.ports or given_ports()
     others = {peer: f"worker {names[peer]!r} (rank {peer})" for peer in far}
     try:
-        wire = Transport(
+        transport = Transport(
             f"worker {names[rank]!r}",
             address,
             ports,
@@ -63,22 +63,22 @@ def connect(
             advice=_ADVICE,
         )
         try:
-            meet(wire, PrefixStore("wire", store), secret, rank, range(len(names)), others, seconds)
+            meet(transport, PrefixStore("wire", store), secret, rank, range(len(names)), others, seconds)
         except BaseException:
-            wire.close()
+            transport.close()
             raise
     except DistNetworkError as error:
         raise RpcError(str(error)) from error
-    return wire
+    return transport
 
 
 def listening_address(store: Store) -> str:
-    """What the environment's TORCHESTRA_RPC_ADDRESS says, or else :func:`own_address`."""
+    """Return what the environment's TORCHESTRA_RPC_ADDRESS says, or else :func:`own_address`."""
     return os.environ.get(ADDRESS_VARIABLE) or own_address(store)
 
 
 def given_ports() -> tuple[int, int] | None:
-    """What the environment's TORCHESTRA_RPC_PORTS says: ``29600`` or ``29600-29700``.
+    """Return what the environment's TORCHESTRA_RPC_PORTS says: ``29600`` or ``29600-29700``.
 
     Raises:
         InvalidArgumentError: it says something else.

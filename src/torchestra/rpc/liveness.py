@@ -86,5 +86,5 @@ class Liveness:
         if lost and agent.pool.drain():
             self.gone.update(lost)
             for rank in lost:
-                agent.pool.submit(partial(agent.rrefs.lost, rank))
-                agent.pool.submit(partial(agent.scope.lost, rank))
+                agent.pool.submit(partial(agent.rrefs.remove_lost, rank))
+                agent.pool.submit(partial(agent.scope.remove_lost, rank))

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from torchestra.errors import RpcError
-from torchestra.rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
@@ -42,51 +41,39 @@ class CallScope(Protocol):
         """Return a recorder for a message to a worker; None if the scope is over."""
 
 
-class MessageScope(Protocol):
-    """What one worker does about messages with a mark."""
+class MessageScope:
+    """What one worker does about messages with a mark; this one, without anything installed, does nothing."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
 
     def enter(self, mark: Any, source: int, *, is_call: bool) -> CallScope | None:
         """Return the scope of a message that has come; in the order of messages, so it must not wait."""
+        return None
 
     def read(self, scope: Any, mark: Any, tensors: list[torch.Tensor], source: int) -> None:
         """Take the recorded tensors of a message that has been unpickled."""
 
-    def told(self, source: int, note: Any) -> None:
+    def receive(self, source: int, note: Any) -> None:
         """Take what the scope of another worker has sent by :meth:`Agent.send_scope_message`."""
 
     def backward(self, scope_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
         """Run a backward pass from these tensors, for :meth:`RRef.backward`."""
+        raise self.not_found(scope_id)
 
-    def lost(self, rank: int) -> None:
+    def not_found(self, scope_id: int) -> RpcError:
+        """Return the error where there is no such autograd context."""
+        info = self.agent.info
+        return RpcError(
+            f"Could not find autograd context with id: {scope_id} on worker {info.name!r} (rank {info.id}):"
+            " it was released, or no call within it has come here"
+        )
+
+    def remove_lost(self, rank: int) -> None:
         """Clean up after a worker that is gone."""
 
     def close(self) -> None:
         """Forget everything."""
-
-
-class NullScope:
-    """The scope of a worker on which nothing is installed, so nothing is in any scope."""
-
-    def __init__(self, info: WorkerInfo) -> None:
-        self._info = info
-
-    def enter(self, mark: Any, source: int, *, is_call: bool) -> None:
-        pass
-
-    def read(self, scope: Any, mark: Any, tensors: list[torch.Tensor], source: int) -> None:
-        pass
-
-    def told(self, source: int, note: Any) -> None:
-        pass
-
-    def backward(self, scope_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
-        raise context_not_found(scope_id, self._info)
-
-    def lost(self, rank: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 _factory: Callable[[Agent], MessageScope] | None = None
@@ -101,11 +88,3 @@ def install(factory: Callable[[Agent], MessageScope]) -> None:
 def new_scope(agent: Agent) -> MessageScope | None:
     """Return a scope for a worker, if something is installed."""
     return None if _factory is None else _factory(agent)
-
-
-def context_not_found(number: int, info: WorkerInfo) -> RpcError:
-    """Return the error of a worker that does not have an autograd context of this number."""
-    return RpcError(
-        f"Could not find autograd context with id: {number} on worker {info.name!r} (rank {info.id}): it was"
-        " released, or no call within it has come here"
-    )

@@ -220,8 +220,9 @@ class RRefContext:
                     owned.forks[creation[1]] = source
             unconfirmed: list[UserRRef] = []
             rrefs = [self._receive(source, ForkData(*each), unconfirmed) for each in forks]
-        header = IncomingHeader(owned, rrefs, mark, unconfirmed)
+        header = IncomingHeader(owned, rrefs, mark, len(unconfirmed))
         for user in unconfirmed:
+            user.incoming = header
             self._later(partial(self._ask_to_list, user, source))
         return header
 
@@ -295,7 +296,7 @@ class RRefContext:
 
     # -- ends
 
-    def lost(self, rank: int) -> None:
+    def remove_lost(self, rank: int) -> None:
         """Clean up after a worker that is gone."""
         never_created: list[OwnerRRef] = []
         with self._lock:

@@ -132,8 +132,8 @@ def _meet(store: PrefixStore, name: str, rank: int, size: int, seconds: float) -
     limit = timedelta(seconds=seconds)
     try:
         if rank == 0:
-            told = store.await_values(keys, limit)
-            store.set("names", json.dumps([each.decode() for each in told]))
+            values = store.await_values(keys, limit)
+            store.set("names", json.dumps([each.decode() for each in values]))
         names: list[str] = json.loads(store.await_values(["names"], limit)[0])
     except StoreTimeoutError:
         missing = missing_indices(store, keys)

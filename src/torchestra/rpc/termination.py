@@ -1,9 +1,9 @@
 """Termination detection: how the workers come to an end together.
 
 All calls are over when no worker has one pending, at one moment. Each waits until it has none, and tells how
-many it has made so far; when everybody has told, it begins again. If two rounds in succession give the same
+many it has made so far; when every worker has, it begins again. If two rounds in succession give the same
 numbers, no call was made between a worker's word in the first and its word in the second, and none was
-pending at either; so at the moment when all had told the first, none was under way anywhere.
+pending at either; so at the moment when all had sent the first, none was under way anywhere.
 
 (The counting argument is Mattern's: Algorithms for distributed termination detection, 1987.)
 """
@@ -43,10 +43,10 @@ class TerminationDetector:
         before: list[Any] | None = None
         while True:
             self._await_own()
-            told = self._gather(self._agent.calls_made)
-            if told == before:
+            counts = self._gather(self._agent.calls_made)
+            if counts == before:
                 return
-            before = told
+            before = counts
 
     def _await_own(self) -> None:
         agent = self._agent
