@@ -45,6 +45,7 @@ __all__ = [
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "exscan",
     "gather",
     "irecv",
     "isend",
@@ -54,6 +55,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "scan",
     "scatter",
     "send",
 ]
@@ -271,6 +273,40 @@ def all_to_all_single(
     return member.communicator.all_to_all_single(
         output, input, output_split_sizes, input_split_sizes, async_op
     )
+
+
+def scan(
+    tensor: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Replace the tensor of each rank by the reduction of those of the ranks up to it, its own included.
+
+    The order is that of the numbers within the group. This is MPI's inclusive scan; AVG divides by the number
+    of ranks that have taken part. Tensors of GPUs go through the host.
+    """
+    member = default_group() if group is None else _member(group, "scan")
+    if member is None:
+        return None
+    return member.communicator.scan(tensor, op, async_op)
+
+
+def exscan(
+    tensor: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Replace the tensor of each rank by the reduction of those of the ranks before it.
+
+    Nobody is before rank 0 of the group, whose tensor stays as it is (in MPI's exclusive scan it is
+    undefined). Else as :func:`scan`.
+    """
+    member = default_group() if group is None else _member(group, "exscan")
+    if member is None:
+        return None
+    return member.communicator.exscan(tensor, op, async_op)
 
 
 def barrier(

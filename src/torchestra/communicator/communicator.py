@@ -36,10 +36,12 @@ from torchestra.engine.operations import (
     ALL_TO_ALL_SINGLE,
     BARRIER,
     BROADCAST,
+    EXSCAN,
     GATHER,
     REDUCE,
     REDUCE_SCATTER,
     REDUCE_SCATTER_TENSOR,
+    SCAN,
     SCATTER,
     Collective,
 )
@@ -366,6 +368,18 @@ class Communicator:
         return self.collective(
             ALL_TO_ALL_SINGLE, output, tensor, splits=splits, async_op=async_op, timeout_s=timeout_s
         )
+
+    def scan(
+        self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, timeout_s: float | None = None
+    ) -> Work | None:
+        """Replace the tensor by the reduction of those of the ranks up to this one."""
+        return self.collective(SCAN, tensor, tensor, op, async_op=async_op, timeout_s=timeout_s)
+
+    def exscan(
+        self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, timeout_s: float | None = None
+    ) -> Work | None:
+        """Replace the tensor by the reduction of those of the ranks before this one; rank 0's stays."""
+        return self.collective(EXSCAN, tensor, tensor, op, async_op=async_op, timeout_s=timeout_s)
 
     @fast_path.barrier
     def barrier(self, async_op: bool = False, timeout_s: float | None = None) -> Work | None:

@@ -12,7 +12,7 @@ import torch
 from numba import types
 from numba.core.dispatcher import Dispatcher
 
-from torchestra.engine.kernels import doorbell, move, reduce, reductions, shared_words
+from torchestra.engine.kernels import doorbell, move, prefix, reduce, reductions, shared_words
 from torchestra.engine.native.compilation import compiling, forget_what_is_stale, undisturbed, use_caches
 from torchestra.engine.p2p import warm_up_channels, warm_up_endpoint
 from torchestra.engine.recorder import clock, message_records, recorder
@@ -29,6 +29,7 @@ _KERNELS: tuple[Any, ...] = (
     reduce.all_reduce_iovec,
     reduce.reduce_scatter,
     reduce.reduce_scatter_even,
+    prefix.scan,
     doorbell.ring,
     doorbell.hurry,
     doorbell.close,

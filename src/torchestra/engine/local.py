@@ -20,7 +20,7 @@ import torch
 from torchestra.engine import layout as at
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.interface import Engine
-from torchestra.engine.kernels import move, reduce
+from torchestra.engine.kernels import move, prefix, reduce
 from torchestra.engine.kernels.reductions import combine, reduction, scale, supports
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.membership.rank_context import RankContext
@@ -82,6 +82,7 @@ KERNELS: dict[str, Any] = {
     "all_gather": move.all_gather,
     "exchange": move.exchange,
     "all_to_all_even": move.all_to_all_even,
+    "scan": prefix.scan,
 }
 """The kernels of collectives, compiled when an engine is made."""
 
@@ -99,6 +100,7 @@ class Kernels:
     all_gather: Kernel
     exchange: Kernel
     all_to_all_even: Kernel
+    scan: Kernel
 
     def __init__(self) -> None:
         for name, kernel in KERNELS.items():
@@ -194,6 +196,13 @@ def _scatter(
     return engine.exchanging(plan, _ranges(inputs) or [(0, 0)] * engine.size, receives)
 
 
+def _scan(
+    engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
+) -> tuple[Kernel, Arguments]:
+    inclusive = int(plan.row.kind == Kind.scan)
+    return engine.kernels.scan, (plan.address, inputs[0].numel(), inputs[0].data_ptr(), inclusive)
+
+
 def _barrier(
     engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
 ) -> tuple[Kernel, Arguments]:
@@ -214,6 +223,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "reduce_scatter": _reduce_scatter,
     "reduce_scatter_tensor": _reduce_scatter_tensor,
     "all_to_all": _all_to_all,
+    "scan": _scan,
+    "exscan": _scan,
     "barrier": _barrier,
 }
 """By the ``algorithm`` of a row: how ranks that share an arena run it."""

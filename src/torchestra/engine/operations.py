@@ -37,6 +37,8 @@ class Kind(enum.IntEnum):
     all_to_all = 8
     send = 9
     recv = 10
+    scan = 11
+    exscan = 12
     sparse_all_reduce = 20
 
 
@@ -312,6 +314,30 @@ ALL_TO_ALL_SINGLE = add(
         functional="all_to_all_single",
         synchronises=True,
         traced_as="all_to_all",
+    )
+)
+SCAN = add(
+    Collective(
+        "scan",
+        Kind.scan,
+        "Replace the tensor of each rank by the reduction of those of the ranks up to it, its own included.",
+        _TENSOR,
+        _TENSOR,
+        reduces=True,
+        options="AllreduceOptions",
+        on_devices=False,
+    )
+)
+EXSCAN = add(
+    Collective(
+        "exscan",
+        Kind.exscan,
+        "Replace the tensor of each rank by the reduction of those of the ranks before it; rank 0's stays.",
+        _TENSOR,
+        _TENSOR,
+        reduces=True,
+        options="AllreduceOptions",
+        on_devices=False,
     )
 )
 BARRIER = add(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from torchestra.arguments import options as all_options
 from torchestra.arguments.options import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -16,6 +18,7 @@ from torchestra.arguments.options import (
 from torchestra.communicator import multi_tensor
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.work import Work
+from torchestra.engine.operations import EXSCAN, SCAN, Collective
 from torchestra.process_group import tensor_lists as lists
 from torchestra.process_group.forms import TensorLists, Tensors, options_from
 from torchestra.tensors import checks
@@ -157,6 +160,28 @@ class ReducingMethods:
         )
         return work or Work.finished(name, outputs)
 
+    def scan(
+        self,
+        tensors: Tensors,
+        opts: AllreduceOptions | ReduceOp | Timeout | None = None,
+        timeout: Timeout | None = None,
+        *,
+        op: ReduceOp | None = None,
+    ) -> Work:
+        """Replace each rank's tensor by the reduction of those of the ranks up to it."""
+        return in_place(self.communicator, SCAN, tensors, opts, timeout, op)
+
+    def exscan(
+        self,
+        tensors: Tensors,
+        opts: AllreduceOptions | ReduceOp | Timeout | None = None,
+        timeout: Timeout | None = None,
+        *,
+        op: ReduceOp | None = None,
+    ) -> Work:
+        """Replace each rank's tensor by the reduction of those of the ranks before it; rank 0's stays."""
+        return in_place(self.communicator, EXSCAN, tensors, opts, timeout, op)
+
     def barrier(
         self, opts: BarrierOptions | Timeout | None = None, *, timeout: Timeout | None = None
     ) -> Work:
@@ -164,3 +189,28 @@ class ReducingMethods:
         options = options_from(BarrierOptions, opts, "barrier", timeout)
         work = self.communicator.barrier(options.asyncOp, options.seconds("barrier"))
         return work or Work.finished("barrier", [])
+
+
+def in_place(
+    communicator: Communicator,
+    row: Collective,
+    tensors: Tensors,
+    opts: Any = None,
+    timeout: Timeout | None = None,
+    op: ReduceOp | None = None,
+) -> Work:
+    """Run a collective that replaces one tensor of each rank, as its method in torch's C++ form."""
+    name, values = row.method, {"reduceOp": op} if row.reduces else {}
+    taken = options_from(getattr(all_options, row.options), opts, name, timeout, **values)
+    chosen = lists.as_list(tensors, "tensors", name)
+    lists.check_single(chosen, "tensor list", name)
+    lists.check_dense(chosen, name)
+    work = communicator.collective(
+        row,
+        chosen[0],
+        chosen[0],
+        getattr(taken, "reduceOp", None),
+        async_op=taken.asyncOp,
+        timeout_s=taken.seconds(name),
+    )
+    return work or Work.finished(name, chosen)

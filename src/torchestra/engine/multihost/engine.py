@@ -20,7 +20,7 @@ from torchestra.engine.multihost.p2p_request import P2PRequest
 from torchestra.engine.multihost.point_to_point import PointToPoint
 from torchestra.engine.multihost.reduction import Reducer
 from torchestra.engine.multihost.remote_records import put_together
-from torchestra.engine.operations import BARRIER, Collective, Shape, even_parts, pack
+from torchestra.engine.operations import BARRIER, Collective, Kind, Shape, even_parts, pack
 from torchestra.engine.p2p import Transfer
 from torchestra.engine.recorder.flight_record import FlightRecord
 from torchestra.engine.recorder.recorder import close_multihost_entry, open_multihost_entry
@@ -285,6 +285,16 @@ def _exchange(
     exchange(engine.hierarchy, sends, receives, call)
 
 
+def _scan(engine: MultiHostEngine, plan: HostsPlan, inputs: Tensors, outputs: Tensors, call: Call) -> None:
+    """Gather the tensors of all ranks, and reduce those of the ranks up to this one."""
+    assert plan.op is not None
+    tensor, number = inputs[0], engine.rank + (plan.row.kind == Kind.scan)
+    everybodys = tensor.new_empty((engine.size, tensor.numel()))
+    broadcast_gather.all_gather(engine.hierarchy, list(everybodys), tensor, call)
+    if number:
+        engine.combine(tensor, list(everybodys[:number]), plan.op)
+
+
 def _barrier(engine: MultiHostEngine, plan: HostsPlan, inputs: Tensors, outputs: Tensors, call: Call) -> None:
     engine.hierarchy.agree(call)
 
@@ -301,6 +311,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "reduce_scatter": _reduce_scatter,
     "reduce_scatter_tensor": _reduce_scatter_tensor,
     "all_to_all": _exchange,
+    "scan": _scan,
+    "exscan": _scan,
     "barrier": _barrier,
 }
 """By the ``algorithm`` of a row: how ranks on several hosts run it."""
