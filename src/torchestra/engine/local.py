@@ -320,20 +320,8 @@ class LocalEngine(Engine):
         timeout_s: float,
         site: str | None = None,
     ) -> None:
-        self.run(plan.row.algorithm, plan, inputs, outputs, timeout_s, site)
-
-    def run(
-        self,
-        algorithm: str,
-        plan: LocalPlan,
-        inputs: Tensors,
-        outputs: Tensors,
-        timeout_s: float,
-        site: str | None = None,
-    ) -> None:
-        """Run an algorithm with a plan that may be another operation's, whose fingerprint it then has."""
         try:
-            kernel, arguments = ALGORITHMS[algorithm](self, plan, inputs, outputs)
+            kernel, arguments = ALGORITHMS[plan.row.algorithm](self, plan, inputs, outputs)
             if code := kernel(*arguments):
                 self.member.finish(code, kernel, arguments, timeout_s, site)
         except BaseException as error:

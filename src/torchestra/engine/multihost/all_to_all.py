@@ -16,6 +16,7 @@ import torch
 
 from torchestra.engine.multihost.bridge import Pending
 from torchestra.engine.multihost.hierarchy import Call, Hierarchy, bytes_of
+from torchestra.engine.operations import ALL_TO_ALL
 
 __all__ = ["exchange"]
 
@@ -209,8 +210,8 @@ class _Exchange:
 
     def _exchange_here(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
         call = self._call
-        plan = self._hierarchy.plan(call)
-        self._hierarchy.local.run("all_to_all", plan, sends, receives, call.seconds, call.site)
+        plan = self._hierarchy.plan(ALL_TO_ALL, call)
+        self._hierarchy.local.collective(plan, sends, receives, call.seconds, call.site)
 
 
 class _Count:

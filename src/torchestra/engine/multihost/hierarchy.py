@@ -27,7 +27,7 @@ from torchestra.engine.local import LocalEngine, LocalPlan
 from torchestra.engine.multihost.bridge import Bridge, BridgeError, Pending
 from torchestra.engine.multihost.failure_detector import FailureDetector, HeartbeatMonitor
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.operations import Kind
+from torchestra.engine.operations import ALL_GATHER, BARRIER, BROADCAST, Collective, Kind
 from torchestra.engine.recorder import recorder
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
@@ -163,27 +163,30 @@ class Hierarchy:
         self.inline_bytes = max(_LEAST_INLINE_BYTES, _INLINE_BYTES // (len(hosts) - 1))
         self.early_bytes = _EARLY_BYTES // (len(hosts) - 1)
         detector.begun = lambda: self.sequence
-        self._plans: dict[tuple[int, int, int, int], LocalPlan] = {}
+        self._plans: dict[tuple[str, int, int, int, int], LocalPlan] = {}
 
     # -- within the host
 
-    def plan(self, call: Call, unit: int = 1, function: int = 0, root: int = -1) -> LocalPlan:
-        """A plan for a step of an operation: its fingerprint is the operation's."""
-        key = (call.meta, unit, function, root)
+    def plan(
+        self, row: Collective, call: Call, unit: int = 1, function: int = 0, root: int = -1
+    ) -> LocalPlan:
+        """Return a plan for a step of an operation: another collective, with the operation's fingerprint."""
+        key = (row.name, call.meta, unit, function, root)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = LocalPlan(self.member.address, call.meta, unit, function, root)
+            plan = self._plans[key] = LocalPlan(self.member.address, call.meta, unit, function, root, row)
         return plan
 
     def share_from(self, place: int, tensor: torch.Tensor, call: Call) -> None:
         """Replace every rank's tensor, on this host, by that of the rank at a place."""
-        plan, memory = self.plan(call, root=place), [bytes_of(tensor)]
-        self.local.run("broadcast", plan, memory, memory, call.seconds, call.site)
+        plan, memory = self.plan(BROADCAST, call, root=place), [bytes_of(tensor)]
+        self.local.collective(plan, memory, memory, call.seconds, call.site)
 
     def share(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, call: Call) -> None:
         """Put the tensor of every rank of this host into an output of its own; sizes may differ."""
         targets = [bytes_of(output) for output in outputs]
-        self.local.run("all_gather", self.plan(call), [bytes_of(tensor)], targets, call.seconds, call.site)
+        plan = self.plan(ALL_GATHER, call)
+        self.local.collective(plan, [bytes_of(tensor)], targets, call.seconds, call.site)
 
     # -- between hosts
 
@@ -333,7 +336,7 @@ class Hierarchy:
     def agree_here(self, call: Call) -> bool:
         """Whether all ranks of this host have called the same."""
         try:
-            self.local.agree(self.plan(call), call.count, call.seconds, call.site)
+            self.local.agree(self.plan(BARRIER, call), call.count, call.seconds, call.site)
         except CollectiveMismatchError:
             return False
         return True
@@ -341,7 +344,7 @@ class Hierarchy:
     def reduce_here(self, tensor: torch.Tensor, plan: LocalPlan, call: Call) -> bool:
         """Reduce the tensors of this host's ranks into place 0's; False if they called different ones."""
         try:
-            self.local.run("all_reduce", plan, [tensor], [tensor], call.seconds, call.site)
+            self.local.collective(plan, [tensor], [tensor], call.seconds, call.site)
         except CollectiveMismatchError:
             return False
         return True

@@ -28,6 +28,7 @@ from torchestra.engine.kernels.reductions import combine, divide, reduction, sca
 from torchestra.engine.multihost.bridge import Pending
 from torchestra.engine.multihost.chunking import Cuts, Joined, chunk_ends
 from torchestra.engine.multihost.hierarchy import EARLY, Call, Hierarchy, bytes_of, split_evenly
+from torchestra.engine.operations import ALL_REDUCE, REDUCE_SCATTER
 from torchestra.types import ReduceOp
 
 __all__ = ["Reducer"]
@@ -124,7 +125,7 @@ class Reducer:
         hierarchy = self._hierarchy
         total = source.get(0, source.numel).clone()
         if not hierarchy.reduce_here(
-            total, hierarchy.plan(call, self._dtype.itemsize, self._function, root=0), call
+            total, hierarchy.plan(ALL_REDUCE, call, self._dtype.itemsize, self._function, root=0), call
         ):
             hierarchy.refuse(call)
         if hierarchy.place == 0:
@@ -295,8 +296,8 @@ class Reducer:
 
     def reduce_scatter_here(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], call: Call) -> None:
         """Reduce for each place, within the host, what all of its ranks have for it."""
-        plan = self._hierarchy.plan(call, self._dtype.itemsize, self._function)
-        self._hierarchy.local.run("reduce_scatter", plan, tensors, [output], call.seconds, call.site)
+        plan = self._hierarchy.plan(REDUCE_SCATTER, call, self._dtype.itemsize, self._function)
+        self._hierarchy.local.collective(plan, tensors, [output], call.seconds, call.site)
         self._weigh(output)
 
     def _weigh(self, tensor: torch.Tensor) -> None:
