@@ -119,6 +119,8 @@ OPERATIONS: dict[tuple[Kind, str], Call] = {
     (Kind.all_reduce, "queued"): lambda odd: dist.all_reduce(odd, async_op=True),
     (Kind.all_reduce, "coalesced"): lambda odd: dist.all_reduce_coalesced([plain(), odd]),
     (Kind.reduce, "tensor"): lambda odd: dist.reduce(odd, 0),
+    (Kind.scan, "tensor"): dist.scan,
+    (Kind.exscan, "tensor"): dist.exscan,
     (Kind.broadcast, "tensor"): lambda odd: dist.broadcast(odd, 0),
     (Kind.all_gather, "input"): lambda odd: dist.all_gather([plain(), plain()], odd),
     (Kind.all_gather, "output"): lambda odd: dist.all_gather([plain(), odd], plain()),
