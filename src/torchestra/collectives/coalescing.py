@@ -213,7 +213,7 @@ class P2POp:
             self.peer = self.group.to_global_rank(self.group_peer)
 
     def serving(self) -> Any:
-        """The communicator of the tensor's device, where messages of it are delegated; else None."""
+        """Return the communicator of the tensor's device, where messages of it are delegated; else None."""
         if isinstance(self.group, NonMember):
             return None
         return serving_message(self.group.communicator, self.tensor, self.tag)

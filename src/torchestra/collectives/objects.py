@@ -324,7 +324,7 @@ def _packed_for_each(objects: Sequence[object], name: str) -> tuple[list[PackedO
 def _failure(
     all_packed: dict[int, PackedObjects], own: Exception | None, member: ProcessGroup, name: str
 ) -> Exception | None:
-    """What all ranks are to raise if any had no objects to send; this one's own reason first."""
+    """Return the error for all ranks if any had no objects to send; this one's own reason first."""
     failures = {rank: packed.reason for rank, packed in all_packed.items() if packed.failed}
     if own is not None or not failures:
         return own

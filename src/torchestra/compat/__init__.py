@@ -37,7 +37,7 @@ __all__ += distributed_c10d.__all__
 if not TYPE_CHECKING:  # so that type checkers know what there is not
 
     def __getattr__(name: str) -> object:
-        """A module of this package, imported when it is asked for, as torch.distributed has its own."""
+        """Import a module of this package when it is asked for, as torch.distributed has its own."""
         path = f"{__name__}.{name}"
         if not name.startswith("__") and importlib.util.find_spec(path) is not None:
             return importlib.import_module(path)

@@ -28,22 +28,22 @@ __all__ = [
 
 
 def _init(worker_id: int) -> None:
-    """Nothing: a rank that has become a worker has all it takes."""
+    """Do nothing: a rank that has become a worker has all it takes."""
 
 
 def _get_max_id() -> int:
-    """The greatest number that a context made here could have."""
+    """Return the greatest number that a context made here could have."""
     return contexts_of(current_agent()).max_number
 
 
 def _is_valid_context(context_id: int) -> bool:
-    """Whether there is a context of this number here."""
+    """Return whether there is a context of this number here."""
     agent = agent_or_none()
     return agent is not None and contexts_of(agent).find(context_id) is not None
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
-    """The context of a number.
+    """Return the context of a number.
 
     Raises:
         RpcError: it is not here.

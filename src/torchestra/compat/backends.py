@@ -62,7 +62,7 @@ class Backend(str):
     }
 
     def __new__(cls, name: str) -> str:  # type: ignore[misc]
-        """The name in lower case; a plain str, as torch's is."""
+        """Return the name in lower case; a plain str, as torch's is."""
         if not isinstance(name, str):
             raise InvalidArgumentError(f"Backend constructor parameter must be string-ish, got {name!r}")
         known = getattr(cls, name.upper(), cls.UNDEFINED)
@@ -129,7 +129,7 @@ class BackendConfig:
                 self.device_backend_map[device] = Backend(name)
 
     def get_device_backend_map(self) -> dict[str, str]:
-        """The backend by device."""
+        """Return the backend by device."""
         return self.device_backend_map
 
     def __repr__(self) -> str:
@@ -137,7 +137,7 @@ class BackendConfig:
 
 
 def registered(backend: str | None, options: Any = None) -> GroupMaker | None:
-    """What makes groups of a registered backend; None for any other.
+    """Return the maker of groups of a registered backend; None for any other.
 
     Args:
         backend: its name, or ``"cpu:name,cuda:name"``.
@@ -159,7 +159,7 @@ def registered(backend: str | None, options: Any = None) -> GroupMaker | None:
 
 
 def engine_of(backend: str | None) -> str | None:
-    """The backend of torchestra that a name of torch's means; None for the one that the rank was launched as.
+    """Return torchestra's backend by a name of torch's; None for the one that the rank was launched as.
 
     Raises:
         DistBackendError: it means none.
@@ -190,12 +190,12 @@ def engine_of(backend: str | None) -> str | None:
 
 
 def is_gloo_available() -> bool:
-    """True: what Gloo does is torchestra's own."""
+    """Return True: what Gloo does is torchestra's own."""
     return True
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether a backend of torch's name, or all of ``"cpu:gloo,cuda:nccl"``, can be had, or is registered."""
+    """Return whether a backend by torch's name, or each of ``"cpu:gloo,cuda:nccl"``, is there or registered."""
     names = BackendConfig(backend).device_backend_map.values() if ":" in backend else [backend]
     plugins = {name.lower() for name in Backend._plugins}
     return all(
@@ -205,8 +205,10 @@ def is_backend_available(backend: str) -> bool:
 
 
 def get_backend(group: AnyGroup | None = None) -> str:
-    """The backend of a group (default: the default group), by torch's name: ``"gloo"``, ``"fake"`` or a
-    registered one's.
+    """Return the backend of a group by torch's name: ``"gloo"``, ``"fake"`` or a registered one's.
+
+    Args:
+        group: default: the default group.
 
     Raises:
         InvalidArgumentError: this rank is not in it.
@@ -216,8 +218,9 @@ def get_backend(group: AnyGroup | None = None) -> str:
 
 
 def get_backend_config(group: AnyGroup | None = None) -> str:
-    """Which backend a group (default: the default group) has for which device: ``"cpu:gloo,cuda:gloo"``, or
-    ``"cpu:gloo,cuda:nccl"`` where it delegates operations on CUDA tensors to NCCL.
+    """Return the backend of a group (default: the default group) for each device.
+
+    That is ``"cpu:gloo,cuda:gloo"``, or ``"cpu:gloo,cuda:nccl"`` where NCCL serves tensors of CUDA.
     """
     own = get_backend(group)
     delegates = backend_info.get_backend_config(group).endswith("cuda:nccl")
@@ -225,7 +228,7 @@ def get_backend_config(group: AnyGroup | None = None) -> str:
 
 
 def get_default_backend_for_device(device: Any) -> str:
-    """The backend that serves a device (``"cuda:0"`` or a torch.device).
+    """Return the backend that serves a device (``"cuda:0"`` or a torch.device).
 
     Raises:
         InvalidArgumentError: none is registered for its kind.

@@ -27,7 +27,7 @@ _level = DebugLevel.OFF
 
 
 def get_debug_level() -> DebugLevel:
-    """The level of this process."""
+    """Return the level of this process."""
     return _level
 
 

@@ -92,7 +92,7 @@ def register_functional_optim(key: Any, optim: Callable[..., Any]) -> None:
 
 
 def as_functional_optim(optim_cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """A functional optimizer that gets to know parameters by their steps.
+    """Make a functional optimizer that gets to know parameters by their steps.
 
     Raises:
         InvalidArgumentError: there is none of that class.

@@ -86,7 +86,7 @@ def init_process_group(
     device_id: Any = None,
     _ranks: Sequence[int] | None = None,
 ) -> None:
-    """:func:`torchestra.init_process_group` by torch's names of backends: ``"gloo"`` is our engine.
+    """Call :func:`torchestra.init_process_group` by torch's names of backends: ``"gloo"`` is our engine.
 
     ``backend`` may be a registered one, whose ``pg_options`` may be anything. ``device_id`` names a device
     that torch's NCCL would bind the group to; ``_ranks`` is torch's own.
@@ -120,7 +120,7 @@ def new_group(
     device_id: Any = None,
     sort_ranks: bool = True,
 ) -> AnyGroup | None:
-    """:func:`torchestra.new_group`; for a rank that is not in the group, what torch returns.
+    """Call :func:`torchestra.new_group`; for a rank that is not in the group, what torch returns.
 
     That is ``GroupMember.NON_GROUP_MEMBER``, or None with ``use_local_synchronization``.
     """
@@ -148,7 +148,7 @@ def _new_group_with_tag(
     device_id: Any = None,
     sort_ranks: bool = True,
 ) -> AnyGroup | None:
-    """:func:`new_group`, with a tag: if there is a group of these ranks and this tag already, that one."""
+    """Call :func:`new_group` with a tag: a group of these ranks and this tag is made only once."""
     maker = registered(backend, backend_options)
     engine = None if maker else engine_of(backend)
     if backend is not None and engine is None and default_group().maker is not None:
@@ -177,7 +177,7 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[AnyGroup, list[AnyGroup]]:
-    """:func:`torchestra.new_subgroups`, with torch's value for the subgroups of other ranks."""
+    """Call :func:`torchestra.new_subgroups`, with torch's value for the subgroups of other ranks."""
     own, parts = subgroups.new_subgroups(
         group_size, group, timeout, engine_of(backend), pg_options, group_desc
     )
@@ -191,7 +191,7 @@ def new_subgroups_by_enumeration(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[AnyGroup | None, list[AnyGroup]]:
-    """:func:`torchestra.new_subgroups_by_enumeration`, with torch's value for others' subgroups."""
+    """Call :func:`torchestra.new_subgroups_by_enumeration`, with torch's value for others' subgroups."""
     own, parts = subgroups.new_subgroups_by_enumeration(
         ranks_per_subgroup_list, timeout, engine_of(backend), pg_options, group_desc
     )
@@ -206,53 +206,53 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> AnyGroup | None:
-    """:func:`torchestra.split_group`; None on a rank that is in none of the parts."""
+    """Call :func:`torchestra.split_group`; None on a rank that is in none of the parts."""
     made = subgroups.split_group(parent_pg, split_ranks, timeout, pg_options, group_desc, engine_of(backend))
     return None if isinstance(made, NonMember) else made
 
 
 def _get_default_group() -> ProcessGroup:
-    """The default group; NotInitializedError where there is none."""
+    """Return the default group; NotInitializedError where there is none."""
     return default_group()
 
 
 def _get_default_store() -> Store:
-    """The store that the default group was made over."""
+    """Return the store that the default group was made over."""
     return default_group().get_group_store()
 
 
 def _rank_not_in_group(group: AnyGroup | None) -> bool:
-    """Whether a group is one that this rank is not in."""
+    """Return whether a group is one that this rank is not in."""
     return isinstance(group, NonMember)
 
 
 def _get_group_tag(pg: ProcessGroup) -> str:
-    """The tag of a group; one that begins with ``ptd:`` where it was given none."""
+    """Return the tag of a group; one that begins with ``ptd:`` where it was given none."""
     return current_world().tag_of(pg)
 
 
 def _find_pg_by_ranks_and_tag(tag: str, ranks: Sequence[int]) -> ProcessGroup | None:
-    """The group of these global ranks and this tag (``user:`` before it does not count), or None."""
+    """Return the group of these global ranks and this tag (``user:`` before it does not count), or None."""
     return current_world().find(ranks, tag.removeprefix(_USER))
 
 
 def _find_or_create_pg_by_ranks_and_tag(tag: str, ranks: Sequence[int], stride: int) -> ProcessGroup:
-    """The same, of this rank's ``stride`` consecutive ones among ``ranks``; made where there is none."""
+    """Find or make such a group of this rank's ``stride`` consecutive ones among ``ranks``."""
     return functional_groups.find_or_make_group(tag.removeprefix(_USER), ranks, stride)
 
 
 def _resolve_group_name_by_ranks_and_tag(ranks: Sequence[int], tag: str) -> str:
-    """The name of the group of these ranks and this tag."""
+    """Return the name of the group of these ranks and this tag."""
     return _find_or_create_pg_by_ranks_and_tag(tag, ranks, len(ranks)).group_name
 
 
 def _resolve_process_group(group_name: str) -> ProcessGroup:
-    """The group of a name; NotInitializedError where there is none."""
+    """Return the group of a name; NotInitializedError where there is none."""
     return current_world().group(group_name)
 
 
 def _get_pg_config(group: ProcessGroup | None = None) -> dict[str, Any]:
-    """What there is to know of a group (default: the default group)."""
+    """Describe a group (default: the default group)."""
     chosen = group or default_group()
     return {
         "pg_name": chosen.group_name,
@@ -264,27 +264,27 @@ def _get_pg_config(group: ProcessGroup | None = None) -> dict[str, Any]:
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:
-    """The name of a group."""
+    """Return the name of a group."""
     return pg.group_name
 
 
 def _get_process_group_store(pg: ProcessGroup) -> Store:
-    """The store that a group was made over."""
+    """Return the store that a group was made over."""
     return pg.get_group_store()
 
 
 def _get_group_size(group: AnyGroup | None) -> int:
-    """How many ranks a group has (default: the default group)."""
+    """Return how many ranks a group has (default: the default group)."""
     return (default_group() if group is None else group).size()
 
 
 def _get_group_size_by_name(group_name: str) -> int:
-    """How many ranks the group of a name has."""
+    """Return how many ranks the group of a name has."""
     return current_world().group(group_name).size()
 
 
 def get_group_rank(group: AnyGroup, global_rank: int) -> int:
-    """:func:`torchestra.get_group_rank`; of ``NON_GROUP_MEMBER``, in the last group without this rank."""
+    """Call :func:`torchestra.get_group_rank`; ``NON_GROUP_MEMBER`` is the last group without this rank."""
     if group is GroupMember.NON_GROUP_MEMBER:
         if global_rank not in group.ranks:
             raise InvalidArgumentError(f"Global rank {global_rank} is not part of group {group!r}")
@@ -293,7 +293,7 @@ def get_group_rank(group: AnyGroup, global_rank: int) -> int:
 
 
 def get_global_rank(group: AnyGroup, group_rank: int) -> int:
-    """:func:`torchestra.get_global_rank`; of ``NON_GROUP_MEMBER``, in the last group without this rank."""
+    """Call :func:`torchestra.get_global_rank`; ``NON_GROUP_MEMBER`` is the last group without this rank."""
     if group is GroupMember.NON_GROUP_MEMBER:
         if not 0 <= group_rank < len(group.ranks):
             raise InvalidArgumentError(f"Group rank {group_rank} is not part of group {group!r}")

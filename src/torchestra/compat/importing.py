@@ -31,7 +31,7 @@ class RenamingLoader(SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)
 
     def source_to_code(self, data: Any, path: Any, **options: Any) -> CodeType:  # type: ignore[override]
-        """The code of a source file after the rename."""
+        """Return the code of a source file after the rename."""
         tree = ast.parse(data, path)
         return compile(rename(tree), path, "exec", dont_inherit=True)
 
@@ -47,7 +47,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's spec with a loader that renames, or None for those that are to be left alone."""
+        """Return the module's spec with a loader that renames, or None where nothing is renamed."""
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
                 if type(spec.loader) is SourceFileLoader and self._is_own(Path(spec.loader.path)):
@@ -63,6 +63,6 @@ class _Finder:
 
 
 def install() -> None:
-    """From now on import the program's own modules renamed."""
+    """Import the program's own modules renamed from now on."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

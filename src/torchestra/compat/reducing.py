@@ -47,12 +47,12 @@ def _compute_bucket_assignment_by_size(
     tensor_indices: Sequence[int] = (),
     logger: Any = None,
 ) -> tuple[list[list[int]], list[int]]:
-    """The indices in each bucket, and its limit. ``logger`` is torch's, and has no meaning here."""
+    """Return the indices in each bucket, and its limit. ``logger`` is torch's, and has no meaning here."""
     return compute_bucket_assignment_by_size(tensors, bucket_size, expect_sparse_gradient, tensor_indices)
 
 
 def _make_nccl_premul_sum(factor: float | torch.Tensor) -> ReduceOp:
-    """A sum in which this rank's values are multiplied by a factor first."""
+    """Return a sum in which this rank's values are multiplied by a factor first."""
     return ReduceOp.premul_sum(float(factor))
 
 

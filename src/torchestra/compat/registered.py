@@ -60,11 +60,11 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
         self._registered = False
 
     def getBackendName(self) -> str:
-        """The backend's name."""
+        """Return the backend's name."""
         return type(self).__name__
 
     def name(self) -> str:
-        """The same."""
+        """Return the backend's name."""
         return self.getBackendName()
 
     def abort(self) -> None:
@@ -76,7 +76,7 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
     def shrink(
         self, exclude: Sequence[int] = (), timeout: Timeout | None = None
     ) -> process_group.ProcessGroup:
-        """For the backend to say how, if it can.
+        """Refuse, unless the backend overrides this.
 
         Raises:
             InvalidArgumentTypeError: it does not.
@@ -89,7 +89,7 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
     def shrink_when_idle(
         self, exclude: Sequence[int], timeout: Timeout | None = None
     ) -> process_group.ProcessGroup:
-        """:meth:`shrink`: when its operations end, only the backend knows."""
+        """Call :meth:`shrink`: when its operations end, only the backend knows."""
         return self.shrink(exclude, timeout)
 
     def become(self, *arguments: Any) -> None:
@@ -119,7 +119,7 @@ class DistributedBackendOptions:
 
 
 def maker_of(backend: str, creator: Creator, extended: bool, options: Any) -> GroupMaker:
-    """How the world makes groups of a registered backend.
+    """Return the maker of a registered backend's groups, for the world.
 
     Args:
         backend: its name.

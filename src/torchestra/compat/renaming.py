@@ -29,7 +29,7 @@ _KEPT = ("torch.distributed.elastic", "torch.distributed.launch", "torch.distrib
 
 
 def rename(tree: ast.Module) -> ast.Module:
-    """The program after the rename, in place; an import of what has no counterpart raises ImportError."""
+    """Rename in a program, in place; an import of what has no counterpart becomes an ImportError."""
     renaming = _Renaming(_bound(tree))
     renaming.visit(tree)
     imports = [ast.Import([ast.alias(module, name)]) for module, name in renaming.needed.items()]
@@ -51,7 +51,7 @@ def _within(path: str, parents: tuple[str, ...]) -> bool:
 
 
 def _new_path(path: str) -> str | None:
-    """What a dotted path becomes, or None if it stays."""
+    """Return the new form of a dotted path, or None if it stays."""
     if not _within(path, _KEPT):
         for old, (module, name) in _RENAMED.items():
             if _within(path, (old,)):
@@ -60,7 +60,7 @@ def _new_path(path: str) -> str | None:
 
 
 def _bound(tree: ast.Module) -> dict[str, str]:
-    """The names that the program's imports bind to something of torch's, and its dotted path."""
+    """Return the names that the program's imports bind to something of torch's, and its dotted path."""
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -73,7 +73,7 @@ def _bound(tree: ast.Module) -> dict[str, str]:
 
 
 def _exists(path: str) -> bool:
-    """Whether there is a module, or something in a module, of a dotted path of ours."""
+    """Return whether there is a module, or something in a module, of a dotted path of ours."""
     try:
         importlib.import_module(path)
     except ModuleNotFoundError as error:

@@ -50,7 +50,7 @@ def run(name: str, arguments: Sequence[str], *, is_module: bool = False) -> None
 
 
 def run_again(namespace: dict[str, Any]) -> None:
-    """In another process: run the program in the namespace of the module that stands for ``__main__``."""
+    """Run the program in another process, in the namespace of the module that stands for ``__main__``."""
     install()
     name, is_module = json.loads(os.environ[_VARIABLE])
     if is_module:

@@ -61,15 +61,15 @@ class AsyncCollectiveTensor(torch.Tensor):
         return ops.wait_tensor(self.elem)  # type: ignore[no-any-return]
 
     def tolist(self) -> Any:
-        """The values, as nested lists."""
+        """Return the values, as nested lists."""
         return self.trigger_wait().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values, as a numpy array that shares the tensor's memory."""
+        """Return the values, as a numpy array that shares the tensor's memory."""
         return self.trigger_wait().numpy(force=force)
 
     def data_ptr(self) -> int:
-        """Where the elements lie, once they are there."""
+        """Return the address of the elements, once they are there."""
         return self.trigger_wait().data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -110,7 +110,7 @@ class AsyncCollectiveTensor(torch.Tensor):
 
 
 def _mapped(function: Callable[[Any], Any], kind: type, value: Any) -> Any:
-    """An operator's argument or result, in which tensors stand alone or in a list."""
+    """Map an operator's argument or result, in which tensors stand alone or in a list."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, (list, tuple)):
@@ -120,7 +120,7 @@ def _mapped(function: Callable[[Any], Any], kind: type, value: Any) -> Any:
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Whether an operator returns views of its first argument, and reads no element."""
+    """Return whether an operator returns views of its first argument, and reads no element."""
     if func is ops.wait_tensor.default:
         return False
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
@@ -141,7 +141,7 @@ class _Wrapped(torch.autograd.Function):
 
 
 def awaited_later(tensor: torch.Tensor) -> torch.Tensor:
-    """What a functional collective returns for the output of its operator.
+    """Return what a functional collective returns for the output of its operator.
 
     While a program is traced, and where a mode looks on at operators, that is the result of ``wait_tensor``,
     so that the wait is seen; a compiler moves it to where it is due. The same where the output is not plain.

@@ -77,7 +77,7 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
 
 @checked_unless_traced
 def broadcast(self: torch.Tensor, src: int, group: Group, tag: str = "") -> torch.Tensor:
-    """The tensor of the group's rank ``src``; the others' must be of the same shape."""
+    """Return the tensor of the group's rank ``src``; the others' must be of the same shape."""
     name = group_name(group, tag)
     size = group_size(group, name)
     if not 0 <= src < size:
@@ -89,7 +89,7 @@ def broadcast(self: torch.Tensor, src: int, group: Group, tag: str = "") -> torc
 
 @checked_unless_traced
 def all_reduce(self: torch.Tensor, reduceOp: str | ReduceOp, group: Group, tag: str = "") -> torch.Tensor:
-    """The reduction of all ranks' tensors, bit for bit the same on every rank."""
+    """Return the reduction of all ranks' tensors, bit for bit the same on every rank."""
     return all_reduce_autograd(_cut(self), reduceOp, group, tag)
 
 
@@ -97,7 +97,7 @@ def all_reduce(self: torch.Tensor, reduceOp: str | ReduceOp, group: Group, tag: 
 def all_reduce_autograd(
     self: torch.Tensor, reduceOp: str | ReduceOp, group: Group, tag: str = ""
 ) -> torch.Tensor:
-    """:func:`all_reduce` with a derivative, for ``"sum"`` and ``"avg"``."""
+    """Run :func:`all_reduce`, with a derivative, for ``"sum"`` and ``"avg"``."""
     op = _reduction_name(reduceOp, self)
     return awaited_later(ops.all_reduce(self, op, group_name(group, tag)))
 
@@ -106,7 +106,7 @@ def all_reduce_autograd(
 def all_reduce_coalesced(
     self: Sequence[torch.Tensor], reduceOp: str | ReduceOp, group: Group, tag: str = ""
 ) -> list[torch.Tensor]:
-    """:func:`all_reduce` of several tensors."""
+    """Run :func:`all_reduce` of several tensors."""
     op = _reduction_name(reduceOp)
     results = ops.all_reduce_coalesced([_cut(each) for each in self], op, group_name(group, tag))
     return [awaited_later(result) for result in results]
@@ -114,7 +114,7 @@ def all_reduce_coalesced(
 
 @checked_unless_traced
 def all_gather_tensor(self: torch.Tensor, gather_dim: int, group: Group, tag: str = "") -> torch.Tensor:
-    """All ranks' tensors, joined in dimension ``gather_dim``. They must be of the same shape."""
+    """Return all ranks' tensors, joined in dimension ``gather_dim``. They must be of the same shape."""
     return all_gather_tensor_autograd(_cut(self), gather_dim, group, tag)
 
 
@@ -122,7 +122,7 @@ def all_gather_tensor(self: torch.Tensor, gather_dim: int, group: Group, tag: st
 def all_gather_tensor_autograd(
     self: torch.Tensor, gather_dim: int, group: Group, tag: str = ""
 ) -> torch.Tensor:
-    """:func:`all_gather_tensor` with a derivative: each rank gets the sum of all ranks' gradients."""
+    """Run :func:`all_gather_tensor`, with a derivative: each rank gets the sum of all ranks' gradients."""
     name = group_name(group, tag)
     size = group_size(group, name)
     dim = _dimension(self, gather_dim, "gather_dim")
@@ -137,7 +137,7 @@ def all_gather_tensor_autograd(
 def all_gather_into_tensor_coalesced(
     self: Sequence[torch.Tensor], group: Group, tag: str = ""
 ) -> list[torch.Tensor]:
-    """:func:`all_gather_tensor` of several tensors, in dimension 0."""
+    """Run :func:`all_gather_tensor` of several tensors, in dimension 0."""
     name = group_name(group, tag)
     results = ops.all_gather_into_tensor_coalesced(
         [_cut(each) for each in self], group_size(group, name), name
@@ -161,7 +161,7 @@ def reduce_scatter_tensor(
 def reduce_scatter_tensor_autograd(
     self: torch.Tensor, reduceOp: str | ReduceOp, scatter_dim: int, group: Group, tag: str = ""
 ) -> torch.Tensor:
-    """:func:`reduce_scatter_tensor` with a derivative, for ``"sum"`` and ``"avg"``."""
+    """Run :func:`reduce_scatter_tensor`, with a derivative, for ``"sum"`` and ``"avg"``."""
     op = _reduction_name(reduceOp, self)
     name = group_name(group, tag)
     size = group_size(group, name)
@@ -177,7 +177,7 @@ def reduce_scatter_tensor_coalesced(
     group: Group,
     tag: str = "",
 ) -> list[torch.Tensor]:
-    """:func:`reduce_scatter_tensor` of several tensors, each with a dimension of its own."""
+    """Run :func:`reduce_scatter_tensor` of several tensors, each with a dimension of its own."""
     if len(scatter_dim) != len(inputs):
         raise InvalidShapeError(
             f"Length of scatter_dim ({len(scatter_dim)}) must equal length of inputs ({len(inputs)})"
@@ -216,7 +216,7 @@ def all_to_all_single_autograd(
     group: Group,
     tag: str = "",
 ) -> torch.Tensor:
-    """:func:`all_to_all_single` with a derivative: a row's gradient goes back to where the row came from."""
+    """Run :func:`all_to_all_single`, with a derivative: a row's gradient goes back where the row came from."""
     if (output_split_sizes is None) != (input_split_sizes is None):
         raise InvalidShapeError(
             "output_split_sizes and input_split_sizes must either be specified together or both set to None"
@@ -236,7 +236,7 @@ def all_to_all_single_autograd(
 
 @checked_unless_traced
 def permute_tensor(self: torch.Tensor, src_dst: Sequence[int], group: Group, tag: str = "") -> torch.Tensor:
-    """The tensor of the rank that sends it here: rank r sends its own to rank ``src_dst[r]``.
+    """Return the tensor of the rank that sends it here: rank r sends its own to rank ``src_dst[r]``.
 
     Shapes must be the same on all ranks. A rank that nobody sends to gets a tensor without rows.
 
@@ -289,7 +289,7 @@ def _is_length(length: object) -> bool:
 
 
 def _dimension(tensor: torch.Tensor, dim: int, parameter: str) -> int:
-    """The dimension's number, counted from the front."""
+    """Return the dimension's number, counted from the front."""
     dimensions = max(1, tensor.dim())
     if not -dimensions <= dim < dimensions:
         raise InvalidArgumentError(f"{parameter} is {dim}, but the tensor has {tensor.dim()} dimensions")
@@ -297,7 +297,7 @@ def _dimension(tensor: torch.Tensor, dim: int, parameter: str) -> int:
 
 
 def _pieces_first(tensor: torch.Tensor, dim: int, size: int, which: str) -> torch.Tensor:
-    """The tensor with its pieces by rank, cut in dimension ``dim``, below each other in dimension 0."""
+    """Move the pieces of the ranks, which dimension ``dim`` is cut into, to dimension 0."""
     dim = _dimension(tensor, dim, "scatter_dim")
     length = tensor.shape[dim] if tensor.dim() else 1
     if length % size:

@@ -128,7 +128,7 @@ class CommTensor(torch.Tensor):
 
     @classmethod
     def _is_supported(cls, op_name: str) -> bool:
-        """Whether a node of a traced program that calls a function of this name is a collective."""
+        """Return whether a node of a traced program that calls a function of this name is a collective."""
         return op_name in {node.__name__ for node in _NODES.values()}
 
     def wait(self) -> torch.Tensor:
@@ -194,7 +194,7 @@ class CommTensor(torch.Tensor):
 
 
 def _recorded(tracer: Any, method: str, group_name: str, arguments: dict[str, Any]) -> Proxy:
-    """A node for a collective in the program that is being traced."""
+    """Add a node for a collective to the program that is being traced."""
 
     def proxy_of(tensor: torch.Tensor) -> Any:
         return get_proxy_slot(tensor, tracer, tensor, lambda slot: slot.proxy)

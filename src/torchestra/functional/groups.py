@@ -34,7 +34,7 @@ is in one.
 
 
 def checked_unless_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """:func:`checked`, but for calls that Dynamo looks into, which knows what it passes.
+    """Check arguments as :func:`checked` does, except in calls that Dynamo looks into.
 
     A parameter ``group`` is checked in torch's words.
     """
@@ -100,7 +100,7 @@ def _is_dimension(dimension: object) -> bool:
 
 @checked_unless_traced
 def expand_group(group: Group, tag: str = "") -> tuple[str, list[int], int]:
-    """What a group stands for: its tag, all global ranks that are named, and how many make one group.
+    """Resolve a group to its tag, all global ranks that are named, and how many make one group.
 
     The three find a group again (:func:`find_or_make_group`).
 
@@ -151,7 +151,7 @@ def _mesh_and_dimension(group: Any) -> tuple[DeviceMesh, int | str]:
 
 @checked
 def find_or_make_group(tag: str, ranks: Sequence[int], size: int) -> ProcessGroup:
-    """The group of this rank among ``ranks``, of which each ``size`` consecutive ones make one, with a tag.
+    """Return this rank's group with a tag among ``ranks``, each ``size`` consecutive of which make one.
 
     It is made if there is none, which needs no other rank (they meet when they first use it).
 
@@ -206,7 +206,7 @@ def _size_by_name(name: str) -> int:
 
 
 def group_name(group: Group, tag: str = "") -> str:
-    """The name of a group, however it is given. With lists of ranks, ``tag`` tells groups apart.
+    """Return the name of a group, however it is given. With lists of ranks, ``tag`` tells groups apart.
 
     A group that was made directly is found by its name once this was asked, but for in a compiled program.
     """
@@ -223,7 +223,7 @@ def group_name(group: Group, tag: str = "") -> str:
 
 
 def group_size(group: Group, name: str) -> int:
-    """How many ranks the group of this name has."""
+    """Return how many ranks the group of this name has."""
     if isinstance(group, ProcessGroup):
         return group.size()
     if isinstance(group, (DeviceMesh, tuple)):

@@ -141,7 +141,7 @@ def _is(node: fx.Node, names: tuple[str, ...]) -> bool:
 
 
 def _is_fence(node: fx.Node) -> bool:
-    """Whether a node may change a tensor: one of another operator, or of an operator on operators."""
+    """Return whether a node may change a tensor: one of another operator, or of an operator on operators."""
     if node.op != "call_function":
         return node.op == "output"
     if isinstance(node.target, torch._ops.OpOverload):
@@ -168,7 +168,7 @@ def _unfuse_additions(graph: fx.Graph) -> int:
 
 
 def _hoist_collectives(graph: fx.Graph) -> int:
-    """Of what stands between two collectives, compute first what the second needs, and begin it then.
+    """Compute first, between two collectives, the arguments of the second, and begin it then.
 
     What it does not need is not put off any further, because it may keep memory from being freed.
     """

@@ -73,7 +73,7 @@ _set_rpc_timeout = _rpc.set_rpc_timeout
 
 
 def _of_options(options: RpcBackendOptions) -> Any:
-    """The backend whose options these are."""
+    """Return the backend whose options these are."""
     for backend in backend_registry.BackendType:
         if isinstance(options, type(backend_registry.construct_rpc_backend_options(backend))):
             return backend
@@ -87,7 +87,7 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """:func:`torchestra.rpc.init_rpc`, with a backend of the registry: TENSORPIPE is our own engine.
+    """Call :func:`torchestra.rpc.init_rpc`, with a backend of the registry: TENSORPIPE is our own engine.
 
     Raises:
         InvalidArgumentTypeError: the backend or the options are none, or do not fit each other.
@@ -122,7 +122,7 @@ def _init_rpc_backend(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """:func:`init_rpc` over a store.
+    """Call :func:`init_rpc` over a store.
 
     Raises:
         RpcError: this is a worker already; or the backend is not our own, and has made an agent.
@@ -142,10 +142,10 @@ def _init_rpc_backend(
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """How many references there are."""
+    """Return how many references there are."""
     return {name: count for name, count in _rpc.debug_info().items() if not name.startswith("agent.")}
 
 
 def _get_debug_info() -> dict[str, str]:
-    """All counts of this worker."""
+    """Return all counts of this worker."""
     return {**_rpc.debug_info(), **autograd.debug_info()}

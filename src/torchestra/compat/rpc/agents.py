@@ -24,11 +24,11 @@ class TensorPipeAgent(RpcAgent):
         self._agent = agent
 
     def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
-        """The worker of a name or rank, or this one."""
+        """Return the worker of a name or rank, or this one."""
         return self._agent.info if name is None else self._agent.find(name)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """All workers."""
+        """Return all workers."""
         return list(self._agent.workers)
 
     def get_debug_info(self) -> dict[str, str]:

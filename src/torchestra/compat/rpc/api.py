@@ -69,7 +69,7 @@ PyRRef = RRef
 
 
 def _packed(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A call; where another pickler is to be used, one of what that has pickled."""
+    """Return a call; where another pickler is to be used, one of what that has pickled."""
     if _default_pickler is _internal_rpc_pickler:
         return function, args, kwargs
     udf = PythonUDF(function, args or (), kwargs or {})
@@ -79,14 +79,14 @@ def _packed(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 def rpc_sync(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Any:
-    """:func:`torchestra.rpc.rpc_sync`."""
+    """Call :func:`torchestra.rpc.rpc_sync`."""
     return rpc.rpc_sync(to, *_packed(func, args, kwargs), timeout=timeout)
 
 
 def rpc_async(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Future[Any]:
-    """:func:`torchestra.rpc.rpc_async`; ``_wait_all`` waits for it."""
+    """Call :func:`torchestra.rpc.rpc_async`; ``_wait_all`` waits for it."""
     future = rpc.rpc_async(to, *_packed(func, args, kwargs), timeout=timeout)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
@@ -96,7 +96,7 @@ def rpc_async(
 def remote(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> RRef:
-    """:func:`torchestra.rpc.remote`."""
+    """Call :func:`torchestra.rpc.remote`."""
     return rpc.remote(to, *_packed(func, args, kwargs), timeout=timeout)
 
 
@@ -139,12 +139,12 @@ def _require_initialized(func: F) -> F:
 
 
 def _is_current_rpc_agent_set() -> bool:
-    """Whether this is a worker."""
+    """Return whether this is a worker."""
     return agent_or_none() is not None
 
 
 def _get_current_rpc_agent() -> TensorPipeAgent:
-    """The worker, by torch's methods."""
+    """Return the worker, by torch's methods."""
     return TensorPipeAgent(current_agent())
 
 
@@ -158,30 +158,30 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
 
 
 def _to_worker_info(to: Any) -> WorkerInfo:
-    """The worker that a name, a rank or a WorkerInfo means."""
+    """Return the worker that a name, a rank or a WorkerInfo means."""
     return current_agent().find(to)
 
 
 def _rref_typeof_on_owner(rref: RRef, blocking: bool = True) -> Any:
-    """The type of a reference's value."""
+    """Return the type of a reference's value."""
     return rref._get_type(blocking=blocking)
 
 
 def _rref_typeof_on_user(rref: RRef, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    """The type of a reference's value."""
+    """Return the type of a reference's value."""
     return rref._get_type(timeout, blocking)
 
 
 def _all_gather(
     obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """:func:`torchestra.rpc.gathering.all_gather`."""
+    """Call :func:`torchestra.rpc.gathering.all_gather`."""
     return gathering.all_gather(obj, worker_names, timeout)
 
 
 @_require_initialized
 def _barrier(worker_names: Iterable[str]) -> None:
-    """:func:`torchestra.rpc.gathering.barrier`, whose errors are but logged."""
+    """Call :func:`torchestra.rpc.gathering.barrier`, whose errors are but logged."""
     try:
         gathering.barrier(worker_names)
     except RpcError:
@@ -208,7 +208,7 @@ def _delete_all_user_and_unforked_owner_rrefs() -> None:
 
 @_require_initialized
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """:func:`torchestra.rpc.shutdown`, in torch's steps, each of which tests replace.
+    """Call :func:`torchestra.rpc.shutdown`, in torch's steps, each of which tests replace.
 
     Raises:
         RemoteReferenceError: with ``_ignore_rref_leak`` False, other workers still refer to values of this

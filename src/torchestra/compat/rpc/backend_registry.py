@@ -56,7 +56,7 @@ BackendType: Any = _enum()
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether there is a backend of that name."""
+    """Return whether there is a backend of that name."""
     return backend_name in _known
 
 
@@ -84,7 +84,7 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    """The options of a backend."""
+    """Return the options of a backend."""
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
 

@@ -99,19 +99,19 @@ class _InternalRPCPickler:
         self._class_reducer_dict: dict[type, Callable[[Any], Any]] = {}
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
-        """How objects of a class are pickled, in calls as well."""
+        """Set how objects of a class are pickled, in calls as well."""
         if obj_class not in self._class_reducer_dict:
             self._class_reducer_dict[obj_class] = reducer
             register_reducer(obj_class, reducer)
 
     def serialize(self, obj: object) -> tuple[bytes, list[torch.Tensor]]:
-        """The text, and the tensors."""
+        """Return the text, and the tensors."""
         file, tensors = io.BytesIO(), list[torch.Tensor]()
         _Pickler(file, tensors, self._class_reducer_dict).dump(obj)
         return file.getvalue(), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
-        """The object; or the error, where something in it has a name that is not known here."""
+        """Return the object; or the error, where something in it has a name that is not known here."""
         try:
             return _Unpickler(io.BytesIO(binary_data), tensor_table).load()
         except AttributeError as error:
@@ -129,7 +129,7 @@ deserialize = _internal_rpc_pickler.deserialize
 
 
 def _run_pickled(binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
-    """On the worker called: do what another pickler than ours has pickled."""
+    """Do, on the worker that is called, what another pickler than ours has pickled."""
     call = deserialize(binary_data, tensor_table)
     if isinstance(call, Exception):
         raise call
@@ -139,5 +139,5 @@ def _run_pickled(binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> An
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """What a call is called in profiles."""
+    """Return the name of a call in profiles."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"

@@ -46,12 +46,12 @@ def tp_transports() -> Sequence[str] | None:
 
 
 def worker_name(rank: int) -> str:
-    """What a rank is called as a worker."""
+    """Return the name of a rank as a worker."""
     return f"worker{rank}"
 
 
 def noop() -> None:
-    """Nothing, to be called on another worker."""
+    """Do nothing, when called on another worker."""
 
 
 def dist_init(
@@ -131,7 +131,7 @@ def wait_until_pending_futures_and_users_flushed(timeout: float = 20) -> None:
 
 
 def get_num_owners_and_forks() -> tuple[str, str]:
-    """How many values this worker owns for others, and how many references these have."""
+    """Return how many values this worker owns for others, and how many references these have."""
     info = _rref_context_get_debug_info()
     return info["num_owner_rrefs"], info["num_forks"]
 
@@ -158,7 +158,7 @@ def wait_until_owners_and_forks_on_rank(
 
 
 def get_function_event(function_events: Sequence[Any], partial_event_name: str) -> Any:
-    """The first profiled event whose name has this in it."""
+    """Return the first profiled event whose name has this in it."""
     return [event for event in function_events if partial_event_name in event.name][0]  # noqa: RUF015
 
 
@@ -199,11 +199,11 @@ class RpcAgentTestFixture(ABC):
 
     @abstractmethod
     def get_shutdown_error_regex(self) -> str:
-        """What the errors of calls to workers that have shut down say."""
+        """Return a pattern of the errors of calls to workers that have shut down."""
 
     @abstractmethod
     def get_timeout_error_regex(self) -> str:
-        """What the errors of calls that take too long say."""
+        """Return a pattern of the errors of calls that take too long."""
 
 
 class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
@@ -222,9 +222,9 @@ class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
         )
 
     def get_shutdown_error_regex(self) -> str:
-        """Any."""
+        """Return a pattern that every text matches."""
         return ".*"
 
     def get_timeout_error_regex(self) -> str:
-        """As torch's."""
+        """Return the pattern of torch's own message."""
         return "RPC ran for more than"

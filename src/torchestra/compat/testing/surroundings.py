@@ -51,12 +51,12 @@ _directory: tempfile.TemporaryDirectory[str] | None = None
 
 
 def get_timeout(test_id: str) -> int:
-    """Seconds that a test may take, by its full name."""
+    """Return the seconds that a test may take, by its full name."""
     return TIMEOUT_OVERRIDE.get(test_id.rpartition(".")[2], TIMEOUT_DEFAULT)
 
 
 def create_device(interface: str | None = None, lazy_init: bool = False) -> Any:
-    """Something to put into a group's ``_devices``, where it has no effect."""
+    """Make something to put into a group's ``_devices``, where it has no effect."""
     return ProcessGroup.create_device(interface=interface or "", lazy_init=lazy_init)
 
 
@@ -69,7 +69,7 @@ def create_tcp_store(
     jit_class: bool = False,
     use_libuv: bool = True,
 ) -> TCPStore:
-    """A TCPStore on a free port, for ``world_size`` clients. (``jit_class``, ``use_libuv`` are torch's.)"""
+    """Make a TCPStore on a free port for ``world_size`` clients. (``jit_class``, ``use_libuv``: torch's.)"""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -98,14 +98,14 @@ def cleanup_temp_dir() -> None:
 
 @contextlib.contextmanager
 def captured_output() -> Iterator[tuple[io.StringIO, io.StringIO]]:
-    """What the block writes to stdout and stderr."""
+    """Collect what the block writes to stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield out, err
 
 
 def init_multigpu_helper(world_size: int, backend: str) -> dict[int, list[int]]:
-    """The GPUs of each rank: all of them, dealt out evenly; at least one place each."""
+    """Return the GPUs of each rank: all of them, dealt out evenly; at least one place each."""
     gpus = range(torch.cuda.device_count())
     each = len(gpus) // world_size if world_size > len(gpus) else 1
     return {rank: list(gpus[rank * each : (rank + 1) * each]) for rank in range(world_size)}

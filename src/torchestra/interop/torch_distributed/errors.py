@@ -34,7 +34,7 @@ for _ours in [getattr(errors, name) for name in errors.__all__]:
 
 
 def as_torch_error(error: DistError) -> DistError:
-    """The error with its message and attributes, as torch.distributed's too."""
+    """Return the error with its message and attributes, as torch.distributed's too."""
     joined = _JOINED.get(type(error))
     if joined is None:
         return error

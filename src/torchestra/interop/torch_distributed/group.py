@@ -72,11 +72,11 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         return self._rank
 
     def size(self) -> int:
-        """How many ranks the group has."""
+        """Return how many ranks the group has."""
         return self._size
 
     def name(self) -> str:
-        """The backend's name."""
+        """Return the backend's name."""
         return BACKEND
 
     _get_backend_name = getBackendName = name
@@ -91,7 +91,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """For torch.distributed: name the group."""
+        """Name the group, for torch.distributed."""
         self._name = name
 
     @property
@@ -104,13 +104,13 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
-        """For torch.distributed: describe the group."""
+        """Describe the group, for torch.distributed."""
         self._description = self.inner.group_desc = description
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     def get_group_store(self) -> c10d.Store:
-        """The store that the group was made over."""
+        """Return the store that the group was made over."""
         return self._store
 
     @property
@@ -130,7 +130,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         return self.inner.get_sequence_number_for_group()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to do: the ranks' sequence numbers agree since the group was made."""
+        """Do nothing: the ranks' sequence numbers agree since the group was made."""
 
     # -- devices
 
@@ -148,7 +148,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         return self
 
     def _other_group_on(self, device: str) -> Any:
-        """The group that serves a device where that is not this one. To be called by all ranks."""
+        """Return the group that serves a device where that is not this one. To be called by all ranks."""
         self._read_requested()
         backend = BACKEND if self._requested is None else self._requested.get(device, BACKEND)
         if backend == BACKEND:
@@ -174,14 +174,14 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
             self._fast_path = self.inner.communicator
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether torch may have tensors of a device allocated by the group: no."""
+        """Return whether torch may have tensors of a device allocated by the group: no."""
         return False
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Nothing to do: the ranks have met."""
+        """Do nothing: the ranks have met."""
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Nothing to do: who is not in a part of the group has no part in making it."""
+        """Do nothing: a rank that is not in a part of the group has no part in making it."""
 
     # -- other groups, and the end
 

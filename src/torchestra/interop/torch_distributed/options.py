@@ -26,7 +26,7 @@ _OPTIONS: dict[type, type[OperationOptions]] = {
 
 
 def reduction(op: Any) -> ReduceOp:
-    """The reduce operation that torch's is.
+    """Return the reduce operation that torch's is.
 
     Raises:
         InvalidArgumentError: torchestra has none such.
@@ -41,7 +41,7 @@ def reduction(op: Any) -> ReduceOp:
 
 
 def in_our_terms(value: Any) -> Any:
-    """An argument of a method of torch's process groups, as the same method of torchestra's takes it."""
+    """Convert an argument of a method of torch's groups to that of the same method of torchestra's."""
     kind = _OPTIONS.get(type(value))
     if kind is not None:
         given = {each.name: getattr(value, each.name) for each in fields(kind) if hasattr(value, each.name)}

@@ -43,7 +43,7 @@ class Membership(NamedTuple):
 
 
 def backends_by_device(group: ProcessGroup) -> dict[str, str] | None:
-    """Which backend the group was asked to use for which type of device; None while torch does not say."""
+    """Return the backend requested for each type of device; None while torch does not say."""
     text = c10d._world.pg_backend_config.get(group)
     if text is None:
         return None
@@ -51,7 +51,7 @@ def backends_by_device(group: ProcessGroup) -> dict[str, str] | None:
 
 
 def group_on(device: str, backend: str, member: Membership) -> ProcessGroup:
-    """The same group on one backend of torch's own, or registered with torch. To be called by all ranks.
+    """Make the same group on one backend of torch's own, or registered with torch. To be called by all ranks.
 
     Raises:
         InvalidArgumentError: there is no such backend here, or it is a process group and no backend.

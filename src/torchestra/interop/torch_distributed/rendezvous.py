@@ -40,5 +40,5 @@ def rendezvous(options: Any) -> ProcessGroup:
 
 
 def _ranks_are_threads() -> bool:
-    """Whether each thread has a torch.distributed of its own, as in torch's tests with ranks as threads."""
+    """Return whether each thread has a torch.distributed of its own, as in torch's tests with threads."""
     return not isinstance(c10d._world, c10d._World)

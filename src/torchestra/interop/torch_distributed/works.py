@@ -33,42 +33,42 @@ class TorchestraWork(TorchWork):
             raise as_torch_error(error) from error.__cause__
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not."""
+        """Return whether the operation has ended, well or not."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Whether the operation has ended well."""
+        """Return whether the operation has ended well."""
         return self._work.is_success()
 
     def exception(self) -> BaseException | None:
-        """What the operation failed with, or None."""
+        """Return the error of the operation, or None."""
         error = self._work.exception()
         return as_torch_error(error) if isinstance(error, DistError) else error
 
     def result(self) -> list[Any]:
-        """The tensors that the operation has filled."""
+        """Return the tensors that the operation has filled."""
         try:
             return self._work.result()
         except DistError as error:
             raise as_torch_error(error) from error.__cause__
 
     def synchronize(self) -> None:
-        """:meth:`wait`."""
+        """Call :meth:`wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """:meth:`wait`: when an operation is done, every stream can use its tensors."""
+        """Call :meth:`wait`: when an operation is done, every stream can use its tensors."""
         self.wait()
 
     def source_rank(self) -> int:
-        """Of a receive that has ended: the rank that sent, in the group's numbering."""
+        """Return the rank that sent, in the group's numbering, of a receive that has ended."""
         return self._work.source_rank()
 
     def _source_rank(self) -> int:
         return self._work.source_rank()
 
     def get_future(self) -> AnyFuture:
-        """A future of :meth:`result`. If the operation fails, C++ code that waits for it learns of that."""
+        """Return a future of :meth:`result`. If the operation fails, C++ code that waits for it fails too."""
         # A future that Python fails holds the exception as its value, which C++ takes for the result, and
         # crashes. One of torch's own whose callback raises has failed for C++ as well; one of ours has not.
         return torch.futures.Future.then(self._work.get_future(), _value)
@@ -119,7 +119,7 @@ class FinishedWork(TorchWork):
 
 
 def joined(works: Sequence[Work], description: str) -> Work:
-    """A Work that ends when all of some have: with their results in one list, or as the first that failed."""
+    """Make a Work that ends when several have, with their results in one list or the first error."""
     if not works:
         return Work.finished(description, [])
     whole = Work(description)

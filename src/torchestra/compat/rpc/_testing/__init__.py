@@ -14,5 +14,5 @@ __all__ = [
 
 
 def is_available() -> bool:
-    """Whether there are such workers: always."""
+    """Return whether there are such workers: always."""
     return True
