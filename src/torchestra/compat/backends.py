@@ -195,7 +195,7 @@ def is_gloo_available() -> bool:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether a backend by torch's name, or each of ``"cpu:gloo,cuda:nccl"``, is there or registered."""
+    """Return whether a backend by torch's name, or each of ``"cpu:gloo,cuda:nccl"``, can be had."""
     names = BackendConfig(backend).device_backend_map.values() if ":" in backend else [backend]
     plugins = {name.lower() for name in Backend._plugins}
     return all(

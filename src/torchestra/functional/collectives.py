@@ -216,7 +216,7 @@ def all_to_all_single_autograd(
     group: Group,
     tag: str = "",
 ) -> torch.Tensor:
-    """Run :func:`all_to_all_single`, with a derivative: a row's gradient goes back where the row came from."""
+    """Run :func:`all_to_all_single` with a derivative: a row's gradient goes back where the row came from."""
     if (output_split_sizes is None) != (input_split_sizes is None):
         raise InvalidShapeError(
             "output_split_sizes and input_split_sizes must either be specified together or both set to None"
