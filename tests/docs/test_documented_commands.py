@@ -71,6 +71,10 @@ def check(words: list[str]) -> None:
         options = parser_of(arguments[0]).parse_args(arguments[1:])
         if hasattr(options, "script"):
             check_file(options.script)
+    elif program == "benchmarks":
+        parser = argparse.ArgumentParser(program)
+        importlib.import_module("benchmarks.command").add_arguments(parser)
+        parser.parse_args(arguments)
     elif program.startswith("torchestra."):
         assert importlib.util.find_spec(program) is not None
         check_file(arguments[0])
