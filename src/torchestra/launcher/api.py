@@ -86,19 +86,19 @@ def launch(
                 f"launch: `env` must have names and values of environment variables, got"
                 f" {shown(variable)}: {shown(value)}"
             )
-    seconds = None if timeout is None else timeout_seconds(timeout, "launch")
+    timeout_s = None if timeout is None else timeout_seconds(timeout, "launch")
     if on is not None:
-        return _launch_elsewhere(fn, nproc, args, kind, seconds, env or {}, on)
+        return _launch_elsewhere(fn, nproc, args, kind, timeout_s, env or {}, on)
     ranks = usable_cores() if nproc == "auto" else nproc
     if kind == "processes":
-        with launched(fn, ranks, args, seconds, env or {}) as job:
+        with launched(fn, ranks, args, timeout_s, env or {}) as job:
             return job.results()
     if kind == "threads":
         if env is not None:
             raise InvalidArgumentError("launch: ranks that are threads share one environment; leave env out")
         from torchestra.launcher.threads import launch_threads
 
-        return launch_threads(fn, ranks, args, seconds)
+        return launch_threads(fn, ranks, args, timeout_s)
     raise InvalidArgumentError(f"launch: kind must be 'processes' or 'threads', got {kind!r}")
 
 

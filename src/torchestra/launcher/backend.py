@@ -6,6 +6,7 @@ Ray cluster.
 
 from __future__ import annotations
 
+import abc
 import signal
 from typing import BinaryIO, Protocol
 
@@ -48,21 +49,35 @@ class JobListener(Protocol):
         """Note that the backend is gone, and the ranks with it."""
 
 
-class LaunchBackend(Protocol):
+class LaunchBackend(abc.ABC):
     """Starts the ranks of a job, and tells a :class:`JobListener` what they do.
 
     It calls ``begun`` once; ``forked``, ``printed``, ``failed`` and ``returned`` as they come; ``ended`` of
     each rank, last.
+
+    Attributes:
+        listener: the job, once it has started.
     """
+
+    listener: JobListener
 
     def start(self, listener: JobListener) -> None:
         """Begin to start the ranks; does not wait for them."""
+        self.listener = listener
+        self._start()
 
+    @abc.abstractmethod
+    def _start(self) -> None:
+        """Do what is particular of :meth:`start`."""
+
+    @abc.abstractmethod
     def signal(self, signum: signal.Signals, final: bool) -> None:
         """Signal the ranks (see :class:`~torchestra.launcher.spec.SignalRanks`)."""
 
+    @abc.abstractmethod
     def drain(self) -> None:
         """Pass on what the ranks printed before they ended, though a child of theirs may print on."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Close what this backend opened in this process for the job."""

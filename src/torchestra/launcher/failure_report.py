@@ -75,7 +75,7 @@ def _survivors_report(job: Job) -> str:
     """Return the last line of a job that ended well though ranks had failed."""
     lost = [job.first_rank + failed.rank for failed in job.survived]
     numbers = [job.first_rank + state.rank for state in job.ranks]
-    well = [number for number in numbers if number not in lost]
+    well = [rank for rank in numbers if rank not in lost]
     if not well:
         return "torchestra: no rank is left on this host; those on other hosts go on\n"
     return f"torchestra: {ranks_phrase(well)} ended well, without {ranks_phrase(sorted(lost))}\n"
@@ -101,8 +101,8 @@ def tracebacks_report(job: Job, skip: Container[int] = ()) -> str:
     ranks_by_text: dict[str, list[int]] = {}
     for state in job.ranks:
         if state.failure is not None and state.failure.traceback and state.rank not in skip:
-            number = job.first_rank + state.rank
-            ranks_by_text.setdefault(state.failure.traceback, []).append(number)
+            rank = job.first_rank + state.rank
+            ranks_by_text.setdefault(state.failure.traceback, []).append(rank)
     single = len(job.ranks) == 1
     lines = [
         line if single else f"[{ranks_phrase(ranks)}] {line}"

@@ -9,7 +9,7 @@ import socket
 from functools import partial
 
 from torchestra.errors import DistError
-from torchestra.launcher.backend import JobListener, LaunchBackend
+from torchestra.launcher.backend import LaunchBackend
 from torchestra.launcher.channel import channel, receive, send
 from torchestra.launcher.fork_server_client import ForkServerClient
 from torchestra.launcher.port_reservation import PortReservation
@@ -39,20 +39,12 @@ class ForkBackend(LaunchBackend):
         self._server = server
         self._ports = ports
         self._stdin = stdin
-        self._listener: JobListener | None = None
         self._alive: dict[int, int] = {}  # process by rank
         self._controls: list[socket.socket] = []  # our end of each rank's control channel
         self._outputs: dict[int, tuple[int, int]] = {}  # rank and stream, by the descriptor that is read
 
-    @property
-    def listener(self) -> JobListener:
-        """The job whose ranks these are, once it has started."""
-        assert self._listener is not None
-        return self._listener
-
-    def start(self, listener: JobListener) -> None:
-        self._listener = listener
-        listener.loop.watch(self._server.end, self._on_server)
+    def _start(self) -> None:
+        self.listener.loop.watch(self._server.end, self._on_server)
         if self._server.ready:
             self._start_ranks()
 

@@ -82,10 +82,10 @@ def dump_result(result: Any, file: BinaryIO) -> None:
     except Exception as error:
         if _dumped_by_value(result, file):
             return
-        kind = type(result)
+        result_type = type(result)
         raise TypeError(
-            f"the function returned a {kind.__module__}.{kind.__qualname__}, which cannot be pickled"
-            f" ({error}); return tensors or plain data"
+            f"the function returned a {result_type.__module__}.{result_type.__qualname__}, which cannot be"
+            f" pickled ({error}); return tensors or plain data"
         ) from error
 
 

@@ -109,8 +109,8 @@ def _memory_files() -> CheckResult:
             return CheckResult("memory files", "memfd_create")
     finally:
         os.close(descriptor)
-    found = os.statvfs(SHARED_MEMORY)
-    free = found.f_bavail * found.f_frsize / _GIB
+    stats = os.statvfs(SHARED_MEMORY)
+    free = stats.f_bavail * stats.f_frsize / _GIB
     return CheckResult(
         "memory files",
         f"no memfd_create; {SHARED_MEMORY} with {free:.1f} GiB in its place",

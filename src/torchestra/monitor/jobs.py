@@ -152,12 +152,12 @@ def _opened(path: Path) -> ForeignArena:
 
 def _ancestry(pid: int) -> set[int]:
     """Return a process, its parent, and so on."""
-    found: set[int] = set()
-    while pid > 1 and pid not in found:
-        found.add(pid)
+    ancestry: set[int] = set()
+    while pid > 1 and pid not in ancestry:
+        ancestry.add(pid)
         try:
-            told = (_PROC / str(pid) / "stat").read_bytes()
-            pid = int(told[told.rindex(b")") + 2 :].split()[1])
+            status = (_PROC / str(pid) / "stat").read_bytes()
+            pid = int(status[status.rindex(b")") + 2 :].split()[1])
         except (OSError, ValueError):
             break
-    return found
+    return ancestry

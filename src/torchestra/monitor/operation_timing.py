@@ -48,17 +48,17 @@ def operations() -> list[str]:
     return [*COLLECTIVES, SEND_RECV]
 
 
-def time_operations(cells: Sequence[Cell], seconds: float, symmetric: bool) -> list[Timing]:
-    """Join the group, and time every cell for about ``seconds``; every rank returns the same timings.
+def time_operations(cells: Sequence[Cell], seconds_per_cell: float, symmetric: bool) -> list[Timing]:
+    """Join the group and time every cell; every rank returns the same timings.
 
     Args:
         cells: what to time, in order.
-        seconds: how long each cell is timed.
+        seconds_per_cell: how long each cell is timed.
         symmetric: whether tensors live in the group's memory (:func:`torchestra.empty`).
     """
     dist.init_process_group()
     try:
-        return [_time(_prepare(cell, symmetric), seconds) for cell in cells]
+        return [_time(_prepare(cell, symmetric), seconds_per_cell) for cell in cells]
     finally:
         dist.destroy_process_group()
 
@@ -87,14 +87,14 @@ def _collective(row: Collective, count: int, make: Make) -> Call:
     assert row.output is not None
     piece = count // ranks if row.input.is_list else count
     out = {Shape.OUTPUT_IS_WHOLE: piece * ranks, Shape.INPUT_IS_WHOLE: piece // ranks}.get(row.shape, piece)
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for parameter, elements in {row.input: piece, row.output: out}.items():
         tensors = [make(elements) for _ in range(ranks if parameter.is_list else 1)]
         value = tensors if parameter.is_list else tensors[0]
-        given[parameter.name] = value if is_root or not parameter.on_root else None
+        arguments[parameter.name] = value if is_root or not parameter.on_root else None
     if row.root:
-        given[row.root] = 0
-    return partial(getattr(dist, row.name), **given)
+        arguments[row.root] = 0
+    return partial(getattr(dist, row.name), **arguments)
 
 
 def _message(count: int, make: Make) -> Call:
@@ -111,13 +111,13 @@ def _message(count: int, make: Make) -> Call:
     return exchange
 
 
-def _time(call: Call, seconds: float) -> Timing:
+def _time(call: Call, seconds_per_cell: float) -> Timing:
     batch = 1
     estimate = min(_batches(call, batch, 3))
     while estimate * batch < _BATCH_S / 2:  # the first calls are cold, and each reads the clock
         batch *= 8
         estimate = min(_batches(call, batch, 3))
-    count = min(max(round(seconds / (estimate * batch)), _FEWEST_BATCHES), _MOST_BATCHES)
+    count = min(max(round(seconds_per_cell / (estimate * batch)), _FEWEST_BATCHES), _MOST_BATCHES)
     taken = [time_s * 1e6 for time_s in _batches(call, batch, count)]
     p99 = statistics.quantiles(taken, n=100, method="inclusive")[-1]
     return Timing(statistics.median(taken), p99, min(taken), count * batch)

@@ -92,7 +92,7 @@ class Watch:
             Look(
                 after,
                 rates(before, after),
-                [group.is_alive(place) for place in range(len(after.ranks))],
+                [group.is_alive(rank) for rank in range(len(after.ranks))],
             )
             for group, before, after in zip(self._job.groups, self._before, records, strict=True)
         ]
@@ -109,8 +109,8 @@ def _seconds(text: str) -> float:
 
 def _still_there(job: Job) -> Job | None:
     """Return the same job as it is now: groups come and go, ranks die."""
-    found, _ = find_jobs(job.pids)  # quicker than to look at all processes
-    return next(iter(found), None)
+    jobs, _ = find_jobs(job.pids)  # quicker than to look at all processes
+    return next(iter(jobs), None)
 
 
 def _show(job: Job, options: argparse.Namespace) -> None:

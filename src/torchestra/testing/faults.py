@@ -163,10 +163,12 @@ def draw(
         operations: to choose ``at`` from.
         within: ``nth`` is at most this.
     """
-    chosen = default_group() if group is None else group
-    dice = random.Random(seed)
-    kind, rank = dice.choice(list(kinds)), dice.randrange(chosen.size())
-    return kind(rank=rank, at=dice.choice(list(operations)), nth=dice.randint(1, within), group=chosen)
+    group = default_group() if group is None else group
+    generator = random.Random(seed)
+    kind, rank = generator.choice(list(kinds)), generator.randrange(group.size())
+    return kind(
+        rank=rank, at=generator.choice(list(operations)), nth=generator.randint(1, within), group=group
+    )
 
 
 class _Slowness(Fault):

@@ -17,8 +17,9 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as wait_for_any
 
@@ -28,18 +29,41 @@ import torch
 from torchestra.engine import warm_up
 from torchestra.testing.item_runner import ItemRequest, run_item
 
-__all__ = ["serve"]
+__all__ = ["Child", "serve"]
 
 
 @dataclass(eq=False)
-class _Worker:
-    """A process that can be a rank, and the server's end of the connection to it."""
+class Child:
+    """A forked process, and this process's end of the connection to it."""
 
     pid: int
     connection: Connection
 
+    @classmethod
+    def fork(cls, body: Callable[[Connection], object], inherited: Iterable[Connection] = ()) -> Child:
+        """Fork a process that calls ``body`` with its end of the connection, without those ``inherited``."""
+        ours, theirs = Pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                for each in (ours, *inherited):
+                    each.close()
+                body(theirs)
+                code = 0
+            finally:
+                os._exit(code)
+        theirs.close()
+        return cls(pid, ours)
 
-def serve(connection: Connection, items: Mapping[str, pytest.Function]) -> None:
+    def end(self) -> int:
+        """Close the connection, wait until the process has ended, and return its exit code."""
+        self.connection.close()
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+def serve(items: Mapping[str, pytest.Function], connection: Connection) -> None:
     """Run the worlds that the pytest process asks for, one after the other, until it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -47,25 +71,25 @@ def serve(connection: Connection, items: Mapping[str, pytest.Function]) -> None:
     # Else every rank's first collection would touch, and so copy, all that it shares with the server.
     gc.collect()
     gc.freeze()
-    idle: list[_Worker] = []
+    idle: list[Child] = []
     with contextlib.suppress(EOFError, OSError):
         while True:
             _run_world(connection, items, connection.recv(), idle)
 
 
 def _run_world(
-    connection: Connection, items: Mapping[str, pytest.Function], request: ItemRequest, idle: list[_Worker]
+    connection: Connection, items: Mapping[str, pytest.Function], request: ItemRequest, idle: list[Child]
 ) -> None:
-    running: dict[Connection, tuple[int, _Worker]] = {}
+    running: dict[Connection, tuple[int, Child]] = {}
     for rank in range(request.size):
         worker = _assign(idle.pop(), rank, request) if idle else None
         if worker is None:
             known = [connection, *running, *(each.connection for each in idle)]
-            worker = _assign(_fork(items, known), rank, request)
+            worker = _assign(Child.fork(partial(_work, items), known), rank, request)
         assert worker is not None, "a process that was forked just now does not listen"
         running[worker.connection] = (rank, worker)
     connection.send([worker.pid for _, worker in running.values()])
-    retired: list[_Worker] = []
+    retired: list[Child] = []
     while running:
         for ready in wait_for_any([connection, *running]):
             if ready is connection:  # it has nothing to say now, so it is closed: the pytest process is gone
@@ -78,9 +102,7 @@ def _run_world(
                 what, *content = ready.recv()
             except (EOFError, OSError):
                 del running[ready]
-                ready.close()
-                _, status = os.waitpid(worker.pid, 0)
-                connection.send(("ended", rank, b"", os.waitstatus_to_exitcode(status)))
+                connection.send(("ended", rank, b"", worker.end()))
                 continue
             if what == "debugging":
                 connection.send((what, rank, *content))
@@ -91,38 +113,21 @@ def _run_world(
             connection.send(("ended", rank, payload, None))
     # Taking a process down takes longer than a test, so the pytest process has not waited for it.
     for worker in retired:
-        worker.connection.close()
-        os.waitpid(worker.pid, 0)
+        worker.end()
 
 
-def _assign(worker: _Worker, rank: int, request: ItemRequest) -> _Worker | None:
+def _assign(worker: Child, rank: int, request: ItemRequest) -> Child | None:
     """Make a worker a rank of a world; return None if it died while it was idle."""
     try:
         worker.connection.send((rank, request))
     except OSError:
-        worker.connection.close()
-        os.waitpid(worker.pid, 0)
+        worker.end()
         return None
     return worker
 
 
-def _fork(items: Mapping[str, pytest.Function], known: list[Connection]) -> _Worker:
-    ours, theirs = Pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            for each in (ours, *known):
-                each.close()
-            code = _work(theirs, items)
-        finally:
-            os._exit(code)
-    theirs.close()
-    return _Worker(pid, ours)
-
-
-def _work(connection: Connection, items: Mapping[str, pytest.Function]) -> int:
-    """Be a worker until the server is gone; return the exit code."""
+def _work(items: Mapping[str, pytest.Function], connection: Connection) -> None:
+    """Be a worker, until a test leaves something behind or the server is gone."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = os.getcwd()
     threads = threading.active_count()
@@ -140,7 +145,6 @@ def _work(connection: Connection, items: Mapping[str, pytest.Function]) -> int:
             sys.stderr.flush()
             stays = outcome.error is None and threading.active_count() == threads
             connection.send(("outcome", pickle.dumps(outcome), stays))
-    return 0
 
 
 def _redirect_output(path: str) -> None:

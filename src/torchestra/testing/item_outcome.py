@@ -13,12 +13,12 @@ __all__ = ["conclude"]
 _PASSED_ON = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exception, KeyboardInterrupt)
 
 
-def conclude(item: pytest.Function, outcomes: Sequence[Outcome], kind: str, seconds: float) -> None:
+def conclude(item: pytest.Function, outcomes: Sequence[Outcome], kind: str, timeout_s: float) -> None:
     """Raise what the ranks' outcomes mean for the test, and add to its report the others' failures.
 
     Args:
         kind: of ranks, for messages.
-        seconds: how long they had.
+        timeout_s: how long they had, in seconds.
     """
     genuine = [each for each in outcomes if each.failed and not each.consequence]
     passed_on = [each for each in outcomes if isinstance(each.error, _PASSED_ON)]
@@ -37,7 +37,7 @@ def conclude(item: pytest.Function, outcomes: Sequence[Outcome], kind: str, seco
             item.add_report_section("call", f"rank {each.rank} of {len(outcomes)}", what)
     where = f"rank {shown.rank} of {len(outcomes)} {kind}"
     if shown.late:
-        pytest.fail(f"{where} had not ended after {seconds:g} s.\n{shown.text}", pytrace=False)
+        pytest.fail(f"{where} had not ended after {timeout_s:g} s.\n{shown.text}", pytrace=False)
     assert shown.error is not None
     if hasattr(shown.error, "add_note"):
         shown.error.add_note(f"on {where}")

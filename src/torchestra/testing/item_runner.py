@@ -35,13 +35,13 @@ def _rebuilt(name: str, message: str) -> BaseException:
 
 
 def _reduced(error: BaseException) -> tuple[Callable[[str, str], BaseException], tuple[str, str]]:
-    name = next(name for name, kind in _PYTEST_OUTCOMES.items() if type(error) is kind)
+    name = next(name for name, cls in _PYTEST_OUTCOMES.items() if type(error) is cls)
     return _rebuilt, (name, str(error))
 
 
 # pickle does not find them under their names.
-for _kind in _PYTEST_OUTCOMES.values():
-    copyreg.pickle(_kind, _reduced)
+for _class in _PYTEST_OUTCOMES.values():
+    copyreg.pickle(_class, _reduced)
 
 
 @dataclass

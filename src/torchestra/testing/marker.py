@@ -100,11 +100,11 @@ def spec_of(item: pytest.Function) -> RanksSpec | None:
     if item.config.stash.get(_IN_RANK, False):
         return None
     callspec = getattr(item, "callspec", None)
-    chosen: RanksSpec | None = callspec.params.get(ARGUMENT) if callspec is not None else None
-    if chosen is None:
+    spec: RanksSpec | None = callspec.params.get(ARGUMENT) if callspec is not None else None
+    if spec is None:
         specs = specs_of(item)
-        chosen = specs[0] if specs else None
-    return chosen
+        spec = specs[0] if specs else None
+    return spec
 
 
 def is_per_rank(fixturedef: pytest.FixtureDef[Any]) -> bool:

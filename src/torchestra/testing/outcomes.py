@@ -74,12 +74,12 @@ def skip_of(outcomes: Sequence[Outcome]) -> str | None:
     return reasons[0] if reasons and not genuine else None
 
 
-def raise_for(outcomes: Sequence[Outcome], what: str, seconds: float) -> None:
+def raise_for(outcomes: Sequence[Outcome], what: str, timeout_s: float) -> None:
     """Raise what the ranks' outcomes mean for the test, if they did not all end well.
 
     Args:
         what: what a rank is called in messages: ``Thread`` or ``Process``.
-        seconds: how long they had.
+        timeout_s: how long they had, in seconds.
 
     Raises:
         unittest.SkipTest: a rank skipped the test.
@@ -96,7 +96,7 @@ def raise_for(outcomes: Sequence[Outcome], what: str, seconds: float) -> None:
     for outcome in (first, *others):
         if outcome.late:
             lines.append(
-                f"{what} {outcome.rank} terminated or timed out after {seconds:g} seconds\n{outcome.text}"
+                f"{what} {outcome.rank} terminated or timed out after {timeout_s:g} seconds\n{outcome.text}"
             )
         elif outcome.consequence and outcome is not first:
             lines.append(f"{what} {outcome.rank} was released with: {outcome.error}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from torchestra.testing.item_outcome import conclude
 from torchestra.testing.item_runner import ItemRequest
 from torchestra.testing.marker import RanksSpec
 from torchestra.testing.outcomes import Outcome
-from torchestra.testing.rank_pool import RankPool, RankWorld, rank_directory
+from torchestra.testing.rank_pool import RankPool, RankWorld
 
 __all__ = ["run_on_processes"]
 
@@ -25,7 +26,7 @@ _POLL_INTERVAL_S = 0.5
 
 def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
     """Run the test on every rank; raise what the outcomes mean."""
-    with rank_directory() as directory:
+    with tempfile.TemporaryDirectory(prefix="torchestra-test-", ignore_cleanup_errors=True) as directory:
         request = ItemRequest(
             item.nodeid,
             spec.size,
@@ -70,10 +71,10 @@ def _shared_values(item: pytest.Function) -> dict[str, bytes]:
     return values
 
 
-def _await(item: pytest.Function, world: RankWorld, seconds: float) -> set[int]:
+def _await(item: pytest.Function, world: RankWorld, timeout_s: float) -> set[int]:
     """Wait until all ranks have ended; return those that had not when their time was over."""
     capture: Any = item.config.pluginmanager.getplugin("capturemanager")
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout_s
     suspended = False
     while world.running:
         limit = deadline

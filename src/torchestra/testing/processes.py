@@ -41,7 +41,7 @@ class _Exit(NamedTuple):
 class MultiProcessTests(RankTests):
     """Has each test of a test case run in ``world_size`` processes, each a rank.
 
-    To be put before a kind of TestCase, as in :class:`MultiProcessTestCase`.
+    To be put before a case_class of TestCase, as in :class:`MultiProcessTestCase`.
 
     Call :meth:`_spawn_processes` (or ``_fork_processes``, the same) at the end of your ``setUp``. ``setUp``
     and ``tearDown`` run once, in the test's own process (rank -1). Every rank has an instance of its own,
@@ -160,12 +160,14 @@ class MultiProcessTests(RankTests):
         )
 
 
-def _run_rank(kind: type[MultiProcessTests], name: str, file_name: str, before: Mapping[str, str]) -> _Exit:
+def _run_rank(
+    case_class: type[MultiProcessTests], name: str, file_name: str, before: Mapping[str, str]
+) -> _Exit:
     """Run the test on a rank; return how it ended."""
     rank = int(os.environ["RANK"])
-    kind._enter(before)
+    case_class._enter(before)
     try:
-        kind._run(rank, name, file_name, None)
+        case_class._run(rank, name, file_name, None)
     except unittest.SkipTest as skipped:
         return _Exit(TEST_SKIPS["generic"].exit_code, str(skipped))
     except SystemExit as left:

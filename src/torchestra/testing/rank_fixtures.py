@@ -76,12 +76,12 @@ class RankFixtures:
 
     def _make(self, definition: pytest.FixtureDef[Any], name: str, below: int) -> Any:
         request = RankRequest(self, name, below)
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for argument in definition.argnames:
             if argument == "request":
-                given[argument] = request
+                arguments[argument] = request
             else:
-                given[argument] = self.value(argument, below + 1 if argument == name else 0)
+                arguments[argument] = self.value(argument, below + 1 if argument == name else 0)
         function: Callable[..., Any] = definition.func
         if self.instance is not None:
             owner = getattr(function, "__self__", None)
@@ -90,14 +90,14 @@ class RankFixtures:
             elif _is_method(function, type(self.instance)):
                 function = function.__get__(self.instance)
         if inspect.isgeneratorfunction(function):
-            generator = function(**given)
+            generator = function(**arguments)
             try:
                 value = next(generator)
             except StopIteration:
                 raise ValueError(f"{name} did not yield a value") from None
             self.finalizers.callback(_finish, generator, name)
             return value
-        return function(**given)
+        return function(**arguments)
 
     def _params(self) -> dict[str, Any]:
         callspec = getattr(self.item, "callspec", None)
@@ -156,9 +156,10 @@ class RankRequest:
         self.node.add_marker(marker)
 
 
-def _is_method(function: Callable[..., Any], kind: type) -> bool:
-    found = inspect.getattr_static(kind, getattr(function, "__name__", ""), None)
-    return found is not None and getattr(found, "_get_wrapped_function", lambda: found)() is function
+def _is_method(function: Callable[..., Any], owner: type) -> bool:
+    attribute = inspect.getattr_static(owner, getattr(function, "__name__", ""), None)
+    unwrapped = getattr(attribute, "_get_wrapped_function", lambda: attribute)
+    return attribute is not None and unwrapped() is function
 
 
 def _finish(generator: Any, name: str) -> None:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from multiprocessing.connection import Connection, Pipe
+from collections.abc import Mapping
+from functools import partial
+from multiprocessing.connection import Connection
 
 import pytest
 
 from torchestra.errors import GroupAbortedError
-from torchestra.testing.fork_server import serve
+from torchestra.testing.fork_server import Child, serve
 from torchestra.testing.item_runner import ItemRequest
 from torchestra.testing.marker import show_as
 from torchestra.testing.outcomes import Outcome, RankFailure
 
-__all__ = ["RankPool", "RankWorld", "rank_directory"]
+__all__ = ["RankPool", "RankWorld"]
 
 _DUMP_S = 1.0
 
@@ -38,34 +37,22 @@ class RankPool:
     """
 
     def __init__(self, items: Mapping[str, pytest.Function]) -> None:
-        ours, theirs = Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         self._owner = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            code = 1
-            try:
-                ours.close()
-                serve(theirs, items)
-                code = 0
-            finally:
-                os._exit(code)
-        theirs.close()
-        self._connection = ours
+        self._server = Child.fork(partial(serve, items))
 
     def start(self, request: ItemRequest) -> RankWorld:
         """Start the ranks of a test."""
-        self._connection.send(request)
-        pids = self._connection.recv()
-        return RankWorld(self._connection, pids, request)
+        connection = self._server.connection
+        connection.send(request)
+        return RankWorld(connection, connection.recv(), request)
 
     def close(self) -> None:
         """End the server. Nothing happens in a process that is not the one that made it."""
         if self._owner == os.getpid():
-            self._connection.close()
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._pid, 0)
+                self._server.end()
             self._owner = -1
 
 
@@ -91,9 +78,9 @@ class RankWorld:
         """The ranks that have not ended."""
         return [rank for rank in range(self._request.size) if rank not in self.outcomes]
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for the next message of a rank, ``seconds`` at most; return whether there was one."""
-        if not self._connection.poll(max(0.0, seconds)):
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the next message of a rank, ``timeout_s`` at most; return whether there was one."""
+        if not self._connection.poll(max(0.0, timeout_s)):
             return False
         what, rank, *content = self._connection.recv()
         if what == "debugging":
@@ -143,13 +130,3 @@ class RankWorld:
                 return file.read()
         except FileNotFoundError:
             return ""
-
-
-@contextlib.contextmanager
-def rank_directory() -> Iterator[str]:
-    """Make a directory that is gone afterwards."""
-    directory = tempfile.mkdtemp(prefix="torchestra-test-")
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)

@@ -128,22 +128,22 @@ def shuffle(seed: int, group: ProcessGroup | None = None) -> Iterator[Schedule]:
         InvalidArgumentError: the ranks are processes, which cannot be ordered so.
         CollectiveTimeoutError: a rank waits for another outside torchestra's operations, or did not enter.
     """
-    chosen = default_group() if group is None else group
+    group = default_group() if group is None else group
     here = current_thread_rank()
     if here is None:
         raise InvalidArgumentError("shuffle: the ranks must be threads of one process; these are processes")
-    rank = chosen.rank()
+    rank = group.rank()
     with _lock:
         open_ones = _schedules.setdefault(here.store, [])
         schedule = next((each for each in open_ones if rank not in each.entered), None)
         if schedule is None:
-            schedule = Schedule(seed, chosen.size())
+            schedule = Schedule(seed, group.size())
             open_ones.append(schedule)
         schedule.entered.add(rank)
     try:
         if schedule.seed != seed:
             schedule.give_up(f"rank {rank} has seed {seed}, another rank {schedule.seed}")
-        with _stepping_group(chosen, schedule, rank):
+        with _stepping_group(group, schedule, rank):
             schedule.enter(rank)
             yield schedule
     finally:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO
 
-from torchestra.launcher.backend import JobListener, LaunchBackend
+from torchestra.launcher.backend import LaunchBackend
 from torchestra.launcher.channel import anonymous_file
 from torchestra.launcher.failure_report import ranks_phrase
 from torchestra.launcher.on_ray.messages import Event, EventBatch, Printed, ResultChunk, Started
@@ -69,22 +69,14 @@ class RayBackend(LaunchBackend):
         self._ray = placement.ray
         self._ranks = [_Rank(placed) for placed in placement.ranks_placed]
         self._variables = {**_settings(), **env, **_rendezvous(placement, env)}
-        self._listener: JobListener | None = None
 
-    @property
-    def listener(self) -> JobListener:
-        """The job whose ranks these are, once it has started."""
-        assert self._listener is not None
-        return self._listener
-
-    def start(self, listener: JobListener) -> None:
-        self._listener = listener
-        listener.begun()
-        spec = self._ray.put(listener.spec)
-        for number, rank in enumerate(self._ranks):
+    def _start(self) -> None:
+        self.listener.begun()
+        spec = self._ray.put(self.listener.spec)
+        for index, rank in enumerate(self._ranks):
             placed = rank.placed
-            reply = placed.actor.start.remote(spec, number, placed.local_rank, self._variables_of(placed))
-            self._expect(number, reply)
+            reply = placed.actor.start.remote(spec, index, placed.local_rank, self._variables_of(placed))
+            self._expect(index, reply)
 
     def signal(self, signum: signal.Signals, final: bool) -> None:
         for rank in self._ranks:
@@ -111,79 +103,79 @@ class RayBackend(LaunchBackend):
 
     # Calls and their replies
 
-    def _expect(self, number: int, reply: Any) -> None:
+    def _expect(self, index: int, reply: Any) -> None:
         future: Future[EventBatch | None] = reply.future()
         loop = self.listener.loop  # one of Ray's threads calls:
-        future.add_done_callback(lambda done: loop.call_soon_threadsafe(partial(self._take, number, done)))
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(partial(self._take, index, done)))
 
-    def _listen(self, number: int) -> None:
-        rank = self._ranks[number]
-        self._expect(number, rank.placed.actor.listen.remote(rank.seen))
+    def _listen(self, index: int) -> None:
+        rank = self._ranks[index]
+        self._expect(index, rank.placed.actor.listen.remote(rank.seen))
 
-    def _take(self, number: int, reply: Future[EventBatch | None]) -> None:
-        rank = self._ranks[number]
+    def _take(self, index: int, reply: Future[EventBatch | None]) -> None:
+        rank = self._ranks[index]
         if rank.over:
             return
         try:
             batch = reply.result()
         except self._ray.exceptions.ActorUnavailableError as error:
-            self._ask_later(number, error)
+            self._ask_later(index, error)
             return
         except self._ray.exceptions.RayError as error:
-            self._lose(number, error)
+            self._lose(index, error)
             return
         rank.silent_since = None
         if batch is not None:
-            self._take_events(number, batch)
+            self._take_events(index, batch)
         if not rank.over:
-            self._listen(number)
+            self._listen(index)
 
-    def _ask_later(self, number: int, error: Exception) -> None:
+    def _ask_later(self, index: int, error: Exception) -> None:
         """Ask again after the connection broke: it comes back, or Ray learns that the actor is gone."""
-        rank, now = self._ranks[number], time.monotonic()
+        rank, now = self._ranks[index], time.monotonic()
         rank.silent_since = rank.silent_since or now
         if now - rank.silent_since > _UNREACHABLE_S:
-            self._lose(number, error)
+            self._lose(index, error)
         else:
-            self.listener.loop.call_at(now + _ASK_AGAIN_S, partial(self._listen, number))
+            self.listener.loop.call_at(now + _ASK_AGAIN_S, partial(self._listen, index))
 
-    def _take_events(self, number: int, batch: EventBatch) -> None:
-        rank = self._ranks[number]
+    def _take_events(self, index: int, batch: EventBatch) -> None:
+        rank = self._ranks[index]
         rank.clock_offset = min(rank.clock_offset, time.monotonic() - batch.clock)
-        for index, event in enumerate(batch.events, batch.first):
-            if index >= rank.seen:
-                rank.seen = index + 1
-                self._pass_on(number, rank, event)
+        for offset, event in enumerate(batch.events, batch.first):
+            if offset >= rank.seen:
+                rank.seen = offset + 1
+                self._pass_on(index, rank, event)
 
-    def _pass_on(self, number: int, rank: _Rank, event: Event) -> None:
+    def _pass_on(self, index: int, rank: _Rank, event: Event) -> None:
         if isinstance(event, Started):
-            self.listener.forked(number, event.pid, rank.placed.info.host)
+            self.listener.forked(index, event.pid, rank.placed.info.host)
         elif isinstance(event, Printed):
-            self.listener.printed(number, event.stream, event.data)
+            self.listener.printed(index, event.stream, event.data)
         elif isinstance(event, ResultChunk):
             rank.result = rank.result or anonymous_file()
             rank.result.write(event.data)
             if event.last:
                 result, rank.result = rank.result, None
-                self.listener.returned(number, result)
+                self.listener.returned(index, result)
         elif isinstance(event, Failure):
-            self.listener.failed(number, replace(event, time=event.time + rank.clock_offset))
+            self.listener.failed(index, replace(event, time=event.time + rank.clock_offset))
         else:
             rank.over = True
-            self.listener.ended(replace(event, rank=number, time=event.time + rank.clock_offset))
+            self.listener.ended(replace(event, rank=index, time=event.time + rank.clock_offset))
 
     # Ranks that no longer answer
 
-    def _lose(self, number: int, error: Exception) -> None:
+    def _lose(self, index: int, error: Exception) -> None:
         """Tell that the rank's actor has failed or is gone, and the rank with it."""
         now = time.monotonic()
-        why = self._why_lost(number, error)
-        self._ranks[number].over = True
-        self.listener.failed(number, Failure(now, 1, why, f"{why}\n"))
-        self.listener.ended(Ended(number, 1, now))
+        why = self._why_lost(index, error)
+        self._ranks[index].over = True
+        self.listener.failed(index, Failure(now, 1, why, f"{why}\n"))
+        self.listener.ended(Ended(index, 1, now))
 
-    def _why_lost(self, number: int, error: Exception) -> str:
-        info = self._ranks[number].placed.info
+    def _why_lost(self, index: int, error: Exception) -> str:
+        info = self._ranks[index].placed.info
         host = f"host {info.host} ({info.address})"
         if isinstance(error, self._ray.exceptions.RayTaskError):
             return str(error.cause)
@@ -192,14 +184,14 @@ class RayBackend(LaunchBackend):
         if info.node not in alive:
             return f"{host} with {ranks_phrase(together)} is lost: its Ray node died"
         reason = str(error).strip().splitlines()[-1]
-        return f"the Ray actor of rank {number} on {host} is lost: {reason}"
+        return f"the Ray actor of rank {index} on {host} is lost: {reason}"
 
     def _give_up(self) -> None:
         """Wait no longer for ranks that were to be killed a while ago and have not answered."""
-        for number, rank in enumerate(self._ranks):
+        for index, rank in enumerate(self._ranks):
             if not rank.over:
                 rank.over = True
-                self.listener.ended(Ended(number, -signal.SIGKILL, time.monotonic()))
+                self.listener.ended(Ended(index, -signal.SIGKILL, time.monotonic()))
 
 
 def _settings() -> dict[str, str]:

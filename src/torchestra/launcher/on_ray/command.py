@@ -91,11 +91,11 @@ def _job(options: argparse.Namespace, ranks: int, backend: RayBackend) -> Job:
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     """Return the variables that the command line names."""
-    given: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for text in options.env:
         name, equals, value = text.partition("=")
         if equals or name in os.environ:
-            given[name] = value if equals else os.environ[name]
+            variables[name] = value if equals else os.environ[name]
     if options.record is not None:
-        given[RECORD_VARIABLE] = os.path.abspath(options.record)
-    return given
+        variables[RECORD_VARIABLE] = os.path.abspath(options.record)
+    return variables

@@ -119,7 +119,7 @@ def ray_options(options: argparse.Namespace) -> RayOptions:
     Raises:
         InvalidArgumentError: one of them makes no sense.
     """
-    given = {name: getattr(options, name) for name in _GIVEN_BY if getattr(options, name) is not None}
+    values = {name: getattr(options, name) for name in _GIVEN_BY if getattr(options, name) is not None}
     if options.working_dir is not None:
-        given["runtime_env"] = {"working_dir": options.working_dir}
-    return RayOptions(**given)
+        values["runtime_env"] = {"working_dir": options.working_dir}
+    return RayOptions(**values)
