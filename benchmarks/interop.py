@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.options import BenchOptions
 from benchmarks.report import SideRow, SideTable
-from benchmarks.scripted import found_by
+from benchmarks.scripts import run_script
 
 __all__ = ["measure_interop"]
 
@@ -20,11 +20,11 @@ def measure_interop(options: BenchOptions) -> tuple[SideTable, list[str]]:
     rows = []
     for world in options.nproc:
         try:
-            found = found_by("interop_step.py", world, options.seconds, options.rounds)
+            results = run_script("interop_step.py", world, options.seconds, options.rounds)
         except (OSError, RuntimeError) as error:
             notes.append(f"interop with {world} ranks: {error}")
             continue
-        notes += [f"interop with {world} ranks: {text}" for text in found["failures"]]
-        rows += [SideRow(f"{world} ranks, {label}", values) for label, values in found["times"].items()]
+        notes += [f"interop with {world} ranks: {text}" for text in results["failures"]]
+        rows += [SideRow(f"{world} ranks, {label}", values) for label, values in results["times"].items()]
     title = "Interop: torch.distributed on torchestra's engine, and on Gloo"
     return SideTable("interop", title, "µs", _COLUMNS, tuple(rows)), notes

@@ -51,31 +51,31 @@ def measure_cell(
     """
     errors: list[PeerError] = []
     broken: set[WorkerProcesses] = set()
-    contests = [
-        _Contest(column, workers, f"{operation} {size_label(size)}".removesuffix(" 0 B"))
+    cell_runs = [
+        _CellRun(column, workers, f"{operation} {size_label(size)}".removesuffix(" 0 B"))
         for column, workers in turns
         if operation != "barrier" or column.memory == "private"
     ]
 
-    def in_turn(action: Callable[[_Contest], None], first: int = 0) -> None:
-        for contest in contests[first:] + contests[:first]:
-            if contest.workers in broken:
+    def in_turn(action: Callable[[_CellRun], None], first: int = 0) -> None:
+        for cell_run in cell_runs[first:] + cell_runs[:first]:
+            if cell_run.workers in broken:
                 continue
             try:
-                action(contest)
+                action(cell_run)
             except PeerError as error:
-                broken.add(contest.workers)
+                broken.add(cell_run.workers)
                 errors.append(error)
 
-    in_turn(lambda contest: contest.prepare(operation, size, options.seconds))
+    in_turn(lambda cell_run: cell_run.prepare(operation, size, options.seconds))
     for number in range(options.rounds):
-        in_turn(lambda contest: contest.time(), number % max(1, len(contests)))
-    in_turn(lambda contest: contest.check())
-    timings = {c.column.key: c.timing() for c in contests if c.workers not in broken}
+        in_turn(lambda cell_run: cell_run.time(), number % max(1, len(cell_runs)))
+    in_turn(lambda cell_run: cell_run.check())
+    timings = {c.column.key: c.timing() for c in cell_runs if c.workers not in broken}
     return timings, errors
 
 
-class _Contest:
+class _CellRun:
     """One column in one cell: its plan and its samples so far, slowest rank, in nanoseconds."""
 
     def __init__(self, column: Column, workers: WorkerProcesses, label: str) -> None:

@@ -46,12 +46,12 @@ def draw(report: BenchReport, path: Path) -> None:
     parts = figure.subfigures(len(worlds), 1, squeeze=False, hspace=0.04)
     for part, world in zip(parts[:, 0], worlds, strict=True):
         means = (report.mean(report.gloo_ratio, world), report.mean(report.mpi_ratio, world))
-        told = [
+        text = [
             f"{name} / torchestra {format_ratio(m)}"
             for name, m in zip(("Gloo", "best MPI"), means, strict=True)
             if m
         ]
-        heading = f"{world} ranks" + (f"   (geometric means: {', '.join(told)})" if told else "")
+        heading = f"{world} ranks" + (f"   (geometric means: {', '.join(text)})" if text else "")
         part.suptitle(heading, fontsize=15, fontweight="bold", color=_INK)
         panels = part.subplots(rows, columns, squeeze=False).flatten()
         for panel, operation in zip(panels, operations, strict=False):
@@ -119,9 +119,9 @@ def _draw_dots(panel: Axes, report: BenchReport, cells: list[Cell]) -> None:
     for place, column in enumerate(columns):
         value = timings[column.key].median_us
         panel.plot(value, place, marker="o", markersize=9, color=_style(report, column)["color"])
-        told = format_time(value)
+        text = format_time(value)
         panel.annotate(
-            told if told.endswith("ms") else f"{told} µs",
+            text if text.endswith("ms") else f"{text} µs",
             (value, place),
             xytext=(9, 0),
             textcoords="offset points",

@@ -6,7 +6,7 @@ import statistics
 
 from benchmarks.options import BenchOptions
 from benchmarks.report import SideRow, SideTable
-from benchmarks.scripted import found_by
+from benchmarks.scripts import run_script
 from benchmarks.summary import median_interval
 
 __all__ = ["measure_remote_calls"]
@@ -24,11 +24,11 @@ def measure_remote_calls(options: BenchOptions) -> tuple[SideTable, list[str]]:
     notes: list[str] = []
     rows = []
     try:
-        found = found_by("remote_calls.py", 2, options.seconds, options.rounds * _TURNS_PER_ROUND)
+        results = run_script("remote_calls.py", 2, options.seconds, options.rounds * _TURNS_PER_ROUND)
     except (OSError, RuntimeError) as error:
-        found = {}
+        results = {}
         notes.append(f"remote calls: {error}")
-    for workload, times in found.items():
+    for workload, times in results.items():
         values = {way: statistics.median(turns) for way, turns in times.items()}
         intervals = {way: median_interval(turns) for way, turns in times.items()}
         rows.append(SideRow(workload, values, intervals))

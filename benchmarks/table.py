@@ -96,11 +96,11 @@ def summary_lines(report: BenchReport) -> list[str]:
         lost = report.lost()
         names = ", ".join(f"{_label(cell)} on {cell.world}" for cell in lost)
         # A longer list helps nobody; the table shows them.
-        told = f": {names}" if 0 < len(lost) <= _LISTED_CELLS else ""
-        lines.append(f"cells lost to the best MPI: {len(lost)} of {len(compared)}{told}")
+        text = f": {names}" if 0 < len(lost) <= _LISTED_CELLS else ""
+        lines.append(f"cells lost to the best MPI: {len(lost)} of {len(compared)}{text}")
     for world, rates in report.bandwidth.items():
-        told = ", ".join(f"{stream} {rate / 1e9:.1f}" for stream, rate in rates.items())
-        lines.append(f"memory bandwidth, {world} processes at once, GB/s read + written: {told}")
+        text = ", ".join(f"{stream} {rate / 1e9:.1f}" for stream, rate in rates.items())
+        lines.append(f"memory bandwidth, {world} processes at once, GB/s read + written: {text}")
     wrong = [
         f"{_label(cell)} on {cell.world}"
         for cell in report.cells

@@ -6,7 +6,7 @@ import statistics
 
 from benchmarks.options import BenchOptions
 from benchmarks.report import SideRow, SideTable
-from benchmarks.scripted import found_by
+from benchmarks.scripts import run_script
 from benchmarks.summary import median_interval
 
 __all__ = ["measure_training", "training_steps"]
@@ -29,13 +29,13 @@ def measure_training(options: BenchOptions) -> tuple[SideTable, list[str]]:
     rows = []
     for world in options.nproc:
         try:
-            found = training_steps(
+            results = training_steps(
                 world, options.seconds * _SHARE_OF_A_TURN, options.rounds * _TURNS_PER_ROUND
             )
         except (OSError, RuntimeError) as error:
             notes.append(f"training with {world} ranks: {error}")
             continue
-        for model, times in found.items():
+        for model, times in results.items():
             alone = times["alone"]
             added, intervals = {}, {}
             for way, _ in _COLUMNS:
@@ -60,5 +60,5 @@ def training_steps(world: int, seconds: float, turns: int) -> dict[str, dict[str
     Raises:
         RuntimeError: a rank failed, or they took more than five minutes.
     """
-    found: dict[str, dict[str, list[float]]] = found_by("training_step.py", world, seconds, turns)
-    return found
+    results: dict[str, dict[str, list[float]]] = run_script("training_step.py", world, seconds, turns)
+    return results

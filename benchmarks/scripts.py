@@ -13,14 +13,14 @@ from benchmarks.peers import torchestra_environment
 from benchmarks.startup import end_launcher
 from benchmarks.worker_processes import last_line
 
-__all__ = ["found_by"]
+__all__ = ["run_script"]
 
 _LIMIT_SECONDS = 300.0
 _SCRIPTS = Path(__file__).resolve().parent / "ranks"
 
 
-def found_by(script: str, world: int, *arguments: object) -> dict[str, Any]:
-    """Return what the ranks that run a script have written into found.json.
+def run_script(script: str, world: int, *arguments: object) -> dict[str, Any]:
+    """Run a script on ranks, and return what they have written into found.json.
 
     Args:
         script: a file of ``ranks/``; it finds a directory in TORCHESTRA_BENCH_DIRECTORY.
