@@ -20,6 +20,7 @@ from torchestra.engine.membership import joining
 from torchestra.engine.memory import fd_passing
 from torchestra.engine.multihost import host_discovery
 from torchestra.errors import DistBackendError, GroupAbortedError, RankFailedError
+from torchestra.process_group import starting
 from torchestra.store import Store
 
 NEW_PID_NAMESPACE = 0x2000_0000
@@ -53,6 +54,40 @@ def test_a_death_before_all_have_come_is_told_at_once(culprit: int, spoil: Calla
         if rank != culprit:
             assert isinstance(outcome.error, RankFailedError), outcome
             assert outcome.error.ranks == (culprit,)
+
+
+def die_between_lobby_and_arena() -> None:
+    def die(*_: Any, **__: Any) -> None:
+        worlds.leave_note("found")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    starting.join = die
+
+
+def enter_by_lobby(store: Store, rank: int, size: int, culprit: int, first: bool) -> None:
+    os.environ["TORCHESTRA_HOST_ID"] = "one host"  # the ranks find out that they share it
+    if rank == culprit:
+        die_between_lobby_and_arena()
+    elif not first:  # when the culprit has died
+        join = starting.join
+
+        def join_later(*args: Any, **options: Any) -> Any:
+            worlds.await_note("found")
+            return join(*args, **options)
+
+        starting.join = join_later
+    dist.init_process_group(store=store, rank=rank, world_size=size, timeout=worlds.OP_SECONDS)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_death_after_the_hosts_were_found_is_told_at_once(culprit: int, first: bool) -> None:
+    outcomes = worlds.outcomes("processes", 3, enter_by_lobby, culprit, first, init=False)
+    for rank, outcome in enumerate(outcomes):
+        if rank != culprit:
+            assert isinstance(outcome.error, RankFailedError), outcome
+            assert outcome.error.ranks == (culprit,)
+            assert f"rank {culprit} died before all ranks of the group had come" in outcome.message
 
 
 def fail_attaching() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Union
 
 import torch
@@ -17,7 +18,7 @@ from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.joining import join
 from torchestra.engine.membership.joining import refuse as refuse_entry
 from torchestra.engine.multihost.bridge_selection import choose_bridge
-from torchestra.engine.multihost.host_discovery import find_hosts, may_span_hosts
+from torchestra.engine.multihost.host_discovery import hosts_found, may_span_hosts
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.joining import join_hosts, refuse_hosts
 from torchestra.engine.thread_ranks import current_thread_rank
@@ -181,12 +182,39 @@ def _meet(
     bridge: str | None,
 ) -> Communicator:
     if hosts is None and may_span_hosts(own, size):
-        hosts = find_hosts(own, rank, size, name, seconds, threads=threads)
+        with hosts_found(own, rank, size, name, seconds, threads=threads) as (found, residents):
+            has_died = None if residents is None else residents.has_died
+            return _enter(own, rank, size, name, seconds, threads, program, found, bridge, has_died)
+    return _enter(own, rank, size, name, seconds, threads, program, hosts, bridge)
+
+
+def _enter(
+    own: Store,
+    rank: int,
+    size: int,
+    name: str,
+    seconds: float,
+    threads: bool,
+    program: threading.Thread | None,
+    hosts: Hosts | None,
+    bridge: str | None,
+    has_died: Callable[[int], bool] | None = None,
+) -> Communicator:
     if hosts is not None and len(hosts) > 1:
         if bridge is None:
             mpiexec = launch_environment().source in ("mpich", "openmpi")
             bridge = choose_bridge(threads=threads, mpiexec=mpiexec, has_secret=own.secret is not None)
-        engine = join_hosts(own, hosts, rank, name, seconds, threads=threads, bridge=bridge, thread=program)
+        engine = join_hosts(
+            own,
+            hosts,
+            rank,
+            name,
+            seconds,
+            threads=threads,
+            bridge=bridge,
+            thread=program,
+            has_died=has_died,
+        )
         return Communicator(engine, name, seconds)
-    member = join(own, rank, size, name, seconds, threads=threads, thread=program)
+    member = join(own, rank, size, name, seconds, threads=threads, thread=program, has_died=has_died)
     return Communicator(LocalEngine(member), name, seconds)

@@ -13,7 +13,7 @@ from typing import Any
 from torchestra.arguments.annotations import checked
 from torchestra.engine import warm_up
 from torchestra.engine.membership.joining import join
-from torchestra.engine.multihost.host_discovery import find_hosts
+from torchestra.engine.multihost.host_discovery import hosts_found
 from torchestra.engine.thread_ranks import ThreadRank, current_thread_rank, leave_thread_rank
 from torchestra.errors import InvalidArgumentTypeError, RemoteReferenceError, RpcError, StoreTimeoutError
 from torchestra.process_group.starting import choose_backend
@@ -111,17 +111,20 @@ def _open_router(
 ) -> Router:
     """Find out who is on this host, and meet them in an arena."""
     threads = choose_backend(None) == "threads"
-    hosts = find_hosts(PrefixStore("hosts", store), rank, size, f"rpc of {name}", seconds, threads=threads)
-    number, place = hosts.host_of[rank], hosts.place_of[rank]
-    member = join(
-        PrefixStore(f"arena/{number}", store),
-        place,
-        len(hosts.members[number]),
-        f"rpc of {name}",
-        seconds,
-        threads=threads,
-        thread=here.thread if here is not None else threading.current_thread(),
-    )
+    whom = f"rpc of {name}"
+    with hosts_found(PrefixStore("hosts", store), rank, size, whom, seconds, threads=threads) as found:
+        hosts, residents = found
+        number, place = hosts.host_of[rank], hosts.place_of[rank]
+        member = join(
+            PrefixStore(f"arena/{number}", store),
+            place,
+            len(hosts.members[number]),
+            whom,
+            seconds,
+            threads=threads,
+            thread=here.thread if here is not None else threading.current_thread(),
+            has_died=None if residents is None else residents.has_died,
+        )
     return Router(member, rank, hosts)
 
 

@@ -75,6 +75,7 @@ def join(
     threads: bool,
     thread: threading.Thread | None = None,
     numbers: Sequence[int] | None = None,
+    has_died: Callable[[int], bool] | None = None,
 ) -> RankContext:
     """Enter a group; returns when all ranks have. Must be called by every rank of the group.
 
@@ -86,6 +87,7 @@ def join(
         threads: whether the ranks are threads of this process.
         thread: the one that the rank's program runs in; default: the one that calls.
         numbers: what messages call the ranks, where these are only some of a group's; default: their own.
+        has_died: tells which of the ranks have died that were alive before they came here.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
@@ -96,6 +98,7 @@ def join(
     deadline = Deadline(seconds)
     program = threading.current_thread() if thread is None else thread
     enter = _Entering(rank, size, name, range(size) if numbers is None else numbers, program)
+    enter.has_died = has_died
     if size == 1:
         with naming_limits(f"group {name!r} cannot be made"):
             return enter.place(_new_arena(1, name))
@@ -111,7 +114,7 @@ def join(
             elif rank == 0:
                 check_free_descriptors(_DESCRIPTORS)
                 context = enter.place(_new_arena(size, name))
-                _lead(store, context, deadline, trouble)
+                _lead(store, context, deadline, trouble, has_died)
             else:
                 check_free_descriptors(_DESCRIPTORS)
                 context = _follow(store, enter, deadline, trouble)
@@ -149,6 +152,14 @@ class _Entering:
     ) -> None:
         self.rank, self.size, self.name = rank, size, name
         self._numbers, self._program = numbers, program
+        self.has_died: Callable[[int], bool] | None = None
+
+    def check_leader(self) -> None:
+        """Raise RankFailedError if rank 0 has died."""
+        if self.has_died is not None and self.has_died(0):
+            own, leader = self._numbers[self.rank], self._numbers[0]
+            why = f"rank {leader} died before all ranks of the group had come"
+            raise RankFailedError(f"rank {own}: group {self.name!r} cannot be used: {why}", (leader,))
 
     def place(self, arena: Arena, threads: dict[int, threading.Thread] | None = None) -> RankContext:
         """Take it, and let the others see so."""
@@ -264,7 +275,9 @@ def _forget(shared: _ThreadArena) -> None:
 def _follow(store: Store, enter: _Entering, deadline: Deadline, trouble: _Trouble) -> RankContext:
     """Fetch the arena, and take this rank's place in it, in a process that is not rank 0."""
     rank, name = enter.rank, enter.name
-    kind, invitation = _ask_for_arena(store, rank, enter.size, name, deadline)
+    kind, invitation = _await_arena(
+        store, rank, enter.size, name, deadline, _LOOK_SECONDS, enter.check_leader
+    )
     if kind != "processes":
         raise DistBackendError(
             f"rank {rank} of group {name!r} is a process, but rank 0 is a thread: give all ranks the same"
@@ -274,6 +287,7 @@ def _follow(store: Store, enter: _Entering, deadline: Deadline, trouble: _Troubl
         descriptor, connection = request_descriptor(invitation, store.secret, rank, name, deadline)
     except DistBackendError as error:
         if isinstance(error.__cause__, OSError):
+            enter.check_leader()
             _ask_for_arena(store, rank, enter.size, name, deadline)  # where rank 0 says why, if it could
         raise
     with connection:
@@ -289,30 +303,54 @@ def _follow(store: Store, enter: _Entering, deadline: Deadline, trouble: _Troubl
 
 
 def _ask_for_arena(store: Store, rank: int, size: int, name: str, deadline: Deadline) -> tuple[str, str]:
-    seconds = max(0.001, deadline.remaining())
-    try:
-        (told,) = store.await_values(["arena"], timedelta(seconds=seconds))
-    except DistStoreError as error:
-        if not isinstance(error, TimeoutError):
-            raise
-        raise CollectiveTimeoutError(
-            f"rank 0 of group {name!r} did not come within {seconds:.1f} s (seen from rank {rank} of {size}):"
-            " is it running, and does it use the same rendezvous?",
-            (0,),
-        ) from error
+    return _await_arena(store, rank, size, name, deadline, deadline.remaining())
+
+
+def _await_arena(
+    store: Store,
+    rank: int,
+    size: int,
+    name: str,
+    deadline: Deadline,
+    interval: float,
+    check: Callable[[], None] | None = None,
+) -> tuple[str, str]:
+    """Return what rank 0 says in the store; ``check`` is called after each interval, and may raise."""
+    while True:
+        seconds = max(0.001, min(interval, deadline.remaining()))
+        try:
+            (told,) = store.await_values(["arena"], timedelta(seconds=seconds))
+            break
+        except DistStoreError as error:
+            if not isinstance(error, TimeoutError):
+                raise
+            if check is not None:
+                check()
+            if check is None or deadline.expired():
+                raise CollectiveTimeoutError(
+                    f"rank 0 of group {name!r} did not come within {deadline.elapsed():.1f} s (seen from rank"
+                    f" {rank} of {size}): is it running, and does it use the same rendezvous?",
+                    (0,),
+                ) from error
     kind, _, token = told.decode(errors="replace").partition(" ")
     if kind == "failed":
         raise GroupAbortedError(f"rank {rank}: group {name!r} cannot be used: {token}")
     return kind, token
 
 
-def _lead(store: Store, context: RankContext, deadline: Deadline, trouble: _Trouble) -> None:
+def _lead(
+    store: Store,
+    context: RankContext,
+    deadline: Deadline,
+    trouble: _Trouble,
+    has_died: Callable[[int], bool] | None,
+) -> None:
     """Rank 0: give the descriptor to every other rank, and meet them in the first barrier."""
     name, size = context.name, context.size
     with DescriptorServer(range(1, size), store.secret, name, keeps=True) as admission:
         store.set("arena", f"processes {admission.invitation}")
         look, next_look = (
-            partial(_look_around, admission, context, trouble),
+            partial(_look_around, admission, context, trouble, has_died),
             time.monotonic() + _LIVENESS_SECONDS,
         )
         try:
@@ -336,9 +374,17 @@ def _lead(store: Store, context: RankContext, deadline: Deadline, trouble: _Trou
             raise
 
 
-def _look_around(admission: DescriptorServer, context: RankContext, trouble: _Trouble) -> None:
+def _look_around(
+    admission: DescriptorServer,
+    context: RankContext,
+    trouble: _Trouble,
+    has_died: Callable[[int], bool] | None,
+) -> None:
     """Abort the group if a rank has died on its way into it, or cannot enter it."""
-    lost = set(admission.ended()).intersection(_absent(context))
+    ended = set(admission.ended())
+    if has_died is not None:
+        ended.update(filter(has_died, admission.waited_for))
+    lost = ended.intersection(_absent(context))  # not the other way round: who has entered may end both
     trouble.look(context, now=bool(lost))
     if died := lost.union(context.peers.dead() if context.peers is not None else ()):
         who = ", ".join(map(context.describe, sorted(died)))

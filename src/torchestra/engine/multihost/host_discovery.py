@@ -10,7 +10,8 @@ them writes it into its lobby's memory, from where the ranks of its host read it
 A rank makes two requests to the store, one that has opened a lobby five more and one for each that gets in:
 O(ranks) in all. The only answers that are not short are the host's lists, which one rank reads, and the
 outcome, which one rank per host reads, and which is packed (a few bytes per host). Nobody asks again and
-again: who waits within a host hears by the end of its connection to the lobby that the outcome is there::
+again: who waits within a host hears by the end of its connection to the lobby that the outcome is there.
+A rank in a lobby holds a lock on it until it has entered the group (:class:`Residents`)::
 
     finding/here/R          rank R has come; among threads, which host it says it is on
     finding/lobby/ID/N      "R:host:invitation", the N-th lobby of that id, and who has opened it
@@ -28,10 +29,11 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from torchestra.engine.memory.fd_passing import DescriptorServer, await_end, request_descriptor
+from torchestra.engine.memory.mapping import MemoryFile
 from torchestra.engine.multihost.host_id import HOST_VARIABLE, host_id, host_name
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.thread_ranks import current_thread_rank
@@ -49,12 +51,14 @@ from torchestra.system.deadline import Deadline
 from torchestra.system.limits import check_free_descriptors, naming_limits, start_thread
 from torchestra.system.memory_files import make_memory_file
 
-__all__ = ["find_hosts", "may_span_hosts"]
+__all__ = ["find_hosts", "hosts_found", "may_span_hosts"]
 
 _SERVING_SECONDS = 1.0
 _GRACE_SECONDS = 3.0
 _ALL = b"yes"
 _DONE, _LATE, _FAILED = b"!", b"?", b"x"
+# A lobby's memory: how it ended; by rank, the mark of one that has locked that byte; what there is to say.
+_STATE_AT, _MARKS_AT, _MARKED = 0, 1, b"+"
 _DESCRIPTORS = 8  # what a rank needs for a moment, with some to spare
 
 
@@ -90,13 +94,27 @@ def find_hosts(
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
     """
+    with hosts_found(store, rank, size, name, seconds, threads=threads) as (hosts, _):
+        return hosts
+
+
+@contextlib.contextmanager
+def hosts_found(
+    store: Store, rank: int, size: int, name: str, seconds: float, *, threads: bool = False
+) -> Iterator[tuple[Hosts, Residents | None]]:
+    """Do as :func:`find_hosts`, and have the ranks of a host see which of them die inside the block.
+
+    Gives the hosts, and the ranks of this one: None if these are threads.
+    """
     visit = _Visit(PrefixStore("finding", store), rank, size, name, seconds)
     try:
         with naming_limits(f"rank {rank} cannot enter group {name!r}"):
-            return _find(visit, threads=threads)
+            hosts = _find(visit, threads=threads)
     except BaseException as error:
         visit.tell_failure(error)
         raise
+    memory, visit.memory = visit.memory, None
+    yield hosts, None if memory is None else Residents(memory, hosts.on(hosts.host_at(rank)), rank)
 
 
 def _find(visit: _Visit, *, threads: bool) -> Hosts:
@@ -116,13 +134,48 @@ def _find(visit: _Visit, *, threads: bool) -> Hosts:
     raise DistBackendError(f"rank {rank} of group {name!r}: no lobby of its host lets it in")
 
 
+class Residents:
+    """The ranks of this host that enter a group: each has locked a byte of the lobby's memory, and marked it.
+
+    Args:
+        memory: the lobby's.
+        ranks: those in it, in ascending order.
+        own: the rank that asks.
+    """
+
+    def __init__(self, memory: MemoryFile, ranks: Sequence[int], own: int) -> None:
+        self._memory, self._ranks, self._own = memory, ranks, own
+
+    def has_died(self, local_rank: int) -> bool:
+        """Return whether a rank has ended since the hosts were found; or, if it has entered, perhaps so."""
+        place = _MARKS_AT + self._ranks[local_rank]
+        is_marked = os.pread(self._memory.descriptor, 1, place) == _MARKED
+        return is_marked and place != _MARKS_AT + self._own and not self._memory.is_held(place)
+
+
 class _Visit:
-    """One call of :func:`find_hosts`."""
+    """One call of :func:`find_hosts`.
+
+    Attributes:
+        memory: of the lobby that the rank is in.
+        text_at: where in it the text begins.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, name: str, seconds: float) -> None:
         self.store = store
         self.rank, self.size, self.name, self.seconds = rank, size, name, seconds
         self.deadline = Deadline(seconds)
+        self.text_at = _MARKS_AT + size
+        self.memory: MemoryFile | None = None
+
+    def enter(self, descriptor: int) -> int:
+        """Lock and mark this rank's byte in a lobby's memory; a descriptor in place of the one given."""
+        self.memory = memory = MemoryFile(descriptor)
+        os.close(descriptor)
+        place = _MARKS_AT + self.rank
+        memory.hold(place)
+        os.pwrite(memory.descriptor, _MARKED, place)
+        return memory.descriptor
 
     def follow(self, sign: str) -> Hosts | None:
         """Get into another rank's lobby and wait there for the outcome; None if it is on another host."""
@@ -138,10 +191,11 @@ class _Visit:
                 return None
             raise
         try:
+            descriptor = self.enter(descriptor)
             if not await_end(connection, Deadline(self.deadline.remaining() + _GRACE_SECONDS)):
                 raise self.late()
-            state = os.pread(descriptor, 1, 0)
-            text = os.pread(descriptor, os.fstat(descriptor).st_size, 1)
+            state = os.pread(descriptor, 1, _STATE_AT)
+            text = os.pread(descriptor, os.fstat(descriptor).st_size, self.text_at)
             if state == _FAILED:
                 raise self.failure(text)
             if state == _LATE:
@@ -154,7 +208,6 @@ class _Visit:
             return Hosts.decode(text)
         finally:
             connection.close()
-            os.close(descriptor)
 
     def ask_everybody(self) -> Hosts:
         """Among threads: go by what they say, which rank 0 puts together."""
@@ -247,12 +300,10 @@ class _Lobby:
             self._admission.wake()
             self._server.join()
         self._admission.close()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
 
     def lead(self) -> Hosts:
         """Let ranks of this host in until all ranks are somewhere, and tell them how it ended."""
-        self._descriptor = make_memory_file("torchestra-lobby")
+        self._descriptor = self._visit.enter(make_memory_file("torchestra-lobby"))
         try:
             found = self._find_out()
         except CollectiveTimeoutError as error:
@@ -266,8 +317,8 @@ class _Lobby:
         return found
 
     def _show(self, state: bytes, text: bytes) -> None:
-        os.pwrite(self._descriptor, text, 1)
-        os.pwrite(self._descriptor, state, 0)
+        os.pwrite(self._descriptor, text, self._visit.text_at)
+        os.pwrite(self._descriptor, state, _STATE_AT)
 
     def _find_out(self) -> Hosts:
         visit, store = self._visit, self._visit.store

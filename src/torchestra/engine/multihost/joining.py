@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -39,6 +40,7 @@ def join_hosts(
     threads: bool,
     bridge: str,
     thread: threading.Thread | None = None,
+    has_died: Callable[[int], bool] | None = None,
 ) -> MultiHostEngine:
     """Enter a group; returns when all ranks have. Must be called by every rank of the group.
 
@@ -51,6 +53,7 @@ def join_hosts(
         threads: whether the ranks are threads of this process.
         bridge: what to use between hosts, as choose_bridge gives it.
         thread: the one that the rank's program runs in; default: the one that calls.
+        has_died: tells which ranks of this host have died that were alive before they came here.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
@@ -63,7 +66,17 @@ def join_hosts(
     here = hosts.on(host)
     place = here.index(rank)
     own = PrefixStore(f"host/{host}", store)
-    member = join(own, place, len(here), name, seconds, threads=threads, thread=thread, numbers=here)
+    member = join(
+        own,
+        place,
+        len(here),
+        name,
+        seconds,
+        threads=threads,
+        thread=thread,
+        numbers=here,
+        has_died=has_died,
+    )
     if thread is not None:
         member.program = thread
     # A wait within the host is mostly for a rank that waits for the network: beside that a wake-up is cheap,
