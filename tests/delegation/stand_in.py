@@ -1,7 +1,7 @@
 """torch's ProcessGroupGloo in the place of NCCL, and the CPU in the place of a GPU.
 
-Everything is as for NCCL but for what makes the backend, and the lane: here a thread stands for the streams
-of a device, which does one operation after the other while the program goes on.
+Everything is as for NCCL but for what makes the backend, and the scheduler: here a thread stands for the
+streams of a device, which does one operation after the other while the program goes on.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch._C import _distributed_c10d as c10d
 import torchestra as dist
 from torchestra.communicator.device import DeviceCommunicator, Devices
 from torchestra.engine.device.agreement import Agreement
-from torchestra.engine.device.stream_scheduler import Lane, Mark, Refuse
+from torchestra.engine.device.stream_scheduler import DeviceEvent, Refuse, StreamScheduler
 from torchestra.engine.device.torch_store import store_for_torch
 from torchestra.store import PrefixStore
 
 CPU = torch.device("cpu")
 
 
-class ThreadMark(Mark):
+class ThreadEvent(DeviceEvent):
     """The end of what a thread does."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class ThreadMark(Mark):
             pass
 
 
-class EndOfWork(Mark):
+class EndOfWork(DeviceEvent):
     """The end of a Work of torch's, and of what follows it."""
 
     def __init__(self, work: Any, then: Callable[[], object] | None, refuse: Refuse) -> None:
@@ -70,45 +70,45 @@ class EndOfWork(Mark):
         self._work.wait()
 
 
-class ThreadLane(Lane):
+class ThreadScheduler(StreamScheduler):
     """A thread in the place of a device's streams."""
 
     def __init__(self) -> None:
         self.device = CPU
         self.refuse: Refuse = lambda: None
         self.ran = 0
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], ThreadMark]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], ThreadEvent]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         while True:
-            operation, mark = self._tasks.get()
+            operation, event = self._tasks.get()
             try:
                 operation()
             except Exception as error:
-                mark.error = error
+                event.error = error
             self.ran += 1
-            mark.ended.set()
+            event.ended.set()
 
-    def run(self, operation: Callable[[], None], *, beside: bool) -> Mark:
-        mark = ThreadMark()
-        self._tasks.put((operation, mark))
-        if not beside:
-            mark.join()
-            if mark.error is not None:
-                raise mark.error
-        return mark
+    def run(self, operation: Callable[[], None], *, async_op: bool) -> DeviceEvent:
+        event = ThreadEvent()
+        self._tasks.put((operation, event))
+        if not async_op:
+            event.join()
+            if event.error is not None:
+                raise event.error
+        return event
 
     def settle(self, work: Any, refuse: Refuse) -> None:
         EndOfWork(work, None, refuse).join()
 
-    def after(self, work: Any, then: Callable[[], object] | None) -> Mark:
+    def after(self, work: Any, then: Callable[[], object] | None) -> DeviceEvent:
         return EndOfWork(work, then, self.refuse)
 
-    def mark(self) -> Mark:
-        mark = ThreadMark()
-        mark.ended.set()
-        return mark
+    def event(self) -> DeviceEvent:
+        event = ThreadEvent()
+        event.ended.set()
+        return event
 
     def here(self) -> Callable[[], AbstractContextManager[Any]]:
         return contextlib.nullcontext
@@ -200,11 +200,11 @@ class StandIn:
         self.calls: list[str] = []
         store = PrefixStore(f"stand-in/{group.group_name}", group.store)
         agreement = Agreement(CPU, [f"device {rank}" for rank in range(group.size())])
-        lane = ThreadLane()
-        self.devices = Devices(self.base, agreement, lane, partial(_open, self.base, store, self.calls))
+        scheduler = ThreadScheduler()
+        self.devices = Devices(self.base, agreement, scheduler, partial(_open, self.base, store, self.calls))
         self.base.delegation = self.devices
         self.communicator: DeviceCommunicator = self.devices.communicator()
-        lane.refuse = self.communicator.engine.refuse
+        scheduler.refuse = self.communicator.engine.refuse
 
 
 @contextlib.contextmanager

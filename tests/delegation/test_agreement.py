@@ -10,9 +10,9 @@ import torch
 import torchestra as dist
 from torchestra.communicator.host_staging import POSSIBLE
 from torchestra.engine.device import agreement
-from torchestra.engine.device.agreement import Agreement, Card, Wish, agree, announce
+from torchestra.engine.device.agreement import Agreement, Card, DeviceRequest, agree, announce
 from torchestra.errors import DistBackendError, InvalidArgumentError
-from torchestra.process_group.starting import choose_backend, requires_nccl, wish_of
+from torchestra.process_group.starting import choose_backend, device_request, requires_nccl
 from torchestra.store import HashStore, Store
 from worlds import run
 
@@ -30,14 +30,14 @@ def told(*cards: Card | None) -> Store:
     return store
 
 
-REQUIRED = Wish(required=True)
+REQUIRED = DeviceRequest(required=True)
 
 
 def test_ranks_with_devices_of_their_own_delegate() -> None:
     cards = [card(0, "a"), card(1, "b"), card(0, "c")]
     store = told(*cards)
     for each in cards:
-        assert agree(store, 3, "g", each, Wish()) == Agreement(each.device, ["a", "b", "c"])
+        assert agree(store, 3, "g", each, DeviceRequest()) == Agreement(each.device, ["a", "b", "c"])
     among = Agreement(torch.device("cuda", 0), ["a", "b", "c"], True).among([2, 0])
     assert among == Agreement(torch.device("cuda", 0), ["c", "a"], True)
 
@@ -54,13 +54,13 @@ def test_else_all_go_through_the_host_or_hear_why(cards: list[Card | None], reas
     store = told(*cards)
     for each in cards:
         if each is not None:
-            assert agree(store, 3, "g", each, Wish()) is None
+            assert agree(store, 3, "g", each, DeviceRequest()) is None
             with pytest.raises(DistBackendError, match=f"group 'g': backend \"nccl\" .*{reason}"):
                 agree(store, 3, "g", each, REQUIRED)
 
 
 def test_a_rank_without_devices_asks_nothing_of_the_store() -> None:
-    assert agree(HashStore(), 2, "g", None, Wish()) is None
+    assert agree(HashStore(), 2, "g", None, DeviceRequest()) is None
 
 
 class _Properties:
@@ -85,19 +85,19 @@ def test_a_rank_names_the_device_that_the_program_has_chosen(
 ) -> None:
     """One that has not used CUDA names none, unless NCCL is asked for: then that of its local rank."""
     store = HashStore()
-    assert announce(store, 0, Wish(), 1) is None
+    assert announce(store, 0, DeviceRequest(), 1) is None
     assert store.num_keys() == 0
     assert announce(store, 0, REQUIRED, 0) == card(0, "GPU-0")
     assert announce(store, 0, REQUIRED, 3) == card(1, "GPU-1")
-    assert announce(store, 0, Wish(torch.device("cuda", 0)), 1) == card(0, "GPU-0")
+    assert announce(store, 0, DeviceRequest(torch.device("cuda", 0)), 1) == card(0, "GPU-0")
     two_gpus[0] = True
-    assert announce(store, 0, Wish(), 0) == card(1, "GPU-1")
+    assert announce(store, 0, DeviceRequest(), 0) == card(1, "GPU-1")
     monkeypatch.setenv(agreement.ENGINE_VARIABLE, "staging")
-    assert announce(store, 0, Wish(), 0) is None
+    assert announce(store, 0, DeviceRequest(), 0) is None
     assert announce(store, 0, REQUIRED, 0) == Card(None, "", "TORCHESTRA_DEVICE_ENGINE=staging is set")
     monkeypatch.setenv(agreement.ENGINE_VARIABLE, "smoke")
     with pytest.raises(InvalidArgumentError, match="TORCHESTRA_DEVICE_ENGINE must be staging"):
-        announce(store, 0, Wish(), 0)
+        announce(store, 0, DeviceRequest(), 0)
 
 
 @pytest.mark.skipif(POSSIBLE, reason="torch was built with CUDA")
@@ -109,9 +109,9 @@ def test_without_cuda_nccl_is_refused_before_ranks_meet() -> None:
     assert not dist.is_nccl_available()
     assert not dist.is_backend_available("nccl")
     with pytest.raises(InvalidArgumentError, match="not bound to a device"):
-        wish_of(None, 0)
+        device_request(None, 0)
     store = HashStore()
-    assert announce(store, 0, Wish(), 0) is None
+    assert announce(store, 0, DeviceRequest(), 0) is None
     assert store.num_keys() == 0
 
 

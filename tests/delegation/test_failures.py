@@ -21,7 +21,7 @@ from torchestra.errors import (
 from worlds import outcomes, processes, run
 
 
-def miss_one(beside: bool) -> None:
+def miss_one(async_op: bool) -> None:
     """Rank 1 never calls the second operation."""
     with delegating() as stand_in:
         dist.all_reduce(torch.ones(3))
@@ -31,16 +31,16 @@ def miss_one(beside: bool) -> None:
             return
         communicator = stand_in.communicator
         tensor = torch.ones(3)
-        if beside:
+        if async_op:
             work = communicator.all_reduce(tensor, dist.ReduceOp.SUM, True, 0.3)
             work.wait()
         else:
             communicator.all_reduce(tensor, dist.ReduceOp.SUM, False, 0.3)
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_an_operation_that_a_rank_does_not_come_to_times_out(beside: bool) -> None:
-    first, second, third = outcomes("threads", 3, miss_one, beside)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_an_operation_that_a_rank_does_not_come_to_times_out(async_op: bool) -> None:
+    first, second, third = outcomes("threads", 3, miss_one, async_op)
     assert second.error is None, second.error
     errors = [first.error, third.error]
     assert any(isinstance(error, CollectiveTimeoutError) for error in errors), errors

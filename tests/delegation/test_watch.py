@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchestra.engine.device import completion
-from torchestra.engine.device.completion import Flight, Watch
+from torchestra.engine.device.completion import PendingOperation, Watch
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError
 from torchestra.system import deadline
 
@@ -39,17 +39,17 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytes
     for module in (completion, deadline):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     watching = Watch(Alone(), "world", lambda: None)  # type: ignore[arg-type]
-    flight = Flight("all_reduce", lambda: False, deadline.Deadline(10.0), "here")
+    pending = PendingOperation("all_reduce", lambda: False, deadline.Deadline(10.0), "here")
     now[0] += 100.0
-    watching._check(flight)
+    watching._check(pending)
     for _ in range(150):
         now[0] += 0.05
-        watching._check(flight)
+        watching._check(pending)
     for _ in range(50):
         now[0] += 0.05
-        flight.deadline.elapsed()
+        pending.deadline.elapsed()
     with pytest.raises(CollectiveTimeoutError, match=r"timed out after 10\.\d s"):
-        watching._check(flight)
+        watching._check(pending)
 
 
 def test_what_is_looked_at_and_has_not_ended_is_not_drained() -> None:
@@ -62,7 +62,7 @@ def test_what_is_looked_at_and_has_not_ended_is_not_drained() -> None:
         drained.append(watching.drain(0.0))
         return len(drained) == 10
 
-    watching.add(Flight("all_reduce", is_done, deadline.Deadline(10.0), "here"))
+    watching.add(PendingOperation("all_reduce", is_done, deadline.Deadline(10.0), "here"))
     assert watching.drain(SOON)
     assert drained == [False] * 10
     drained.clear()

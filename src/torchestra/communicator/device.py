@@ -20,7 +20,7 @@ from torchestra.communicator.work import Work, fresh
 from torchestra.engine.device.agreement import Agreement
 from torchestra.engine.device.engine import DeviceEngine
 from torchestra.engine.device.nccl import open_nccl
-from torchestra.engine.device.stream_scheduler import CudaLane, Lane, Mark
+from torchestra.engine.device.stream_scheduler import CudaScheduler, DeviceEvent, StreamScheduler
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import PrefixStore, Store
 from torchestra.tensors import checks
@@ -42,32 +42,32 @@ class DeviceWork(Work):
 
     def __init__(self, description: str, engine: DeviceEngine, *, held: bool = False) -> None:
         super().__init__(description, held=held)
-        self.mark: Mark | None = None
+        self.event: DeviceEvent | None = None
         self._engine = engine
         self._filled: list[Any] = []
 
-    def begin(self, mark: Mark, filled: list[Any]) -> None:
-        """For the communicator: it has been launched, and comes to its end at the mark."""
-        self.mark, self._filled = mark, filled
+    def begin(self, event: DeviceEvent, filled: list[Any]) -> None:
+        """For the communicator: it has been launched, and comes to its end at the event."""
+        self.event, self._filled = event, filled
 
     def result(self) -> list[Any]:
-        if self.mark is None or self._ended:
+        if self.event is None or self._ended:
             return super().result()
         self.wait()
         return self._filled if self._keeps_result else []
 
     def wait(self, timeout: Timeout | None = None) -> bool:
-        if timeout is not None or self.mark is None:
+        if timeout is not None or self.event is None:
             super().wait(timeout)
-        if self.mark is None:
+        if self.event is None:
             return True
         if self._exception is not None:
             raise fresh(self._exception)
-        if self.mark.error is None and not self._ended:
+        if self.event.error is None and not self._ended:
             self._engine.refuse()
-        self.mark.join()
-        if self.mark.error is not None:
-            raise fresh(self.mark.error)
+        self.event.join()
+        if self.event.error is not None:
+            raise fresh(self.event.error)
         return True
 
     def synchronize(self) -> None:
@@ -76,11 +76,11 @@ class DeviceWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return super().is_completed() or (self.mark is not None and self.mark.is_done())
+        return super().is_completed() or (self.event is not None and self.event.is_done())
 
     def finish(self, result: list[Any], source: int = -1, let_go: Callable[[], None] | None = None) -> None:
-        if self.mark is None:  # one of several that run as one: it ends here
-            self.mark = self._engine.lane.mark()
+        if self.event is None:  # one of several that run as one: it ends here
+            self.event = self._engine.scheduler.event()
         super().finish(result, source, let_go)
 
 
@@ -100,9 +100,9 @@ class StreamQueue(OperationQueue):
         try:
             engine.refuse()
             with self.lock:
-                mark = engine.lane.run(lambda: result.extend(operation(None)), beside=async_op)
-            if mark.error is not None and not isinstance(mark.error, RAISED_BY_ALL):
-                self.leave(description, mark.error)
+                event = engine.scheduler.run(lambda: result.extend(operation(None)), async_op=async_op)
+            if event.error is not None and not isinstance(event.error, RAISED_BY_ALL):
+                self.leave(description, event.error)
         except BaseException as error:
             # What of it has been launched is not known: some take more than one of torch's operations.
             if not isinstance(error, RAISED_BY_ALL):
@@ -111,22 +111,22 @@ class StreamQueue(OperationQueue):
         if not async_op:
             return None
         work = cast(DeviceWork, self.new_work(description))
-        work.begin(mark, result)
+        work.begin(event, result)
         self.end_with(work, result, -1, operation)
         return work
 
     def end_with(self, work: DeviceWork, result: list[Any], source: int, held: object) -> None:
         """Have the Work end when the device reaches its event. ``held`` lives until then."""
-        mark = work.mark
-        assert mark is not None
+        event = work.event
+        assert event is not None
 
         def end(failure: BaseException | None, held: object = held) -> None:
-            if (error := failure or mark.error) is not None:
+            if (error := failure or event.error) is not None:
                 work.fail(error)
             else:
                 work.finish(result, source)
 
-        self.engine.watch.tell(mark.is_done, end)
+        self.engine.watch.tell(event.is_done, end)
 
     def close(self) -> None:
         self.closed = True
@@ -169,7 +169,7 @@ class DeviceMessages:
         work = DeviceWork(name, queue.engine)
         is_elsewhere = not is_send and buffer.data_ptr() != tensor.data_ptr()
         put = partial(write_back, [tensor], [buffer]) if is_elsewhere else None
-        work.begin(queue.engine.lane.after(begun, put), [tensor])
+        work.begin(queue.engine.scheduler.after(begun, put), [tensor])
         queue.end_with(work, [tensor], -1 if is_send else rank, buffer)
         return work
 
@@ -209,12 +209,12 @@ class Devices:
         self,
         base: Communicator,
         agreement: Agreement,
-        lane: Lane,
+        scheduler: StreamScheduler,
         open_backend: Callable[[], tuple[Any, Any]],
     ) -> None:
         self.agreement = agreement
         self._base = base
-        self._lane = lane
+        self._lane = scheduler
         self._open_backend = open_backend
         self._engine: DeviceEngine | None = None
         self._made: DeviceCommunicator | None = None
@@ -280,7 +280,7 @@ def delegate(base: Communicator, store: Store, agreement: Agreement | None) -> N
         own = PrefixStore("nccl", store)
         return open_nccl(own, base.rank, base.size, base.name, base.timeout_s)
 
-    base.delegation = Devices(base, agreement, CudaLane(agreement.device), open_backend)
+    base.delegation = Devices(base, agreement, CudaScheduler(agreement.device), open_backend)
 
 
 def agreement_of(communicator: Communicator) -> Agreement | None:

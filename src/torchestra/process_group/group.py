@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torchestra.arguments.annotations import check_integer, checked
 from torchestra.arguments.options import GroupOptions
 from torchestra.communicator.communicator import Communicator
-from torchestra.engine.device.agreement import Wish
+from torchestra.engine.device.agreement import DeviceRequest
 from torchestra.engine.membership.arena_transfer import leave_store
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group.message_methods import MessageMethods
@@ -114,9 +114,9 @@ class ProcessGroup(TorchNames, BackendNames, MessageMethods):
         if communicator is not None:
             self.communicator = communicator
         else:
-            wish = Wish(required=requires_nccl(chosen.backend))
+            request = DeviceRequest(required=requires_nccl(chosen.backend))
             named = name or chosen.group_name
-            self.communicator = start(store, rank, size, named, seconds, self.backend, wish=wish)
+            self.communicator = start(store, rank, size, named, seconds, self.backend, request=request)
             self._leave_at_last()
 
     def rank(self) -> int:

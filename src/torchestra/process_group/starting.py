@@ -11,7 +11,7 @@ import torch
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.device import delegate
 from torchestra.engine import warm_up
-from torchestra.engine.device.agreement import Agreement, Wish, agree, announce
+from torchestra.engine.device.agreement import Agreement, DeviceRequest, agree, announce
 from torchestra.engine.device.nccl import is_nccl_built, why_no_nccl
 from torchestra.engine.fake import FakeEngine
 from torchestra.engine.local import LocalEngine
@@ -34,7 +34,7 @@ AnyStore = Union[Store, _TORCHS]
 
 BACKENDS = ("native", "threads", "fake")
 _NCCL = "nccl"
-_NATIVE = Wish()
+_NATIVE = DeviceRequest()
 
 
 def choose_backend(backend: str | None) -> str:
@@ -74,7 +74,7 @@ def requires_nccl(backend: str | None) -> bool:
     return isinstance(backend, str) and any(name == _NCCL for _, name in _by_device(backend))
 
 
-def wish_of(backend: str | None, device_id: Any) -> Wish:
+def device_request(backend: str | None, device_id: Any) -> DeviceRequest:
     """What the caller of a function with these arguments says of a group's devices.
 
     Raises:
@@ -82,7 +82,7 @@ def wish_of(backend: str | None, device_id: Any) -> Wish:
     """
     required = requires_nccl(backend)
     if device_id is None:
-        return Wish(required=required)
+        return DeviceRequest(required=required)
     if not torch.backends.cuda.is_built():
         raise InvalidArgumentError(
             "device_id: a group is not bound to a device where torch was built without CUDA, so leave it out;"
@@ -94,7 +94,7 @@ def wish_of(backend: str | None, device_id: Any) -> Wish:
             f"device_id must be one of the {torch.cuda.device_count()} CUDA devices of this host, by number,"
             f" got {device_id!r}"
         )
-    return Wish(device, required)
+    return DeviceRequest(device, required)
 
 
 def _by_device(backend: str) -> list[tuple[str, str]]:
@@ -113,7 +113,7 @@ def start(
     program: threading.Thread | None = None,
     hosts: Hosts | None = None,
     bridge: str | None = None,
-    wish: Wish = _NATIVE,
+    request: DeviceRequest = _NATIVE,
     agreement: Agreement | None = None,
 ) -> Communicator:
     """Enter a group; returns when all ranks have.
@@ -127,12 +127,12 @@ def start(
         program: the thread that the rank's program runs in; default: the one that calls.
         hosts: where the ranks are, if that is known; else it is found out.
         bridge: what to use between hosts; default: as :func:`choose_bridge` says.
-        wish: which device this rank has, and whether operations on it must be NCCL's.
+        request: which device this rank has, and whether operations on it must be NCCL's.
         agreement: what the ranks have agreed on for their devices, if they have; else they do it here.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
-        DistBackendError: NCCL is wished for, and cannot be had; on every rank that wishes for it.
+        DistBackendError: NCCL is asked for, and cannot be had; on every rank that asks for it.
     """
     if name is None:
         name = f"direct-{store.add(f'torchestra/made/{rank}', 1)}"
@@ -145,10 +145,10 @@ def start(
     threads = backend == "threads"
     card = None
     if agreement is None and not threads:
-        card = announce(own, rank, wish, launch_environment().local_rank)
+        card = announce(own, rank, request, launch_environment().local_rank)
     communicator = _meet(own, rank, size, name, seconds, threads, program, hosts, bridge)
     try:
-        agreed = agreement or agree(own, size, name, card, wish)
+        agreed = agreement or agree(own, size, name, card, request)
     except BaseException:
         communicator.close()
         raise

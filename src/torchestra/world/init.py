@@ -18,7 +18,7 @@ from torchestra.arguments.annotations import checked, refuse_type
 from torchestra.communicator import work_registry
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.lazy import LazyCommunicator
-from torchestra.engine.device.agreement import Agreement, Wish
+from torchestra.engine.device.agreement import Agreement, DeviceRequest
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import (
@@ -28,7 +28,7 @@ from torchestra.errors import (
 )
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
 from torchestra.process_group.group import GroupMaker
-from torchestra.process_group.starting import AnyStore, choose_backend, start, wish_of
+from torchestra.process_group.starting import AnyStore, choose_backend, device_request, start
 from torchestra.rendezvous import rendezvous
 from torchestra.store import FakeStore, PrefixStore, Store
 from torchestra.store.secret import Secret
@@ -38,7 +38,7 @@ from torchestra.world.registry import World, current_world, own_world
 AnyGroup = Union[ProcessGroup, NonMember]
 DEFAULT_NAME = "default"
 _MOST_FAKE_RANKS = 1 << 31
-_NO_WISH = Wish()
+_NO_REQUEST = DeviceRequest()
 
 
 def default_group() -> ProcessGroup:
@@ -151,7 +151,7 @@ def make_world(
         raise InvalidArgumentError(
             "trying to initialize the default process group twice! Call destroy_process_group() first"
         )
-    wish = wish_of(backend, device_id)
+    request = device_request(backend, device_id)
     timeout_s = time_limit(timeout, pg_options if maker is None else None, DEFAULT_TIMEOUT)
     here = current_thread_rank()
     chosen = choose_backend(backend)
@@ -182,7 +182,7 @@ def make_world(
         timeout_s=timeout_s,
         description=group_name or "default_pg",
         maker=maker,
-        wish=wish,
+        request=request,
     )
     world.default = group
     register(world, group)
@@ -246,7 +246,7 @@ def start_group(
     deferred: bool = False,
     hosts: Hosts | None = None,
     maker: GroupMaker | None = None,
-    wish: Wish = _NO_WISH,
+    request: DeviceRequest = _NO_REQUEST,
     agreement: Agreement | None = None,
 ) -> ProcessGroup:
     """Make a group whose members call this, each with its own rank; returns when all have come.
@@ -256,7 +256,7 @@ def start_group(
         ranks: the members' global ranks.
         rank: this one's number in the group.
         name: of the group, never used before.
-        backend, hosts, wish, agreement: as start() in process_group/starting.py has them.
+        backend, hosts, request, agreement: as start() in process_group/starting.py has them.
         timeout_s: the group's time-out.
         description: the group's.
         deferred: return at once; the members meet in their first operation.
@@ -271,7 +271,7 @@ def start_group(
 
     def meet(timeout_s: float) -> Communicator:
         return start(
-            store, rank, size, name, timeout_s, backend, program, hosts, wish=wish, agreement=agreement
+            store, rank, size, name, timeout_s, backend, program, hosts, request=request, agreement=agreement
         )
 
     def made_of(communicator: Communicator) -> ProcessGroup:

@@ -9,11 +9,11 @@ import torch
 
 from torchestra.arguments.annotations import checked
 from torchestra.communicator.device import agreement_of
-from torchestra.engine.device.agreement import Wish
+from torchestra.engine.device.agreement import DeviceRequest
 from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
 from torchestra.process_group.group import GroupMaker
-from torchestra.process_group.starting import choose_backend, wish_of
+from torchestra.process_group.starting import choose_backend, device_request
 from torchestra.system.forking import refusal
 from torchestra.types import Timeout
 from torchestra.world.group_agreement import GroupCall, checked_ranks, same_call
@@ -158,7 +158,7 @@ class _Terms(NamedTuple):
     backend: str
     timeout_s: float
     maker: GroupMaker | None
-    wish: Wish
+    request: DeviceRequest
 
 
 def _terms(
@@ -172,7 +172,7 @@ def _terms(
     parent = default_group()
     if world.inherited:
         raise refusal(f"no group can be made of the world of rank {parent.rank()}")
-    wish = wish_of(backend, device_id)
+    request = device_request(backend, device_id)
     if maker is None and backend is None:
         maker = parent.maker
     own = parent.backend if parent.maker is None else choose_backend(backend if maker is None else None)
@@ -181,7 +181,7 @@ def _terms(
             f"new_group: backend {backend!r} differs from the default group's {parent.backend!r}"
         )
     timeout_s = time_limit(timeout, pg_options if maker is None else None, parent.timeout)
-    return _Terms(world, parent, own, timeout_s, maker, wish)
+    return _Terms(world, parent, own, timeout_s, maker, request)
 
 
 def _name_in(parent: ProcessGroup, name: str) -> str:
@@ -249,7 +249,7 @@ def _make_named(
         deferred=deferred,
         hosts=None if parent.maker is not None else parent.communicator.hosts_among(ranks),
         maker=terms.maker,
-        wish=terms.wish,
+        request=terms.request,
         agreement=None if agreement is None else agreement.among(ranks),
     )
     register(world, group, tag)

@@ -22,7 +22,7 @@ from torchestra.engine.device.nccl import why_no_nccl
 from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.store import Store
 
-__all__ = ["ENGINE_VARIABLE", "Agreement", "Wish", "agree", "announce"]
+__all__ = ["ENGINE_VARIABLE", "Agreement", "DeviceRequest", "agree", "announce"]
 
 ENGINE_VARIABLE = "TORCHESTRA_DEVICE_ENGINE"
 """``staging``: have operations on CUDA tensors go through the host, though NCCL could do them."""
@@ -30,7 +30,7 @@ ENGINE_VARIABLE = "TORCHESTRA_DEVICE_ENGINE"
 _KEY = "devices"
 
 
-class Wish(NamedTuple):
+class DeviceRequest(NamedTuple):
     """What the program says of a group's devices.
 
     Attributes:
@@ -68,7 +68,7 @@ class Card(NamedTuple):
     reason: str
 
 
-def announce(store: Store, rank: int, wish: Wish, local_rank: int | None) -> Card | None:
+def announce(store: Store, rank: int, request: DeviceRequest, local_rank: int | None) -> Card | None:
     """Say which device this rank has, if it has one to name. To be called before the ranks meet.
 
     Args:
@@ -82,11 +82,11 @@ def announce(store: Store, rank: int, wish: Wish, local_rank: int | None) -> Car
     if chosen not in ("", "staging"):
         raise InvalidArgumentError(f"{ENGINE_VARIABLE} must be staging, or not set; got {chosen!r}")
     reason = f"{ENGINE_VARIABLE}=staging is set" if chosen else why_no_nccl()
-    if not reason and not (wish.required or wish.device is not None or torch.cuda.is_initialized()):
+    if not reason and not (request.required or request.device is not None or torch.cuda.is_initialized()):
         return None
-    if reason and not wish.required:
+    if reason and not request.required:
         return None
-    card = Card(None, "", reason) if reason else _card_of(wish.device, local_rank)
+    card = Card(None, "", reason) if reason else _card_of(request.device, local_rank)
     store.append(_KEY, json.dumps([rank, card.identity, card.reason]) + "\n")
     return card
 
@@ -101,7 +101,7 @@ def _card_of(device: torch.device | None, local_rank: int | None) -> Card:
     return Card(torch.device("cuda", index), identity, "")
 
 
-def agree(store: Store, size: int, name: str, card: Card | None, wish: Wish) -> Agreement | None:
+def agree(store: Store, size: int, name: str, card: Card | None, request: DeviceRequest) -> Agreement | None:
     """Whether the group delegates; None if not. To be called after the ranks have met.
 
     Raises:
@@ -112,8 +112,8 @@ def agree(store: Store, size: int, name: str, card: Card | None, wish: Wish) -> 
     told = [json.loads(line) for line in store.get(_KEY).decode().splitlines()]
     identities = {rank: identity for rank, identity, _ in told if identity}
     if card.device is not None and len(set(identities.values())) == size:
-        return Agreement(card.device, [identities[rank] for rank in range(size)], wish.required)
-    if not wish.required:
+        return Agreement(card.device, [identities[rank] for rank in range(size)], request.required)
+    if not request.required:
         return None
     raise DistBackendError(
         f'group {name!r}: backend "nccl" is asked for, and cannot be had: {_reasons(told, identities, size)}'

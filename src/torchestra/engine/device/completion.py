@@ -23,14 +23,14 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.errors import CollectiveTimeoutError, DistBackendError
 from torchestra.system.deadline import Deadline
 
-__all__ = ["Flight", "Watch"]
+__all__ = ["PendingOperation", "Watch"]
 
 _LOOK_SECONDS = 1e-3
 _LIVENESS_SECONDS = 0.05
 _CLOSE_SECONDS = 5.0
 
 
-class Flight(NamedTuple):
+class PendingOperation(NamedTuple):
     """An operation of torch's that is under way.
 
     Attributes:
@@ -63,7 +63,7 @@ class Watch:
         self._member = member
         self._name = name
         self._give_up = give_up
-        self._flights: deque[Flight] = deque()
+        self._pending: deque[PendingOperation] = deque()
         # Called once their first says yes; with None, or what the group has failed with.
         self._waiting: deque[tuple[Callable[[], bool], Callable[[BaseException | None], None]]] = deque()
         self._changed = threading.Condition()
@@ -72,10 +72,10 @@ class Watch:
         self._suspect: int | None = None
         self._next_look = 0.0
 
-    def add(self, flight: Flight) -> None:
+    def add(self, pending: PendingOperation) -> None:
         """Look after an operation."""
         with self._changed:
-            self._flights.append(flight)
+            self._pending.append(pending)
             self._wake()
 
     def tell(self, is_done: Callable[[], bool], end: Callable[[BaseException | None], None]) -> None:
@@ -86,13 +86,13 @@ class Watch:
 
     def drain(self, seconds: float) -> bool:
         """Wait until nothing is under way, at most so long; whether that is so."""
-        return any(not (self._flights or self._waiting) for _ in Deadline(seconds).polls(_LOOK_SECONDS))
+        return any(not (self._pending or self._waiting) for _ in Deadline(seconds).polls(_LOOK_SECONDS))
 
     def close(self) -> None:
         """End the thread; what is still under way is given up."""
         with self._changed:
             self._is_closed = True
-            under_way = bool(self._flights or self._waiting)
+            under_way = bool(self._pending or self._waiting)
             self._changed.notify()
         if under_way and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
@@ -107,9 +107,9 @@ class Watch:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._flights or self._waiting or self._is_closed):
+                while not (self._pending or self._waiting or self._is_closed):
                     self._changed.wait()
-                if self._is_closed and not (self._flights or self._waiting):
+                if self._is_closed and not (self._pending or self._waiting):
                     return
             with self.looking:
                 try:
@@ -129,31 +129,31 @@ class Watch:
                 end(None)
             else:
                 self._waiting.rotate(-1)
-        for _ in range(len(self._flights)):
-            if self._flights[0].is_done():
-                self._flights.popleft()
+        for _ in range(len(self._pending)):
+            if self._pending[0].is_done():
+                self._pending.popleft()
             else:
-                self._flights.rotate(-1)
+                self._pending.rotate(-1)
         now = time.monotonic()
-        if not self._flights:
+        if not self._pending:
             self._suspect = None
         elif now >= self._next_look:
             self._next_look = now + _LIVENESS_SECONDS
-            for flight in tuple(self._flights):
-                self._check(flight)
+            for pending in tuple(self._pending):
+                self._check(pending)
 
-    def _check(self, flight: Flight) -> None:
+    def _check(self, pending: PendingOperation) -> None:
         """Raise if this need not be waited for any longer."""
-        member, doing = self._member, flight.doing
-        self._suspect = member.check(doing, None, None, self._suspect, alone=True, site=flight.site)
-        if not flight.deadline.expired():
+        member, doing = self._member, pending.doing
+        self._suspect = member.check(doing, None, None, self._suspect, alone=True, site=pending.site)
+        if not pending.deadline.expired():
             return
         message = (
-            f"{doing} of group {self._name!r} timed out after {flight.deadline.elapsed():.1f} s on rank"
-            f" {member.group_rank} (the timeout is {flight.deadline.timeout_s:g} s); it was called at"
-            f" {flight.site}."
+            f"{doing} of group {self._name!r} timed out after {pending.deadline.elapsed():.1f} s on rank"
+            f" {member.group_rank} (the timeout is {pending.deadline.timeout_s:g} s); it was called at"
+            f" {pending.site}."
         )
-        member.abort(message, explain=partial(member.report, range(member.size), flight.site))
+        member.abort(message, explain=partial(member.report, range(member.size), pending.site))
         raise CollectiveTimeoutError(str(member.aborted()))
 
     def fail(self, error: Exception) -> None:
@@ -164,7 +164,7 @@ class Watch:
             self._member.abort(f"rank {self._member.group_rank}: {error}")
         threading.Thread(target=self._give_up, name="torchestra-devices-abort", daemon=True).start()
         with self.looking:
-            self._flights.clear()
+            self._pending.clear()
             while self._waiting:
                 _, end = self._waiting.popleft()
                 end(self.failure)

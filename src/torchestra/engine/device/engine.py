@@ -16,7 +16,7 @@ import torch
 
 from torchestra.engine.device.launching import EVERYBODY, LateBackend
 from torchestra.engine.device.nccl import bindings
-from torchestra.engine.device.stream_scheduler import Lane
+from torchestra.engine.device.stream_scheduler import StreamScheduler
 from torchestra.engine.device.views import at, flat, raw, spanning
 from torchestra.engine.interface import Ended, Engine
 from torchestra.engine.operations import REDUCE, Collective, Kind, describe, even_parts, pack
@@ -82,17 +82,19 @@ class DeviceEngine(Engine):
 
     Args:
         base: the group's engine for tensors of the CPU.
-        lane: how operations are launched on the device.
+        scheduler: how operations are launched on the device.
         open_backend: makes the backend, and what else must live as long as that.
     """
 
-    def __init__(self, base: Any, lane: Lane, name: str, open_backend: Callable[[], tuple[Any, Any]]) -> None:
+    def __init__(
+        self, base: Any, scheduler: StreamScheduler, name: str, open_backend: Callable[[], tuple[Any, Any]]
+    ) -> None:
         self.member = base.member
         self.hosts = base.hosts
         self.rank = base.rank
         self.size = base.size
-        self.lane = lane
-        self._backend = LateBackend(base.member, lane, name, open_backend)
+        self.scheduler = scheduler
+        self._backend = LateBackend(base.member, scheduler, name, open_backend)
         self.watch = self._backend.watch
         self.refuse = self._backend.refuse
 
@@ -127,7 +129,7 @@ class DeviceEngine(Engine):
         def begin(backend: Any) -> Joint:
             grouped = together and backend.supports_coalescing
             if grouped:
-                backend._start_coalescing(self.lane.device)
+                backend._start_coalescing(self.scheduler.device)
             works = [
                 backend.send([raw(tensor)], rank, _TAG)
                 if is_send
@@ -135,7 +137,7 @@ class DeviceEngine(Engine):
                 for is_send, tensor, rank in batch
                 if tensor.numel()
             ]
-            return Joint([backend._end_coalescing(self.lane.device)] if grouped else works)
+            return Joint([backend._end_coalescing(self.scheduler.device)] if grouped else works)
 
         ends: set[Hashable] = {(together, rank) for _, _, rank in batch}
         if together:
@@ -176,7 +178,7 @@ class DeviceEngine(Engine):
         tensor.mul_(factor)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.lane.device)
+        return torch.empty(shape, dtype=dtype, device=self.scheduler.device)
 
     def sequence_number(self) -> int:
         return self._backend.launched
@@ -206,7 +208,7 @@ class DeviceEngine(Engine):
         if not count and plan.row.kind not in (Kind.all_to_all, Kind.scatter):
             return  # on all ranks
         meta = pack(plan.row.kind, plan.dtype, plan.op, plan.root)
-        doing = f"{describe(meta, count)} on {self.lane.device}"
+        doing = f"{describe(meta, count)} on {self.scheduler.device}"
         work = self._backend.launch(doing, plan.timeout_s, plan.site, begin, {EVERYBODY})
         self._backend.settle(work, doing)
 
@@ -298,7 +300,7 @@ def _reduce_scatter(engine: DeviceEngine, plan: DevicePlan, inputs: Tensors, out
 
 def _exchange(engine: DeviceEngine, plan: DevicePlan, inputs: Tensors, outputs: Tensors) -> None:
     """Send to and receive from each rank a tensor: all_to_all and scatter."""
-    device = engine.lane.device
+    device = engine.scheduler.device
     sends, receives = ([(each.data_ptr(), each.nbytes) for each in tensors] for tensors in (inputs, outputs))
     if plan.root is not None:
         alone, sends = receives[0], sends or [(0, 0)] * engine.size

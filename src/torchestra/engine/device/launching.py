@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NoReturn
 
-from torchestra.engine.device.completion import Flight, Watch
-from torchestra.engine.device.stream_scheduler import Lane
+from torchestra.engine.device.completion import PendingOperation, Watch
+from torchestra.engine.device.stream_scheduler import StreamScheduler
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import DistError
@@ -35,20 +35,24 @@ class LateBackend:
 
     Args:
         member: this rank in the group.
-        lane: how operations are launched on the device.
+        scheduler: how operations are launched on the device.
         name: of the group.
         open_backend: makes the backend, and what else must live as long as that.
 
     Attributes:
-        lane: that.
+        scheduler: that.
         watch: looks after what is under way.
         launched: how many operations this rank has begun.
     """
 
     def __init__(
-        self, member: RankContext, lane: Lane, name: str, open_backend: Callable[[], tuple[Any, Any]]
+        self,
+        member: RankContext,
+        scheduler: StreamScheduler,
+        name: str,
+        open_backend: Callable[[], tuple[Any, Any]],
     ) -> None:
-        self.lane = lane
+        self.scheduler = scheduler
         self.watch = Watch(member, name, self._abort)
         self.launched = 0
         self._member = member
@@ -88,13 +92,13 @@ class LateBackend:
                 self._connected |= ends
         except RuntimeError as error:
             self._raise_cause(doing, error)
-        self.watch.add(Flight(doing, work.is_completed, Deadline(seconds), site))
+        self.watch.add(PendingOperation(doing, work.is_completed, Deadline(seconds), site))
         return work
 
     def settle(self, work: Any, doing: str) -> None:
         """Have what is launched next come after this."""
         try:
-            self.lane.settle(work, self.refuse)
+            self.scheduler.settle(work, self.refuse)
         except RuntimeError as error:
             self._raise_cause(doing, error)
 
@@ -111,7 +115,7 @@ class LateBackend:
 
     def _connect(self, doing: str, seconds: float, site: str, begin: Callable[[Any], Any]) -> Any:
         """Launch an operation from another thread, because torch may wait for the other ranks in it."""
-        here, ended = self.lane.here(), threading.Event()
+        here, ended = self.scheduler.here(), threading.Event()
         outcome: list[Any] = []
 
         def launch() -> None:
@@ -126,7 +130,7 @@ class LateBackend:
                 ended.set()
 
         threading.Thread(target=launch, name="torchestra-devices-connect", daemon=True).start()
-        self.watch.add(Flight(doing, ended.is_set, Deadline(seconds), site))
+        self.watch.add(PendingOperation(doing, ended.is_set, Deadline(seconds), site))
         while not ended.wait(_CONNECT_LOOK_SECONDS):
             self.refuse()
         (result,) = outcome

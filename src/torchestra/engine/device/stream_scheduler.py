@@ -3,7 +3,7 @@
 An operation is launched from the stream that is current for whoever calls it: it comes after what the
 program has launched there. A synchronous one makes that stream wait for its end; the host does not wait. One
 that is asynchronous is launched on a side stream, which waits for the program's; the program's goes on, and
-waits when the :class:`Mark` is joined.
+waits when the :class:`DeviceEvent` is joined.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CudaLane", "Lane", "Mark"]
+__all__ = ["CudaScheduler", "DeviceEvent", "StreamScheduler"]
 
 Refuse = Callable[[], None]
 """Raises why there is nothing more to wait for, if there is not."""
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in what a device does.
 
     Attributes:
@@ -37,28 +37,28 @@ class Mark(Protocol):
         """Have what the caller launches from now on come after it."""
 
 
-class Lane(Protocol):
+class StreamScheduler(Protocol):
     """How operations are launched on one device."""
 
     device: torch.device
 
-    def run(self, operation: Callable[[], None], *, beside: bool) -> Mark:
-        """Launch an operation, so that what the caller launches next comes after it, or ``beside`` that."""
+    def run(self, operation: Callable[[], None], *, async_op: bool) -> DeviceEvent:
+        """Launch an operation: before what the caller launches next, or if ``async_op`` concurrently with it."""
 
     def settle(self, work: Any, refuse: Refuse) -> None:
         """In an operation: have what is launched next come after a Work of torch's."""
 
-    def after(self, work: Any, then: Callable[[], object] | None) -> Mark:
+    def after(self, work: Any, then: Callable[[], object] | None) -> DeviceEvent:
         """The end of a Work of torch's that stands beside all others, and of what is to follow it."""
 
-    def mark(self) -> Mark:
+    def event(self) -> DeviceEvent:
         """Where the caller is."""
 
     def here(self) -> Callable[[], AbstractContextManager[Any]]:
         """Makes another thread launch where the caller does."""
 
 
-class _Event(Mark):
+class _CudaEvent(DeviceEvent):
     def __init__(self, device: torch.device, event: Any, error: Exception | None = None) -> None:
         self.error = error
         self._device = device
@@ -71,7 +71,7 @@ class _Event(Mark):
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class _EndOf(Mark):
+class _EndOfWork(DeviceEvent):
     """The end of a Work of torch's."""
 
     def __init__(self, work: Any) -> None:
@@ -85,17 +85,17 @@ class _EndOf(Mark):
         self._work.wait()
 
 
-class CudaLane(Lane):
-    """The lane of a CUDA device, for operations of NCCL, which has streams of its own."""
+class CudaScheduler(StreamScheduler):
+    """The scheduler of a CUDA device, for operations of NCCL, which has streams of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._side: torch.cuda.Stream | None = None
 
-    def run(self, operation: Callable[[], None], *, beside: bool) -> Mark:
-        if not beside:
+    def run(self, operation: Callable[[], None], *, async_op: bool) -> DeviceEvent:
+        if not async_op:
             operation()
-            return self.mark()
+            return self.event()
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)
         self._side.wait_stream(torch.cuda.current_stream(self.device))
@@ -105,23 +105,23 @@ class CudaLane(Lane):
                 operation()
             except Exception as failure:
                 error = failure
-            return _Event(self.device, self._side.record_event(), error)
+            return _CudaEvent(self.device, self._side.record_event(), error)
 
     def settle(self, work: Any, refuse: Refuse) -> None:
         work.wait()
 
-    def after(self, work: Any, then: Callable[[], object] | None) -> Mark:
+    def after(self, work: Any, then: Callable[[], object] | None) -> DeviceEvent:
         if then is None:
-            return _EndOf(work)
+            return _EndOfWork(work)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             work.wait()
             then()
-            return self.mark()
+            return self.event()
 
-    def mark(self) -> Mark:
-        return _Event(self.device, torch.cuda.current_stream(self.device).record_event())
+    def event(self) -> DeviceEvent:
+        return _CudaEvent(self.device, torch.cuda.current_stream(self.device).record_event())
 
     def here(self) -> Callable[[], AbstractContextManager[Any]]:
         return partial(torch.cuda.stream, torch.cuda.current_stream(self.device))
