@@ -292,6 +292,18 @@ def all_to_all_single_split(make: Maker, rank: int, size: int, length: int) -> N
     )
 
 
+def scan(make: Maker, rank: int, size: int, length: int) -> None:
+    tensor = make.holding(make.pattern(rank, length))
+    assert dist.scan(tensor) is None
+    make.check(tensor, make.total(rank + 1, length), "sum")
+
+
+def exscan(make: Maker, rank: int, size: int, length: int) -> None:
+    tensor = make.holding(make.pattern(rank, length))
+    assert dist.exscan(tensor) is None
+    make.check(tensor, make.total(rank, length) if rank else make.pattern(0, length), "sum")
+
+
 def barrier(make: Maker, rank: int, size: int, length: int) -> None:
     assert dist.barrier() is None
 
@@ -304,6 +316,8 @@ REDUCTIONS: tuple[Case, ...] = (
     reduce_scatter_uneven,
     reduce_scatter_tensor,
     reduce_scatter_tensor_in_place,
+    scan,
+    exscan,
 )
 MOVES: tuple[Case, ...] = (
     broadcast_first,

@@ -43,7 +43,7 @@ class StreamScheduler(Protocol):
     device: torch.device
 
     def run(self, operation: Callable[[], None], *, async_op: bool) -> DeviceEvent:
-        """Launch an operation: before what the caller launches next, or if ``async_op`` concurrently with it."""
+        """Launch an operation: before what the caller launches next, or concurrently if ``async_op``."""
 
     def settle(self, work: Any, refuse: Refuse) -> None:
         """In an operation: have what is launched next come after a Work of torch's."""
