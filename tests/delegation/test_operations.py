@@ -12,6 +12,7 @@ from stand_in import delegating
 
 import torchestra as dist
 from torchestra.engine.dtypes import DTYPES
+from torchestra.engine.operations import COLLECTIVES
 from torchestra.errors import DistError, GroupAbortedError, InvalidArgumentError
 from worlds import run
 
@@ -21,6 +22,8 @@ RANKS = [("threads", 3), ("processes", 2), ("processes", 3)]
 def every_case() -> None:
     with delegating() as stand_in:
         for case in CASES:
+            if (row := COLLECTIVES.get(case.__name__)) is not None and not row.on_devices:
+                continue  # such operations go through the host
             check_case(case, (0, 1, 33, 5003), (torch.float32,), ("ordinary",))
         used = set(stand_in.calls)
     assert {"allreduce", "alltoall_base", "_allgather_base", "_reduce_scatter_base", "gather"} <= used
