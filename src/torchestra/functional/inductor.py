@@ -12,10 +12,10 @@ after its collective. :class:`Overlap` moves the two apart, so that what lies be
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,8 @@ from torch import fx
 
 from torchestra.engine.operations import COLLECTIVES
 from torchestra.errors import DistError
+
+Lowering = Callable[..., Any]
 
 _ROWS = [row for row in COLLECTIVES.values() if row.functional]
 _NAMES = (
@@ -50,74 +52,80 @@ def lower_collectives() -> None:
 
 
 def _register() -> None:
-    from torch._inductor import ir
     from torch._inductor.fx_passes import post_grad
-    from torch._inductor.lowering import add_layout_constraint, clone, constrain_to_fx_strides
-    from torch._inductor.lowering import register_lowering as lowering_of
-    from torch._inductor.virtualized import V
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
 
+    for operator, lower in _lowerings().items():
+        add_layout_constraint(operator, constrain_to_fx_strides)
+        register_lowering(operator)(_called_from_python(lower))
+    post_grad.pass_patterns.append(cast(Any, Overlap()))
+
+
+def _lowerings() -> dict[Any, Lowering]:
+    """Return the lowering of each operator: in place where the collective is."""
     ops = torch.ops.torchestra
-    require_contiguous: Callable[[Any], Any] = ir.ExternKernel.require_contiguous
-
-    def called_from_python(lower: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(lower)
-        def checked(*arguments: Any) -> Any:
-            if V.graph.cpp_wrapper:
-                raise DistError(
-                    "Inductor's C++ wrapper would wait for torch.distributed's collectives, not for these:"
-                    " compile with cpp_wrapper=False"
-                )
-            return lower(*arguments)
-
-        return checked
-
-    def out_of_place(operator: Any) -> Callable[..., Any]:
-        def lower(*arguments: Any) -> Any:
-            made = ir._CollectiveKernel.create_out_of_place(operator, *arguments)
-            return [ir.TensorBox.create(each) for each in made] if isinstance(made, list) else _boxed(made)
-
-        return lower
-
-    def _boxed(made: Any) -> Any:
-        return ir.TensorBox.create(made)
-
-    def in_place(operator: Any) -> Callable[..., Any]:
-        def lower(tensor: Any, *arguments: Any) -> Any:
-            buffer = require_contiguous(clone(tensor))
-            with V.graph.fake_mode:
-                _, tensors, others, unflatten, _ = ir._CollectiveKernel.process_kernel(
-                    operator, buffer, *arguments
-                )
-            for each in tensors:
-                each.realize()
-                V.graph.mark_buffer_mutated(each.get_name())
-            layout = ir.NoneLayout(device=buffer.get_device())
-            ir._CollectiveKernel(layout, operator, tensors, others, unflatten)
-            return buffer
-
-        return lower
-
-    def each_in_place(operator: Any) -> Callable[..., Any]:
-        lower = in_place(operator)
-        return lambda tensors, *arguments: [lower(tensor, *arguments) for tensor in tensors]
-
-    def wait(tensor: Any) -> Any:
-        ir._WaitKernel.create_wait(ops.wait_tensor.default, tensor)
-        return tensor
-
-    lowerings = {ops.wait_tensor: wait}
+    lowerings: dict[Any, Lowering] = {ops.wait_tensor: _lower_wait}
     for row in _ROWS:
         operator = getattr(ops, row.functional)
-        replacing = getattr(ops, f"{row.functional}_").default if row.in_place else None
-        lowerings[operator] = in_place(replacing) if row.in_place else out_of_place(operator.default)
+        in_place = (
+            partial(_lower_in_place, getattr(ops, f"{row.functional}_").default) if row.in_place else None
+        )
+        lowerings[operator] = in_place or partial(_lower_out_of_place, operator.default)
         if row.coalesced:
-            operator = getattr(ops, f"{row.functional}_coalesced")
-            several = each_in_place(replacing) if row.in_place else out_of_place(operator.default)
-            lowerings[operator] = several
-    for operator, lower in lowerings.items():
-        add_layout_constraint(operator, constrain_to_fx_strides)
-        lowering_of(operator)(called_from_python(lower))
-    post_grad.pass_patterns.append(cast(Any, Overlap()))
+            several = getattr(ops, f"{row.functional}_coalesced")
+            out_of_place = partial(_lower_out_of_place, several.default)
+            lowerings[several] = partial(_lower_each, in_place) if in_place else out_of_place
+    return lowerings
+
+
+def _called_from_python(lower: Lowering) -> Lowering:
+    from torch._inductor.virtualized import V
+
+    def checked(*arguments: Any) -> Any:
+        if V.graph.cpp_wrapper:
+            raise DistError(
+                "Inductor's C++ wrapper would wait for torch.distributed's collectives, not for these:"
+                " compile with cpp_wrapper=False"
+            )
+        return lower(*arguments)
+
+    return checked
+
+
+def _lower_out_of_place(operator: Any, *arguments: Any) -> Any:
+    from torch._inductor import ir
+
+    made = ir._CollectiveKernel.create_out_of_place(operator, *arguments)
+    boxed: Callable[[Any], Any] = ir.TensorBox.create
+    return [boxed(each) for each in made] if isinstance(made, list) else boxed(made)
+
+
+def _lower_in_place(operator: Any, tensor: Any, *arguments: Any) -> Any:
+    from torch._inductor import ir
+    from torch._inductor.lowering import clone
+    from torch._inductor.virtualized import V
+
+    require_contiguous: Callable[[Any], Any] = ir.ExternKernel.require_contiguous
+    buffer = require_contiguous(clone(tensor))
+    with V.graph.fake_mode:
+        _, tensors, others, unflatten, _ = ir._CollectiveKernel.process_kernel(operator, buffer, *arguments)
+    for each in tensors:
+        each.realize()
+        V.graph.mark_buffer_mutated(each.get_name())
+    layout = ir.NoneLayout(device=buffer.get_device())
+    ir._CollectiveKernel(layout, operator, tensors, others, unflatten)
+    return buffer
+
+
+def _lower_each(lower: Lowering, tensors: Any, *arguments: Any) -> Any:
+    return [lower(tensor, *arguments) for tensor in tensors]
+
+
+def _lower_wait(tensor: Any) -> Any:
+    from torch._inductor import ir
+
+    ir._WaitKernel.create_wait(torch.ops.torchestra.wait_tensor.default, tensor)
+    return tensor
 
 
 class Overlap:
