@@ -1,4 +1,4 @@
-"""What runs on top of collectives: joining with uneven inputs, hooks that compress gradients, averaging."""
+"""Algorithms on top of collectives: joining with uneven inputs, model averaging."""
 
 from torchestra.algorithms import join
 from torchestra.algorithms.join import Join, Joinable, JoinHook

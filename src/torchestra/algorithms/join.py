@@ -48,7 +48,7 @@ SKEW_THRESHOLD = 1000
 
 
 class JoinHook:
-    """What a joined rank does instead of a :class:`Joinable`. Override what is needed."""
+    """Shadows a :class:`Joinable` on a joined rank. Override the methods that are needed."""
 
     def main_hook(self) -> None:
         """Shadow the collectives of one step; called once for each step that some rank still makes."""
@@ -94,7 +94,7 @@ class Joinable(ABC):
 
 
 class JoinConfig(NamedTuple):
-    """What a joinable knows of the join context that it is in.
+    """The join context that a joinable is in.
 
     Attributes:
         enable: whether it is in one, and that is not disabled.

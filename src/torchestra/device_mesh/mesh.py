@@ -5,7 +5,7 @@ in that table, as in a strided tensor: a slice takes some of the axes, a flatten
 unflattened one is cut in two. So a mesh of a million ranks costs no more than one of four, as long as the
 table is a range.
 
-The group along a dimension that this rank belongs to meets when it is first used (lazy.py). Until then
+The group along a dimension that this rank belongs to connects when it is first used (lazy.py). Until then
 nothing is sent, and no call on a mesh waits for another rank.
 """
 
@@ -134,7 +134,7 @@ class DeviceMesh:
             self._coordinate = tuple(coordinate(position, axes) for axes in self._dimensions)
 
     def _join_groups(self, backends: Sequence[str | None] | None = None) -> None:
-        """Enter a group for every dimension, which meets when it is used."""
+        """Enter a group for every dimension, which connects when it is used."""
         if backends is not None and len(backends) != self.ndim:
             raise InvalidArgumentError(
                 "backend_override should have the same length as the number of mesh dimensions, but got"

@@ -1,4 +1,4 @@
-"""A module on another worker, that is called like one here: :class:`RemoteModule`."""
+""":class:`RemoteModule`: a module on another worker, called like a local one."""
 
 from __future__ import annotations
 

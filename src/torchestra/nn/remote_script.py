@@ -1,4 +1,4 @@
-"""What makes a RemoteModule one that TorchScript can call: methods typed as its interface's ``forward`` is.
+"""Makes a RemoteModule callable by TorchScript: methods typed as its interface's ``forward`` is.
 
 A script cannot make a remote call, but it can call Python (``torch.jit.ignore``). So ``forward`` begins its
 call and ends it there. ``forward_async`` begins it on the caller's thread, whose autograd context counts, and

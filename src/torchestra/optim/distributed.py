@@ -1,4 +1,4 @@
-"""Updating parameters where they are: on the workers that own them, by the gradients of a context."""
+"""Updates parameters on the workers that own them, by the gradients of a context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updating parameters bucket by bucket, while DistributedDataParallel still averages other buckets.
+"""Updates parameters bucket by bucket, while DistributedDataParallel still averages other buckets.
 
 The unit is a *piece*: consecutive parameters of one bucket, which one rank updates. Their data are parts of
 one tensor, which that rank broadcasts afterwards. Either a bucket is one piece, and buckets go round; or
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 
 class ShardedOptimizer(Protocol):
-    """What a plan uses of the optimizer whose parameters the buckets hold."""
+    """The part of a ZeroRedundancyOptimizer that a plan uses."""
 
     process_group: ProcessGroup
 

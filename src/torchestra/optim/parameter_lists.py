@@ -1,4 +1,4 @@
-"""What may be given to an optimizer as its parameters."""
+"""Checks the parameters that an optimizer is given."""
 
 from __future__ import annotations
 

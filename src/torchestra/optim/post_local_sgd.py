@@ -1,4 +1,4 @@
-"""An optimizer that averages parameters now and then."""
+"""An optimizer that averages parameters periodically."""
 
 from __future__ import annotations
 

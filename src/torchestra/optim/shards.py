@@ -1,4 +1,4 @@
-"""Parameters of which each rank updates some, and tells the others.
+"""Divides parameters between ranks, and exchanges those that each rank has updated.
 
 A partition is a list with, for each rank, the parameters that it updates. It is the same on all ranks, so
 each knows what comes from which rank.

@@ -1,4 +1,4 @@
-"""Stepping an optimizer for some of its parameters only."""
+"""Steps an optimizer for some of its parameters only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors whose parts lie on different ranks."""
+"""Tensors whose shards are on different ranks."""
 
 from __future__ import annotations
 

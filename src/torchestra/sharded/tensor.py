@@ -1,8 +1,7 @@
-"""Tensors whose parts lie on different ranks: what they are made of, and how they are put together.
+"""Tensors whose shards are on different ranks.
 
-No operation is defined on them but those below. What can be done with one is to keep it in a module beside
-ordinary parameters (DistributedDataParallel takes no notice of it), to use this rank's parts, and to gather
-it.
+No operation is defined on them but those below. Keep one in a module with ordinary parameters
+(DistributedDataParallel ignores it), use this rank's shards, or gather it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _aten = torch.ops.aten
 
 
 class Placement(NamedTuple):
-    """Where a shard lies: on a device of a rank, in the group's numbering."""
+    """The device of a shard, and its rank in the group."""
 
     on_rank: int
     on_device: torch.device
@@ -46,12 +45,12 @@ class Placement(NamedTuple):
 
 @dataclass(eq=True, unsafe_hash=False)
 class ShardMetadata:
-    """Which part of a tensor a shard is.
+    """The part of a tensor that a shard is.
 
     Args:
         shard_offsets: for each dimension, where it begins.
         shard_sizes: for each dimension, its length.
-        placement: where it lies: ``"rank:1/cpu"``.
+        placement: its rank and device: ``"rank:1/cpu"``.
 
     Raises:
         InvalidArgumentError: offsets and sizes are not as many, one is negative, or the placement is no such.
@@ -92,10 +91,10 @@ def _placed(text: str) -> Placement:
 
 @dataclass
 class Shard:
-    """A part of a tensor that lies on this rank.
+    """A part of a tensor, on this rank.
 
     Raises:
-        InvalidArgumentError: the tensor has another size, or lies on another device, than the metadata say.
+        InvalidArgumentError: the tensor has another size, or is on another device, than the metadata say.
     """
 
     tensor: torch.Tensor
@@ -123,7 +122,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardedTensorMetadata:
-    """What all ranks know of a sharded tensor: its parts by rank, its size, and what its elements are."""
+    """A sharded tensor's metadata, the same on all ranks: its shards, size, and dtype."""
 
     shards_metadata: tuple[ShardMetadata, ...]
     size: torch.Size
@@ -132,7 +131,7 @@ class ShardedTensorMetadata:
 
 
 class ShardedTensor(torch.Tensor):
-    """A tensor whose parts lie on the ranks of a group. Made by :func:`init_from_local_shards`.
+    """A tensor whose shards are on the ranks of a group. Made by :func:`init_from_local_shards`.
 
     It has the shape and dtype of the whole, and no memory of its own.
     """

@@ -1,4 +1,4 @@
-"""Averaging the parameters of models that train apart: now and then, and in a hierarchy of groups."""
+"""Averages the parameters of models that train apart: periodically, and in a hierarchy of groups."""
 
 from torchestra.algorithms.model_averaging.averagers import ModelAverager, PeriodicModelAverager
 from torchestra.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager

@@ -1,4 +1,4 @@
-"""Averaging parameters every few steps."""
+"""Averages parameters every few steps."""
 
 from __future__ import annotations
 

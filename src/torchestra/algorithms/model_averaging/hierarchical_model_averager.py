@@ -1,4 +1,4 @@
-"""Averaging parameters often among few ranks, and seldom among many.
+"""Averages parameters often among few ranks, and seldom among many.
 
 Wang et al., "Demystifying Why Local Aggregation Helps: Convergence Analysis of Hierarchical SGD" (AAAI 2022),
 https://arxiv.org/abs/2010.12998.

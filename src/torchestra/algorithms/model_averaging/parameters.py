@@ -1,4 +1,4 @@
-"""Averaging the parameters of the ranks' models once."""
+"""Averages the parameters of the ranks' models once."""
 
 from __future__ import annotations
 

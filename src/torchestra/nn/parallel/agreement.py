@@ -1,4 +1,4 @@
-"""All ranks must wrap the same module in the same way: checked once, an error on every rank if it fails."""
+"""Checks that all ranks wrap the same module in the same way; if not, raises an error on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradients are reduced together, and the memory in which they are.
+"""Assigns gradients to buckets, and allocates the buckets' memory.
 
 Gradients travel in *buckets*: few operations instead of one per parameter, and still several of them, so that
 the first can be on its way while backward computes the rest. A bucket has one dtype, and is on one device.
@@ -96,7 +96,7 @@ class Bucket:
 
     Attributes:
         number: the bucket's position in the order in which they are reduced.
-        indices: which parameters, in the order in which they lie in the bucket.
+        indices: of the parameters, in their order in the bucket.
         parameters: these parameters.
         flat: memory for all its gradients, one after the other, if it has any.
         views: the part of ``flat`` for each parameter, with its shape and strides.

@@ -1,4 +1,4 @@
-"""A program's own way to synchronise a module's buffers."""
+"""Hooks that synchronise a module's buffers in a program's own way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Futures = Union[Sequence["torch.futures.Future[Any]"], None]
 
 
 class BufferCommHookLocation(enum.Enum):
-    """Whether a buffer hook runs before the module's forward, or after it."""
+    """When a buffer hook runs: before the module's forward, or after it."""
 
     PRE_FORWARD = 1
     POST_FORWARD = 2

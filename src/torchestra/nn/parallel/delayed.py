@@ -1,6 +1,6 @@
 """Parameters whose gradients are averaged together, when that of one of them, the trigger, is ready.
 
-Their gradients lie in one tensor, made so before each backward, and are reduced by one operation.
+Their gradients are views of one tensor, made so before each backward, and are reduced by one operation.
 """
 
 from __future__ import annotations

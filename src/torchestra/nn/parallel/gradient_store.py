@@ -1,4 +1,4 @@
-"""Where a reducer reads gradients and writes averages.
+"""Gradient stores: a reducer reads gradients from one, and writes averages to it.
 
 A program that calls ``loss.backward()`` finds them in ``parameter.grad``. A distributed autograd context has
 gradients of its own.
@@ -18,7 +18,7 @@ _grad_of = attrgetter("grad")
 
 
 class GradientStore(Protocol):
-    """What a reducer reads gradients from and writes them to."""
+    """Holds the gradients that a reducer reads and writes."""
 
     def take(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the gradient of each parameter, None where there is none."""

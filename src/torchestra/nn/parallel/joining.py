@@ -1,4 +1,4 @@
-"""DistributedDataParallel in a join context: what a rank does that has run out of inputs.
+"""Shadows DistributedDataParallel's steps in a join context, on a rank that has run out of inputs.
 
 The announcement of each step (algorithms/join.py) says whether the step's gradients will be averaged, so that
 joined ranks know without being asked what to take part in: the broadcast of buffers, which come from the

@@ -1,4 +1,4 @@
-"""What a reducer says when gradients have not come as they should."""
+"""Error texts of a reducer, for gradients that have not arrived as they should."""
 
 from __future__ import annotations
 

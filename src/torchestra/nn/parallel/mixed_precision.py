@@ -1,4 +1,4 @@
-"""Computing in a lower precision than parameters are kept and updated in.
+"""Computes in a lower precision than that in which parameters are kept and updated.
 
 During forward a parameter's data is a copy in ``param_dtype``. When its gradient is there, a hook gives it
 its own data back and the gradient its dtype, before the reducer sees it; parameters that get no gradient have
@@ -25,7 +25,7 @@ __all__ = ["MixedPrecision"]
 
 @dataclass
 class MixedPrecision:
-    """What dtypes DistributedDataParallel computes and averages in. Only floating-point tensors are cast.
+    """The dtypes that DistributedDataParallel computes and averages in. Only floating-point tensors are cast.
 
     Attributes:
         param_dtype: of parameters and inputs in forward and backward; None: as they are.

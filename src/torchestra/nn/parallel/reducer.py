@@ -87,7 +87,7 @@ class Reducer:
 
     Raises:
         InvalidArgumentError: there is no parameter, though there must be, or the buckets do not name each
-            once, mix dtypes or have a sparse gradient beside others.
+            once, mix dtypes or have a sparse gradient with others.
 
     Attributes:
         parameters, names, buckets, counters: as given, or made of what was given.
@@ -288,14 +288,9 @@ class Reducer:
                 " and wrap the module again, or shrink the group and rebuild() the wrapper"
             )
         if self._has_begun():
+            missing, static = self.tracker.outstanding(), self.tracker.static
             raise GradientReductionError(
-                messages.unfinished(
-                    self.tracker.outstanding(),
-                    self.names,
-                    rank,
-                    finds_unused=self._find_unused,
-                    static=self.tracker.static,
-                )
+                messages.unfinished(missing, self.names, rank, finds_unused=self._find_unused, static=static)
             )
 
     def _record_failure(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of data parallel training goes, counted as it passes."""
+"""Counts the time that data parallel training spends, and where."""
 
 from __future__ import annotations
 

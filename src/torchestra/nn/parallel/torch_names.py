@@ -1,4 +1,4 @@
-"""torch's private names of what concerns DistributedDataParallel, which code and tests import."""
+"""torch's private names around DistributedDataParallel, which code and tests import."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _dump_DDP_relevant_env_vars() -> None:
 
 @dataclass(frozen=True)
 class _BucketCapacityConfig:
-    """How large torch makes buckets, from DistributedDataParallel's arguments, in bytes.
+    """torch's bucket sizes in bytes, from DistributedDataParallel's arguments.
 
     For code that asks; ours begins a first bucket of at most 1 MiB whatever the cap is.
     """

@@ -1,4 +1,4 @@
-"""Keeping torch.compile out of what surrounds a module: the module itself is what it can make faster."""
+"""Keeps torch.compile out of the code around a module: it can make only the module itself faster."""
 
 from __future__ import annotations
 

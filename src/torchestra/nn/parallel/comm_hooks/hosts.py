@@ -1,4 +1,4 @@
-"""Which ranks run on one host."""
+"""Finds the ranks that run on one host."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def put_averages(bucket: GradBucket, averaged: torch.Tensor) -> None:
 
 
 class HookedModule(Protocol):
-    """What a hook may use of the DistributedDataParallel that it is registered with."""
+    """The part of a DistributedDataParallel that a hook may use."""
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let a hook average."""

@@ -18,14 +18,14 @@ __all__ = ["OptimizerHookState", "apply_optim_in_backward_hook", "hook_then_opti
 
 @runtime_checkable
 class StepsOneParameter(Protocol):
-    """A functional optimizer: what updates one parameter by a gradient."""
+    """A functional optimizer: updates one parameter by a gradient."""
 
     def step_param(self, param: torch.Tensor, grad: torch.Tensor | None) -> None:
         """Update the parameter."""
 
 
 class OptimizerHookState:
-    """What :func:`hook_then_optimizer` steps.
+    """The optimizer that :func:`hook_then_optimizer` steps, and its parameters.
 
     Args:
         functional_optim: an optimizer of torch's kind, or anything with a method ``step_param(param, grad)``.

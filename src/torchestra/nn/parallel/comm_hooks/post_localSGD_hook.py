@@ -1,4 +1,4 @@
-"""Gradients averaged over all ranks at first, then over those near to each other only.
+"""Averages gradients over all ranks at first, then over the ranks of a host only.
 
 Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020), https://arxiv.org/abs/1808.07217. From
 the time when gradients are averaged locally, parameters must be averaged now and then:

@@ -46,7 +46,7 @@ _MOST_SEEDS = 1_000_000_000
 
 
 class PowerSGDState:
-    """The state of :func:`powerSGD_hook`: what to do, and what is remembered from step to step.
+    """The state of :func:`powerSGD_hook`: its options, and the memory that it keeps from step to step.
 
     Pickled without the group; unpickled, it has the default group.
 

@@ -1,4 +1,4 @@
-"""Averaging gradients that travel as one byte each.
+"""Averages gradients that are sent as one byte each.
 
 Each rank maps its gradients linearly onto 0..255 and sends the bytes, with the scale and the zero point, to
 all others in one all_gather; all ranks add up the same numbers in the same order, so the ranks stay
