@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -13,7 +14,6 @@ from torch.utils._pytree import tree_map
 from torchestra.algorithms.join import Joinable
 from torchestra.errors import (
     DistError,
-    GradientReductionError,
     InvalidArgumentError,
     InvalidArgumentTypeError,
 )
@@ -79,21 +79,17 @@ class Controls(torch.nn.Module, Joinable):
                 parameters are in ``delay_all_reduce_named_params``.
             GradientReductionError: there is a hook already, or gradients are being reduced.
         """
-        self._check_not_all_delayed()
-        try:
+        with self._errors_logged():
+            self._check_not_all_delayed()
             check_comm_hook(hook)
             self.reducer.register_comm_hook(state, hook)
-        except (InvalidArgumentError, GradientReductionError) as error:
-            self._log_and_raise(error)
         self.logger.set("comm_hook", getattr(hook, "__qualname__", repr(hook)))
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Average gradients by a hook that comes with the package; see :meth:`register_comm_hook`."""
-        self._check_not_all_delayed()
-        try:
+        with self._errors_logged():
+            self._check_not_all_delayed()
             self.reducer.register_builtin_comm_hook(comm_hook_type)
-        except (InvalidArgumentError, GradientReductionError) as error:
-            self._log_and_raise(error)
         self.logger.set("comm_hook", str(comm_hook_type))
 
     def _register_fused_optim(
@@ -115,7 +111,8 @@ class Controls(torch.nn.Module, Joinable):
             InvalidArgumentError: the optimizer's steps need a closure.
             GradientReductionError: there is a hook already.
         """
-        self._check_not_all_delayed()
+        with self._errors_logged():
+            self._check_not_all_delayed()
         parameters = list(self.reducer.parameters if optim_params is None else optim_params)
         try:
             state = OptimizerHookState(optim(parameters, *args, **kwargs), parameters)
@@ -126,12 +123,11 @@ class Controls(torch.nn.Module, Joinable):
     def _set_up(self) -> None:
         """Take over, before the first forward, the optimizers that step in backward."""
         if self._delayed is not None and any(map(in_backward_optimizers, self._delayed.parameters)):
-            self._log_and_raise(
-                InvalidArgumentError(
+            with self._errors_logged():
+                raise InvalidArgumentError(
                     "DistributedDataParallel: a parameter in delay_all_reduce_named_params has an optimizer"
                     " that steps in backward, before its gradient is averaged; step it after backward instead"
                 )
-            )
         self._is_set_up = True
         stepped = [each for each in self.reducer.parameters if in_backward_optimizers(each)]
         if stepped:
@@ -142,11 +138,9 @@ class Controls(torch.nn.Module, Joinable):
 
     def _check_not_all_delayed(self) -> None:
         if not self.reducer.parameters:
-            self._log_and_raise(
-                InvalidArgumentError(
-                    "DistributedDataParallel: all parameters are in delay_all_reduce_named_params, whose"
-                    " gradients no communication hook averages; leave that argument out to register one"
-                )
+            raise InvalidArgumentError(
+                "DistributedDataParallel: all parameters are in delay_all_reduce_named_params, whose"
+                " gradients no communication hook averages; leave that argument out to register one"
             )
 
     def _set_static_graph(self) -> None:
@@ -154,16 +148,19 @@ class Controls(torch.nn.Module, Joinable):
         if self.static_graph:
             warnings.warn("static_graph is set already", stacklevel=2)
             return
-        try:
+        with self._errors_logged():
             self.reducer.set_static_graph()
-        except GradientReductionError as error:
-            self._log_and_raise(error)
         self.static_graph = True
         self.logger.set("static_graph", 1)
 
-    def _log_and_raise(self, error: DistError) -> NoReturn:
-        self.logger.set_error(f"{type(error).__name__}: {error}")
-        raise error
+    @contextlib.contextmanager
+    def _errors_logged(self) -> Iterator[None]:
+        """Log the errors that the block raises."""
+        try:
+            yield
+        except DistError as error:
+            self.logger.set_error(f"{type(error).__name__}: {error}")
+            raise
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -330,9 +327,10 @@ class Controls(torch.nn.Module, Joinable):
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Sample logging data in every ``sample_rate``-th step after the first ten; 100 unless set."""
         if sample_rate < 1:
-            self._log_and_raise(
-                InvalidArgumentError("DDP runtime logging sample rate should be equal or greater than 1")
-            )
+            with self._errors_logged():
+                raise InvalidArgumentError(
+                    "DDP runtime logging sample rate should be equal or greater than 1"
+                )
         self.logger.sample_rate = sample_rate
 
     def _check_reducer_finalized(self) -> None:
