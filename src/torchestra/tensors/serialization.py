@@ -98,8 +98,8 @@ class Serialized:
         if number is None:
             number = self._numbers[storage._cdata] = len(self.storages)
             self.storages.append((storage, begin, end))
-        else:
-            _, first, last = self.storages[number]
+        elif (reach := self.storages[number])[1] > begin or reach[2] < end:
+            _, first, last = reach
             self.storages[number] = (storage, min(first, begin), max(last, end))
         return number
 
@@ -127,15 +127,14 @@ class Serialized:
         table, inline = [_COUNT.pack(len(self.storages))], list[bytes]()
         outside = list[OutOfBand]()
         for storage, begin, end in self.storages:
-            first = max(begin, 0) // _ALIGNMENT * _ALIGNMENT
-            address, length, place = storage.data_ptr() + first, end - first, OUT_OF_BAND
+            first = begin and max(begin, 0) // _ALIGNMENT * _ALIGNMENT
+            length, place = end - first, _INLINE
             if length < inline_below:
-                place = _INLINE
-                inline.append(ctypes.string_at(address, length))
-            elif share is not None:
-                place = share(address, length)
-            if place == OUT_OF_BAND:
-                outside.append((storage, first, length))
+                inline.append(ctypes.string_at(storage.data_ptr() + first, length))
+            else:
+                place = OUT_OF_BAND if share is None else share(storage.data_ptr() + first, length)
+                if place == OUT_OF_BAND:
+                    outside.append((storage, first, length))
             table.append(_ENTRY.pack(begin if begin == _BUFFER else first, length, place))
         return [*table, *inline, self.pickled], outside
 
@@ -143,9 +142,10 @@ class Serialized:
 class _DispatchTable(dict[type, Reducer]):
     """How a pickler treats types: as this says of tensors, then as callers do, then as copyreg."""
 
+    __slots__ = ("_exact", "_number", "_takes")
+
     def __init__(self, result: Serialized, exact: bool, takes: Callable[[torch.Tensor], bool] | None) -> None:
-        super().__init__()
-        self._result = result
+        self._number = result.number
         self._exact = exact
         self._takes = takes
         self[torch.Tensor] = self._reduce_tensor
@@ -181,7 +181,7 @@ class _DispatchTable(dict[type, Reducer]):
                 data = data.detach().contiguous()
                 strides, span = data.stride(), count
         offset = int(data.storage_offset()) * size
-        number = self._result.number(data.untyped_storage(), offset, offset + span * size)
+        number = self._number(data.untyped_storage(), offset, offset + span * size)
         return _tensor, (number, dtype, shape, strides, offset, tensor.requires_grad)
 
     def _reduce_exactly(self, tensor: torch.Tensor) -> Any:
@@ -189,7 +189,7 @@ class _DispatchTable(dict[type, Reducer]):
         if tensor.is_conj() or tensor.is_neg() or tensor.__dict__ or tensor._backward_hooks:
             return _with_typed_storage(tensor.__reduce_ex__(5))
         storage = tensor.untyped_storage()
-        number = self._result.number(storage, 0, storage.nbytes())
+        number = self._number(storage, 0, storage.nbytes())
         offset = int(tensor.storage_offset()) * tensor.element_size()
         dtype = _CODES.get(tensor.dtype, tensor.dtype)
         return _tensor, (number, dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.requires_grad)
@@ -207,7 +207,7 @@ class _DispatchTable(dict[type, Reducer]):
                 return storage.__reduce__()
             raise TypeError(f"only CPU tensors can be sent, got a storage on {storage.device}")
         check_storage(storage)
-        return _storage, (self._result.number(storage, 0, storage.nbytes()),)
+        return _storage, (self._number(storage, 0, storage.nbytes()),)
 
     def _reduce_typed(self, storage: torch.storage.TypedStorage) -> Any:
         if self._exact and storage._untyped_storage.device.type != "cpu":
@@ -293,7 +293,7 @@ def serialize(
     """
     result, file = Serialized(), io.BytesIO()
     table = _DispatchTable(result, exact, takes)
-    if reducers is not None:
+    if reducers:
         table.update(reducers)
     pickler = pickle.Pickler(file, 5, buffer_callback=result.add_buffer if exact else None)
     pickler.dispatch_table = table
