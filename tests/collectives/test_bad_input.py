@@ -314,7 +314,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def make_all_mistakes(quickly: bool) -> list[str]:
     """Every mistake on every rank, and a sum after each; what did not fail as it should."""
     wrong = []
-    if quickly:  # let every operation take its short way first, if it has one
+    if quickly:  # let every operation take its fast path first, if it has one
         dist.all_reduce(ones(3))
         dist.broadcast(ones(3), 0)
         dist.all_gather_into_tensor(ones(6), ones(3))

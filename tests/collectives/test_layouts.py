@@ -115,7 +115,7 @@ def views_of_complex_tensors() -> None:
         one = base.clone().conj().imag[:1]
         assert one.is_contiguous()
         assert one.is_neg()
-        for _ in range(2):  # the second time by the short way, if there is one
+        for _ in range(2):  # the second time by the fast path, if there is one
             dist.broadcast(one, 1)
             assert one.tolist() == [-4.0]
         outputs = [torch.empty(3, dtype=dtype) for _ in range(2)]

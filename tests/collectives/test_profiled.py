@@ -72,7 +72,7 @@ CALLS: dict[str, tuple[Callable[[], Any], dict[str, list[list[int]]]]] = {
 
 def call_profiled(name: str, make: Callable[[], Any]) -> None:
     call, expected = CALLS[name]
-    call()  # so that what has a short way is known to take it
+    call()  # so that what has a fast path is known to take it
     with make() as profiled:
         torch.ones(2)
         call()

@@ -1,7 +1,7 @@
 """Tensors that look like any other but have no memory of their own, or less than they say, reach no kernel.
 
 Every operation is given every kind of them in every place, after it has gone well with a plain tensor (so
-that the short ways are open too). Before there was a gate, many of these calls ended the process, on
+that the fast paths are open too). Before there was a gate, many of these calls ended the process, on
 every rank.
 """
 
@@ -172,7 +172,7 @@ def refused(call: Call, odd: torch.Tensor, what: str) -> None:
 
 def every_operation() -> None:
     for (operation, where), call in OPERATIONS.items():
-        if (work := call(plain())) is not None:  # and opens the short way
+        if (work := call(plain())) is not None:  # and opens the fast path
             work.wait()
         for kind in KINDS:
             with made(kind) as odd:

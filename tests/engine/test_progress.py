@@ -44,8 +44,8 @@ class Queue:
     def call(self, operation: Callable[[], Any] = lambda: None) -> Work:
         work = Work("an operation")
         queued = _Queued(self._queue, lambda _: [operation()], "an operation", 0, "here", work)
-        work.progress = lambda: self.thread.help(work.is_completed)
-        work.start = self.thread.hurry
+        work.progress = lambda: self.thread.progress(work.is_completed)
+        work.start = self.thread.start_now
         self.thread.submit(queued)
         return work
 
@@ -216,10 +216,10 @@ def hold(lock: threading.Lock, taken: threading.Event, errors: list[RuntimeError
         errors.append(error)
 
 
-def be_interrupted_in_the_short_way() -> None:
+def be_interrupted_in_the_fast_path() -> None:
     communicator = dist.group.WORLD.communicator
     tensor, lock = torch.ones(1), communicator.lock
-    dist.all_reduce(tensor)  # from now on it goes the short way
+    dist.all_reduce(tensor)  # from now on it goes the fast path
     for place in itertools.count():
         taken = threading.Event()
         errors: list[RuntimeError] = []
@@ -236,6 +236,6 @@ def be_interrupted_in_the_short_way() -> None:
     assert place > 3
 
 
-def test_no_interrupt_of_the_short_way_releases_a_lock_that_another_thread_has() -> None:
+def test_no_interrupt_of_the_fast_path_releases_a_lock_that_another_thread_has() -> None:
     """It comes at every point of it at which one can."""
-    run("threads", 1, be_interrupted_in_the_short_way)
+    run("threads", 1, be_interrupted_in_the_fast_path)

@@ -132,7 +132,7 @@ class OperationQueue:
             self._run_at_once(partial(self.perform, operation, description, operations), work)
             return work
         queued = _Queued(self, operation, description, operations, call_site(), work)
-        work.progress, work.start = partial(self._make_progress, work), self.thread.hurry
+        work.progress, work.start = partial(self._make_progress, work), self.thread.start_now
         self._promised = self.sequence_number() + operations
         with self.abort_on_error(description):
             self.thread.submit(queued)
@@ -144,9 +144,9 @@ class OperationQueue:
     def _make_progress(self, work: Work) -> None:
         # What this thread traces or counts is the program's doing, and not how an operation is run.
         if _get_current_dispatch_mode() is None and _get_current_function_mode() is None:
-            self.thread.help(work.is_completed)
+            self.thread.progress(work.is_completed)
         else:
-            self.thread.hurry()
+            self.thread.start_now()
 
     def perform(
         self, operation: Operation, description: str, operations: int, site: str | None = None
@@ -214,7 +214,7 @@ class OperationQueue:
         outer = self._coalesced.get(thread)
         steps = self._coalesced[thread] = []
         self._promised = self.sequence_number()
-        self.thread.hold()  # so that no call takes the short way past `run`
+        self.thread.hold()  # so that no call takes the fast path past `run`
         try:
             yield steps
         except BaseException as error:

@@ -131,11 +131,11 @@ class ProgressThread:
             raise
         _started.add(self)
 
-    def hurry(self) -> None:
-        """Have the thread begin with what has been submitted now: somebody waits who cannot :meth:`help`."""
+    def start_now(self) -> None:
+        """Have the thread begin now: somebody waits for what was submitted and cannot :meth:`progress`."""
         doorbell.hurry(self._address)
 
-    def help(self, ended: Callable[[], bool]) -> None:
+    def progress(self, ended: Callable[[], bool]) -> None:
         """Run tasks on the calling thread until ``ended()``, as far as that may be done now.
 
         Raises:
@@ -147,7 +147,7 @@ class ProgressThread:
             if self._turn.acquire(blocking=False):
                 self._run_tasks(ended)
             else:
-                self.hurry()  # another guest may have the turn, and leave this one's task in the queue
+                self.start_now()  # another guest may have the turn, and leave this one's task in the queue
         finally:
             try:  # in contextlib.suppress() an interrupt could come before the next line, but not here
                 self._turn.release()
@@ -174,7 +174,7 @@ class ProgressThread:
             return
         last = _Last()
         self.submit(last)
-        self.hurry()
+        self.start_now()
         last.over.wait(seconds)
 
     def close(self, seconds: float) -> None:
@@ -198,7 +198,7 @@ class ProgressThread:
                     if ended():
                         return
                     if task.is_bound():
-                        self.hurry()
+                        self.start_now()
                         return
                 self._run_task(number, task)
                 if ended is not None and task.interrupt is not None:
