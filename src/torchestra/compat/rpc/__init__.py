@@ -9,20 +9,8 @@ from torchestra import rpc as _rpc
 from torchestra.compat.rendezvous import rendezvous
 from torchestra.compat.rpc import api, backend_registry, constants, functions, internal, options
 from torchestra.compat.rpc.agents import RpcAgent, TensorPipeAgent
-from torchestra.compat.rpc.api import (
-    PyRRef,
-    RRef,
-    WorkerInfo,
-    _delete_all_user_and_unforked_owner_rrefs,
-    _get_current_rpc_agent,
-    _is_current_rpc_agent_set,
-    get_rpc_timeout,
-    get_worker_info,
-    remote,
-    rpc_async,
-    rpc_sync,
-    shutdown,
-)
+from torchestra.compat.rpc.api import *  # noqa: F403
+from torchestra.compat.rpc.api import _is_current_rpc_agent_set
 from torchestra.compat.rpc.backend_registry import BackendType
 from torchestra.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchestra.errors import InvalidArgumentTypeError, RpcError
@@ -39,35 +27,24 @@ __all__ = [
     "_DEFAULT_RPC_TIMEOUT_SEC",
     "_UNSET_RPC_TIMEOUT",
     "BackendType",
-    "PyRRef",
-    "RRef",
     "RpcAgent",
     "RpcBackendOptions",
     "TensorPipeAgent",
     "TensorPipeRpcBackendOptions",
-    "WorkerInfo",
-    "_delete_all_user_and_unforked_owner_rrefs",
-    "_get_current_rpc_agent",
     "_get_debug_info",
     "_init_rpc_backend",
-    "_is_current_rpc_agent_set",
     "_rref_context_get_debug_info",
     "_set_rpc_timeout",
     "api",
     "backend_registry",
     "constants",
     "functions",
-    "get_rpc_timeout",
-    "get_worker_info",
     "init_rpc",
     "internal",
     "is_available",
     "options",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "shutdown",
 ]
+__all__ += api.__all__
 
 _set_rpc_timeout = _rpc.set_rpc_timeout
 
