@@ -253,12 +253,12 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     if any(op.group is not p2p_op_list[0].group for op in p2p_op_list):
         raise InvalidArgumentError("batch_isend_irecv: All ops need to use the same group.")
     works: dict[int, Work | None] = {}
-    together = {place: op for place, op in enumerate(p2p_op_list) if op.serving() is not None}
+    together = {index: op for index, op in enumerate(p2p_op_list) if op.serving() is not None}
     if together:
         batch = [(op.op is isend, op.tensor, op.group_peer) for op in together.values()]
         begun = next(iter(together.values())).serving().messages.batch(batch)
         works.update(zip(together, begun, strict=True))
-    for place, op in enumerate(p2p_op_list):
-        if place not in together:
-            works[place] = op.begin()
+    for index, op in enumerate(p2p_op_list):
+        if index not in together:
+            works[index] = op.begin()
     return [work for _, work in sorted(works.items()) if work is not None]

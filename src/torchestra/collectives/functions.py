@@ -321,8 +321,8 @@ def barrier(
         return None
     if device_ids is not None:
         checks.check_integers(device_ids, "device_ids", "barrier")
-    seconds = None if timeout is None else timeout_seconds(timeout, "barrier")
-    return member.communicator.barrier(async_op, seconds)
+    timeout_s = None if timeout is None else timeout_seconds(timeout, "barrier")
+    return member.communicator.barrier(async_op, timeout_s)
 
 
 @checked

@@ -170,8 +170,8 @@ def scatter_object_list(
             if head.more & 1:
                 move(_rest)
             packed.expect_buffers()
-            for number in range(head.more >> 1):
-                move(partial(_buffer, number))
+            for index in range(head.more >> 1):
+                move(partial(_buffer, index))
     if error is not None:
         raise error
     if packed:
@@ -282,8 +282,8 @@ def _collect(member: ProcessGroup, obj: object, root: int | None, name: str) -> 
             if receives:
                 for packed in all_packed:
                     packed.expect_buffers()
-            for number in range(max(head.buffers for _, head in arrived)):
-                move(partial(_buffer, number))
+            for index in range(max(head.buffers for _, head in arrived)):
+                move(partial(_buffer, index))
     if error is not None:
         raise error
     return all_packed if receives else []
@@ -293,8 +293,8 @@ def _rest(packed: PackedObjects) -> torch.Tensor:
     return packed.rest
 
 
-def _buffer(number: int, packed: PackedObjects) -> torch.Tensor:
-    return packed.buffers[number] if number < len(packed.buffers) else _NOTHING
+def _buffer(index: int, packed: PackedObjects) -> torch.Tensor:
+    return packed.buffers[index] if index < len(packed.buffers) else _NOTHING
 
 
 def _blocks(all_packed: list[PackedObjects]) -> list[torch.Tensor]:
@@ -328,10 +328,10 @@ def _failure(
     failures = {rank: packed.reason for rank, packed in all_packed.items() if packed.failed}
     if own is not None or not failures:
         return own
-    told = "; ".join(f"that of rank {rank}: {reason}" for rank, reason in failures.items())
+    reasons = "; ".join(f"that of rank {rank}: {reason}" for rank, reason in failures.items())
     return ObjectTransferError(
         f"{name} of group {member.group_name!r}: an object could not be pickled where it is,"
-        f" {told}. No object was moved; the group stays usable.",
+        f" {reasons}. No object was moved; the group stays usable.",
         tuple(failures),
     )
 

@@ -35,10 +35,10 @@ def empty(
     lengths = tuple(torch.Size(shape))  # type: ignore[arg-type]
     if any(length < 0 for length in lengths):
         raise InvalidArgumentError(f"empty: lengths must not be negative, got {lengths}")
-    kind = dtype or torch.get_default_dtype()
-    if not moves(kind):
-        raise InvalidArgumentError(f"empty: `dtype` is {kind}, of which tensors cannot be sent")
-    return chosen.communicator.engine.empty(lengths, kind)
+    chosen_dtype = dtype or torch.get_default_dtype()
+    if not moves(chosen_dtype):
+        raise InvalidArgumentError(f"empty: `dtype` is {chosen_dtype}, of which tensors cannot be sent")
+    return chosen.communicator.engine.empty(lengths, chosen_dtype)
 
 
 @checked

@@ -73,21 +73,21 @@ _NODES = {name: _node_function(name) for name, row in COLLECTIVES.items() if row
 class _Pending:
     """A collective that has been called, and may have been recorded."""
 
-    def __init__(self, work: Work | None, node: Proxy | None, number: int) -> None:
+    def __init__(self, work: Work | None, node: Proxy | None, count: int) -> None:
         self.work = work
         self._node = node
-        self._number = number
+        self._count = count
         self._waited: Any = None
 
-    def wait(self, tensor: torch.Tensor, place: int) -> None:
-        """Wait, and record that: from now on ``tensor`` stands for what is in this place of the result."""
+    def wait(self, tensor: torch.Tensor, index: int) -> None:
+        """Wait, and record that: from now on ``tensor`` stands for what is in this index of the result."""
         if self.work is not None:
             self.work.wait()
         if self._node is not None:
             tracer = self._node.tracer
             if self._waited is None:
                 self._waited = tracer.create_proxy("call_function", wait_comm, (self._node,), {}, "wait_comm")
-            result = self._waited if self._number == 1 else self._waited[place]
+            result = self._waited if self._count == 1 else self._waited[index]
             with disable_proxy_modes_tracing():
                 track_tensor_tree(tensor, result, constant=None, tracer=tracer)  # type: ignore[arg-type]
 
@@ -102,10 +102,10 @@ class CommTensor(torch.Tensor):
 
     _tensor: torch.Tensor
     _pending: _Pending | None
-    _place: int
+    _index: int
     _communicated: bool
 
-    __slots__ = ["_communicated", "_pending", "_place", "_tensor"]
+    __slots__ = ["_communicated", "_index", "_pending", "_tensor"]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -123,7 +123,7 @@ class CommTensor(torch.Tensor):
             requires_grad=tensor.requires_grad,
         )
         assert isinstance(made, CommTensor)
-        made._tensor, made._pending, made._place, made._communicated = tensor, None, 0, False
+        made._tensor, made._pending, made._index, made._communicated = tensor, None, 0, False
         return made
 
     @classmethod
@@ -135,7 +135,7 @@ class CommTensor(torch.Tensor):
         """Wait for the collective that was called last, if there is one; the plain tensor."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.wait(self._tensor, self._place)
+            pending.wait(self._tensor, self._index)
         return self._tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -181,9 +181,9 @@ class CommTensor(torch.Tensor):
                 work = communicator.collective(row, **plain, async_op=True)
             node = _recorded(mode.tracer, row.name, communicator.name, plain)
         pending = _Pending(work, node, len(filled))
-        for place, tensor in enumerate(filled):
+        for index, tensor in enumerate(filled):
             if isinstance(tensor, CommTensor):
-                tensor._pending, tensor._place, tensor._communicated = pending, place, True
+                tensor._pending, tensor._index, tensor._communicated = pending, index, True
                 if not async_op:
                     tensor.wait()
         assert work is not None

@@ -41,14 +41,14 @@ def checked_unless_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     first = next(iter(inspect.signature(function).parameters))
     own = [name for name in inspect.signature(function).parameters if name in _CHECKED_BY_THEMSELVES]
     refusing = checked(function, own)
-    place = list(inspect.signature(function).parameters).index("group") if "group" in own else None
+    index = list(inspect.signature(function).parameters).index("group") if "group" in own else None
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_dynamo_compiling():
             return function(*args, **kwargs)
-        if place is not None and (place < len(args) or "group" in kwargs):
-            _check_group(args[place] if place < len(args) else kwargs["group"], function.__name__)
+        if index is not None and (index < len(args) or "group" in kwargs):
+            _check_group(args[index] if index < len(args) else kwargs["group"], function.__name__)
         _check_memory(args[0] if args else kwargs.get(first), first, function.__name__)
         return refusing(*args, **kwargs)
 

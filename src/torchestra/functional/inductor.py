@@ -216,10 +216,10 @@ def _sink_waits(graph: fx.Graph) -> int:
     for node in reversed(list(graph.nodes)):
         if not _is(node, ("wait_tensor",)):
             continue
-        place = node.next
-        while place.op != "output" and place not in node.users and not _is_fence(place):
-            place = place.next
-        if place is not node.next:
-            place.prepend(node)
+        following = node.next
+        while following.op != "output" and following not in node.users and not _is_fence(following):
+            following = following.next
+        if following is not node.next:
+            following.prepend(node)
             moved += 1
     return moved
