@@ -32,9 +32,10 @@ from typing import Any
 from torchestra.engine.membership import joining
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory import fd_passing
-from torchestra.engine.memory.fd_passing import fetch
+from torchestra.engine.memory.fd_passing import DescriptorServer, request_descriptor
 from torchestra.engine.multihost import host_discovery
 from torchestra.engine.multihost.failure_detector import HeartbeatMonitor
+from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.engine.multihost.host_discovery import find_hosts
 from torchestra.engine.recorder.clock import Moment, best_clock
 from torchestra.rendezvous.gathering import gather
@@ -140,7 +141,7 @@ class Rank:
         self.host = f"host{rank // per_host}"
         self.ends: list[float] = []
         self.error = ""
-        self.warden: HeartbeatMonitor | None = None
+        self.monitor: HeartbeatMonitor | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
@@ -160,22 +161,31 @@ class Rank:
         self._note()
         host = hosts.host_at(self.rank)
         here = hosts.on(host)
-        member = self._fetch_memory(PrefixStore(f"host/{host}", own), here.index(self.rank), len(here))
+        context = self._fetch_memory(PrefixStore(f"host/{host}", own), here.index(self.rank), len(here))
         self._note()
-        if member is not None:
-            self.warden = HeartbeatMonitor(PrefixStore("watch", own), hosts, host, member)
-            self.warden.start()
+        if context is not None:
+            watch = PrefixStore("watch", own)
+            self.monitor = HeartbeatMonitor(watch, hosts, host, context, heartbeat_bound())
+            self.monitor.start()
         self._note()
 
-    def _fetch_memory(self, store: PrefixStore, place: int, size: int) -> RankContext | None:
-        """Return what the first rank of a host has made. The others do not map it: so many would not fit."""
+    def _fetch_memory(self, store: PrefixStore, local_rank: int, size: int) -> RankContext | None:
+        """Return the context of a host's first rank; the others do not map the arena: so many do not fit."""
         deadline = Deadline(LIMIT)
-        if place == 0:
-            with TURN.given_away():
-                arena = joining._meet_processes(store, place, size, "default", deadline)
-            return RankContext(arena, place, "default", spins=0, yields=1)
-        _, invitation = joining._ask_for_arena(store, place, size, "default", deadline)
-        os.close(fetch(invitation, store.secret, place, "default", deadline))
+        if local_rank == 0:
+            arena = joining._new_arena(size, "default")
+            with (
+                TURN.given_away(),
+                DescriptorServer(range(1, size), store.secret, "default", keeps=True) as server,
+            ):
+                store.set("arena", f"processes {server.invitation}")
+                while server.waited_for:
+                    server.serve(arena.descriptor)
+            return RankContext(arena, 0, "default", spins=0, yields=1)
+        _, invitation = joining._ask_for_arena(store, local_rank, size, "default", deadline)
+        descriptor, connection = request_descriptor(invitation, store.secret, local_rank, "default", deadline)
+        connection.close()
+        os.close(descriptor)
         return None
 
     def _note(self) -> None:
