@@ -464,13 +464,10 @@ def test_one_collective_per_step_with_bucket_views() -> None:
         compute_gradients(model, 0)
         communicator = dist.group.WORLD.communicator
         calls = []
-        for name in ("all_gather", "broadcast"):
-            general = getattr(communicator, name)
-            setattr(
-                communicator,
-                name,
-                lambda *args, name=name, general=general: calls.append(name) or general(*args),
-            )
+        collective = communicator.collective
+        communicator.collective = lambda row, *args, **options: (
+            calls.append(row.name) or collective(row, *args, **options)
+        )
         zero.step()
         return calls
 
