@@ -23,7 +23,6 @@ import os
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -161,13 +160,13 @@ class Nodes:
 
     def _await_all(self, rendezvous: str, key: str, mine: Mapping[str, Any]) -> None:
         """Wait for all launchers; after a moment, say for whom."""
-        started, noticed = time.monotonic(), False
+        clock, noticed = RunningClock(_LONGEST_LOOK), False
         while True:
             try:
                 self._store.wait([f"node/{other}" for other in range(self.nnodes)], _LOOK_SECONDS)
                 return
             except StoreTimeoutError:
-                waited = time.monotonic() - started
+                waited = clock.elapsed()
             if self._store.check([key]):
                 self._check_unique(mine, json.loads(self._store.get(key)))
             if waited > _MEET_SECONDS or (waited > _NOTICE_AFTER_S and not noticed):

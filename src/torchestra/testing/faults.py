@@ -25,6 +25,7 @@ from torchestra.engine.operations import COLLECTIVES
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import CollectiveTimeoutError, DistError, InvalidArgumentError
 from torchestra.process_group import ProcessGroup
+from torchestra.system.deadline import Deadline
 from torchestra.world.init import default_group
 
 __all__ = [
@@ -192,12 +193,11 @@ def _kill(fault: Fault) -> None:
 
 def _drop_out(fault: Fault) -> None:
     group = fault.group
-    member = group.communicator.engine.member
-    limit = time.monotonic() + group.timeout.total_seconds() + _AFTER_TIMEOUT_S
-    while time.monotonic() < limit:
-        if member.is_aborted:
+    context = group.communicator.engine.member
+    deadline = Deadline(group.timeout.total_seconds() + _AFTER_TIMEOUT_S)
+    for _ in deadline.polls(_POLL_INTERVAL_S):
+        if context.is_aborted:
             raise DroppedOut(f"rank {fault.rank} stayed away from {fault.at} until its group was aborted")
-        time.sleep(_POLL_INTERVAL_S)
     raise CollectiveTimeoutError(
         f"rank {fault.rank} stayed away from {fault.at} for longer than the time-out of group"
         f" {group.group_name!r}, and its peers have not given up"

@@ -156,10 +156,10 @@ def shuffle(seed: int, group: ProcessGroup | None = None) -> Iterator[Schedule]:
 def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Iterator[None]:
     """Let every wait of the group's kernels come back to Python at once, and take a step of the schedule."""
     communicator = group.communicator
-    member = communicator.engine.member
-    words = {offset: member.word(offset) for offset in (at.SPINS, at.YIELDS)}
-    poll_interval_s = member.poll_interval_s
-    check = member.check
+    context = communicator.engine.member
+    words = {offset: context.word(offset) for offset in (at.SPINS, at.YIELDS)}
+    poll_interval_s = context.poll_interval_s
+    check = context.check
 
     @functools.wraps(check)
     def stepping_check(*args: Any, **kwargs: Any) -> Any:
@@ -169,16 +169,16 @@ def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Itera
     saved: dict[str, Any] = {name: communicator.__dict__.get(name) for name in OPERATIONS}
     intercept(communicator, lambda _: schedule.step(rank), lambda _: schedule.step(rank))
     for offset in words:
-        member.set_word(offset, 0)
-    member.poll_interval_s = 1e-9
-    setattr(member, "check", stepping_check)  # noqa: B010
+        context.set_word(offset, 0)
+    context.poll_interval_s = 1e-9
+    setattr(context, "check", stepping_check)  # noqa: B010
     try:
         yield
     finally:
-        del member.__dict__["check"]
-        member.poll_interval_s = poll_interval_s
+        del context.__dict__["check"]
+        context.poll_interval_s = poll_interval_s
         for offset, value in words.items():
-            member.set_word(offset, value)
+            context.set_word(offset, value)
         for name, before in saved.items():
             if before is None:
                 communicator.__dict__.pop(name, None)
