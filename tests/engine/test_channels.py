@@ -370,24 +370,24 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
             'PIECES_AT_ONCE = 8\nusleep = types.ExternalFunction("usleep", types.int64(types.int64))\n',
         ),
         (
-            "    bell = load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES\n    if load",
-            "    bell = load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES\n"
+            "    doorbell = load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES\n    if load",
+            "    doorbell = load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES\n"
             f"    if load(state + {BREAK}) & 28 != {NO_BELL} and load",
         ),
         (
-            "    rung = load_ordered(bell + w.RUNG)\n"
-            "    store_ordered(bell + w.SLEEPING, 1)\n"
+            "    rung = load_ordered(doorbell + w.RUNG)\n"
+            "    store_ordered(doorbell + w.SLEEPING, 1)\n"
             "    full_fence()\n",
-            "    rung = load_ordered(bell + w.RUNG)\n"
+            "    rung = load_ordered(doorbell + w.RUNG)\n"
             f"    slow = load(state + {BREAK}) & 3 == {SLOW_SLEEPER}\n"
             "    if slow:\n"
             "        usleep(50)\n"
-            "    store_ordered(bell + w.SLEEPING, 1)\n"
+            "    store_ordered(doorbell + w.SLEEPING, 1)\n"
             "    if slow:\n"
             "        usleep(50)\n"
             "    full_fence()\n"
             f"    if load(state + {BREAK}) & 28 == {LATE_LOOK}:\n"
-            "        rung = load_ordered(bell + w.RUNG)\n",
+            "        rung = load_ordered(doorbell + w.RUNG)\n",
         ),
     ):
         assert text.count(old) == 1, "the source no longer looks as this test expects"
@@ -492,7 +492,7 @@ def test_a_lost_wake_up_is_seen(breakable: ModuleType, how: int, size: int) -> N
         player.join(0.3)
     for rank, mailbox in enumerate(ranks.mailboxes):
         mailbox._words[BREAK // 8] = NOTHING
-        # Whose bell was rung too early looks awake; without this, closing would not wake it either.
+        # Whose doorbell was rung too early looks awake; without this, closing would not wake it either.
         ranks._memory[layout.PAGE + rank * layout.DOORBELL_BYTES + layout.SLEEPING] = 1
     ranks.close()
     player.join(LIMIT)

@@ -18,7 +18,7 @@ from interrupts import interrupted_at
 from torchestra.engine import try_lock
 from torchestra.engine.membership import shrinking
 from torchestra.engine.p2p import endpoint
-from torchestra.engine.p2p.endpoint import Endpoint, _Outbox, _Parcel
+from torchestra.engine.p2p.endpoint import Endpoint, _OutgoingMessage, _SendQueue
 from torchestra.engine.try_lock import TryLock
 from torchestra.errors import InvalidArgumentError
 from torchestra.rpc import leader_followers as pool_file
@@ -94,17 +94,17 @@ def test_of_shrinking_a_group(taken: bool) -> None:
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_of_sending_to_a_worker(monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
-    office, box, sent = Endpoint.__new__(Endpoint), _Outbox(), []
-    office._outboxes = [box]
+    office, box, sent = Endpoint.__new__(Endpoint), _SendQueue(), []
+    office._send_queues = [box]
     monkeypatch.setattr(Endpoint, "_push", lambda _, peer, box, parcel: sent.append(parcel.tag))
     numbers = itertools.count()
     interrupt_everywhere(lambda: office.send(0, 1, next(numbers), ()), [box.lock], [endpoint.__file__], taken)
     set_holder(box.lock, None)
-    box.queue.append(_Parcel(1, next(numbers), (), None))
+    box.messages.append(_OutgoingMessage(1, next(numbers), (), None))
     office.send_leftovers()
     assert sent == sorted(sent)
     assert sent[-1] == next(numbers) - 1
-    assert not box.queue
+    assert not box.messages
 
 
 class SilentEndpoint:

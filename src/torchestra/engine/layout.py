@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
-VERSION = 6
+VERSION = 7
 MEMORY_FILE = "torchestra"  # what the names of all arenas' memory files begin with
 RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for what is left of arenas (flight_dump.py)
 PAGE = 4096
@@ -136,7 +136,7 @@ SENT = 9
 RECEIVED = 10
 BACKGROUND = 1 << 8
 TAG = AMOUNT
-OTHER = AWAITED  # 1 + the rank (in PARCELS: by the group's number) that it goes to or comes from, 0 if any
+OTHER = AWAITED  # 1 + the rank that it goes to or comes from (of REMOTE_MESSAGES: in the group), 0 if any
 # A rank's part of the agreement: words, as byte offsets.
 COMES = 0  # 1 while the rank is in shrink()
 READY = 8  # the round whose new arena the rank has entered
@@ -157,7 +157,7 @@ CONTROL = 16  # address of the control block of rank 0
 SPLITS = 24  # address of the splits of rank 0
 SLOTS = 32  # address of the slots of rank 0
 SLOT_BYTES = 40
-CHUNK_BUFFERS = 48  # address of the pipes of rank 0
+CHUNK_BUFFERS = 48  # address of the chunk buffers of rank 0
 CHUNK_BUFFER_BYTES = 56
 HEAPS = 64  # address of the heap of rank 0, once the heaps are mapped
 HEAP_BYTES = 72  # 0 before

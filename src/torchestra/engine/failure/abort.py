@@ -14,20 +14,20 @@ _LEAST_TEXT = 100
 _CUT = " ..."
 
 
-def abort_text(why: str, failed: tuple[int, ...], standing: str) -> str:
+def abort_text(why: str, failed: tuple[int, ...], report: str) -> str:
     """Return what to write into the arena, cut to what it has room for: the lines first, then the reason."""
-    whole = why, standing
+    whole = why, report
     while True:
-        told = json.dumps({"failed": failed, "why": why, "standing": standing}, ensure_ascii=False)
+        told = json.dumps({"failed": failed, "why": why, "report": report}, ensure_ascii=False)
         if len(told.encode(errors="replace")) <= at.HEADER_ABORT_TEXT_BYTES:
             return told
-        if len(standing) > _LEAST_TEXT:
-            standing = _cut(standing, whole[1])
+        if len(report) > _LEAST_TEXT:
+            report = _cut(report, whole[1])
         else:
             why = _cut(why, whole[0])
 
 
-def write_abort_text(arena: Arena, why: str, failed: tuple[int, ...], standing: str) -> bool:
+def write_abort_text(arena: Arena, why: str, failed: tuple[int, ...], report: str) -> bool:
     """Write it, once a rank has claimed to; False if another rank writes, or has written.
 
     That may be any rank, not only the one that has claimed to: finding out where all stand may take it long,
@@ -36,7 +36,7 @@ def write_abort_text(arena: Arena, why: str, failed: tuple[int, ...], standing: 
     claim = arena.address + at.HEADER_ABORT_CLAIM
     if shared_words.compare_exchange(claim, at.ABORT_EXPLAINED, at.ABORT_WRITTEN) != at.ABORT_EXPLAINED:
         return False
-    told = abort_text(why, failed, standing)
+    told = abort_text(why, failed, report)
     length = arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, told)
     shared_words.store_ordered(arena.address + at.HEADER_ABORT_LENGTH, length)
     return True

@@ -28,7 +28,7 @@ def buffer_of(context, rank, chunk):
 
     Chunk 0 may be written before the others have arrived: it goes into the slot of the operation's
     parity, which nobody reads any more (everybody was seen in the operation before, and so had finished the
-    one before that). Later chunks go through the three pipes, and are written only after everybody
+    one before that). Later chunks go through the three chunk buffers, and are written only after everybody
     has arrived, that is, has finished every earlier operation.
     """
     if chunk == 0:

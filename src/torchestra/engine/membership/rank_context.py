@@ -260,7 +260,7 @@ class RankContext:
             elsewhere = self.ask_elsewhere()
             self.abort(message, explain=lambda: elsewhere + explain())
             # The same lines on every rank, though several may have come to the end of their time at once.
-            raise CollectiveTimeoutError(message + self._told()["standing"], missing)
+            raise CollectiveTimeoutError(message + self._told()["report"], missing)
         return None
 
     @property
@@ -341,13 +341,13 @@ class RankContext:
         if self._inherited:
             return
         header = self.arena.address
-        standing = ""
+        report = ""
         if shared_words.compare_exchange(header + at.HEADER_ABORT_CLAIM, 0, 1) == 0:
-            standing = explain() if explain is not None else ""
+            report = explain() if explain is not None else ""
         elif self._await_abort():
             return
         # Who comes here second waits no longer for the first, which has died, or takes long to explain.
-        written = write_abort_text(self.arena, why, failed, standing)
+        written = write_abort_text(self.arena, why, failed, report)
         if not written:
             if self._await_abort():
                 return
@@ -356,7 +356,7 @@ class RankContext:
         shared_words.wake_everybody(self.address)
         dump_flight_record(self.arena)
         if written and self.when_aborted is not None:
-            self.when_aborted(why, failed, standing)
+            self.when_aborted(why, failed, report)
 
     def _await_abort(self) -> bool:
         """Wait some seconds for a rank that is about to say why it aborts the group; whether it has."""
@@ -372,7 +372,7 @@ class RankContext:
             return exclusion
         if self._aborted is None:
             told = self._told()
-            self._aborted = self._error_for(told["why"] + told["standing"], tuple(told["failed"]))
+            self._aborted = self._error_for(told["why"] + told["report"], tuple(told["failed"]))
         # A new object each time: a traceback must not grow over repeated raises.
         return copy.copy(self._aborted)
 
@@ -380,7 +380,7 @@ class RankContext:
         """Return what the rank that aborted the group has written about it."""
         length = shared_words.load_acquire(self.arena.address + at.HEADER_ABORT_LENGTH)
         if length == 0:
-            return {"why": "a rank died while it said why", "failed": (), "standing": ""}
+            return {"why": "a rank died while it said why", "failed": (), "report": ""}
         told: dict[str, Any] = json.loads(self.arena.text(at.HEADER_ABORT_TEXT, length))
         return told
 

@@ -85,15 +85,15 @@ def _layout(descriptor: int) -> at.Layout:
             f"this arena has the layout of version {version}, and this torchestra reads version {at.VERSION}:"
             " look at the job with the torchestra that runs it"
         )
-    slot, pipe, heap = (
+    slot, chunk_buffer, heap = (
         int(words[offset // 8])
         for offset in (at.HEADER_SLOT_BYTES, at.HEADER_CHUNK_BUFFER_BYTES, at.HEADER_HEAP_BYTES)
     )
-    if 0 < size <= _MOST_RANKS and all(0 <= part <= _MOST_BYTES for part in (slot, pipe, heap)):
-        layout = at.Layout(size, slot, pipe, channel_area_bytes(size), heap)
+    if 0 < size <= _MOST_RANKS and all(0 <= part <= _MOST_BYTES for part in (slot, chunk_buffer, heap)):
+        layout = at.Layout(size, slot, chunk_buffer, channel_area_bytes(size), heap)
         if layout.total == status.st_size:
             return layout
     raise DistBackendError(
-        f"this arena's header is damaged: {size} ranks with buffers of {slot} and {pipe} and heaps of {heap}"
-        f" bytes do not make up its {status.st_size} bytes"
+        f"this arena's header is damaged: {size} ranks with buffers of {slot} and {chunk_buffer} and heaps of"
+        f" {heap} bytes do not make up its {status.st_size} bytes"
     )

@@ -32,7 +32,7 @@ class LostPeerError(Exception):
     """The rank at the other end died halfway through a message."""
 
 
-class _Parcel:
+class _OutgoingMessage:
     """A message on its way, and how much of it has gone."""
 
     __slots__ = ("begun", "keep", "kind", "next", "parts", "tag")
@@ -46,12 +46,12 @@ class _Parcel:
         self.begun = False
 
 
-class _Outbox:
+class _SendQueue:
     """What is to go to one rank: whoever has the lock sends it all."""
 
     def __init__(self) -> None:
         self.lock = TryLock()
-        self.queue: deque[_Parcel] = deque()
+        self.messages: deque[_OutgoingMessage] = deque()
         self.words: npt.NDArray[np.int64] = np.zeros(w.RECORD_BYTES // 8, dtype=np.int64)
         self.record: int = self.words.ctypes.data
 
@@ -87,7 +87,7 @@ class Endpoint:
         self._scratch_address: int = self._scratch.ctypes.data
         self._scratch_view = memoryview(self._scratch)  # type: ignore[arg-type]
         self._lost = lost
-        self._outboxes = [_Outbox() for _ in range(size)]
+        self._send_queues = [_SendQueue() for _ in range(size)]
         self._begin_send: Any = entry_point(endpoint_kernels.begin_send)
         self._continue_send: Any = entry_point(endpoint_kernels.continue_send)
         self._look: Any = entry_point(endpoint_kernels.look)
@@ -112,48 +112,48 @@ class Endpoint:
             tag: any 63-bit number.
             parts: the address and length of each part; the first is the text.
         """
-        box = self._outboxes[peer]
-        parcel = _Parcel(kind, tag, parts, keep)
-        box.queue.append(parcel)
-        self._send_queued(peer, box, parcel)
+        queue = self._send_queues[peer]
+        message = _OutgoingMessage(kind, tag, parts, keep)
+        queue.messages.append(message)
+        self._send_queued(peer, queue, message)
 
     def send_leftovers(self) -> None:
         """Send what a thread has left that was interrupted while it sent."""
-        for peer, box in enumerate(self._outboxes):
-            if box.queue:
-                self._send_queued(peer, box, object())
+        for peer, queue in enumerate(self._send_queues):
+            if queue.messages:
+                self._send_queued(peer, queue, object())
 
-    def _send_queued(self, peer: int, box: _Outbox, claim: object) -> None:
+    def _send_queued(self, peer: int, queue: _SendQueue, claim: object) -> None:
         """Send what is queued for a rank, unless another thread does; that one then sends it all."""
         try:
-            while box.queue and box.lock.take(claim):
-                while box.queue:
-                    self._push(peer, box, box.queue[0])
-                    box.queue.popleft()
-                del box.lock.holder
+            while queue.messages and queue.lock.take(claim):
+                while queue.messages:
+                    self._push(peer, queue, queue.messages[0])
+                    queue.messages.popleft()
+                del queue.lock.holder
         finally:
-            if box.lock.holder is claim:
-                del box.lock.holder
+            if queue.lock.holder is claim:
+                del queue.lock.holder
 
-    def _push(self, peer: int, box: _Outbox, parcel: _Parcel) -> None:
+    def _push(self, peer: int, queue: _SendQueue, message: _OutgoingMessage) -> None:
         """Send a message; may be called again for one that an exception has interrupted."""
-        state, record = self._state, box.record
-        parts = parcel.parts
-        while parcel.next < len(parts):
-            if not parcel.begun:
-                address, length = parts[parcel.next]
-                kind = parcel.kind | len(parts) << _PARTS_SHIFT
-                parcel.begun = True
-                code = self._begin_send(state, record, peer, address, length, parcel.tag, kind)
+        state, record = self._state, queue.record
+        parts = message.parts
+        while message.next < len(parts):
+            if not message.begun:
+                address, length = parts[message.next]
+                kind = message.kind | len(parts) << _PARTS_SHIFT
+                message.begun = True
+                code = self._begin_send(state, record, peer, address, length, message.tag, kind)
             else:
                 code = self._continue_send(state, record, peer)
             while code != DONE:
                 if self._closed or self._lost(peer):
-                    parcel.next = len(parts)
+                    message.next = len(parts)
                     return
                 code = self._continue_send(state, record, peer)
-            parcel.begun = False
-            parcel.next += 1
+            message.begun = False
+            message.next += 1
 
     def receive(self, *, eager: bool) -> Message | None:
         """Return the next message, with the lead; None if none came for a while, or attention was called.

@@ -1,13 +1,13 @@
-"""Kernels of a post office: many threads of a rank send, one at a time receives, and none waits for another.
+"""Kernels of an endpoint: many threads of a rank send, one at a time receives, and none waits for another.
 
-The channels are those of ring.py, the bells are not: a rank has three, in the words of its bell that the
-mailbox leaves unused, each a pair of a futex word (RUNG) and a word that tells who sleeps on it.
+The channels are those of ring.py, the doorbells are not: a rank has three, in the words of its doorbell that
+the mailbox leaves unused, each a pair of a futex word (RUNG) and a word that tells who sleeps on it.
 
-*Lead.* At most one thread of a rank receives, the leader. LEADING is 0 without one, 1 while it looks, 2 while
-it sleeps: only then it must be woken.
+*Leader.* At most one thread of a rank receives, the leader. LEADING is 0 without one, 1 while it looks, 2
+while it sleeps: only then it must be woken.
 
-*Watch.* Nobody leads while the thread that received a message works at it. One thread, the watchman, sleeps
-until a message comes meanwhile, waits a grace for a leader to take it (LED counts how often one has
+*Follower.* Nobody leads while the thread that received a message works at it. One thread, the follower,
+sleeps until a message comes meanwhile, waits a grace for a leader to take it (LED counts how often one has
 looked), and then comes back to take the lead itself. So a message that finds everybody idle wakes one thread,
 which answers it without waking another, and a function that runs for long keeps no message waiting.
 
@@ -16,9 +16,9 @@ which answers it without waking another, and a function that runs for long keeps
 A rank may post to itself, from one thread: so what comes in by other ways is found among the messages.
 
 No wake-up is lost: a sleeper writes that it sleeps and then looks, a peer publishes and then reads who
-sleeps, all sequentially consistent; and a futex compares RUNG again. A leader that leaves looks once more
-and wakes the watchman if there is mail, because peers that saw it lead have woken nobody; one that leaves
-with a message looks when it has taken that, so that the watchman sleeps on while messages come one by one.
+sleeps, all sequentially consistent; and a futex compares RUNG again. A leader that leaves looks once more and
+wakes the follower if there is a message, because peers that saw it lead have woken nobody; one that leaves
+with a message looks when it has taken that, so that the follower sleeps on while messages come one by one.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -49,7 +49,7 @@ from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p import ring
 from torchestra.engine.recorder.clock import read_coarse_clock
 
-# Byte offsets in a rank's bell.
+# Byte offsets in a rank's doorbell.
 LEAD = 32
 WATCH = 48
 ROOM = 64
@@ -76,7 +76,7 @@ _HELD = {**KERNEL_OPTIONS, "nogil": False}  # so short that to give the interpre
 
 
 @njit(**KERNEL_OPTIONS)
-def _bell(state, rank):
+def _doorbell(state, rank):
     return load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES
 
 
@@ -93,22 +93,22 @@ def _wake(pair):
 
 
 @njit(**KERNEL_OPTIONS)
-def _ring_mail(state, peer):
+def _ring_for_message(state, peer):
     """Have a message noticed that was published in the channel to ``peer``."""
-    lead = _bell(state, peer) + LEAD
+    lead = _doorbell(state, peer) + LEAD
     who = load_ordered(lead + WHO)
     if who == ASLEEP:
         if compare_exchange(lead + WHO, ASLEEP, LOOKING) == ASLEEP:
             _wake(lead)
     elif who == NOBODY:
-        watch = _bell(state, peer) + WATCH
+        watch = _doorbell(state, peer) + WATCH
         if load_ordered(watch + WHO) > 0:
             _wake(watch)
 
 
 @njit(**KERNEL_OPTIONS)
 def _ring_room(state, peer):
-    room = _bell(state, peer) + ROOM
+    room = _doorbell(state, peer) + ROOM
     if load_ordered(room + WHO) > 0:
         _wake(room)
 
@@ -119,7 +119,7 @@ def _put(state, record, peer):
     moved = put(state, peer, record)
     if moved:
         full_fence()
-        _ring_mail(state, peer)
+        _ring_for_message(state, peer)
     return moved
 
 
@@ -149,7 +149,7 @@ def begin_send(state, record, peer, address, length, tag, kind):
 @njit(**KERNEL_OPTIONS)
 def continue_send(state, record, peer):
     """Send the rest: DONE, or PENDING if there was no room for POLL_INTERVAL."""
-    room = _bell(state, load(state + w.RANK)) + ROOM
+    room = _doorbell(state, load(state + w.RANK)) + ROOM
     while not _push(state, record, peer):
         rung = load_ordered(room)
         moved = load(record + w.MOVED)
@@ -221,10 +221,10 @@ def _pull(state, peer):
 
 
 @njit(**KERNEL_OPTIONS)
-def _wake_watchman_to_mail(state):
-    """If there is mail and nobody leads, wake the watchman."""
+def _wake_follower(state):
+    """If there is a message and nobody leads, wake the follower."""
     if _find(state, -1) != 0:
-        watch = _bell(state, load(state + w.RANK)) + WATCH
+        watch = _doorbell(state, load(state + w.RANK)) + WATCH
         if load_ordered(watch + WHO) > 0:
             _wake(watch)
 
@@ -242,14 +242,14 @@ def begin_receive(state, peer, address, is_last):
     if load(peer_of(state, peer) + w.LEFT) != 0:
         return PENDING
     if is_last != 0:
-        _wake_watchman_to_mail(state)
+        _wake_follower(state)
     return DONE
 
 
 @njit(**KERNEL_OPTIONS)
 def continue_receive(state, peer):
     """Take the rest: DONE, or PENDING if nothing came for POLL_INTERVAL."""
-    lead = _bell(state, load(state + w.RANK)) + LEAD
+    lead = _doorbell(state, load(state + w.RANK)) + LEAD
     store_ordered(lead + WHO, LOOKING)
     while not _pull(state, peer):
         rung = load_ordered(lead)
@@ -268,10 +268,10 @@ def continue_receive(state, peer):
 
 @njit(**KERNEL_OPTIONS)
 def leave(state):
-    """Give the lead up: peers that publish from now on wake the watchman, who hears now of what is there."""
-    store_ordered(_bell(state, load(state + w.RANK)) + LEAD + WHO, NOBODY)
+    """Give the lead up: peers that publish from now on wake the follower, who hears now of what is there."""
+    store_ordered(_doorbell(state, load(state + w.RANK)) + LEAD + WHO, NOBODY)
     full_fence()
-    _wake_watchman_to_mail(state)
+    _wake_follower(state)
     return 0
 
 
@@ -282,7 +282,7 @@ def await_message(state, eager, only):
     DONE, INTERRUPTED, or PENDING if none came for POLL_INTERVAL.
     """
     context = load(state + w.CONTEXT)
-    lead = _bell(state, load(state + w.RANK)) + LEAD
+    lead = _doorbell(state, load(state + w.RANK)) + LEAD
     store_ordered(lead + WHO, LOOKING)
     full_fence()
     spins = load(context + SPINS)
@@ -320,8 +320,8 @@ def await_message(state, eager, only):
 
 @njit(**KERNEL_OPTIONS)
 def watch(state):
-    """Sleep, as the watchman, until a message is there that nobody takes: DONE, INTERRUPTED or PENDING."""
-    pair = _bell(state, load(state + w.RANK)) + WATCH
+    """Sleep, as the follower, until a message is there that nobody takes: DONE, INTERRUPTED or PENDING."""
+    pair = _doorbell(state, load(state + w.RANK)) + WATCH
     for _ in range(_WATCHES):
         rung = load_ordered(pair)
         fetch_add(pair + WHO, 1)
@@ -353,12 +353,12 @@ def abandon(state, peer):
 def rouse(state, everybody):
     """Bring the leader of this rank, or everybody that sleeps, back to Python."""
     store_ordered(state + w.ATTENTION, 1)
-    bell = _bell(state, load(state + w.RANK))
-    _wake(bell + LEAD)
+    doorbell = _doorbell(state, load(state + w.RANK))
+    _wake(doorbell + LEAD)
     if everybody != 0:
         store_ordered(state + CLOSING, 1)
-        _wake(bell + WATCH)
-        _wake(bell + ROOM)
+        _wake(doorbell + WATCH)
+        _wake(doorbell + ROOM)
     return 0
 
 

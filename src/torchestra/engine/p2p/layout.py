@@ -2,7 +2,7 @@
 
 All offsets are in bytes, all words have 8. The area (zero-filled at the start) is::
 
-    bells, one a rank | channels, by source and then by destination
+    doorbells, one a rank | channels, by source and then by destination
 
 and a channel (source, destination) is: the words below, SLOTS message headers of one cache line each, and a
 ring of bytes for what does not fit into a header. Who may write which word is told in ring.py.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 PAGE = 4096
 
-# A bell: what its rank sleeps on.
+# A doorbell: what its rank sleeps on.
 DOORBELL_BYTES = 128
 RUNG = 0  # the futex word: counts how often a sleeper was woken
 SLEEPING = 8  # 1 while the rank sleeps or is about to
@@ -37,7 +37,7 @@ INLINE_BYTES = SLOT_BYTES - INLINE
 
 # The private state of a mailbox.
 CONTEXT = 0  # address of the rank's context (layout.py), of which SPINS, YIELDS, POLL_INTERVAL … are read
-DOORBELLS = 8  # address of the bell of rank 0
+DOORBELLS = 8  # address of the doorbell of rank 0
 CHANNELS = 16  # address of the channel (0, 0)
 CHANNEL_BYTES = 24
 RING_BYTES = 32
@@ -129,7 +129,7 @@ def piece_bytes(size: int) -> int:
 
 
 def doorbells_bytes(size: int) -> int:
-    """Return the size of all bells, up to the first channel."""
+    """Return the size of all doorbells, up to the first channel."""
     return -(-size * DOORBELL_BYTES // PAGE) * PAGE
 
 

@@ -101,8 +101,8 @@ class Traffic:
         )
         self._started = False
         self._resting = True
-        self._bell = threading.Lock()
-        self._bell.acquire()
+        self._doorbell = threading.Lock()
+        self._doorbell.acquire()
 
     def forget(self) -> None:
         """Move nothing, and refuse calls, in a forked child, whose parent's these messages are.
@@ -227,7 +227,7 @@ class Traffic:
 
     def _ring(self) -> None:
         try:
-            self._bell.release()
+            self._doorbell.release()
         except RuntimeError:  # it has been rung already
             pass
 
@@ -425,7 +425,7 @@ class Traffic:
         """Sleep until roused, or for so long (None: without end, if there is nothing to do)."""
         self._resting = True
         if not self._closed and (seconds is not None or not (self._pending or self._inbox)):
-            self._bell.acquire(timeout=-1 if seconds is None else seconds)
+            self._doorbell.acquire(timeout=-1 if seconds is None else seconds)
         self._resting = False
 
     def _look(self) -> float:

@@ -16,11 +16,11 @@ header says how many bytes of payload (READY) change hands with it, the rest do 
 
 Why the orderings suffice. Bytes are written, then STAMP or HEAD is stored (a release); the destination loads
 it (acquire) and then reads the bytes. The destination reads the bytes, then stores TAIL or TAKEN (release);
-the source loads it (acquire) and then overwrites them. Nothing else is shared but the bells.
+the source loads it (acquire) and then overwrites them. Nothing else is shared but the doorbells.
 
-Sleeping. A rank sleeps on its own bell, and is woken by whoever published something in one of its channels.
-The sleeper does ``look at RUNG; SLEEPING = 1; look at its channels; sleep if RUNG is unchanged``, a peer
-``publish; look at SLEEPING``. Between the store of SLEEPING and the look at the channels there is a
+Sleeping. A rank sleeps on its own doorbell, and is woken by whoever published something in one of its
+channels. The sleeper does ``look at RUNG; SLEEPING = 1; look at its channels; sleep if RUNG is unchanged``, a
+peer ``publish; look at SLEEPING``. Between the store of SLEEPING and the look at the channels there is a
 sequentially consistent fence, and between the two of the peer as well (or its store is sequentially
 consistent), so at least one of them sees what the other wrote. After each of several pieces a peer looks
 without a fence, which would wait for the copy to reach the cache, and once more with one before it does
@@ -85,28 +85,28 @@ def peer_of(state, peer):
 @njit(**KERNEL_OPTIONS)
 def ring_doorbell(state, rank):
     """Wake ``rank`` if it is seen to sleep."""
-    bell = load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES
-    if load_ordered(bell + w.SLEEPING) == 1 and compare_exchange(bell + w.SLEEPING, 1, 0) == 1:
-        fetch_add(bell + w.RUNG, 1)
-        syscall(FUTEX, bell + w.RUNG, FUTEX_WAKE, 1, 0, 0, 0)
+    doorbell = load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES
+    if load_ordered(doorbell + w.SLEEPING) == 1 and compare_exchange(doorbell + w.SLEEPING, 1, 0) == 1:
+        fetch_add(doorbell + w.RUNG, 1)
+        syscall(FUTEX, doorbell + w.RUNG, FUTEX_WAKE, 1, 0, 0, 0)
 
 
 @njit(**KERNEL_OPTIONS)
 def prepare_sleep(state):
     """Announce that this rank is about to sleep; it must look at its channels once more before it does."""
-    bell = load(state + w.DOORBELLS) + load(state + w.RANK) * w.DOORBELL_BYTES
-    rung = load_ordered(bell + w.RUNG)
-    store_ordered(bell + w.SLEEPING, 1)
+    doorbell = load(state + w.DOORBELLS) + load(state + w.RANK) * w.DOORBELL_BYTES
+    rung = load_ordered(doorbell + w.RUNG)
+    store_ordered(doorbell + w.SLEEPING, 1)
     full_fence()
     return rung
 
 
 @njit(**KERNEL_OPTIONS)
 def sleep(state, rung):
-    """Sleep until the bell has rung since :func:`prepare_sleep`, POLL_INTERVAL at most."""
-    bell = load(state + w.DOORBELLS) + load(state + w.RANK) * w.DOORBELL_BYTES
-    patience = load(load(state + w.CONTEXT) + POLL_INTERVAL)
-    syscall(FUTEX, bell + w.RUNG, FUTEX_WAIT, rung & 0xFFFF_FFFF, patience, 0, 0)
+    """Sleep until the doorbell has rung since :func:`prepare_sleep`, POLL_INTERVAL at most."""
+    doorbell = load(state + w.DOORBELLS) + load(state + w.RANK) * w.DOORBELL_BYTES
+    interval = load(load(state + w.CONTEXT) + POLL_INTERVAL)
+    syscall(FUTEX, doorbell + w.RUNG, FUTEX_WAIT, rung & 0xFFFF_FFFF, interval, 0, 0)
 
 
 @njit(**KERNEL_OPTIONS)
@@ -219,7 +219,7 @@ def take_header(state, peer, header, landing):
         store(known + w.LEFT, length)
         store(known + w.PRESENT, load(header + w.READY))
         store(known + w.LANDING, landing)
-        # No bell: a piece is there, and when it has been taken the bell is rung.
+        # No doorbell: a piece is there, and when it has been taken the doorbell is rung.
         store_release(channel + w.TAKEN, got)
 
 

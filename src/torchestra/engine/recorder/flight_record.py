@@ -143,7 +143,7 @@ def _why_aborted(arena: Readable) -> str | None:
     length = min(max(0, arena.word(at.HEADER_ABORT_LENGTH)), at.HEADER_ABORT_TEXT_BYTES)
     try:
         told = json.loads(arena.text(at.HEADER_ABORT_TEXT, length))
-        return f"{told['why']}{told['standing']}"
+        return f"{told['why']}{told['report']}"
     except (ValueError, TypeError, KeyError):
         return "it was not said why"
 
@@ -165,8 +165,8 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
     operations_ = _ring(arena, record + (at.MULTIHOST_AT if crosses else at.OPERATIONS_AT))
     messages = [(row, numbers) for row in _ring(arena, record + at.MESSAGES_AT)]
     if crosses:
-        parcels = _ring(arena, record + at.REMOTE_MESSAGES_AT)
-        messages = sorted([*messages, *((row, range(size)) for row in parcels)], key=_stamp)
+        remote = _ring(arena, record + at.REMOTE_MESSAGES_AT)
+        messages = sorted([*messages, *((row, range(size)) for row in remote)], key=_stamp)
     since = arena.word(record + at.WAITING_SINCE)
     blamed = [0] * size
     for place, number in enumerate(numbers):

@@ -1,6 +1,6 @@
-"""The entries of messages to and from other hosts (*parcels*): a ring of its own, as recorder.py has them.
+"""The entries of messages to and from other hosts: a ring of its own, as recorder.py has them.
 
-Who writes: one thread at a time, which holds the lock of the rank's journal (multihost/message_recorder.py).
+Who writes: one thread at a time, which holds the lock of the rank's recorder (multihost/message_recorder.py).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -31,7 +31,7 @@ def open_remote_message(context, what, tag, nbytes, other):
     """Begin a message to or from another host; return its number."""
     record = load(context + RECORD)
     number = fetch_add(record + MESSAGES_OPENED, 1) + 1
-    write_entry(_parcel(record, number), number, now(context), what, tag, nbytes, other)
+    write_entry(_remote_message(record, number), number, now(context), what, tag, nbytes, other)
     return number
 
 
@@ -39,7 +39,7 @@ def open_remote_message(context, what, tag, nbytes, other):
 def remote_message_came(context, number, source):
     """Note that what a receive wants has begun to come."""
     record = load(context + RECORD)
-    entry = _parcel(record, number)
+    entry = _remote_message(record, number)
     if load(entry + STAMP) == number:
         _note_source(record, entry, source, now(context))
     return 0
@@ -49,7 +49,7 @@ def remote_message_came(context, number, source):
 def close_remote_message(context, number, source, nbytes, well):
     """End a message to or from another host; ``source`` is -1 unless one was received."""
     record = load(context + RECORD)
-    entry = _parcel(record, number)
+    entry = _remote_message(record, number)
     if well != 0:
         store(record + REMOTE_MESSAGES_BYTES, load(record + REMOTE_MESSAGES_BYTES) + nbytes)
     if load(entry + STAMP) == number:
@@ -70,5 +70,5 @@ def _note_source(record, entry, source, time):
 
 
 @njit(**_HELD)
-def _parcel(record, number):
+def _remote_message(record, number):
     return record + REMOTE_MESSAGES_AT + (number & (ENTRIES - 1)) * ENTRY_BYTES

@@ -4,8 +4,8 @@ Each rank has a record in the arena (layout.py) with rings of ENTRIES entries, o
 messages, that is written in passing and never read by the rank itself. Number n lies in entry n modulo
 ENTRIES. Of collectives, n is the sequence number of the group. Where the group has several hosts, these are
 the steps that its operations consist of within this one, and the operations themselves lie in a third ring.
-Messages to and from other hosts (parcels.py) lie in a fourth; they and those within the host are numbered
-together, so the last ENTRIES of both are always there.
+Messages to and from other hosts (message_records.py) lie in a fourth; they and those within the host are
+numbered together, so the last ENTRIES of both are always there.
 
 Who writes. A ring has one writer at a time: the thread that runs the rank's collectives, that holds its
 mailbox, or that holds the lock of its recorder (multihost/message_recorder.py). Anybody reads at any time,
