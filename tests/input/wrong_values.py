@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import torchestra as dist
+
 
 class Hostile:
     """Cannot be shown, compared, or asked whether it is true."""
@@ -117,7 +119,12 @@ ODD_TENSORS: dict[str, Callable[[], object]] = {
     "without its memory": _resized_away,
     "without any memory": lambda: torch._efficientzerotensor(2),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "masked": lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])),
+    "functional": lambda: torch._to_functional_tensor(torch.ones(2)),
 }
+# By rank, a group that it was in until it was destroyed.
+destroyed_groups: dict[int, object] = {}
+GROUPS: dict[str, Callable[[], object]] = {"destroyed": lambda: destroyed_groups[dist.get_rank()]}
 
 DURATIONS: dict[str, Callable[[], object]] = {
     "negative": lambda: -1,
@@ -188,6 +195,7 @@ OUT_OF_RANGE: dict[str, dict[str, Callable[[], object]]] = {
         ("rpc_sync.timeout", "rpc_async.timeout", "remote.timeout", "to_here.timeout"), CALL_DURATIONS
     ),
     "tag": TAGS,
+    "group": GROUPS,
     "timeout": DURATIONS,
     "host_name": HOSTS,
     "port": PORTS,
@@ -196,8 +204,21 @@ OUT_OF_RANGE: dict[str, dict[str, Callable[[], object]]] = {
 
 # They return a tensor as it is, or only keep it.
 TAKES_ODD_TENSORS = ("wait_tensor", "P2POp")
+# They only tell of a group, allocate, or note something that is refused when it is used.
+TAKES_DESTROYED_GROUPS = {
+    *("P2POp", "coalescing_manager", "empty", "flight_record", "full", "get_backend", "get_backend_config"),
+    *(
+        "get_group_rank",
+        "get_global_rank",
+        "get_process_group_ranks",
+        "get_rank",
+        "get_world_size",
+        "group_rank",
+    ),
+    *("expand_group", "from_group", "new_subgroups", "ones", "set_pg_timeout", "zeros"),
+}
 # What is traced with, and of what torch makes ordinary tensors: the functional collectives take these.
-TRACED = ("on no device", "fake", "without any memory")
+TRACED = ("on no device", "fake", "without any memory", "functional")
 
 
 def fits(hint: Any, value: object) -> bool:
@@ -242,6 +263,8 @@ def wrong_values(function: str, parameter: str, hint: Any) -> Iterator[tuple[str
     ranges = OUT_OF_RANGE.get(f"{function}.{parameter}", OUT_OF_RANGE.get(parameter, {}))
     if hint is torch.Tensor and function not in TAKES_ODD_TENSORS:
         yield from (odd for odd in ODD_TENSORS.items() if parameter != "self" or odd[0] not in TRACED)
+    if ranges is GROUPS and function in TAKES_DESTROYED_GROUPS:
+        return
     for label, make in ranges.items():
         if fits(hint, make()):
             yield f"out of range: {label}", make

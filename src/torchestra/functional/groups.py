@@ -61,6 +61,10 @@ def _check_memory(tensors: object, parameter: str, name: str) -> None:
     Fake and meta tensors are traced with, and those in torch's own wrappers have their memory elsewhere.
     """
     for tensor in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
+        if isinstance(tensor, torch.masked.MaskedTensor):  # which takes no operators but torch's own
+            raise InvalidArgumentError(
+                f"{name}: `{parameter}` is a MaskedTensor; give its .get_data() and .get_mask() one by one"
+            )
         if not isinstance(tensor, torch.Tensor) or tensor.__class__ not in TENSORS or not tensor.is_cpu:
             continue
         if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -311,7 +311,9 @@ def destroy_process_group(group: AnyGroup | None = None) -> None:
         world.close()
         return
     if world.groups.get(group.group_name) is not group:
-        raise NotInitializedError(f"{group!r} is not a group of this rank, or was destroyed already")
+        raise NotInitializedError(
+            f"destroy_process_group: `group` {group!r} is not a group of this rank, or was destroyed already"
+        )
     world.remove(group)
     group.destroy()
     work_registry.report(group)
