@@ -75,17 +75,7 @@ def launch(
         NotReadyError: Ray is not installed.
         DistError: the Ray cluster cannot be reached, or an actor cannot be started there.
     """
-    if nproc != "auto" and not 1 <= nproc <= _MOST_RANKS:
-        raise InvalidArgumentError(
-            f"launch: nproc must be a positive int or 'auto', got {shown(nproc)}, where {_MOST_RANKS} is the"
-            " most"
-        )
-    for variable, value in (env or {}).items():
-        if not variable or "=" in variable or not _is_plain(variable) or not _is_plain(value):
-            raise InvalidArgumentError(
-                f"launch: `env` must have names and values of environment variables, got"
-                f" {shown(variable)}: {shown(value)}"
-            )
+    _check_arguments(nproc, env or {})
     timeout_s = None if timeout is None else timeout_seconds(timeout, "launch")
     if on is not None:
         return _launch_elsewhere(fn, nproc, args, kind, timeout_s, env or {}, on)
@@ -100,6 +90,20 @@ def launch(
 
         return launch_threads(fn, ranks, args, timeout_s)
     raise InvalidArgumentError(f"launch: kind must be 'processes' or 'threads', got {kind!r}")
+
+
+def _check_arguments(nproc: int | Literal["auto"], env: Mapping[str, str]) -> None:
+    if nproc != "auto" and not 1 <= nproc <= _MOST_RANKS:
+        raise InvalidArgumentError(
+            f"launch: nproc must be a positive int or 'auto', got {shown(nproc)}, where {_MOST_RANKS} is the"
+            " most"
+        )
+    for variable, value in env.items():
+        if not variable or "=" in variable or not _is_plain(variable) or not _is_plain(value):
+            raise InvalidArgumentError(
+                f"launch: `env` must have names and values of environment variables, got"
+                f" {shown(variable)}: {shown(value)}"
+            )
 
 
 def _is_plain(text: str) -> bool:
