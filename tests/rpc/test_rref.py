@@ -269,7 +269,7 @@ def die_at_any_moment() -> None:
         return call(*args, **kwargs)
 
     agent.call = watched_call
-    with agent.pool._gate:  # as if the garbage collector ran while a thread of the crew is added
+    with agent.pool._gate:  # as if the garbage collector ran while a thread of the pool is added
         del rref
         assert here not in calls
     await_counts(1, NOTHING)

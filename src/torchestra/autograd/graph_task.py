@@ -1,10 +1,10 @@
-"""Backward passes: what one worker does in one, and how the workers come to an end of it together.
+"""Graph tasks: what one worker does in a backward pass, and how the workers come to its end together.
 
 The worker where ``backward()`` was called is the *origin*. Every worker takes part once, from the first that
 it is told of the pass: it runs torch's own engine once, over all that its roots and its sends lead to.
 
 *Sends* are sources of that graph. Their nodes run after everything else that is ready, and of them the one
-that was made last; it waits until its gradients have come. *RecvRpc* send gradients back as soon as they
+that was made last; it waits until its gradients have come. *Receipts* send gradients back as soon as they
 run. A receipt that nothing leads to tells so at once: its message was not used, and its send has no gradient
 to wait for. So every message that has tensors in it is answered by exactly one.
 
