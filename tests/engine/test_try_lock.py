@@ -139,7 +139,7 @@ def test_of_waiting_for_an_answer(monkeypatch: pytest.MonkeyPatch, what: str, ta
             set_holder(pool._checking, None)
         pool.wait(endpoint.awaited)
 
-    locks = [pool._leader] if taken else [pool._leader, pool._checking, pool._standby]
+    locks = [pool._leader] if taken else [pool._leader, pool._checking, pool._follower]
     interrupt_everywhere(call, locks, [pool_file.__file__], taken)
     assert pool._waiting == []
     assert not pool._draining

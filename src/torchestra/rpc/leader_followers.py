@@ -6,10 +6,10 @@ that waits for an answer becomes the leader if there is none, and mostly receive
 wakes no thread at the caller, and one at the worker called.
 
 *The pool* are threads of our own. One that has received a call executes it itself. While it does, nobody
-leads: so there must be a *standby* (endpoint_kernels.py), a follower that becomes the leader when a message
-stays unreceived. The invariant: **a thread of the pool begins to run a function, or to deal with an answer,
-whose callbacks may wait for others, only while another one is free** (leading, standing by, idle with a
-standby there, or on its way to one of these). Threads are added as this asks for, up to a limit; at the
+leads: so there must be a *follower* (endpoint_kernels.py), which becomes the leader when a message stays
+unreceived. The invariant: **a thread of the pool begins to run a function, or to deal with an answer,
+whose callbacks may wait for others, only while another one is free** (leading, following, idle with a
+follower there, or on its way to one of these). Threads are added as this asks for, up to a limit; at the
 limit, calls wait in ``queue``, and everything else goes on.
 
 So somebody always receives, whatever functions and callbacks wait for, sends to a peer that is slow included;
@@ -87,7 +87,7 @@ class LeaderFollowersPool:
         self._check = check
         self.max_idle = max_idle
         self._leader = TryLock()
-        self._standby = TryLock()
+        self._follower = TryLock()
         self._checking = TryLock()
         self._next_check = 0.0
         self._draining = False  # a thread wants to lead, and no other shall
@@ -270,7 +270,7 @@ class LeaderFollowersPool:
             raise
 
     def _serve(self) -> None:
-        """Lead, work, stand by or idle, until the pool is closed or has threads enough."""
+        """Lead, follow, work or idle, until the pool is closed or has threads enough."""
         thread = threading.current_thread()
         endpoint = self._endpoint
         must_lead = False
@@ -299,11 +299,11 @@ class LeaderFollowersPool:
                         received[1]()  # an answer: threads that work may wait for it
                 if self._waiting:
                     self._promote()
-            elif endpoint is not None and self._standby.take(claim):
+            elif endpoint is not None and self._follower.take(claim):
                 try:
                     must_lead = endpoint.watch()
                 finally:
-                    del self._standby.holder
+                    del self._follower.holder
                 self.check()
             elif not self._idle_until_needed(thread):
                 return
@@ -319,7 +319,7 @@ class LeaderFollowersPool:
                 if len(self._threads) >= self.max_threads:
                     return False
                 self._add()
-            elif self._idle and self._standby.holder is None:
+            elif self._idle and self._follower.holder is None:
                 self._idle.pop().release()
             self._busy += 1
         thread.is_working = True  # type: ignore[attr-defined]
@@ -340,7 +340,7 @@ class LeaderFollowersPool:
         """Sleep until needed; return False if there are enough that do."""
         latch = threading.Lock()
         with self._gate:
-            if self.closed or self.queue or not (self._standby.holder is not None or self._endpoint is None):
+            if self.closed or self.queue or not (self._follower.holder is not None or self._endpoint is None):
                 return True
             if len(self._idle) >= self.max_idle:
                 self._threads.discard(thread)
