@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torchestra.types import ReduceOp
@@ -96,6 +96,8 @@ class Collective:
         on_devices: NCCL and its like have it; if not, tensors of a device go through the host.
         synchronises: no rank ends it before every other has begun it.
         traced_as: what torch's profilers know it by.
+        in_place: it replaces the tensor that it reads.
+        moves: it only moves elements between tensors, and so takes complex ones as pairs of reals.
     """
 
     name: str
@@ -119,21 +121,17 @@ class Collective:
     on_devices: bool = True
     synchronises: bool = False
     traced_as: str = ""
+    in_place: bool = field(init=False, default=False)
+    moves: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         for attribute in ("algorithm", "method", "traced_as"):
             if not getattr(self, attribute):
                 object.__setattr__(self, attribute, self.name)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether it replaces the tensor that it reads."""
-        return self.output is not None and self.output is self.input
-
-    @property
-    def moves(self) -> bool:
-        """Whether it only moves elements between tensors, and so takes complex ones as pairs of reals."""
-        return self.output is not None and not self.reduces and not self.in_place
+        in_place = self.output is not None and self.output is self.input
+        object.__setattr__(self, "in_place", in_place)
+        moves = self.output is not None and not self.reduces and not in_place
+        object.__setattr__(self, "moves", moves)
 
 
 COLLECTIVES: dict[str, Collective] = {}
