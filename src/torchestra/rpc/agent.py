@@ -158,7 +158,6 @@ class Agent:
         """Have a worker call a function; return a future of the result.
 
         Args:
-            to: the rank of the worker.
             timeout: in seconds; 0 without end, -1 the agent's.
             creates: the reference that the result is to be kept under, instead of being sent back.
             keep: what must live until the answer is there.
@@ -170,11 +169,7 @@ class Agent:
             Exception: what pickling raised. Nothing was sent.
         """
         if self.closed:
-            raise RpcError(
-                str(refusal(f"worker {self.info.name!r} cannot make calls"))
-                if self.inherited
-                else f"worker {self.info.name!r} has shut down: no calls can be made any more"
-            )
+            raise self._closed_error()
         if self.rrefs.dropped:
             self.rrefs.clear_dropped()
         encoded = recorder = None
@@ -186,10 +181,7 @@ class Agent:
                     recorder = scope.outgoing(to, (args, kwargs), is_call=True)
                 encoded = self.encode(to, (function, args, kwargs), creates, recorder)
         except (pickle.PicklingError, AttributeError) as error:
-            raise type(error)(
-                f"{error} (in a call of {name_of(function)} on worker {self.workers[to].name!r}:"
-                " functions and classes are sent by name, so they must be at the top level of a module)"
-            ) from error
+            raise self._pickling_error(error, to, function) from error
         number = self.calls_made = next(self._numbers)
         call = PendingCall(
             to,
@@ -210,6 +202,17 @@ class Agent:
         if recorder is not None:
             recorder.sent()
         return call
+
+    def _closed_error(self) -> RpcError:
+        if self.inherited:
+            return RpcError(str(refusal(f"worker {self.info.name!r} cannot make calls")))
+        return RpcError(f"worker {self.info.name!r} has shut down: no calls can be made any more")
+
+    def _pickling_error(self, error: Exception, to: int, function: Any) -> Exception:
+        return type(error)(
+            f"{error} (in a call of {name_of(function)} on worker {self.workers[to].name!r}:"
+            " functions and classes are sent by name, so they must be at the top level of a module)"
+        )
 
     def encode(
         self, to: int, item: object, creates: Creation | None = None, recorder: TensorRecorder | None = None
