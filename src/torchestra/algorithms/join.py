@@ -83,7 +83,7 @@ class Joinable(ABC):
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """Where tensors for the collectives of the join context itself are to be."""
+        """Return where tensors for the collectives of the join context itself are to be."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What stands for a renamed program's main module in the processes that it starts (running.py)."""
+"""The stand-in for a renamed program's main module in the processes that it starts (running.py)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Creator = Callable[..., Any]
 
 class _EveryGroup(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        """Every group is a ProcessGroup, of whatever backend; of classes derived from it, as ever."""
+        """Return every group is a ProcessGroup, of whatever backend; of classes derived from it, as ever."""
         return isinstance(instance, process_group.ProcessGroup) and (
             cls is ProcessGroup or type.__instancecheck__(cls, instance)
         )

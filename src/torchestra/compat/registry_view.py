@@ -1,4 +1,4 @@
-"""What this rank's groups are, in the form in which torch keeps it: ``_world``, to be read only."""
+"""A read-only view of this rank's groups in the form in which torch keeps it: ``_world``."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class _World:
 
     @property
     def pg_backend_config(self) -> dict[ProcessGroup, str]:
-        """Which backend each group has for which device."""
+        """Return which backend each group has for which device."""
         return {group: get_backend_config(group) for group in self._groups()}
 
     @property
     def group_count(self) -> int:
-        """How many groups all ranks have made together."""
+        """Return how many groups all ranks have made together."""
         return get_pg_count()
 
     @property

@@ -173,7 +173,7 @@ class DeviceMesh:
 
     @property
     def device_type(self) -> str:
-        """What the ranks compute on."""
+        """Return what the ranks compute on."""
         return self._device_type
 
     @property
@@ -183,7 +183,7 @@ class DeviceMesh:
 
     @property
     def ndim(self) -> int:
-        """How many dimensions there are."""
+        """Return how many dimensions there are."""
         return len(self._shape)
 
     @property

@@ -149,7 +149,8 @@ def all_gather_into_tensor_coalesced(
 def reduce_scatter_tensor(
     self: torch.Tensor, reduceOp: str | ReduceOp, scatter_dim: int, group: Group, tag: str = ""
 ) -> torch.Tensor:
-    """This rank's piece of the reduction of all ranks' tensors, which is cut in dimension ``scatter_dim``.
+    """Return this rank's piece of the reduction of all ranks' tensors, which is cut in dimension
+    ``scatter_dim``.
 
     Raises:
         InvalidShapeError: the dimension's length is no multiple of the group's size.

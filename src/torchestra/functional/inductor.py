@@ -1,4 +1,4 @@
-"""What Inductor must know of the operators: that a result is written later, and when to wait for it.
+"""Lowerings of the operators for Inductor: a result is written later, and waited for when it is used.
 
 For an operator that it knows nothing of, Inductor takes the outputs as ready and the inputs as free when the
 call returns. Neither holds here, so the operators get lowerings: to the kernels that it has for collectives.

@@ -1,1 +1,1 @@
-"""Where torchestra serves other libraries; the only place, bridges apart, that imports torch.distributed."""
+"""torchestra for other libraries; the only package, bridges apart, that imports torch.distributed."""

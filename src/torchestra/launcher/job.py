@@ -118,7 +118,7 @@ class Job(JobListener):
 
     @property
     def stopping(self) -> bool:
-        """Whether the ranks are being ended."""
+        """Return whether the ranks are being ended."""
         return self._stop_time is not None
 
     @property

@@ -44,7 +44,7 @@ class FailedRank:
 
     @property
     def consequence(self) -> bool:
-        """Whether the rank failed because another one was gone."""
+        """Return whether the rank failed because another one was gone."""
         return self.failure is not None and self.failure.consequence
 
     @property

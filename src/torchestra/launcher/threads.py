@@ -81,7 +81,7 @@ class ThreadRanks:
 
     @property
     def any_failed(self) -> bool:
-        """Whether a rank has raised."""
+        """Return whether a rank has raised."""
         return any(each.failure is not None for each in self.ranks)
 
     def _all_done(self) -> bool:

@@ -61,7 +61,9 @@ class Job:
 
     @property
     def pid(self) -> int:
-        """What the job is called by: the process of rank 0 of its first group, or the first that lives."""
+        """Return what the job is called by: the process of rank 0 of its first group, or the first that
+        lives.
+        """
         pid, _ = self.groups[0].arena.process(0)
         return pid if pid in self.pids else min(self.pids)
 

@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: by what a launcher says, an address, a file, or a store."""
+"""Rendezvous: ranks find each other by a launcher's variables, an address, a file, or a store."""
 
 from __future__ import annotations
 

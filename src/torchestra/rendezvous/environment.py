@@ -1,4 +1,4 @@
-"""What the launchers say to their ranks through environment variables.
+"""The environment variables by which launchers tell ranks their place.
 
 =================  ==========================================  ==========================================
 source             rank and number of ranks                    the same within the host

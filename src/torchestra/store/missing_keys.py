@@ -1,4 +1,4 @@
-"""Which of many keys are not there, in a few requests."""
+"""Finding the keys that a store lacks, in a few requests."""
 
 from __future__ import annotations
 

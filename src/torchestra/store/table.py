@@ -1,4 +1,4 @@
-"""What a store remembers, and who waits for it.
+"""The contents of a store, and the waits for them.
 
 A :class:`Table` is the contents of a store: values, queues, and the waiting waits. It knows no threads,
 sockets or files; whoever owns it (HashStore under a lock, the TCP server in its one thread, FileStore

@@ -1,1 +1,1 @@
-"""What is asked of the operating system: forks, limits, memory files, and directories for caches."""
+"""Services of the system: forks, limits, memory files, deadlines, proofs of the secret, cache directories."""

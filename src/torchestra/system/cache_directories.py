@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: directories that only this user, or root, can put anything into.
+"""Directories for compiled kernels, into which only this user, or root, can put anything.
 
 A compiled kernel is code, and a file of Numba's cache is unpickled. So a directory is used only if each part
 of its path belongs to this user or to root, no part can be written by others (but for directories with the

@@ -1,4 +1,4 @@
-"""What becomes of a rank's groups, connections and workers in a process that is forked from it.
+"""The fate of a rank's groups, connections and workers in a process that is forked from it.
 
 A forked child has all of its parent's memory, so also the groups' shared memory and the parent's place in it.
 It is not that rank, though: were it to take part, the parent's next operation would find its place taken. So

@@ -1,4 +1,4 @@
-"""What tests of distributed code need: ranks as threads or processes, skips, faults, and a pytest plugin.
+"""Tests of distributed code: ranks as threads or processes, skips, faults, and a pytest plugin.
 
 ``@pytest.mark.ranks(4)`` runs a plain test function on four ranks (the plugin; installing torchestra is
 enough). For unittest there are :class:`MultiThreadedTestCase`, :class:`MultiProcessTestCase` and

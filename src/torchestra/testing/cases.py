@@ -54,7 +54,7 @@ class RankTests(_WithoutTests):
 
     @property
     def world_size(self) -> int:
-        """How many ranks; override it."""
+        """Return how many ranks; override it."""
         return DEFAULT_WORLD_SIZE
 
     def setUp(self) -> None:

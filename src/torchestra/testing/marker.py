@@ -61,7 +61,7 @@ class RanksSpec:
 
     @property
     def label(self) -> str:
-        """How it stands in the test's name."""
+        """Return how it stands in the test's name."""
         return f"{self.size}-{self.kind}"
 
 

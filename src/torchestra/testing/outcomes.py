@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank neither ended well nor skipped."""
+        """Return whether the rank neither ended well nor skipped."""
         ended_well = self.error is None or (
             isinstance(self.error, SystemExit) and self.error.code in (None, 0)
         )
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def consequence(self) -> bool:
-        """Whether the rank failed only because another was gone."""
+        """Return whether the rank failed only because another was gone."""
         return isinstance(self.error, GroupAbortedError)
 
 

@@ -71,12 +71,12 @@ class MultiProcessTests(RankTests):
 
     @property
     def is_master(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     @property
     def destroy_pg_upon_exit(self) -> bool:
-        """Whether a rank's default group is destroyed after the test; override it to keep it."""
+        """Return whether a rank's default group is destroyed after the test; override it to keep it."""
         return True
 
     def setUp(self) -> None:

@@ -132,7 +132,7 @@ class RankRequest:
 
     @property
     def param(self) -> Any:
-        """What the fixture is parametrized with.
+        """Return what the fixture is parametrized with.
 
         Raises:
             AttributeError: it is not.

@@ -1,4 +1,4 @@
-"""Which groups ranks make together, and whether all of them make the same.
+"""The agreement on groups that ranks make together: all must make the same.
 
 A rank that makes groups says first which in the store, in one request, under the name of the first of them:
 the first rank to come leaves its lists there, and every other compares its own with them. One whose lists

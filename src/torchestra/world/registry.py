@@ -1,4 +1,4 @@
-"""Which groups a rank has, by name and by tag.
+"""The registry of a rank's groups, by name and by tag.
 
 A process that is a rank has one :class:`World`. Where ranks are threads each has its own, which a thread
 finds by the rank that it belongs to (thread_ranks.py).

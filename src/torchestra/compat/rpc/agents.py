@@ -32,7 +32,7 @@ class TensorPipeAgent(RpcAgent):
         return list(self._agent.workers)
 
     def get_debug_info(self) -> dict[str, str]:
-        """Counts of calls and threads."""
+        """Count of calls and threads."""
         return {name: count for name, count in debug_info().items() if name.startswith("agent.")}
 
     get_metrics = get_debug_info

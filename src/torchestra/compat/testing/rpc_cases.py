@@ -1,4 +1,4 @@
-"""What tests of remote calls find around them: ranks that are workers, and waits for what workers hear late.
+"""The test cases of remote calls: ranks that are workers, and waits for what workers hear late.
 
 From ``torch.testing._internal.dist_utils`` and ``.distributed.rpc``'s fixtures.
 """
@@ -169,12 +169,12 @@ class RpcAgentTestFixture(ABC):
 
     @property
     def world_size(self) -> int:
-        """How many ranks a test has."""
+        """Return how many ranks a test has."""
         return 4
 
     @property
     def init_method(self) -> str:
-        """Where workers meet."""
+        """Return where workers meet."""
         if os.environ.get("RPC_INIT_WITH_TCP") == "1":
             return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         return self.file_init_method

@@ -1,4 +1,4 @@
-"""What a test of PyTorch's finds around it: stores, directories, time limits, examples of tensors."""
+"""The surroundings of a test of PyTorch's: stores, directories, time limits, examples of tensors."""
 
 from __future__ import annotations
 

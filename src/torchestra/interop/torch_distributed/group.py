@@ -68,7 +68,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     # -- what it is
 
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """Return this rank's number in the group."""
         return self._rank
 
     def size(self) -> int:
@@ -96,7 +96,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
 
     @property
     def group_desc(self) -> str:
-        """What the group is for, in words."""
+        """Return what the group is for, in words."""
         return self._description
 
     def getGroupDesc(self) -> str:
@@ -115,7 +115,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
 
     @property
     def options(self) -> GroupOptions:
-        """What the group was made with, and its present time-out; a copy."""
+        """Return what the group was made with, and its present time-out; a copy."""
         return self.inner.options
 
     def set_timeout(self, timeout: Timeout) -> None:

@@ -1,4 +1,4 @@
-"""How ranks are placed on a Ray cluster: options, and the arguments of ``torchestra run`` for them."""
+"""Options for the placement of ranks on a Ray cluster, and the arguments of ``torchestra run`` for them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RayOptions:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one rank takes, in Ray's words."""
+        """Return what one rank takes, in Ray's words."""
         wanted = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus)}
         return {resource: amount for resource, amount in wanted.items() if amount}
 

@@ -1,4 +1,4 @@
-"""Where ranks are on a Ray cluster: a placement group with a bundle for each, and an actor in each bundle."""
+"""The placement of ranks on a Ray cluster: a bundle for each, and an actor in each bundle."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class BucketReducer:
 
     @property
     def needs_flat(self) -> bool:
-        """Whether each bucket must have memory for all its gradients."""
+        """Return whether each bucket must have memory for all its gradients."""
         return self._as_views or self.has_hook
 
     def set_hook(self, hook: CommHook, state: Any) -> None:

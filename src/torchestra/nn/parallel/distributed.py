@@ -345,7 +345,7 @@ class DistributedDataParallel(Controls):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether buffers are replaced by rank 0's."""
+        """Return whether buffers are replaced by rank 0's."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter

@@ -122,7 +122,7 @@ class ReadyTracker:
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients have arrived in the round."""
+        """Return whether gradients have arrived in the round."""
         return self.is_open and sum(self.missing) + len(self.unused) != self._count
 
     def outstanding(self) -> list[int]:
@@ -188,7 +188,7 @@ class ReadyTracker:
 
     @property
     def is_counting(self) -> bool:
-        """Whether this is the first round of a static graph."""
+        """Return whether this is the first round of a static graph."""
         return self.static and self._static_template is None
 
     def finish_counting(self) -> None:

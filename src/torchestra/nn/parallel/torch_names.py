@@ -93,7 +93,7 @@ class _BucketCapacityConfig:
 
     @property
     def has_custom_per_bucket_caps(self) -> bool:
-        """Whether a list was given."""
+        """Return whether a list was given."""
         return bool(self.per_bucket_bytes_caps)
 
     def compute_bucket_size_limits(

@@ -1,4 +1,4 @@
-"""Where a store listens and is reached: TCP addresses, and Unix sockets without a file.
+"""The address of a store: TCP, or a Unix socket without a file.
 
 ``unix:@name`` is Linux's abstract Unix socket: a name in the kernel, gone with the process that bound
 it, however that ends, and open to processes of the same user only (checked by asking the kernel who is

@@ -1,4 +1,4 @@
-"""What is on this host, and whose it is: the questions on which a store without a secret depends.
+"""Locality: this host's addresses, and the owners of connections; a store without a secret relies on them.
 
 Without a secret a store is for the processes of one user on one host. Which host is told by addresses, see
 :func:`is_own`; which user by the kernel: of a Unix socket with ``SO_PEERCRED``, of a TCP connection within

@@ -1,4 +1,4 @@
-"""What travels between a TCPStore and its server. Bytes only: nothing is ever unpickled.
+"""The protocol between a TCPStore and its server. Bytes only: nothing is ever unpickled.
 
 A connection begins with a handshake of fixed size::
 

@@ -1,4 +1,4 @@
-"""What each request does to the table."""
+"""The requests of a store's clients, carried out on its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which server a master uses: one of its own, or one that several masters of the process share."""
+"""The server of a master: one of its own, or one that several masters of the process share."""
 
 from __future__ import annotations
 
