@@ -3,9 +3,8 @@
 The ranks are simulated, their joining is not: each is a thread of one of a few processes, with a client of
 its own of one TCPStore, and goes through what ``init_process_group`` does on several hosts up to where bytes
 begin to move: meet (rendezvous/gathering.py), find out who shares a host by attaching (host_discovery.py),
-fetch the memory of its host (joining.py), and on one rank of each host begin to watch the others
-(failure_detector.py). Hosts are told apart by their ids. The store's server is in the process that prints,
-and counts what it is asked.
+and fetch the memory of its host (joining.py). Hosts are told apart by their ids. The store's server is in the
+process that prints, and counts what it is asked.
 
 Left out is what needs a machine per host: the kernels' first barrier, and the rails of Gloo. An end of a rail
 asks the store a few things more, whatever the number of hosts (tests/multihost/test_requests.py). What a
@@ -34,8 +33,6 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory import fd_passing
 from torchestra.engine.memory.fd_passing import DescriptorServer, request_descriptor
 from torchestra.engine.multihost import host_discovery
-from torchestra.engine.multihost.failure_detector import HeartbeatMonitor
-from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.engine.multihost.host_discovery import find_hosts
 from torchestra.engine.recorder.clock import Moment, best_clock
 from torchestra.rendezvous.gathering import gather
@@ -48,8 +45,7 @@ from torchestra.world.registry import thread_rank
 SECRET = "a secret of this benchmark"
 LIMIT = 600.0
 STACK = 256 << 10
-STEPS = ("connect", "meet", "find hosts", "fetch memory", "watch")
-WATCHED = 5.0
+STEPS = ("connect", "meet", "find hosts", "fetch memory")
 
 
 class Turn:
@@ -141,7 +137,7 @@ class Rank:
         self.host = f"host{rank // per_host}"
         self.ends: list[float] = []
         self.error = ""
-        self.monitor: HeartbeatMonitor | None = None
+        self.context: RankContext | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
@@ -161,12 +157,7 @@ class Rank:
         self._note()
         host = hosts.host_at(self.rank)
         here = hosts.on(host)
-        context = self._fetch_memory(PrefixStore(f"host/{host}", own), here.index(self.rank), len(here))
-        self._note()
-        if context is not None:
-            watch = PrefixStore("watch", own)
-            self.monitor = HeartbeatMonitor(watch, hosts, host, context, heartbeat_bound())
-            self.monitor.start()
+        self.context = self._fetch_memory(PrefixStore(f"host/{host}", own), here.index(self.rank), len(here))
         self._note()
 
     def _fetch_memory(self, store: PrefixStore, local_rank: int, size: int) -> RankContext | None:
@@ -267,15 +258,11 @@ def run(size: int, per_host: int, processes: int, port: int, traffic: Traffic) -
         ends = [each for _, listed, _ in answers for each in listed]
         ranks_cpu = sum(cpu for *_, cpu in answers)
         print(f"CPU: ranks {ranks_cpu:.1f} s, server {time.process_time() - before:.1f} s")
-        time.sleep(WATCHED)
-        beats, _ = traffic.take()
     finally:
         for worker in workers:
             worker.kill()
             worker.join()
-    return max(each[-1] for each in ends) - began, described(
-        size, per_host, began, ends, requests, moved, beats
-    )
+    return max(each[-1] for each in ends) - began, described(size, per_host, began, ends, requests, moved)
 
 
 def described(
@@ -285,7 +272,6 @@ def described(
     ends: list[list[float]],
     requests: Counter[str],
     moved: Counter[str],
-    beats: Counter[str],
 ) -> list[str]:
     """Return what to print."""
     lines = [
@@ -299,8 +285,7 @@ def described(
     for kind in [*sorted(requests, key=lambda kind: -requests[kind]), "all"]:
         number, total = (requests.total(), moved.total()) if kind == "all" else (requests[kind], moved[kind])
         lines.append(f"{kind:<14}{number:>10}{number / size:>10.2f}{total:>14}{total / size:>10.0f}")
-    rate = beats.total() / WATCHED
-    return [*lines, "", f"afterwards, to watch each other: {rate:.0f} requests per second", ""]
+    return [*lines, ""]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from simulated import SECONDS, Layout
 
 import torchestra as dist
 from torchestra.store import Store, TCPStore
-from worlds import ProcessWorld, processes
+from worlds import ProcessWorld, leave_note, processes
 
 _CLONE_NEWNET = 0x40000000
 _SECRET = "a secret of these tests"
@@ -97,10 +98,15 @@ def on_hosts(
     *args: Any,
     timeout: float = SECONDS,
     heartbeat: float = 10.0,
+    server: bool = False,
 ) -> Iterator[ProcessWorld]:
-    """Ranks that are processes on the hosts of a network, and run ``fn(*args)`` while the block does."""
+    """Ranks that are processes on the hosts of a network, and run ``fn(*args)`` while the block does.
+
+    Args:
+        server: the store is in a process of its own, whose id is in the note ``server``.
+    """
     names = [network.hosts[host] for host, ranks in enumerate(layout) for _ in range(ranks)]
-    arguments = (names, timeout, heartbeat, fn, args)
+    arguments = (names, timeout, heartbeat, server, fn, args)
     with processes(len(names), be_on_real_host, *arguments, init=False) as world:
         yield world
 
@@ -113,6 +119,15 @@ def enter(name: str) -> None:
     os.close(descriptor)
 
 
+def serve_store() -> int:
+    """Serve a store from a process of its own on this host; the port."""
+    program = [sys.executable, "-m", "torchestra.store.tcp", "--host", "10.77.0.1", "--port", "0"]
+    made = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+    leave_note("server", str(made.pid))
+    assert made.stdout is not None
+    return int(made.stdout.readline().rpartition(":")[2])
+
+
 def be_on_real_host(
     store: Store,
     rank: int,
@@ -120,13 +135,16 @@ def be_on_real_host(
     names: list[str],
     timeout: float,
     heartbeat: float,
+    server: bool,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Any:
     """The life of a rank. The store is in a file, which hosts of this kind share."""
     os.environ.update({"TORCHESTRA_SECRET": _SECRET, "TORCHESTRA_HEARTBEAT": str(heartbeat)})
     enter(names[rank])
-    if rank == 0:
+    if rank == 0 and server:
+        store.set("port", str(serve_store()))
+    if rank == 0 and not server:
         shared = TCPStore("10.77.0.1", 0, is_master=True)
         store.set("port", str(shared.port))
     else:

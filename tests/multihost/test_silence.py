@@ -1,21 +1,26 @@
-"""What wardens hear: when a host is taken for gone, by them or by survivors that shrink; who is told."""
+"""What failure detectors hear: when a host is taken for gone, by them or by survivors that shrink; who is
+told."""
 
 from __future__ import annotations
 
 import json
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from simulated import SECONDS
 
-from torchestra.engine.multihost import failure_detector, peer_values, silence
+from torchestra.engine.multihost import failure_detector, peer_values
+from torchestra.engine.multihost.failure_detector import ControlMessage, HeartbeatMonitor
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import GroupAbortedError
 from torchestra.store import HashStore
 from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.system import deadline
+from torchestra.transport.message import Message
 
 BOUND = 8.0
 
@@ -33,85 +38,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (silence, deadline):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(failure_detector, "time", clock)
+    monkeypatch.setattr(deadline, "time", clock)
     return clock
 
 
-def watching(store: HashStore) -> silence.Silence:
-    return silence.Silence(store, Hosts([[0, 1], [2, 3], [4]], ["a", "b", "c"]), 0, BOUND)
-
-
-def beat(store: HashStore, host: int, count: int, dead: tuple[int, ...] = ()) -> None:
-    store.set(f"beat/{host}", json.dumps([count, dead, []]))
-
-
-def test_a_host_whose_beat_does_not_change_for_the_heartbeat_bound_is_gone(clock: Clock) -> None:
-    store = HashStore()
-    watch = watching(store)
-    beat(store, 1, 7)
-    for second in range(int(BOUND) + 2):
-        beat(store, 2, second, dead=(4,) if second == BOUND else ())
-        gone = watch.gone()
-        assert gone == ({2, 3} if second > BOUND else {4} if second == BOUND else set())
-        clock.now += 1.0
-
-
-def test_who_was_stopped_itself_does_not_take_the_others_for_silent(clock: Clock) -> None:
-    store = HashStore()
-    watch = watching(store)
-    for host in (1, 2):
-        beat(store, host, 7)
-    assert watch.gone() == set()
-    clock.now += 100 * BOUND
-    assert watch.gone() == set()
-    beat(store, 1, 8)
-    for _ in range(int(BOUND)):
-        clock.now += 1.0
-        gone = watch.gone()
-    assert gone == {4}  # it has had its time to beat again
-
-
-NO_BEATS = [b"", b"\xff", b"5", b"[1, 2]", b'["1", [], []]', b"[1, 5, 5]", b"[1, [0], [99]]", b"[" * 100_000]
-"""What no host says: no JSON, another form, and ranks that are not its own."""
-
-
-@pytest.mark.parametrize("text", NO_BEATS)
-def test_what_stands_in_the_place_of_a_beat_and_is_none_is_no_word_of_the_host(
-    clock: Clock, text: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        peer_values, "warnings", RateLimitedWarnings(logging.getLogger("torchestra.test_silence"))
-    )
-    store = HashStore()
-    watch = watching(store)
-    store.set("silent", b"\xff ")
-    beat(store, 1, 7, dead=(3,))
-    store.set("beat/2", text)
-    assert watch.gone() == {3}
-    [warning] = caplog.messages
-    assert "dropped what host c cannot have said" in warning
-    for second in range(int(BOUND) + 2):
-        clock.now += 1.0
-        beat(store, 1, second, dead=(3,))
-        gone = watch.gone()
-    assert gone == {3, 4}  # it is silent
-
-
-@pytest.mark.parametrize("text", NO_BEATS)
-def test_a_warden_takes_it_for_no_word_either(
-    head: tuple[failure_detector.HeartbeatMonitor, LoneMember, HashStore], text: bytes
-) -> None:
-    made, member, store = head
-    store.set("beat/1", text)
-    made.listen()
-    assert made.fate(1) is None
-    assert (made.dead, made.left) == (set(), set())
-    assert not member.told
-
-
 class LoneMember:
-    """The only rank of its host, as its warden sees it.
+    """The only rank of its host, as its detector sees it.
 
     Attributes:
         told: why it has been told to abort.
@@ -136,63 +69,123 @@ class LoneMember:
     def has_left(self, place: int) -> bool:
         return False
 
-    def to_group_ranks(self, places: Iterable[int]) -> list[int]:
-        return list(places)
+    def to_group_ranks(self, places: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self.group_rank for _ in places)
 
     def abort(self, why: str, failed: tuple[int, ...], standing: object = None) -> None:
         self.told.append(why)
         self.over.set()
 
 
-@pytest.fixture
-def head() -> Iterator[tuple[failure_detector.HeartbeatMonitor, LoneMember, HashStore]]:
-    """The warden of the first of two hosts, of one rank each."""
-    store, member = HashStore(), LoneMember()
-    made = failure_detector.HeartbeatMonitor(store, Hosts([[0], [1]], ["a", "b"]), 0, member, BOUND)  # type: ignore[arg-type]
-    yield made, member, store
-    member.told.clear()  # nobody is there to hear it
-    made.leave()
+class Link:
+    """In place of a group's transport: what this rank says, and what it hears."""
+
+    def __init__(self) -> None:
+        self.link = self
+        self.said: list[tuple[int, int, bytes]] = []
+        self.hear: Callable[[Message], None]
+        self.lose: Callable[[int, str], None]
+
+    def listen(self, channel: int, arrived: Any, ended: Any) -> None:
+        self.hear, self.lose = arrived, ended
+
+    def post_text(self, rank: int, channel: int, what: int, text: bytes) -> None:
+        self.said.append((rank, what, text))
+
+    def receive(self, source: int, what: ControlMessage, value: object) -> None:
+        text = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.hear(Message(source, 3, what, text, ()))
+
+    def pinged(self) -> list[int]:
+        """Whom this rank has pinged since the last time."""
+        found = [rank for rank, what, _ in self.said if what == ControlMessage.ping]
+        self.said.clear()
+        return found
 
 
-def test_a_warden_that_looks_often_because_there_are_many_news_does_not_run_out_of_patience(
-    clock: Clock, head: tuple[failure_detector.HeartbeatMonitor, LoneMember, HashStore]
+def detector_of(
+    members: list[list[int]], host: int, kind: type[HeartbeatMonitor] = HeartbeatMonitor
+) -> tuple[HeartbeatMonitor, LoneMember, Link]:
+    """The detector of the leader of a host."""
+    hosts = Hosts(members, ["a", "b", "c"][: len(members)])
+    member, link = LoneMember(members[host][0]), Link()
+    made = kind(HashStore(), hosts, host, member, BOUND)  # type: ignore[arg-type]
+    made.attach(link)  # type: ignore[arg-type]
+    return made, member, link
+
+
+def ack(link: Link, source: int, dead: tuple[int, ...] = (), left: tuple[int, ...] = ()) -> None:
+    link.receive(source, ControlMessage.ack, [dead, left, []])
+
+
+def test_survivors_take_a_host_for_gone_that_acknowledges_nothing_for_the_bound(clock: Clock) -> None:
+    made, _, link = detector_of([[0, 1], [2, 3], [4]], 0)
+    for second in range(int(BOUND) + 2):
+        ack(link, 4, dead=(3,) if second == 2 else ())
+        gone = made.gone()
+        # A host that is looked for every second is given up up to 1.5 looks early.
+        expected = {2, 3} if second > BOUND - 1.5 else {3} if second >= 2 else set()
+        assert gone == expected, second
+        clock.now += 1.0
+
+
+def test_who_was_stopped_itself_does_not_take_the_others_for_silent(clock: Clock) -> None:
+    made, _, link = detector_of([[0, 1], [2, 3], [4]], 0)
+    assert made.gone() == set()
+    clock.now += 100 * BOUND
+    assert made.gone() == set()
+    ack(link, 2)
+    for _ in range(int(BOUND)):
+        clock.now += 1.0
+        ack(link, 2)
+        gone = made.gone()
+    assert gone == {4}  # it has had its time to be heard again
+
+
+NONSENSE = [
+    b"",
+    b"\xff",
+    b"5",
+    b"[1, 2]",
+    b'["1", [], []]',
+    b"[[99], [], []]",
+    b"[[], [], [7]]",
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("text", NONSENSE)
+def test_what_no_rank_can_have_said_is_dropped(
+    text: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when many ranks ask for a flight record at once: it looks again after each of the news."""
-    made, _, store = head
-    beat(store, 1, 7)
+    told = RateLimitedWarnings(logging.getLogger("torchestra.test_silence"))
+    for module in (failure_detector, peer_values):
+        monkeypatch.setattr(module, "warnings", told)
+    made, member, link = detector_of([[0], [1]], 0)
+    made._do = lambda task: None  # type: ignore[method-assign]
+    for what in ControlMessage:
+        if what not in (ControlMessage.answer, ControlMessage.confirm, ControlMessage.recount):
+            link.receive(1, what, text)
+    assert made.fate(1) is None
+    assert (made.dead, made.left, made.silent) == (set(), set(), set())
+    assert not member.told
+    assert "cannot have said" in caplog.messages[0]
+
+
+def test_a_monitor_that_looks_often_does_not_run_out_of_patience(clock: Clock) -> None:
+    made, _, _ = detector_of([[0], [1]], 0)
     for _ in range(100):
-        made.listen()
+        made.look()
         clock.now += BOUND / 1000
     assert not made.silent
 
 
-def test_a_warden_that_gives_a_host_up_beats_on_while_the_others_are_told(
-    clock: Clock,
-    head: tuple[failure_detector.HeartbeatMonitor, LoneMember, HashStore],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """If a second host is gone too, it is waited for; meanwhile survivors took the warden's host for gone."""
-    made, member, store = head
-    has_looked = threading.Event()
-    waited: list[bool] = []
-    monkeypatch.setattr(member, "abort", lambda *_: waited.append(has_looked.wait(SECONDS)))
-    monkeypatch.setattr(made, "_interval", 0.01)
-    beat(store, 1, 7)
-    while not made.silent:
-        made.listen()
-        clock.now += 0.01
-    has_looked.set()
-    assert waited in ([], [True]), "the warden looks again before all have been told"
-
-
-def test_a_warden_gives_up_a_host_that_has_been_silent_for_the_bound(
-    clock: Clock, head: tuple[failure_detector.HeartbeatMonitor, LoneMember, HashStore]
-) -> None:
-    made, member, store = head
-    beat(store, 1, 7)
+def test_a_monitor_gives_up_a_host_that_has_been_silent_for_the_bound(clock: Clock) -> None:
+    made, member, link = detector_of([[0], [1]], 0)
+    ack(link, 1)
     began = clock.now
     while not made.silent:
-        made.listen()
+        made.look()
         clock.now += 0.25
         assert clock.now - began <= BOUND
     assert clock.now - began > 0.75 * BOUND
@@ -200,22 +193,75 @@ def test_a_warden_gives_up_a_host_that_has_been_silent_for_the_bound(
     assert "host b with rank 1 has been silent for 8 s" in member.told[0]
 
 
-def test_who_tells_that_a_group_is_over_waits_until_the_other_hosts_have_heard_it(
-    head: tuple[failure_detector.HeartbeatMonitor, LoneMember, HashStore],
+def test_a_monitor_that_gives_a_host_up_pings_on_while_the_others_are_told(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process may end next, and with it the store, and they would only know that the store is gone."""
-    made, member, store = head
-    elsewhere = LoneMember(1)
-    other = failure_detector.HeartbeatMonitor(store, made.hosts, 1, elsewhere, BOUND)  # type: ignore[arg-type]
+    """If a second host is gone too, it is waited for; meanwhile survivors would take this one for gone."""
+    made, member, link = detector_of([[0], [1]], 0)
+    has_looked = threading.Event()
+    waited: list[bool] = []
+    monkeypatch.setattr(member, "abort", lambda *_: waited.append(has_looked.wait(SECONDS)))
+    while not made.silent:
+        made.look()
+        clock.now += 0.25
+    link.said.clear()
+    made.look()
+    assert link.pinged() == [1]
+    has_looked.set()
+    assert waited in ([], [True]), "the monitor looks again before all have been told"
+
+
+def test_the_coordinator_pings_all_hosts_and_the_others_ping_it_and_its_successor(clock: Clock) -> None:
+    members = [[0, 1], [2, 3], [4]]
+    first, _, link = detector_of(members, 0)
+    first.look()
+    assert link.pinged() == [2, 4]
+    second, _, link = detector_of(members, 1)
+    second.look()
+    assert link.pinged() == [0]
+    link.lose(0, "has shut down")
+    second.look()
+    assert link.pinged() == [1, 4]
+
+
+def test_another_rank_of_a_host_is_asked_when_the_connection_to_one_has_ended(clock: Clock) -> None:
+    made, _, link = detector_of([[0], [1, 2]], 0)
+    made.look()
+    assert link.pinged() == [1]
+    link.lose(1, "died (its connection has ended)")
+    assert link.pinged() == [2]
+    ack(link, 2, dead=(1,))
+    assert made.fate(1) == "died"
+    assert made.fate(2) is None
+
+
+def test_any_rank_answers_a_ping_with_what_it_knows() -> None:
+    _, _, link = detector_of([[0], [1], [2]], 0)
+    ack(link, 1, dead=(2,))
+    link.receive(1, ControlMessage.ping, [[], [], []])
+    assert link.said == [(1, ControlMessage.ack, b"[[2], [], []]")]
+
+
+def test_who_tells_that_a_group_is_over_waits_until_the_other_hosts_have_confirmed_it() -> None:
+    """Its process may end next, and they would never know why."""
+    made, member, link = detector_of([[0], [1]], 0)
+    other, elsewhere, back = detector_of([[0], [1]], 1)
+    has_told = threading.Event()
+
+    def carry(rank: int, channel: int, what: int, text: bytes) -> None:
+        link.said.append((rank, what, text))
+        has_told.set()
+
+    link.post_text = carry  # type: ignore[method-assign]
+    back.post_text = lambda rank, channel, what, text: link.receive(1, ControlMessage(what), text)  # type: ignore[method-assign]
     member.abort("it is over", ())
     teller = threading.Thread(target=made.tell_aborted, args=("it is over", (), ""))
     teller.start()
-    store.wait(["news/1"], SECONDS)
+    assert has_told.wait(SECONDS)
     assert teller.is_alive()
-    other.start()
+    back.receive(0, ControlMessage.abort, json.loads(link.said[0][2]))
     teller.join(SECONDS)
     assert not teller.is_alive()
-    store.wait(["heard/1"], 0)
     assert elsewhere.over.wait(SECONDS)
     assert elsewhere.told == ["it is over"]
-    other.leave()
+    assert SimpleNamespace(heard=other._heard_abort).heard

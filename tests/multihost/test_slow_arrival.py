@@ -14,7 +14,7 @@ import torchestra as dist
 from torchestra.engine import operations
 from torchestra.engine.multihost import hierarchy, p2p_request
 from torchestra.engine.multihost.bridge import BridgeError
-from torchestra.engine.multihost.failure_detector import HeartbeatMonitor
+from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.hierarchy import Hierarchy
 from torchestra.engine.multihost.hosts import Hosts
@@ -30,7 +30,7 @@ LENGTH = 100_000
 class LatePending:
     """Has come, but is only seen when who waits has looked around some times since its sender has left."""
 
-    def __init__(self, pending: Any, detector: HeartbeatMonitor) -> None:
+    def __init__(self, pending: Any, detector: FailureDetector) -> None:
         self._pending, self._detector = pending, detector
         self._looks = 0
 
@@ -57,7 +57,7 @@ def test_a_broadcast_arrives_though_its_root_has_left_meanwhile(monkeypatch: pyt
     def wait_late(self: Hierarchy, pending: Any, call: Any) -> None:
         if pending in late:
             late.remove(pending)
-            assert isinstance(self.detector, HeartbeatMonitor)
+            assert isinstance(self.detector, FailureDetector)
             pending = LatePending(pending, self.detector)
         wait(self, pending, call)
 
@@ -109,7 +109,7 @@ def test_the_reason_for_a_failed_way_is_waited_for_until_whoever_finds_it_must_h
 
     made = Hierarchy.__new__(Hierarchy)
     made.member = ToldLate()  # type: ignore[assignment]
-    made.detector = SimpleNamespace(bound=bound)  # type: ignore[assignment]
+    made.detector = SimpleNamespace(bound=bound, dead=set(), left=set())  # type: ignore[assignment]
     made.hosts = Hosts([[0], [1]], ["a", "b"])
     made.rank = made.place = 0
     call = hierarchy.Call(operations.pack(Kind.barrier), 0, 60.0, None)

@@ -34,7 +34,7 @@ for _ in range(2):
 
 
 def test_threads_that_still_ask_do_not_take_the_process_down_at_its_end() -> None:
-    """As the wardens of hosts do for a moment, whose ranks torchrun has started. What is said at exit is."""
+    """As programs do for a moment, whose ranks torchrun has started. What is said at exit is."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100, check=False
     )

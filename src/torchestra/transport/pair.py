@@ -37,6 +37,7 @@ _MOST_QUEUED = 1 << 26  # bytes
 _CONFIRM_MESSAGES, _CONFIRM_BYTES = 16, 1 << 18
 ENDED_SECONDS = 0.15
 _ENDED_TICK = 0.05
+_LONGEST_END = 1.0
 AGAIN_FOR_SECONDS = 10.0  # who is turned away tries again
 _FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this rank's key",
@@ -138,6 +139,7 @@ class PairConnection:
 
     reconnects = False
     wanted = True
+    _since_end = 0.0
 
     def __init__(self, rank: int, endpoint: EndpointRecord, *, reconnects: bool = False) -> None:
         self.rank = rank
@@ -154,6 +156,7 @@ class PairConnection:
         self.assembler = MessageAssembler(rank)
         self._monitor: zmq.Socket[Any] | None = None
         self._ended: float | None = None  # for how long the connection has been ended, with nothing heard
+        self._since_end = 0.0
         self._looked = 0.0
         self._controls: deque[bytes] = deque()
         self._queue: deque[_Outgoing] = deque()
@@ -375,6 +378,7 @@ class PairConnection:
         with self._lock:
             self.wanted = self.joined = self.settled = False
             self._ended, self._frames, self._frame, self.broken = None, None, None, ""
+            self._since_end = 0.0
             kept = [each for each in self._queue if each.reliable or isinstance(each, _Control)]
             kept[:0] = self._unconfirmed
             self._unconfirmed.clear()
@@ -396,9 +400,12 @@ class PairConnection:
             # What it sent before may still be on its way from ZeroMQ, on a connection of its own. So it takes
             # some looks: after a pause of this process ZeroMQ is as far behind as this thread.
             passed = min(clock - self._looked, _ENDED_TICK)
+            self._since_end += passed
             self._ended = 0.0 if self.heard >= self._looked else self._ended + passed
-            if self._ended > grace and self.reconnects:
-                self.broken = _BROKEN
+            if self.reconnects:
+                # What it sends goes over a connection of its own, which may be as good as ever.
+                if self._ended > grace or self._since_end > _LONGEST_END:
+                    self.broken = _BROKEN
             elif self._ended > grace:
                 self.how = _BROKEN
         elif heartbeat is not None and clock - self.heard > heartbeat:

@@ -6,7 +6,8 @@ that is sent then. From one end to another there is one stream of messages, and 
 their order: one that comes before it is awaited is kept.
 
 Whether the other hosts live is known from elsewhere (failure_detector.py). An end that is closed says
-goodbye; of one whose connection ends without that, what is under way is given up.
+goodbye; of one whose connection ends without that, what is under way is given up after the heartbeat bound,
+by which a link that was cut may come back.
 
 A message of up to 64 KB is one frame. A longer one goes in pieces (transport/framing.py), so each piece is
 on its way while the next one is encrypted. Large tensors come in chunks from whoever calls, several of which
@@ -24,6 +25,7 @@ import torch
 
 from torchestra.engine.multihost.bridge import Bridge, BridgeError, Places
 from torchestra.engine.multihost.group_transport import Channel, GroupTransport
+from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.errors import DistError, InvalidArgumentError
 from torchestra.store import PrefixStore, Store
 from torchestra.store.secret import SECRET_ADVICE
@@ -119,7 +121,7 @@ class CurveBridge(Bridge):
         self._gone: dict[int, str] = {}
         self._is_open = False
         self._error = ""
-        transport.listen(Channel.bridge, self._arrived, self._lost)
+        transport.listen(Channel.bridge, self._arrived, self._lost, heartbeat_bound())
         threading.Thread(
             target=self._open,
             args=(PrefixStore("curve", store.clone()), secret, seconds),

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from torchestra.engine import progress
-from torchestra.engine.multihost.heartbeat_bound import heartbeat_bound
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.errors import DistError
 from torchestra.store import Store
@@ -67,7 +66,7 @@ class GroupTransport:
         self.hosts, self.rank = hosts, rank
         self._lock = threading.RLock()
         self._arrived: dict[int, Arrived] = {}
-        self._ended: list[Ended] = []
+        self._ended: list[tuple[Ended, float]] = []
         self._early: deque[Message] = deque()  # what came before anybody listened
         self._gone: dict[int, str] = {}
         self._before_close: list[Callable[[], None]] = []
@@ -80,22 +79,23 @@ class GroupTransport:
             self._deliver,
             self._lost,
             _ADVICE,
-            heartbeat_bound(),
-            self._broke,
+            broken=self._broke,
         )
         _all.add(self)
 
-    def listen(self, channel: Channel, arrived: Arrived, ended: Ended) -> None:
+    def listen(self, channel: Channel, arrived: Arrived, ended: Ended, delay: float = 0.0) -> None:
         """Have messages handed on, on the thread of the transport; also those that have come already.
 
         Args:
             channel: whose messages.
             arrived: called with each.
             ended: called with a rank whose connection has ended, and how.
+            delay: how many seconds later, where the rank has not said goodbye: what it has sent before may be
+                delayed by a bad link.
         """
         with self._lock:
             early, self._early = self._early, deque()
-            self._ended.append(ended)
+            self._ended.append((ended, delay))
             for rank, how in self._gone.items():
                 ended(rank, how)
             for message in early:
@@ -118,13 +118,18 @@ class GroupTransport:
     def _lost(self, rank: int, how: str) -> None:
         with self._lock:
             self._gone[rank] = how
-            for ended in tuple(self._ended):
+            for ended, _ in tuple(self._ended):
                 ended(rank, how)
 
     def _broke(self, rank: int, how: str) -> None:
         with self._lock:
-            for ended in tuple(self._ended):
-                ended(rank, how)
+            for ended, delay in tuple(self._ended):
+                if delay:
+                    timer = threading.Timer(delay, ended, (rank, how))
+                    timer.daemon = True
+                    timer.start()
+                else:
+                    ended(rank, how)
 
     # -- who is who
 

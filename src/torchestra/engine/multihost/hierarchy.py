@@ -25,7 +25,7 @@ import torch
 from torchestra.engine import operations
 from torchestra.engine.local import LocalEngine, LocalPlan
 from torchestra.engine.multihost.bridge import Bridge, BridgeError, Pending
-from torchestra.engine.multihost.failure_detector import FailureDetector, HeartbeatMonitor
+from torchestra.engine.multihost.failure_detector import FailureDetector
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.operations import ALL_GATHER, BARRIER, BROADCAST, Collective, Kind
 from torchestra.engine.recorder import recorder
@@ -130,7 +130,7 @@ class Hierarchy:
         hosts: of the group.
         rank: this one.
         bridge: its end of a rail; None for a rank beyond the last rail.
-        detector: what can be known of the other hosts; a HeartbeatMonitor at place 0.
+        detector: what can be known of the other hosts.
         name: of the group.
 
     Attributes:
@@ -215,16 +215,10 @@ class Hierarchy:
             self._time_out(call, call.deadline.elapsed())
 
     def _gone_elsewhere(self) -> frozenset[int]:
-        detector = self.detector
-        return (
-            frozenset(detector.dead | detector.left)
-            if isinstance(detector, HeartbeatMonitor)
-            else frozenset()
-        )
+        return frozenset(self.detector.dead | self.detector.left)
 
     def _give_up_on(self, gone: frozenset[int], call: Call) -> None:
         detector = self.detector
-        assert isinstance(detector, HeartbeatMonitor)
         seen = f"{self.hosts.describe(self.rank)} saw it in {call}"
         if died := tuple(sorted(gone & detector.dead)):
             told = ", ".join(f"{self.hosts.describe(rank)} died" for rank in died)

@@ -101,9 +101,10 @@ def join_hosts(
             end = open_bridge(bridge, rail, transport, ranks, [*map(hosts.describe, ranks)], remaining)
         local = LocalEngine(member)
         hierarchy = Hierarchy(local, hosts, rank, end, detector, name)
+        _exchange_endpoints(hierarchy, transport, max(0.1, deadline - time.monotonic()))
+        detector.attach(transport)
         if isinstance(detector, HeartbeatMonitor):
             detector.start()
-        _exchange_endpoints(hierarchy, transport, max(0.1, deadline - time.monotonic()))
         engine = MultiHostEngine(hierarchy, PointToPoint(transport, hierarchy, bridge))
     except BaseException:
         member.leave()

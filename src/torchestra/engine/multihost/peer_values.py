@@ -9,30 +9,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Container, Iterator
-from typing import NamedTuple
 
-from torchestra.engine.multihost.hosts import Hosts
 from torchestra.store.rate_limited import RateLimitedWarnings
 
-__all__ = ["UNREADABLE", "Beat", "ranks_in", "ranks_in_words", "read_beat", "read_proposal", "warnings"]
+__all__ = ["UNREADABLE", "ranks_in", "ranks_in_words", "read_proposal", "read_text", "warnings"]
 
 UNREADABLE = (ValueError, TypeError, LookupError, RecursionError)
 """What reading comes to of what no rank can have written."""
 
 warnings = RateLimitedWarnings(logging.getLogger(__name__))
-
-
-class Beat(NamedTuple):
-    """What a host says again and again (failure_detector.py).
-
-    Attributes:
-        number: of the beat, from 1; -1 if what stands there is not the host's.
-        dead, left: those of its ranks that have died, or left the group, in the group's numbering.
-    """
-
-    number: int
-    dead: tuple[int, ...]
-    left: tuple[int, ...]
 
 
 def ranks_in(value: object, allowed: Container[int]) -> tuple[int, ...]:
@@ -42,17 +27,11 @@ def ranks_in(value: object, allowed: Container[int]) -> tuple[int, ...]:
     return tuple(value)
 
 
-def read_beat(text: bytes, hosts: Hosts, host: int) -> Beat:
-    """What a host has said of its ranks; one that says nothing if no host can have said that."""
-    try:
-        number, dead, left = json.loads(text)
-        if type(number) is not int:
-            raise ValueError(f"not a number: {number!r:.100}")
-        ranks = hosts.on(host)
-        return Beat(number, ranks_in(dead, ranks), ranks_in(left, ranks))
-    except UNREADABLE as error:
-        warnings.warn("dropped what host %s cannot have said: %r", hosts.names[host], error)
-        return Beat(-1, (), ())
+def read_text(value: object) -> str:
+    """Return a text that came as JSON. ValueError: it is none."""
+    if not isinstance(value, str):
+        raise ValueError(f"not a text: {value!r:.100}")
+    return value
 
 
 def ranks_in_words(text: bytes, count: int, size: int, what: str) -> Iterator[tuple[int, ...]]:

@@ -308,7 +308,6 @@ class PointToPoint:
         """Raise if waiting for a message any longer is in vain."""
         if self._closed.is_set():
             raise GroupDestroyedError(f"{request}, but the group was destroyed")
-        self._hierarchy.detector.stand_in_if_needed()
         self._wait_policy.check(request)
 
     def _withdraw(self, request: P2PRequest, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""The flight record of a group on several hosts: each host's part, told by its warden, put together.
+"""The flight record of a group on several hosts: each host's part, put together.
 
 Hosts have clocks of their own. The host that asks notes when it did and when it got the answer; the one that
 answers, when it heard the question and when it answered. What happened there in between happened here in

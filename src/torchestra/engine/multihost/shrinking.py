@@ -20,7 +20,6 @@ from torchestra.engine.membership.agreement import Ballot, MembershipAgreement, 
 from torchestra.engine.membership.shrinking import run_alone
 from torchestra.engine.multihost.hierarchy import Hierarchy
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.multihost.silence import Silence
 from torchestra.engine.multihost.store_registers import StoreRegisters
 from torchestra.errors import DistNetworkError, DistStoreError
 from torchestra.store import PrefixStore, Store
@@ -98,7 +97,6 @@ def shrink_hosts(
         agreement = MembershipAgreement(
             registers, entrance, hierarchy.name, deadline, interval, hosts.describe, report
         )
-        detector.stand_in_if_needed()
         ballot = agreement.run(exclude)
         keys = PrefixStore(f"keys/{ballot.epoch}", store)
         return ShrunkHosts(entrance.conclude(), keys, ballot.survivors)
@@ -127,13 +125,13 @@ class _StoreEntrance(Generic[E]):
         self._hierarchy, self._registers, self._store = hierarchy, registers, store
         self._deadline, self._enter = deadline, enter
         detector = hierarchy.detector
-        self._silence = Silence(detector.store, hierarchy.hosts, hierarchy.host, detector.bound)
+        self._gone = detector.gone
         self._entry: _Entry[E] | None = None
 
     def gone(self) -> set[int]:
         context = self._hierarchy.member
         self._registers.report_gone(set(context.to_group_ranks(context.gone())))
-        return self._registers.gone() | self._silence.gone()
+        return self._registers.gone() | self._gone()
 
     def offer(self, ballot: Ballot, survivors: Sequence[int]) -> bytes:
         return b""

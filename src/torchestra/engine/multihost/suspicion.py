@@ -1,0 +1,48 @@
+"""For how long hosts have not been heard of, by the time in which somebody looked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchestra.system.deadline import RunningClock
+
+__all__ = ["PINGS_PER_BOUND", "SuspicionTimers"]
+
+PINGS_PER_BOUND = 8
+"""How often a host is pinged within the time for which it may be silent."""
+
+
+class SuspicionTimers:
+    """For how long each host has not been heard of, for one who looks again and again.
+
+    What counts is the time in which somebody looked, however often. Who was stopped for a while must not take
+    the others for silent: perhaps they were stopped too.
+
+    Args:
+        longest: how many seconds count from one look to the next at most.
+
+    Attributes:
+        heard: hosts that have been heard of since the last look.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._clock = RunningClock(longest)
+        self._since: dict[int, float] = {}
+        self.heard: set[int] = set()
+
+    def hear(self, host: int) -> None:
+        """Note that something has come from a host."""
+        self.heard.add(host)
+
+    def unheard(self, hosts: Iterable[int]) -> dict[int, float]:
+        """Look: for how many seconds, by host, nothing has come; of one asked for the first time, 0."""
+        now = self._clock.elapsed()
+        for host in self.heard:
+            self._since[host] = now
+        self.heard.clear()
+        return {host: now - self._since.setdefault(host, now) for host in hosts}
+
+    def heard_lately(self, seconds: float) -> set[int]:
+        """Hosts of which something has come within so many seconds before the last look, or since."""
+        now = max(self._since.values(), default=0.0)
+        return self.heard | {host for host, since in self._since.items() if now - since < seconds}
