@@ -16,8 +16,8 @@ connection to be made instead (``broken``), and reliable messages go again over 
 has shut down. And each lets the others hear of it now and then, where that is wanted, so one is missed whose
 host is gone without a word. Time in which this process itself was stopped does not count.
 
-*What goes wrong with one rank* (frames that make no sense, whatever an error in here is about) ends that
-rank, and nothing between this one and the others.
+*What goes wrong with one rank* (frames that make no sense, an error in here) ends that rank, and nothing
+else.
 
 *Strangers.* Nobody gets a message through without a key of one of the ranks that are expected (endpoint.py).
 The port is open only until all of these are connected, for those that connect when they like as long as the
@@ -38,21 +38,20 @@ from typing import Any
 import zmq
 
 from torchestra.errors import DistNetworkError
-from torchestra.transport.endpoint import ZAP_DOMAIN, EndpointRecord, ZapAuthenticator
-from torchestra.transport.framing import LARGEST_FRAME
-from torchestra.transport.listener import HANDSHAKE_SECONDS, Listener
+from torchestra.transport.endpoint import EndpointRecord, ZapAuthenticator
+from torchestra.transport.listener import Listener
 from torchestra.transport.message import Message
 from torchestra.transport.pair import (
     ASK_TO_CONFIRM,
     CONFIRM,
     CONTROL_BYTES,
     ENDED_SECONDS,
-    FRAMES_IN_ADVANCE,
     GOODBYE,
     HELLO,
     WELCOME,
     PairConnection,
 )
+from torchestra.transport.sockets import await_confirmed, await_met, incoming_socket, outgoing_socket
 
 __all__ = ["Transport"]
 
@@ -134,17 +133,7 @@ class Transport:
             self._context.set(zmq.MAX_SOCKETS, 65536)
             self._public, self._private = zmq.curve_keypair()
             self._door = ZapAuthenticator(self._context)
-            self._inbox = self._context.socket(zmq.PULL)
-            inbox = self._inbox
-            inbox.linger = 0
-            inbox.rcvhwm = FRAMES_IN_ADVANCE
-            inbox.maxmsgsize = LARGEST_FRAME
-            inbox.handshake_ivl = HANDSHAKE_SECONDS * 1000
-            inbox.ipv6 = ":" in address
-            inbox.zap_domain = ZAP_DOMAIN
-            inbox.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
-            inbox.curve_server = True
-            inbox.curve_secretkey = self._private
+            self._inbox = inbox = incoming_socket(self._context, address, self._private)
             self._listener = listener = Listener(inbox, address, ports)
             self.endpoint = EndpointRecord(listener.endpoint, self._public)
         except BaseException:
@@ -165,9 +154,8 @@ class Transport:
             DistNetworkError: one of them does not answer, or does not let this rank in.
         """
         self.expect(endpoints, connect=True)
-        deadline = time.monotonic() + seconds
-        for state in ("joined", "greeted", "settled"):
-            self._await(state, names, endpoints, deadline)
+        peers = [self._peers[rank] for rank in endpoints]
+        await_met(peers, self._name, names, seconds, lambda: self._closing, self._advice)
 
     def expect(self, endpoints: Mapping[int, EndpointRecord], *, connect: bool = False) -> None:
         """Let ranks in, and be able to send to them; those that are known already are left as they are.
@@ -215,25 +203,6 @@ class Transport:
                     peer = PairConnection(rank, self._endpoints[rank], reconnects=reconnects)
                     self._peers = {**self._peers, rank: peer}  # another thread may be going through them
         return peer
-
-    def _await(
-        self, state: str, names: Mapping[int, str], endpoints: Mapping[int, EndpointRecord], deadline: float
-    ) -> None:
-        """Wait until ranks are ``joined``, ``greeted`` or ``settled``."""
-        while waiting := [self._peers[rank] for rank in endpoints if not getattr(self._peers[rank], state)]:
-            if self._closing:
-                raise DistNetworkError("this end was closed")
-            late = "no answer in time" if time.monotonic() > deadline else ""
-            for peer in waiting:
-                if why := peer.how or late or (peer.is_given_up and peer.refused):
-                    raise self._unreachable(names[peer.rank], endpoints[peer.rank], why)
-            time.sleep(_MEETING_TICK)
-
-    def _unreachable(self, name: str, endpoint: EndpointRecord, why: str) -> DistNetworkError:
-        return DistNetworkError(
-            f"{self._name} cannot reach {name}, which is on another host, at {endpoint.address}: {why}. Can"
-            f" this host connect to that address and port? {self._advice}"
-        )
 
     def send(self, peer: int, kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object) -> None:
         """Send a message, see :meth:`~torchestra.engine.p2p.Endpoint.send`.
@@ -287,20 +256,11 @@ class Transport:
             seconds: how long to wait.
             is_vain: tells of a rank whether it will receive nothing more.
         """
-        deadline = time.monotonic() + seconds
-        owed = self._owed()
+        owed = [peer for peer in self._peers.values() if peer.is_owed]
         for peer in owed:
             peer.say(ASK_TO_CONFIRM)
             self._begin_to_send(peer)
-        while owed and not self._closing:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_MEETING_TICK)
-            owed = [peer for peer in owed if peer.is_owed and not is_vain(peer.rank)]
-        return True
-
-    def _owed(self) -> list[PairConnection]:
-        return [peer for peer in self._peers.values() if peer.is_owed]
+        return await_confirmed(owed, seconds, lambda rank: self._closing or is_vain(rank))
 
     @property
     def is_closed(self) -> bool:
@@ -344,18 +304,6 @@ class Transport:
 
     # -- the thread
 
-    def _socket_to(self, endpoint: EndpointRecord) -> zmq.Socket[Any]:
-        socket: zmq.Socket[Any] = self._context.socket(zmq.PUSH)
-        socket.sndhwm = FRAMES_IN_ADVANCE
-        socket.reconnect_ivl = -1
-        socket.linger = 0
-        socket.ipv6 = endpoint.address.startswith("tcp://[")
-        socket.handshake_ivl = HANDSHAKE_SECONDS * 1000
-        socket.curve_serverkey = endpoint.key
-        socket.curve_publickey = self._public
-        socket.curve_secretkey = self._private
-        return socket
-
     def _serve(self) -> None:
         try:
             self._exchange()
@@ -372,7 +320,9 @@ class Transport:
     def _exchange(self) -> None:
         listener = self._listener
         assert listener is not None
-        poller = self._poller(listener)
+        poller = zmq.Poller()
+        for source in (self._wake, self._inbox, self._door.socket, listener.monitor):
+            poller.register(source, zmq.POLLIN)
         blocked: dict[Any, PairConnection] = {}  # by socket
         next_look = 0.0
         while not self._closing:
@@ -395,12 +345,6 @@ class Transport:
             if is_time:
                 self._look(poller, blocked)
                 next_look = time.monotonic() + tick
-
-    def _poller(self, listener: Listener) -> zmq.Poller:
-        poller = zmq.Poller()
-        for source in (self._wake, self._inbox, self._door.socket, listener.monitor):
-            poller.register(source, zmq.POLLIN)
-        return poller
 
     def _look_at_port(self, poller: zmq.Poller, listener: Listener) -> None:
         if not listener.is_shut:
@@ -428,7 +372,9 @@ class Transport:
         if peer.how:
             return
         if peer.is_wanted:
-            self._guarded(peer, peer.connect, self._socket_to(peer.endpoint))
+            self._guarded(
+                peer, peer.connect, outgoing_socket(self._context, peer.endpoint, self._public, self._private)
+            )
             return
         self._guarded(peer, peer.flush, self._clock)
         socket = peer.socket
@@ -509,7 +455,11 @@ class Transport:
         self._looked = now
         for peer in self._peers.values():
             if peer.is_wanted:
-                self._guarded(peer, peer.connect, self._socket_to(peer.endpoint))
+                self._guarded(
+                    peer,
+                    peer.connect,
+                    outgoing_socket(self._context, peer.endpoint, self._public, self._private),
+                )
             if peer.socket is None:
                 continue
             self._guarded(peer, peer.look, self._clock, self._heartbeat, self._grace)
@@ -524,7 +474,11 @@ class Transport:
             if peer.how:
                 peer.close(linger=0)
             elif again:
-                self._guarded(peer, peer.connect, self._socket_to(peer.endpoint))
+                self._guarded(
+                    peer,
+                    peer.connect,
+                    outgoing_socket(self._context, peer.endpoint, self._public, self._private),
+                )
             elif peer.joined and self._heartbeat and self._clock - peer.told > self._heartbeat / 4:
                 peer.show_life(self._clock)
         self._tell_lost()

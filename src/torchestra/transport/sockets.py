@@ -1,0 +1,101 @@
+"""The sockets of a transport, and the wait until they are connected."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import zmq
+
+from torchestra.errors import DistNetworkError
+from torchestra.transport.endpoint import ZAP_DOMAIN, EndpointRecord
+from torchestra.transport.framing import LARGEST_FRAME
+from torchestra.transport.listener import HANDSHAKE_SECONDS
+from torchestra.transport.pair import FRAMES_IN_ADVANCE, PairConnection
+
+__all__ = ["await_confirmed", "await_met", "incoming_socket", "outgoing_socket"]
+
+_TICK = 0.002
+
+
+def incoming_socket(context: zmq.Context[Any], address: str, private: bytes) -> zmq.Socket[Any]:
+    """Return the socket that all others connect to, which listens nowhere yet."""
+    socket: zmq.Socket[Any] = context.socket(zmq.PULL)
+    socket.linger = 0
+    socket.rcvhwm = FRAMES_IN_ADVANCE
+    socket.maxmsgsize = LARGEST_FRAME
+    socket.handshake_ivl = HANDSHAKE_SECONDS * 1000
+    socket.ipv6 = ":" in address
+    socket.zap_domain = ZAP_DOMAIN
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.curve_server = True
+    socket.curve_secretkey = private
+    return socket
+
+
+def outgoing_socket(
+    context: zmq.Context[Any], endpoint: EndpointRecord, public: bytes, private: bytes
+) -> zmq.Socket[Any]:
+    """Return a socket to connect to another rank, with this one's keys."""
+    socket: zmq.Socket[Any] = context.socket(zmq.PUSH)
+    socket.sndhwm = FRAMES_IN_ADVANCE
+    socket.reconnect_ivl = -1
+    socket.linger = 0
+    socket.ipv6 = endpoint.address.startswith("tcp://[")
+    socket.handshake_ivl = HANDSHAKE_SECONDS * 1000
+    socket.curve_serverkey = endpoint.key
+    socket.curve_publickey = public
+    socket.curve_secretkey = private
+    return socket
+
+
+def await_met(
+    peers: Sequence[PairConnection],
+    name: str,
+    names: Mapping[int, str],
+    seconds: float,
+    is_closed: Callable[[], bool],
+    advice: str,
+) -> None:
+    """Wait until this rank is connected with others, and they with it.
+
+    Args:
+        peers: the connections to them.
+        name, names: of this rank, and of those.
+        seconds: how long that may take.
+        is_closed: whether the transport has been closed.
+        advice: what to do where one cannot be reached.
+
+    Raises:
+        DistNetworkError: one of them does not answer, or does not let this rank in.
+    """
+    deadline = time.monotonic() + seconds
+    while waiting := [peer for peer in peers if not (peer.joined and peer.greeted and peer.settled)]:
+        if is_closed():
+            raise DistNetworkError("this end was closed")
+        late = "no answer in time" if time.monotonic() > deadline else ""
+        for peer in waiting:
+            if why := peer.how or late or (peer.is_given_up and peer.refused):
+                raise DistNetworkError(
+                    f"{name} cannot reach {names[peer.rank]}, which is on another host, at"
+                    f" {peer.endpoint.address}: {why}. Can this host connect to that address and port?"
+                    f" {advice}"
+                )
+        time.sleep(_TICK)
+
+
+def await_confirmed(owed: Sequence[PairConnection], seconds: float, is_vain: Callable[[int], bool]) -> bool:
+    """Wait until others have confirmed all reliable messages; return whether they have.
+
+    Args:
+        owed: the connections to them.
+        seconds: how long to wait.
+        is_vain: tells of a rank whether it confirms nothing more.
+    """
+    deadline = time.monotonic() + seconds
+    while owed := [peer for peer in owed if peer.is_owed and not is_vain(peer.rank)]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_TICK)
+    return True
