@@ -7,6 +7,7 @@ import json
 import threading
 import warnings
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ from torchestra.rpc.options import BackendType, RpcBackendOptions
 from torchestra.rpc.router import Router
 from torchestra.rpc.termination import TerminationDetector
 from torchestra.rpc.worker_info import WorkerInfo
-from torchestra.store import PrefixStore
+from torchestra.store import PrefixStore, Store
 from torchestra.store.missing_keys import missing_indices
 from torchestra.types import timeout_seconds
 
@@ -93,17 +94,25 @@ def init_rpc(
     torchscript.register()
     router = _open_router(own, name, met.rank, met.world_size, seconds, here)
     agent = options._make_agent(Agent, router, names)
+    _connect_hosts(agent, own, names, seconds, options)
+    set_agent(agent)
+    _open.add(agent)
+    agent.start()
+
+
+def _connect_hosts(
+    agent: Agent, store: Store, names: Sequence[str], seconds: float, options: RpcBackendOptions
+) -> None:
+    """Connect an agent to the workers on other hosts, if there are any; close it if that fails."""
+    router = agent.router
     try:
         if remote := router.remote_ranks():
             from torchestra.rpc.host_connections import connect  # needs ZeroMQ
 
-            router.network = connect(own, met.rank, remote, names, seconds, options, router.deliver)
+            router.network = connect(store, router.rank, remote, names, seconds, options, router.deliver)
     except BaseException:
         agent.close()
         raise
-    set_agent(agent)
-    _open.add(agent)
-    agent.start()
 
 
 def _open_router(

@@ -4,8 +4,7 @@ A kernel that has waited for a while returns PENDING, with the rank it waits for
 :meth:`RankContext.run` then looks, in Python: signals have been handled by the time it runs, so Ctrl-C gets
 through; a peer that has died or left, an abort by another rank or the deadline end the operation with an
 error that names the rank. An operation that is left halfway cannot be taken back, so whoever leaves one
-aborts the group: it writes why into the arena's header, and every other rank raises that instead of waiting
-for ever.
+aborts the group: it writes why into the arena's header, and every other rank raises that.
 
 A mismatch is different: it is found when everybody has arrived and before anything was moved, so all ranks
 raise it together and the group stays usable.
@@ -236,32 +235,38 @@ class RankContext:
             else:
                 self.abort(
                     f"{self.describe(gone)} has destroyed the group, and rank {self.group_rank} waits for"
-                    f" it in {doing}:"
-                    " do all ranks call the same operations?",
+                    f" it in {doing}: do all ranks call the same operations?",
                     explain=explain,
                 )
             raise self.aborted()
         if deadline is not None and deadline.expired():
-            waited, seconds = deadline.elapsed(), deadline.timeout_s
             if alone:
-                asked = tuple(range(self.size)) if blocked is None else (blocked,)
-                raise CollectiveTimeoutError(
-                    f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank"
-                    f" {self.group_rank} (the timeout is {seconds:g} s); the group stays"
-                    f" usable.{self.report(asked)}",
-                    self.to_group_ranks(asked),
-                )
-            missing = self.to_group_ranks(self.missing())
-            message = (
-                f"{doing} of group {self.name!r} timed out after {waited:.1f} s on rank {self.group_rank}:"
-                f" {_ranks(missing) + self._here() if missing else 'no rank'} had not arrived"
-                f" (the timeout is {seconds:g} s)."
-            )
-            elsewhere = self.ask_elsewhere()
-            self.abort(message, explain=lambda: elsewhere + explain())
-            # The same lines on every rank, though several may have come to the end of their time at once.
-            raise CollectiveTimeoutError(message + self._told()["report"], missing)
+                raise self._message_timeout(doing, blocked, deadline)
+            raise self._timeout(doing, deadline, explain)
         return None
+
+    def _message_timeout(self, doing: str, blocked: int | None, deadline: Deadline) -> CollectiveTimeoutError:
+        """Return the error of a message whose time is over; the group stays usable."""
+        asked = tuple(range(self.size)) if blocked is None else (blocked,)
+        return CollectiveTimeoutError(
+            f"{doing} of group {self.name!r} timed out after {deadline.elapsed():.1f} s on rank"
+            f" {self.group_rank} (the timeout is {deadline.timeout_s:g} s); the group stays"
+            f" usable.{self.report(asked)}",
+            self.to_group_ranks(asked),
+        )
+
+    def _timeout(self, doing: str, deadline: Deadline, explain: Callable[[], str]) -> CollectiveTimeoutError:
+        """Abort the group, as the time of an operation is over, and return the error."""
+        missing = self.to_group_ranks(self.missing())
+        message = (
+            f"{doing} of group {self.name!r} timed out after {deadline.elapsed():.1f} s on rank"
+            f" {self.group_rank}: {_ranks(missing) + self._here() if missing else 'no rank'} had not arrived"
+            f" (the timeout is {deadline.timeout_s:g} s)."
+        )
+        elsewhere = self.ask_elsewhere()
+        self.abort(message, explain=lambda: elsewhere + explain())
+        # The same lines on every rank, though several may have come to the end of their time at once.
+        return CollectiveTimeoutError(message + self._told()["report"], missing)
 
     @property
     def group_rank(self) -> int:

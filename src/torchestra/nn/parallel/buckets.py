@@ -47,19 +47,8 @@ def compute_bucket_assignment_by_size(
     Raises:
         InvalidArgumentError: there is no tensor or no limit, a tensor is sparse, or lengths do not fit.
     """
-    if not tensors or not bucket_size_limits:
-        raise InvalidArgumentError(
-            "compute_bucket_assignment_by_size: there must be at least one tensor and one limit, got"
-            f" {len(tensors)} and {len(bucket_size_limits)}"
-        )
     indices = list(tensor_indices) or list(range(len(tensors)))
-    if len(indices) != len(tensors) or (
-        expect_sparse_gradient and len(expect_sparse_gradient) <= max(indices)
-    ):
-        raise InvalidArgumentError(
-            "compute_bucket_assignment_by_size: `tensor_indices` and `expect_sparse_gradient` must have one"
-            f" entry for each of {len(tensors)} tensors"
-        )
+    _check_assignment(tensors, bucket_size_limits, expect_sparse_gradient, indices)
     filling: dict[_Kind, list[int]] = {}
     bytes_in: dict[_Kind, int] = {}
     closed_of: dict[_Kind, int] = {}
@@ -69,8 +58,6 @@ def compute_bucket_assignment_by_size(
         return bucket_size_limits[min(closed_of.get(kind, 0), len(bucket_size_limits) - 1)]
 
     for index, tensor in zip(indices, tensors, strict=True):
-        if tensor.layout is not torch.strided:
-            raise InvalidArgumentError("compute_bucket_assignment_by_size: No support for sparse tensors.")
         if expect_sparse_gradient and expect_sparse_gradient[index]:
             found.append(([index], 0))
             continue
@@ -88,6 +75,28 @@ def compute_bucket_assignment_by_size(
     else:
         found.sort(key=lambda bucket: bucket[0][0])
     return [members for members, _ in found], [limit for _, limit in found]
+
+
+def _check_assignment(
+    tensors: Sequence[torch.Tensor],
+    limits: Sequence[int],
+    expect_sparse_gradient: Sequence[bool],
+    indices: Sequence[int],
+) -> None:
+    name = "compute_bucket_assignment_by_size"
+    if not tensors or not limits:
+        raise InvalidArgumentError(
+            f"{name}: there must be at least one tensor and one limit, got {len(tensors)} and {len(limits)}"
+        )
+    if len(indices) != len(tensors) or (
+        expect_sparse_gradient and len(expect_sparse_gradient) <= max(indices)
+    ):
+        raise InvalidArgumentError(
+            f"{name}: `tensor_indices` and `expect_sparse_gradient` must have one entry for each of"
+            f" {len(tensors)} tensors"
+        )
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        raise InvalidArgumentError(f"{name}: No support for sparse tensors.")
 
 
 @dataclass(eq=False)
