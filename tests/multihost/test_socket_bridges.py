@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -77,11 +78,12 @@ def test_what_is_begun_before_the_ends_have_met_arrives_too(kind: str) -> None:
     at_both_ends(kind, many_at_once)
 
 
-def wait_in_vain(bridge: Bridge) -> None:
+def wait_in_vain(bridge: Bridge, both_wait: threading.Barrier) -> None:
     awaited = torch.zeros(4, dtype=torch.uint8)
     assert bridge.all_gather(torch.zeros(2, dtype=torch.uint8), numbers(1, 0), SECONDS).wait(SECONDS)
     pending = bridge.broadcast(awaited, 1 - bridge.host, SECONDS)  # which nobody sends
     assert not pending.wait(0.01)
+    both_wait.wait(SECONDS)  # or the other end would hear that this one has closed
     bridge.close()
     with pytest.raises(BridgeError, match=r"Gloo|closed|shut down|ended"):
         pending.wait(SECONDS)
@@ -91,4 +93,4 @@ def wait_in_vain(bridge: Bridge) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_closing_ends_what_is_under_way(kind: str) -> None:
-    at_both_ends(kind, wait_in_vain)
+    at_both_ends(kind, partial(wait_in_vain, both_wait=threading.Barrier(2)))
