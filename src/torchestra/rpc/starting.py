@@ -77,8 +77,7 @@ def init_rpc(
     size = -1 if world_size is None else world_size
     if here is not None and store is None and method == "env://":
         rank, size, store = here.rank, here.size, PrefixStore("rpc", here.store)
-    if store is not None:
-        method = None
+    method = None if store is not None else method
     seconds = options.rpc_timeout or _MEETING_SECONDS
     met = rendezvous(
         method,

@@ -81,8 +81,7 @@ def join(
 
     Args:
         store: a store that only the ranks of this group, and only for this purpose, use.
-        rank, size: of the group.
-        name: of the group, for messages.
+        rank, size, name: of the group.
         seconds: how long to wait for the others.
         threads: whether the ranks are threads of this process.
         thread: the one that the rank's program runs in; default: the one that calls.
@@ -91,8 +90,7 @@ def join(
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
-        RankFailedError: a rank has died before all had come.
-        GroupAbortedError: another rank cannot enter the group; says why.
+        RankFailedError, GroupAbortedError: another rank has died, or cannot enter the group; says why.
         DistBackendError: this rank cannot enter it.
     """
     deadline = Deadline(seconds)
@@ -122,16 +120,21 @@ def join(
         if context.peers is not None:
             context.peers.dead()  # once now, while all live, to know later how one of them ended
     except BaseException as error:
-        trouble.tell(error)
-        if context is not None:
-            if not context.is_aborted:
-                context.abort(_why(rank, error))
-            context.leave()
+        _give_up(trouble, context, error)
         raise
     finally:
         if rank == 0 and shared is not None:
             _forget(shared)
     return context
+
+
+def _give_up(trouble: _Trouble, context: RankContext | None, error: BaseException) -> None:
+    """Tell the others why this rank does not enter, and leave what it has entered of the group."""
+    trouble.tell(error)
+    if context is not None:
+        if not context.is_aborted:
+            context.abort(_why(context.rank, error))
+        context.leave()
 
 
 def refuse(store: Store, why: str) -> None:

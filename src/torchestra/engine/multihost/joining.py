@@ -66,27 +66,13 @@ def join_hosts(
     here = hosts.on(host)
     place = here.index(rank)
     own = PrefixStore(f"host/{host}", store)
+    size = len(here)
     member = join(
-        own,
-        place,
-        len(here),
-        name,
-        seconds,
-        threads=threads,
-        thread=thread,
-        numbers=here,
-        has_died=has_died,
+        own, place, size, name, seconds, threads=threads, thread=thread, numbers=here, has_died=has_died
     )
     if thread is not None:
         member.program = thread
-    # A wait within the host is mostly for a rank that waits for the network: beside that a wake-up is cheap,
-    # while a yield may give the core away for a whole slice.
-    member.set_word(at.YIELDS, 0)
-    watch = PrefixStore("watch", store)
-    detector = (HeartbeatMonitor if place == 0 else FailureDetector)(watch, hosts, host, member, bound)
-    member.when_aborted = detector.tell_aborted
-    member.be_on_host(hosts.names[host], hosts.size)
-    member.ask_elsewhere = detector.ask_where_they_are
+    detector = _watch(store, hosts, host, member, bound)
     end: Bridge | None = None
     transport: GroupTransport | None = None
     try:
@@ -95,10 +81,7 @@ def join_hosts(
             start_mpi(max(0.1, deadline - time.monotonic()), len(hosts.host_of))
         transport = GroupTransport(store, hosts, rank)
         if place < hosts.rails:
-            rail = PrefixStore(f"rail/{place}", store)
-            ranks = [members[place] for members in hosts.members]
-            remaining = max(0.1, deadline - time.monotonic())
-            end = open_bridge(bridge, rail, transport, ranks, [*map(hosts.describe, ranks)], remaining)
+            end = _open_rail(store, hosts, place, bridge, transport, max(0.1, deadline - time.monotonic()))
         local = LocalEngine(member)
         hierarchy = Hierarchy(local, hosts, rank, end, detector, name)
         _exchange_endpoints(hierarchy, transport, max(0.1, deadline - time.monotonic()))
@@ -117,6 +100,28 @@ def join_hosts(
     if bridge == "mpi":
         close_at_exit(engine)
     return engine
+
+
+def _open_rail(
+    store: Store, hosts: Hosts, place: int, bridge: str, transport: GroupTransport, seconds: float
+) -> Bridge:
+    """Open a bridge to the ranks with the same place on the other hosts."""
+    ranks = [members[place] for members in hosts.members]
+    names = [*map(hosts.describe, ranks)]
+    return open_bridge(bridge, PrefixStore(f"rail/{place}", store), transport, ranks, names, seconds)
+
+
+def _watch(store: Store, hosts: Hosts, host: int, member: RankContext, bound: float) -> FailureDetector:
+    """Make the failure detector of a rank that has entered its host's arena."""
+    # A wait within the host is mostly for a rank that waits for the network: beside that a wake-up is cheap,
+    # while a yield may give the core away for a whole slice.
+    member.set_word(at.YIELDS, 0)
+    watch = PrefixStore("watch", store)
+    detector = (HeartbeatMonitor if member.rank == 0 else FailureDetector)(watch, hosts, host, member, bound)
+    member.when_aborted = detector.tell_aborted
+    member.be_on_host(hosts.names[host], hosts.size)
+    member.ask_elsewhere = detector.ask_where_they_are
+    return detector
 
 
 def refuse_hosts(store: Store, hosts: Hosts, why: str) -> None:
