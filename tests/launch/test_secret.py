@@ -41,7 +41,7 @@ TELLTALE = """
     import torchestra as dist
     from torchestra import TCPStore, cli
     from torchestra.store import TCPStoreServer
-    from torchestra.transport.endpoint import read_card
+    from torchestra.transport.endpoint import read_endpoint
 
     logging.basicConfig(level=logging.DEBUG)
     dist.init_process_group()
@@ -59,7 +59,7 @@ TELLTALE = """
                     traceback.print_exc()
                 os.environ.pop("TORCHESTRA_SECRET", None)
         try:
-            read_card(bytes(100), secret, "there", "rank 1")
+            read_endpoint(bytes(100), secret, "there", "rank 1")
         except Exception:
             traceback.print_exc()
     dist.barrier()

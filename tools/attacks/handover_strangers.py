@@ -45,6 +45,9 @@ def attack(seconds: float) -> Outcome:
             for flood in floods:
                 crowd.enter_context(flood)
             for number in watched.serve(seconds, lambda: _ask(offer)):
+                # A real survivor asks once; this one is to be served again.
+                offer._server._taken.discard(1)  # type: ignore[attr-defined]
+                offer._server.given.clear()  # type: ignore[attr-defined]
                 outcome.tried["survivors served"] = number
         for flood in floods:
             outcome.tried["strangers"] += flood.seen["opened"]

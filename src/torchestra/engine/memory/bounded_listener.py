@@ -76,19 +76,24 @@ class BoundedListener:
         """
         if self._rest_until:
             self._rest(seconds)
-        for key, _ in self._selector.select(seconds):
-            connection = key.fileobj
+        came = [key.fileobj for key, _ in self._selector.select(seconds)]
+        for connection in came:
             assert isinstance(connection, socket.socket)
-            if connection is self._listener:
-                self._accept()
-            elif connection in self._deadlines:
+            if connection in self._deadlines:
                 yield connection
+        # Last: newcomers drive out the oldest, who may just have said something.
+        if self._listener in came:
+            self._accept()
         now = time.monotonic()
         while self._deadlines:
             connection, deadline = next(iter(self._deadlines.items()))
             if deadline >= now:
                 return
             self.drop(connection)
+
+    def renew(self, connection: socket.socket) -> None:
+        """Count a connection as the newest, as it has begun to prove itself; its time is the same."""
+        self._deadlines[connection] = self._deadlines.pop(connection)
 
     def drop(self, connection: socket.socket) -> None:
         """End a connection."""

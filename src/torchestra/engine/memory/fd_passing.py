@@ -163,6 +163,7 @@ class DescriptorServer:
             peer = self._challenged.pop(connection, None)
             if peer is None:
                 if self._challenge(connection, packet):
+                    self._listener.renew(connection)
                     return
             else:
                 given = self._judge(connection, peer, packet, descriptor)

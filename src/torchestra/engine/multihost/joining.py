@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -24,10 +25,14 @@ from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.mpi import close_at_exit, start_mpi
 from torchestra.engine.multihost.point_to_point import PointToPoint
 from torchestra.engine.operations import Kind, pack
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import InvalidArgumentError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
+from torchestra.system.deadline import Deadline
 
 __all__ = ["join_hosts", "refuse_hosts"]
+
+_AGREED = "agreed"
+_SETTLED_POLL_S = 0.5
 
 
 def join_hosts(
@@ -76,7 +81,7 @@ def join_hosts(
     end: Bridge | None = None
     transport: GroupTransport | None = None
     try:
-        _agree(store, bridge, bound, hosts, rank, member)
+        _agree(store, bridge, bound, hosts, rank, member, max(0.1, deadline - time.monotonic()))
         if bridge == "mpi":
             start_mpi(max(0.1, deadline - time.monotonic()), len(hosts.host_of))
         transport = GroupTransport(store, hosts, rank)
@@ -146,11 +151,29 @@ def _exchange_endpoints(hierarchy: Hierarchy, transport: GroupTransport, seconds
     hierarchy.agree(call())  # nobody connects to a rank that does not know it yet
 
 
-def _agree(store: Store, bridge: str, bound: float, hosts: Hosts, rank: int, member: RankContext) -> None:
-    """Make sure that all ranks use the same bridge and heartbeat bound; the first to come says which."""
+def _agree(
+    store: Store,
+    bridge: str,
+    bound: float,
+    hosts: Hosts,
+    rank: int,
+    member: RankContext,
+    seconds: float,
+) -> None:
+    """Make sure that all ranks use the same bridge and heartbeat bound; the first to come says which.
+
+    Return when all have agreed, or raise what one has found. A rank that has died cannot do either: it is
+    waited for as long as the heartbeat bound, and found missing when the bridge is opened.
+    """
     said = store.compare_set("terms", "", f"{rank} {bridge} {bound!r}").decode()
     first, their_bridge, their_bound = said.split(" ")
     if (their_bridge, float(their_bound)) == (bridge, bound):
+        if store.add("agreed", 1) == len(hosts.host_of):
+            store.compare_set("settled", "", _AGREED)
+        message = _settled(store, member, min(seconds, bound))
+        if message != _AGREED:
+            member.abort(message)
+            raise InvalidArgumentError(message)
         return
     who, other = hosts.describe(rank), hosts.describe(int(first))
     if their_bridge != bridge:
@@ -166,6 +189,17 @@ def _agree(store: Store, bridge: str, bound: float, hosts: Hosts, rank: int, mem
             f" set {HEARTBEAT_VARIABLE} to the same for all ranks, or for none"
         )
     # Several may find it at once: all raise what the first of them says.
-    message = store.compare_set("refused", "", message).decode()
+    message = store.compare_set("settled", "", message).decode()
     member.abort(message)
     raise InvalidArgumentError(message)
+
+
+def _settled(store: Store, member: RankContext, seconds: float) -> str:
+    """Wait until the ranks have agreed on their terms, or one has found that they differ; return which."""
+    deadline = Deadline(seconds)
+    while not deadline.expired():
+        if member.is_aborted:
+            raise member.aborted()
+        with contextlib.suppress(StoreTimeoutError):
+            return store.await_values(["settled"], min(deadline.remaining(), _SETTLED_POLL_S))[0].decode()
+    return _AGREED
