@@ -68,6 +68,8 @@ class Plans:
         root: int | None = None,
     ) -> None:
         """Serve such operations from now on."""
+        if dtype in plans:
+            return
         if self._engine.kernels and not dtype.is_complex and (op is None or op.factor is None):
             plans[dtype] = self._engine.plan(row, dtype, op, root)
 

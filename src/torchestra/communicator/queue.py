@@ -134,8 +134,12 @@ class OperationQueue:
         queued = _Queued(self, operation, description, operations, call_site(), work)
         work.progress, work.start = partial(self._make_progress, work), self.thread.start_now
         self._promised = self.sequence_number() + operations
-        with self.abort_on_error(description):
+        try:  # abort_on_error(), without the cost of a context manager
             self.thread.submit(queued)
+        except BaseException as error:
+            if not isinstance(error, RAISED_BY_ALL):
+                self.leave(description, error)
+            raise
         if async_op:
             return work
         work.wait()

@@ -81,7 +81,9 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """How many elements there are from the first to the last in memory, of a tensor that has any."""
+    """Return how many elements there are from the first to the last in memory, of a tensor that has any."""
+    if tensor.is_contiguous():
+        return tensor.numel()
     return 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
