@@ -92,7 +92,7 @@ class Client(TCPStore):
 
 
 def await_end(*arguments: Any) -> bool:
-    """Waiting in a lobby."""
+    """Waiting in a segment."""
     with TURN.given_away():
         return fd_passing.await_end(*arguments)
 

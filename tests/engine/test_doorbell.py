@@ -42,7 +42,7 @@ class Actor(threading.Thread):
             "NAPS": 0,  # it sleeps as soon as there is nothing to do
         }
         scope = {**vars(doorbell), **own}
-        for name in ("ring", "hurry"):
+        for name in ("ring", "start_now"):
             scope[name] = FunctionType(getattr(doorbell, name).py_func.__code__, scope, name)
         self._function: Callable[[int], int] = FunctionType(kernel.py_func.__code__, scope)
         self.start()

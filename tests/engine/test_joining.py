@@ -56,7 +56,7 @@ def test_a_death_before_all_have_come_is_told_at_once(culprit: int, spoil: Calla
             assert outcome.error.ranks == (culprit,)
 
 
-def die_between_lobby_and_arena() -> None:
+def die_between_segment_and_arena() -> None:
     def die(*_: Any, **__: Any) -> None:
         worlds.leave_note("found")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -64,10 +64,10 @@ def die_between_lobby_and_arena() -> None:
     starting.join = die
 
 
-def enter_by_lobby(store: Store, rank: int, size: int, culprit: int, first: bool) -> None:
+def enter_by_segment(store: Store, rank: int, size: int, culprit: int, first: bool) -> None:
     os.environ["TORCHESTRA_HOST_ID"] = "one host"  # the ranks find out that they share it
     if rank == culprit:
-        die_between_lobby_and_arena()
+        die_between_segment_and_arena()
     elif not first:  # when the culprit has died
         join = starting.join
 
@@ -82,7 +82,7 @@ def enter_by_lobby(store: Store, rank: int, size: int, culprit: int, first: bool
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_death_after_the_hosts_were_found_is_told_at_once(culprit: int, first: bool) -> None:
-    outcomes = worlds.outcomes("processes", 3, enter_by_lobby, culprit, first, init=False)
+    outcomes = worlds.outcomes("processes", 3, enter_by_segment, culprit, first, init=False)
     for rank, outcome in enumerate(outcomes):
         if rank != culprit:
             assert isinstance(outcome.error, RankFailedError), outcome
@@ -148,15 +148,17 @@ def test_why_a_rank_cannot_enter_is_told_the_others(culprit: int, spoil: Callabl
             assert FAILURES[spoil] in outcome.message
 
 
-def enter_lobby(store: Store, rank: int, size: int, spoil: Callable[[], Any]) -> tuple[str, tuple[int, ...]]:
+def enter_segment(
+    store: Store, rank: int, size: int, spoil: Callable[[], Any]
+) -> tuple[str, tuple[int, ...]]:
     if rank == 0:
-        lead = host_discovery._Lobby.lead
+        lead = host_discovery._HostSegment.lead
 
-        def lead_and_say_so(lobby: host_discovery._Lobby) -> Any:
+        def lead_and_say_so(segment: host_discovery._HostSegment) -> Any:
             worlds.leave_note("leads")
-            return lead(lobby)
+            return lead(segment)
 
-        host_discovery._Lobby.lead = lead_and_say_so
+        host_discovery._HostSegment.lead = lead_and_say_so
     else:
         worlds.await_note("leads" if rank == 2 else "told")
     if rank == 2:
@@ -171,23 +173,23 @@ def enter_lobby(store: Store, rank: int, size: int, spoil: Callable[[], Any]) ->
     raise AssertionError("the ranks have met")
 
 
-def die_in_lobby() -> None:
+def die_in_segment() -> None:
     host_discovery.await_end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail_before_lobby() -> None:
+def fail_before_segment() -> None:
     def refuse(*_: object) -> None:
         raise DistBackendError("another version")
 
     host_discovery.request_descriptor = refuse
 
 
-@pytest.mark.parametrize("spoil", [die_in_lobby, fail_before_lobby])
+@pytest.mark.parametrize("spoil", [die_in_segment, fail_before_segment])
 def test_ranks_that_look_for_their_hosts_hear_of_one_that_will_not_come(spoil: Callable[[], Any]) -> None:
-    zero, one, _ = worlds.outcomes("processes", 3, enter_lobby, spoil, init=False)
+    zero, one, _ = worlds.outcomes("processes", 3, enter_segment, spoil, init=False)
     for outcome in (zero, one):
         message, ranks = outcome.result()
-        if spoil is die_in_lobby:
+        if spoil is die_in_segment:
             assert ranks == (2,)
             assert "rank 2 died before all ranks had come" in message
         else:

@@ -31,7 +31,7 @@ class CountingStore(HashStore):
 
 
 def find_all(names: list[str], store: HashStore, seconds: float = 30.0) -> list[Any]:
-    """Each rank, a thread, goes through the lobbies as processes do."""
+    """Each rank, a thread, goes through the segments as processes do."""
     found: list[Any] = [None] * len(names)
 
     def body(rank: int) -> None:
@@ -57,7 +57,7 @@ def test_ranks_with_one_id_that_can_attach_share_a_host() -> None:
 
 
 def test_one_id_does_not_make_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 2 and 3 have the id of ranks 0 and 1, but their lobby cannot be reached from there."""
+    """Ranks 2 and 3 have the id of ranks 0 and 1, but their segment cannot be reached from there."""
     plain_visit, sides = host_discovery.request_descriptor, {}
 
     def visit(invitation: str, secret: bytes | None, rank: int, name: str, deadline: Deadline) -> Any:
@@ -69,13 +69,13 @@ def test_one_id_does_not_make_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise host_discovery.DistBackendError("cannot reach it") from error
         return plain_visit(invitation, secret, rank, name, deadline)
 
-    class Lobby(host_discovery._Lobby):
+    class HostSegment(host_discovery._HostSegment):
         def __init__(self, visit: Any) -> None:
             super().__init__(visit)
             sides[self.sign.partition(":")[2]] = visit.rank
 
     monkeypatch.setattr(host_discovery, "request_descriptor", visit)
-    monkeypatch.setattr(host_discovery, "_Lobby", Lobby)
+    monkeypatch.setattr(host_discovery, "_HostSegment", HostSegment)
     found = find_all(["same"] * 4, HashStore())
     assert found[0].members == ((0, 1), (2, 3))
     assert all(each == found[0] for each in found)

@@ -12,7 +12,7 @@ from torchestra.errors import GroupDestroyedError
 from torchestra.system.forking import forget_in_children, refusal
 
 Meet = Callable[[float], Communicator]
-"""Meets the other members of a group, which all must come within so many timeout_s."""
+"""Meets the other members of a group, which all must come within so many seconds."""
 
 
 class LazyCommunicator:

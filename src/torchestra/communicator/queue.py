@@ -202,10 +202,6 @@ class OperationQueue:
         else:
             work.finish(result)
 
-    def is_coalescing(self) -> bool:
-        """Whether the calling thread is inside :meth:`coalescing`."""
-        return threading.get_ident() in self._coalesced
-
     @contextlib.contextmanager
     def coalescing(self) -> Iterator[list[CoalescedOperation]]:
         """Operations that this thread calls while the block runs are checked and listed, but not run.

@@ -31,7 +31,7 @@ _KERNELS: tuple[Any, ...] = (
     reduce.reduce_scatter_even,
     prefix.scan,
     doorbell.ring,
-    doorbell.hurry,
+    doorbell.start_now,
     doorbell.close,
     doorbell.await_task,
     shared_words.load_acquire,

@@ -133,7 +133,7 @@ class ProgressThread:
 
     def start_now(self) -> None:
         """Have the thread begin now: somebody waits for what was submitted and cannot :meth:`progress`."""
-        doorbell.hurry(self._address)
+        doorbell.start_now(self._address)
 
     def progress(self, ended: Callable[[], bool]) -> None:
         """Run tasks on the calling thread until ``ended()``, as far as that may be done now.

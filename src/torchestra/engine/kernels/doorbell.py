@@ -57,7 +57,7 @@ def ring(words):
 
 
 @njit(**KERNEL_OPTIONS)
-def hurry(words):
+def start_now(words):
     """Have what has been submitted begin without delay."""
     store_ordered(words + URGENT, load_ordered(words + SUBMITTED))
     syscall(FUTEX, words + URGENT, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
@@ -69,7 +69,7 @@ def close(words):
     """Have the thread end when nothing is left to be begun."""
     store_ordered(words + CLOSED, 1)
     ring(words)
-    return hurry(words)
+    return start_now(words)
 
 
 @njit(**KERNEL_OPTIONS)

@@ -1,24 +1,25 @@
-"""Which ranks share a host, found by attaching.
+"""The discovery of ranks that share a host, by attaching.
 
-The first rank to come under a host id opens the host's *lobby* and says so in the store; whoever comes later
-under the same id tries to get into it. A lobby is memory that is handed over as an arena is (fd_passing.py),
-so who has it shares memory with the rank that opened it, and who cannot get it, although its host has the
-same id, is on another host and tries the next lobby of that id. When all ranks are in some lobby, the ranks
-that opened them say who is in theirs; the first of them puts that together and tells the others, and each of
-them writes it into its lobby's memory, from where the ranks of its host read it.
+The first rank to come under a host id makes the host's *segment* of shared memory and says so in the store;
+whoever comes later under the same id tries to get into it. A segment is memory that is handed over as an
+arena is (fd_passing.py), so who has it shares memory with the rank that opened it, and who cannot get it,
+although its host has the same id, is on another host and tries the next segment of that id. When all ranks
+are in some segment, the ranks that opened them say who is in theirs; the first of them puts that together
+and tells the others, and each of them writes it into its segment's memory, from where the ranks of its host
+read it.
 
-A rank makes two requests to the store, one that has opened a lobby five more and one for each that gets in:
+A rank makes two requests to the store, one that has opened a segment five more and one for each that gets in:
 O(ranks) in all. The only answers that are not short are the host's lists, which one rank reads, and the
 outcome, which one rank per host reads, and which is packed (a few bytes per host). Nobody asks again and
-again: who waits within a host hears by the end of its connection to the lobby that the outcome is there.
-A rank in a lobby holds a lock on it until it has entered the group (:class:`Residents`)::
+again: who waits within a host hears by the end of its connection to the segment that the outcome is there.
+A rank in a segment holds a lock on it until it has entered the group (:class:`Residents`)::
 
     finding/here/R          rank R has come; among threads, which host it says it is on
-    finding/lobby/ID/N      "R:host:invitation", the N-th lobby of that id, and who has opened it
-    finding/hosts           how many lobbies there are; each is numbered by it
-    finding/arrived         how many ranks are in a lobby
+    finding/segment/ID/N      "R:host:invitation", the N-th segment of that id, and who has opened it
+    finding/hosts           how many segments there are; each is numbered by it
+    finding/arrived         how many ranks are in a segment
     finding/all             "yes" by whoever brings that to the number of ranks; or why that will never be
-    finding/members/H       the ranks in lobby H, and the host's name
+    finding/members/H       the ranks in segment H, and the host's name
     finding/outcome         who is on which host
 """
 
@@ -57,7 +58,7 @@ _SERVING_SECONDS = 1.0
 _GRACE_SECONDS = 3.0
 _ALL = b"yes"
 _DONE, _LATE, _FAILED = b"!", b"?", b"x"
-# A lobby's memory: how it ended; by rank, the mark of one that has locked that byte; what there is to say.
+# A segment's memory: how it ended; by rank, the mark of one that has locked that byte; what there is to say.
 _STATE_AT, _MARKS_AT, _MARKED = 0, 1, b"+"
 _DESCRIPTORS = 8  # what a rank needs for a moment, with some to spare
 
@@ -124,21 +125,21 @@ def _find(visit: _Visit, *, threads: bool) -> Hosts:
     check_free_descriptors(_DESCRIPTORS)
     visit.store.set(f"here/{rank}", b"")
     identity = hashlib.sha256(host_id().encode()).hexdigest()[:16]
-    with _Lobby(visit) as lobby:
+    with _HostSegment(visit) as segment:
         for attempt in range(size):
-            said = visit.store.compare_set(f"lobby/{identity}/{attempt}", "", lobby.sign)
-            if said == lobby.sign.encode():
-                return lobby.lead()
+            said = visit.store.compare_set(f"segment/{identity}/{attempt}", "", segment.sign)
+            if said == segment.sign.encode():
+                return segment.lead()
             if (found := visit.follow(said.decode())) is not None:
                 return found
-    raise DistBackendError(f"rank {rank} of group {name!r}: no lobby of its host lets it in")
+    raise DistBackendError(f"rank {rank} of group {name!r}: no segment of its host lets it in")
 
 
 class Residents:
-    """The ranks of this host that enter a group: each has locked a byte of the lobby's memory, and marked it.
+    """The ranks of this host that enter a group: each has locked a byte of the segment, and marked it.
 
     Args:
-        memory: the lobby's.
+        memory: the segment's.
         ranks: those in it, in ascending order.
         own: the rank that asks.
     """
@@ -157,7 +158,7 @@ class _Visit:
     """One call of :func:`find_hosts`.
 
     Attributes:
-        memory: of the lobby that the rank is in.
+        memory: of the segment that the rank is in.
         text_at: where in it the text begins.
     """
 
@@ -169,7 +170,7 @@ class _Visit:
         self.memory: MemoryFile | None = None
 
     def enter(self, descriptor: int) -> int:
-        """Lock and mark this rank's byte in a lobby's memory; a descriptor in place of the one given."""
+        """Lock and mark this rank's byte in a segment's memory; a descriptor in place of the one given."""
         self.memory = memory = MemoryFile(descriptor)
         os.close(descriptor)
         place = _MARKS_AT + self.rank
@@ -178,7 +179,7 @@ class _Visit:
         return memory.descriptor
 
     def follow(self, sign: str) -> Hosts | None:
-        """Get into another rank's lobby and wait there for the outcome; None if it is on another host."""
+        """Get into another rank's segment and wait there for the outcome; None if it is on another host."""
         leader, _, invitation = sign.partition(":")
         try:
             descriptor, connection = request_descriptor(
@@ -238,13 +239,13 @@ class _Visit:
             self.store.compare_set("all", "", json.dumps([[], why]))
 
     def failure(self, told: bytes) -> GroupAbortedError:
-        """The error that says what :meth:`tell_failure`, or a lobby that has lost a rank, has told."""
+        """The error that says what :meth:`tell_failure`, or a segment that has lost a rank, has told."""
         died, why = json.loads(told)
         message = f"rank {self.rank}: group {self.name!r} cannot be used: {why}"
         return RankFailedError(message, tuple(died)) if died else GroupAbortedError(message)
 
     def await_all(self) -> None:
-        """Wait until all ranks are in a lobby.
+        """Wait until all ranks are in a segment.
 
         Raises:
             GroupAbortedError: one of them will never be.
@@ -276,7 +277,7 @@ class _Visit:
         )
 
 
-class _Lobby:
+class _HostSegment:
     """What a rank opens in case it is the first of its host."""
 
     def __init__(self, visit: _Visit) -> None:
@@ -288,10 +289,10 @@ class _Lobby:
         self._descriptor = -1
         self.sign = f"{visit.rank}:{self._admission.invitation}"
         self._server = threading.Thread(
-            target=self._serve, name=f"torchestra-lobby-{visit.rank}", daemon=True
+            target=self._serve, name=f"torchestra-segment-{visit.rank}", daemon=True
         )
 
-    def __enter__(self) -> _Lobby:
+    def __enter__(self) -> _HostSegment:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -303,7 +304,7 @@ class _Lobby:
 
     def lead(self) -> Hosts:
         """Let ranks of this host in until all ranks are somewhere, and tell them how it ended."""
-        self._descriptor = self._visit.enter(make_memory_file("torchestra-lobby"))
+        self._descriptor = self._visit.enter(make_memory_file("torchestra-segment"))
         try:
             found = self._find_out()
         except CollectiveTimeoutError as error:
