@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from numba import njit, types
+from numba import types
 
 import torchestra as dist
 from torchestra.engine import layout as at
 from torchestra.engine import local, operations
 from torchestra.engine.kernels.buffers import buffer_of
 from torchestra.engine.kernels.waiting import arrive, begin, end, meet
-from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, memcpy, store
+from torchestra.engine.native.atomics import kernel, load, memcpy, store
 from torchestra.engine.operations import Collective, Parameter
 from torchestra.errors import CollectiveMismatchError
 from torchestra.process_group.reducing_methods import in_place
 from worlds import KINDS, run
 
-_OPTIONS = {**KERNEL_OPTIONS, "cache": False}
 RANK, SIZE, RESUME, NOT_SHARED, DONE = at.RANK, at.SIZE, at.RESUME, at.NOT_SHARED, at.DONE
 PLAN_CONTEXT, PLAN_META, PLAN_UNIT = at.PLAN_CONTEXT, at.PLAN_META, at.PLAN_UNIT
 
@@ -30,7 +29,7 @@ SHIFT = Collective(
 )
 
 
-@njit(**_OPTIONS)
+@kernel
 def shift(plan, count, address):  # type: ignore[no-untyped-def]
     context, meta = load(plan + PLAN_CONTEXT), load(plan + PLAN_META)
     rank, size, length = load(context + RANK), load(context + SIZE), count * load(plan + PLAN_UNIT)

@@ -223,7 +223,6 @@ def _modules() -> dict[ModuleType, ModuleType]:
             for old, new in _EDITS[module]:
                 assert old in source, f"{module.__name__} has changed: adapt the edit of\n{old}"
                 source = source.replace(old, new)
-            source = source.replace("**KERNEL_OPTIONS", "nogil=True, error_model='numpy'")
             source = source.replace("memcpy(", "slow_memcpy(").replace("call_reduction(", "slow_reduction(")
             for name, edited in names.items():
                 source = source.replace(f"from {name} ", f"from {edited} ")

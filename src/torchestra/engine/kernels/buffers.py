@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-from numba import njit
-
 from torchestra.engine import layout as at
-from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, memcpy, stream_line
+from torchestra.engine.native.atomics import kernel, load, memcpy, stream_line
 
 SLOTS, SLOT_BYTES, CHUNK_BUFFERS, CHUNK_BUFFER_BYTES, SEQUENCE = (
     at.SLOTS,
@@ -22,7 +20,7 @@ SHARED_PATH = 1 << 60
 """RESUME of an operation that goes on over the peers' own tensors."""
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def buffer_of(context, rank, chunk):
     """Return where ``rank`` keeps chunk number ``chunk`` of the current operation.
 
@@ -37,20 +35,20 @@ def buffer_of(context, rank, chunk):
     return load(context + CHUNK_BUFFERS) + (rank * 3 + chunk % 3) * load(context + CHUNK_BUFFER_BYTES)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def peer_slot(context, owner, reader):
     """Return which of the SIZE - 1 parts of the buffer of ``owner`` is meant for ``reader``."""
     size = load(context + SIZE)
     return (reader - owner - 1 + size) % size
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def streams(context, total):
     """Return whether a result of ``total`` bytes is written past the caches."""
     return total > load(context + STREAM_ABOVE)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def copy_out(target, source, length, stream):
     """Copy into a result; ``stream`` when the whole of it is too large to stay in a cache anyway.
 

@@ -25,12 +25,10 @@ pass: an early nap's end that is missed costs no more than that.
 
 from __future__ import annotations
 
-from numba import njit
-
 from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE
 from torchestra.engine.native.atomics import (
-    KERNEL_OPTIONS,
     fetch_add,
+    kernel,
     load_acquire,
     load_ordered,
     store_ordered,
@@ -47,7 +45,7 @@ DOORBELL_WORDS = 7
 NAPS = 20
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def ring(words):
     """Have the thread look again, because a task was submitted, or the end is told; how often it was rung."""
     number = fetch_add(words + SUBMITTED, 1) + 1
@@ -56,7 +54,7 @@ def ring(words):
     return number
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def start_now(words):
     """Have what has been submitted begin without delay."""
     store_ordered(words + URGENT, load_ordered(words + SUBMITTED))
@@ -64,7 +62,7 @@ def start_now(words):
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def close(words):
     """Have the thread end when nothing is left to be begun."""
     store_ordered(words + CLOSED, 1)
@@ -72,7 +70,7 @@ def close(words):
     return start_now(words)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def await_task(words):
     """Sleep until a task is urgent, or none has been begun for as long as one may stand: 1; 0 at the end."""
     naps = 0

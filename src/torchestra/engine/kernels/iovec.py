@@ -10,17 +10,15 @@ element, and how many there are.
 
 from __future__ import annotations
 
-from numba import njit
-
 from torchestra.engine import layout as at
-from torchestra.engine.native.atomics import KERNEL_OPTIONS, call_reduction, load, memcpy, store
+from torchestra.engine.native.atomics import call_reduction, kernel, load, memcpy, store
 
 POINTERS, RANK, SIZE = at.POINTERS, at.RANK, at.SIZE
 
 _CACHED_BYTES = 1 << 14
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _part_at(parts, number, place):
     """Return the part that has the element at a place: the last that begins there or before."""
     low = 0
@@ -34,13 +32,13 @@ def _part_at(parts, number, place):
     return low
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _address_of(parts, number, part, place, unit):
     """Return the address of an element that is in this part."""
     return load(parts + 8 * (number + 1 + part)) + (place - load(parts + 8 * part)) * unit
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def copy_in(parts, number, place, length, unit, target):
     """Copy a range into a buffer."""
     part = _part_at(parts, number, place)
@@ -53,7 +51,7 @@ def copy_in(parts, number, place, length, unit, target):
         part += 1
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def copy_out(parts, number, place, length, unit, source):
     """Copy a buffer into a range."""
     part = _part_at(parts, number, place)
@@ -66,7 +64,7 @@ def copy_out(parts, number, place, length, unit, source):
         part += 1
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def reduce_in(context, parts, number, place, length, unit, function, wanted, copy):
     """Reduce a range of all ranks' tensors. POINTERS has where the peers have it.
 

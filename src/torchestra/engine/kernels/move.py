@@ -9,8 +9,6 @@ arguments (waiting.py).
 
 from __future__ import annotations
 
-from numba import njit
-
 from torchestra.engine import layout as at
 from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, copy_out, peer_slot, streams
 from torchestra.engine.kernels.waiting import (
@@ -26,7 +24,7 @@ from torchestra.engine.kernels.waiting import (
     shared_tensor,
     wait_for_step,
 )
-from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, memcpy, store, stream_fence
+from torchestra.engine.native.atomics import kernel, load, memcpy, store, stream_fence
 
 RANK, SIZE, RESUME, SEQUENCE, SPLITS = at.RANK, at.SIZE, at.RESUME, at.SEQUENCE, at.SPLITS
 SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES = at.SOURCES, at.SOURCE_BYTES, at.TARGETS, at.TARGET_BYTES
@@ -37,7 +35,7 @@ PLAN_CONTEXT, PLAN_META = at.PLAN_CONTEXT, at.PLAN_META
 PLAN_UNIT, PLAN_ROOT = at.PLAN_UNIT, at.PLAN_ROOT
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def barrier(plan, count):
     """Arrive and meet: nobody returns before everybody has called. ``count`` is 0."""
     context = load(plan + PLAN_CONTEXT)
@@ -53,7 +51,7 @@ def barrier(plan, count):
     return code
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def share(plan, count, source):
     """Every rank offers one piece, and reads the pieces of the others that it wants.
 
@@ -120,7 +118,7 @@ def share(plan, count, source):
     return DONE
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _share_in_place(context, source, stream):
     """Read the pieces of all ranks, which lie in their heaps, there and once."""
     rank = load(context + RANK)
@@ -143,7 +141,7 @@ def _share_in_place(context, source, stream):
     return code
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def all_gather(plan, count, source, target):
     """Everybody gets the pieces of all, each of ``count`` elements, one after the other."""
     context = load(plan + PLAN_CONTEXT)
@@ -155,7 +153,7 @@ def all_gather(plan, count, source, target):
     return share(plan, count, source)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def broadcast(plan, count, address):
     """Everybody gets the ``count`` elements of the plan's root."""
     context = load(plan + PLAN_CONTEXT)
@@ -169,14 +167,14 @@ def broadcast(plan, count, address):
     return share(plan, count, address)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _splits_of(context, rank):
     """Return two rows of SIZE words: what ``rank`` sends to, and what it expects from, each peer."""
     size = load(context + SIZE)
     return load(context + SPLITS) + (rank * 2 + (load(context + SEQUENCE) & 1)) * 2 * size * 8
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _tell_splits(context):
     rank = load(context + RANK)
     size = load(context + SIZE)
@@ -185,7 +183,7 @@ def _tell_splits(context):
     memcpy(row + size * 8, load(context + TARGET_BYTES), size * 8)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _longest_split(context):
     """Return the longest piece of any pair, or -1 when a pair does not agree about a length."""
     size = load(context + SIZE)
@@ -200,7 +198,7 @@ def _longest_split(context):
     return longest
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _longest(context, count):
     """:func:`_longest_split`, at once where all ranks exchange equal pieces of ``count`` bytes."""
     if count != UNKNOWN and all_count(context, count):
@@ -208,7 +206,7 @@ def _longest(context, count):
     return _longest_split(context)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def exchange(plan, count):
     """Every rank sends one piece to each peer: SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES, by peer.
 
@@ -285,7 +283,7 @@ def exchange(plan, count):
     return DONE
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def all_to_all_even(plan, length, source, target):
     """exchange of equal pieces of ``length`` bytes that lie one after the other on both sides."""
     context = load(plan + PLAN_CONTEXT)

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import platform
 
-from numba import njit, types
+from numba import types
 
 from torchestra.engine import layout as at
-from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, load_acquire, store, store_release, syscall
+from torchestra.engine.native.atomics import kernel, load, load_acquire, store, store_release, syscall
 
 _SET_AFFINITY = {"x86_64": 203, "aarch64": 122, "riscv64": 122, "ppc64le": 222}.get(platform.machine(), 122)
 _GET_AFFINITY = {"x86_64": 204, "aarch64": 123, "riscv64": 123, "ppc64le": 223}.get(platform.machine(), 123)
@@ -38,7 +38,7 @@ RANK, SIZE, CONTROL, CONTROL_BYTES, CORE = at.RANK, at.SIZE, at.CONTROL, at.CONT
 CORES, MASKS, UNTIL_LOOK, NEXT_LOOK = at.CORES, at.MASKS, at.UNTIL_LOOK, at.NEXT_LOOK
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def ranks_on(context, core):
     """Return how many ranks have last been seen on a core."""
     control = load(context + CONTROL) + CORE
@@ -49,7 +49,7 @@ def ranks_on(context, core):
     return number
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _is_last_on(context, core):
     control = load(context + CONTROL) + CORE
     for rank in range(load(context + RANK) + 1, load(context + SIZE)):
@@ -58,7 +58,7 @@ def _is_last_on(context, core):
     return True
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _emptiest(context, words):
     """Of the cores in the affinity mask, one with the fewest ranks; -1 if there is none."""
     masks = load(context + MASKS)
@@ -74,7 +74,7 @@ def _emptiest(context, words):
     return chosen
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _move(context, core, length):
     """Bring the calling thread to a core, and let it go where it might before."""
     masks = load(context + MASKS)
@@ -86,7 +86,7 @@ def _move(context, core, length):
         syscall(_SET_AFFINITY, 0, length, masks, 0, 0, 0)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def look_around(context):
     """Write down this rank's core, and leave it if it is crowded."""
     control = load(context + CONTROL) + load(context + RANK) * CONTROL_BYTES
@@ -112,7 +112,7 @@ def look_around(context):
     store(context + UNTIL_LOOK, later)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def settle(context):
     """Look around in every LOOK_EVERY-th wait that yields; every one of these calls."""
     left = load(context + UNTIL_LOOK) - 1

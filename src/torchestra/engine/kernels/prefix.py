@@ -7,12 +7,10 @@ What kernels take is told in reduce.py.
 
 from __future__ import annotations
 
-from numba import njit
-
 from torchestra.engine import layout as at
 from torchestra.engine.kernels.buffers import buffer_of
 from torchestra.engine.kernels.waiting import arrive, begin, end, meet, publish, wait_for_step
-from torchestra.engine.native.atomics import KERNEL_OPTIONS, call_reduction, load, memcpy, store
+from torchestra.engine.native.atomics import call_reduction, kernel, load, memcpy, store
 
 RANK, RESUME, POINTERS, CHUNK, NOT_SHARED, DONE = (
     at.RANK,
@@ -26,7 +24,7 @@ PLAN_CONTEXT, PLAN_META, PLAN_UNIT = at.PLAN_CONTEXT, at.PLAN_META, at.PLAN_UNIT
 PLAN_FUNCTION = at.PLAN_FUNCTION
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def scan(plan, count, address, inclusive):
     """Reduce in place the tensors of the ranks before this one, and its own if ``inclusive`` (1, else 0).
 

@@ -10,8 +10,6 @@ again with the same arguments (waiting.py).
 
 from __future__ import annotations
 
-from numba import njit
-
 from torchestra.engine import layout as at
 from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, peer_slot
 from torchestra.engine.kernels.iovec import copy_in, copy_out, reduce_in
@@ -27,7 +25,7 @@ from torchestra.engine.kernels.waiting import (
     shared_tensor,
     wait_for_step,
 )
-from torchestra.engine.native.atomics import KERNEL_OPTIONS, call_reduction, load, memcpy, store
+from torchestra.engine.native.atomics import call_reduction, kernel, load, memcpy, store
 
 RANK, SIZE, RESUME, POINTERS, SOURCES = at.RANK, at.SIZE, at.RESUME, at.POINTERS, at.SOURCES
 SOURCE_BYTES, NOT_SHARED = at.SOURCE_BYTES, at.NOT_SHARED
@@ -39,7 +37,7 @@ DONE = at.DONE
 _CACHED_BLOCK = 1 << 16
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def all_reduce(plan, count, address):
     """Reduce the tensors of all ranks, in place, for everybody or for the plan's root."""
     context = load(plan + PLAN_CONTEXT)
@@ -56,7 +54,7 @@ def all_reduce(plan, count, address):
     return _all_reduce_chunked(context, meta, count, parts, 1, unit, function, root, shared)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def all_reduce_iovec(plan, count, parts, number):
     """:func:`all_reduce` of several tensors taken as one (iovec.py), of ``count`` elements together."""
     context = load(plan + PLAN_CONTEXT)
@@ -69,7 +67,7 @@ def all_reduce_iovec(plan, count, parts, number):
     return _all_reduce_chunked(context, meta, count, parts, number, unit, function, root, NOT_SHARED)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _all_reduce_direct(context, meta, count, address, unit, function, root):
     """Everybody writes its tensor into its slot, meets, and reduces all slots: one synchronisation."""
     rank = load(context + RANK)
@@ -92,7 +90,7 @@ def _all_reduce_direct(context, meta, count, address, unit, function, root):
     return DONE
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _all_reduce_iovec_direct(context, meta, count, parts, number, unit, function):
     if load(context + RESUME) == 0:
         begin(context, meta, count, count * unit)
@@ -110,13 +108,13 @@ def _all_reduce_iovec_direct(context, meta, count, parts, number, unit, function
     return DONE
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _piece(peer, size, length):
     """Return where the piece of ``peer`` begins in ``length`` elements, in steps of 64 elements."""
     return min(length, (length + size * 64 - 1) // (size * 64) * 64 * peer)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _all_reduce_chunked(context, meta, count, parts, number, unit, function, root, shared):
     """Reduce-scatter and all-gather, pipelined over chunks: one synchronisation a chunk.
 
@@ -186,7 +184,7 @@ def _all_reduce_chunked(context, meta, count, parts, number, unit, function, roo
     return DONE
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _all_reduce_shared(context, count, unit, function, root):
     """Reduce in place over the ranks' own tensors, which all lie in their heaps.
 
@@ -218,7 +216,7 @@ def _all_reduce_shared(context, count, unit, function, root):
     return code
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def reduce_scatter(plan, count, target, longest):
     """Reduce the pieces that the tables SOURCES and SOURCE_BYTES describe, each to the rank it is for.
 
@@ -278,7 +276,7 @@ def reduce_scatter(plan, count, target, longest):
     return DONE
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def reduce_scatter_even(plan, count, source, target):
     """reduce_scatter of equal pieces that lie one after the other; ``count`` elements in a piece."""
     context = load(plan + PLAN_CONTEXT)

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from numba import njit
-
 from torchestra.engine import layout as at
 from torchestra.engine.kernels.waiting import (
     EVERYBODY,
@@ -17,32 +15,32 @@ from torchestra.engine.kernels.waiting import (
     wait_for_step,
 )
 from torchestra.engine.native import atomics
-from torchestra.engine.native.atomics import KERNEL_OPTIONS, fetch_add, load, load_ordered, syscall
+from torchestra.engine.native.atomics import fetch_add, kernel, load, load_ordered, syscall
 
 SIZE, ASKED = at.SIZE, at.ASKED
 RANK, SEQUENCE, STEP_BITS, ABANDONED = at.RANK, at.SEQUENCE, at.STEP_BITS, at.ABANDONED
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def load_acquire(address):
     """Return the word, and see all that was written before it."""
     return atomics.load_acquire(address)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def store_ordered(address, value):
     """Write the word after all that was written before it (sequentially consistent)."""
     atomics.store_ordered(address, value)
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def compare_exchange(address, expected, desired):
     """Make a word ``desired`` if it is ``expected``; return what it was."""
     return atomics.compare_exchange(address, expected, desired)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def increment_and_wake(address):
     """Count a word up, wake all that sleep on it, and return it."""
     value = fetch_add(address, 1) + 1
@@ -50,7 +48,7 @@ def increment_and_wake(address):
     return value
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def sleep_while(address, value):
     """Sleep until a word is no longer ``value``, or is woken; return it."""
     if load_ordered(address) == value:
@@ -58,7 +56,7 @@ def sleep_while(address, value):
     return atomics.load_acquire(address)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def wake_everybody(context):
     """Wake every rank that sleeps on any progress word, so that it looks around."""
     for rank in range(load(context + SIZE)):
@@ -68,7 +66,7 @@ def wake_everybody(context):
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def next_reader(context, rank):
     """Return the first rank from ``rank`` on that may be between this operation's steps 1 and 2, or SIZE."""
     sequence = load(context + SEQUENCE)
@@ -80,7 +78,7 @@ def next_reader(context, rank):
     return load(context + SIZE)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def write_to_pages(address, pages, page):
     """Write to each of so many pages what is there already, whoever else writes to them.
 
@@ -96,14 +94,14 @@ def write_to_pages(address, pages, page):
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def publish_step(context, step):
     """:func:`waiting.publish`, for Python."""
     publish(context, step)
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def await_step(context, step):
     """:func:`waiting.wait_for_step`, for Python."""
     return wait_for_step(context, step)

@@ -28,13 +28,11 @@ from __future__ import annotations
 
 import platform
 
-from numba import njit
-
 from torchestra.engine import layout as at
 from torchestra.engine.kernels.placement import settle
 from torchestra.engine.native.atomics import (
-    KERNEL_OPTIONS,
     fetch_add,
+    kernel,
     load,
     load_acquire,
     load_ordered,
@@ -64,13 +62,13 @@ THRESHOLDS = at.THRESHOLDS
 DONE, PENDING, ABORTED, MISMATCH = at.DONE, at.PENDING, at.ABORTED, at.MISMATCH
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def control_of(context, rank):
     """Return the address of the control block of a rank."""
     return load(context + CONTROL) + rank * CONTROL_BYTES
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def publish(context, step):
     """Tell the peers that this rank has finished ``step`` of its current operation."""
     word = control_of(context, load(context + RANK))
@@ -79,7 +77,7 @@ def publish(context, step):
         syscall(FUTEX, word, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def wait_until(context, peer, target):
     """Wait until PROGRESS of ``peer`` is at least ``target``: DONE, PENDING or ABORTED."""
     word = control_of(context, peer)
@@ -95,7 +93,7 @@ def wait_until(context, peer, target):
     return code
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _yield_then_sleep(context, peer, word, target):
     settle(context)
     until = read_coarse_clock(context + YIELD_TIMESPEC) + LONGEST_YIELDING
@@ -122,7 +120,7 @@ def _yield_then_sleep(context, peer, word, target):
             return PENDING
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def wait_for_step(context, step):
     """Wait until every peer has finished ``step`` of the current operation."""
     rank = load(context + RANK)
@@ -135,7 +133,7 @@ def wait_for_step(context, step):
     return DONE
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def begin(context, meta, count, nbytes):
     """Take the next sequence number, and open the record of an operation on ``nbytes``."""
     sequence = load(context + SEQUENCE) + 1
@@ -143,14 +141,14 @@ def begin(context, meta, count, nbytes):
     open_entry(context, sequence, meta, count, nbytes)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def end(context):
     """End the operation: the next call begins another."""
     close_entry(context, load(context + SEQUENCE))
     store(context + RESUME, 0)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def arrive(context, meta, count, shared):
     """Publish the fingerprint of the operation, and step 1."""
     parity = (load(context + SEQUENCE) & 1) * 8
@@ -161,7 +159,7 @@ def arrive(context, meta, count, shared):
     publish(context, 1)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def meet(context, meta, count):
     """Wait until every peer has arrived, and compare fingerprints: DONE, PENDING, ABORTED or MISMATCH.
 
@@ -190,7 +188,7 @@ def meet(context, meta, count):
     return verdict if load_ordered(load(context + ABORT)) == 0 else ABORTED
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def all_count(context, count):
     """Return whether every rank came with this count, after :func:`meet`."""
     parity = (load(context + SEQUENCE) & 1) * 8
@@ -200,7 +198,7 @@ def all_count(context, count):
     return True
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def offset_in_heap(context, address):
     """Return where in this rank's heap an address lies, or NOT_SHARED."""
     length = load_acquire(context + HEAP_BYTES)
@@ -208,7 +206,7 @@ def offset_in_heap(context, address):
     return offset if 0 <= offset < length else NOT_SHARED
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def everyone_shares(context):
     """Return whether the tensors of all ranks lie in their heaps, after :func:`meet`."""
     parity = (load(context + SEQUENCE) & 1) * 8
@@ -218,7 +216,7 @@ def everyone_shares(context):
     return True
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def shared_tensor(context, rank):
     """Return the address, here, of the tensor that ``rank`` called with, when it lies in its heap."""
     parity = (load(context + SEQUENCE) & 1) * 8
@@ -226,7 +224,7 @@ def shared_tensor(context, rank):
     return load(context + HEAPS) + rank * load(context + HEAP_BYTES) + offset
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def final_barrier(context):
     """Wait until all ranks have read their peers' tensors in place: the last step of an operation that did.
 

@@ -18,11 +18,14 @@ from __future__ import annotations
 import platform
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-KERNEL_OPTIONS = {"nogil": True, "error_model": "numpy"}
+kernel = njit(nogil=True, error_model="numpy")
+"""Compiles a function, which gives away the interpreter while it runs."""
+short_kernel = njit(error_model="numpy")
+"""Compiles a function that keeps the interpreter: it takes less time than to give it away."""
 
 _I64 = ir.IntType(64)
 _WORD = types.int64

@@ -27,19 +27,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
 from torchestra.engine.kernels.placement import settle
 from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE, LONGEST_YIELDING
 from torchestra.engine.layout import DONE, PENDING, POLL_INTERVAL, SPINS, YIELDS
 from torchestra.engine.native.atomics import (
-    KERNEL_OPTIONS,
     compare_exchange,
     fetch_add,
+    kernel,
     load,
     load_acquire,
     load_ordered,
     sched_yield,
+    short_kernel,
     spin_hint,
     store,
     store_ordered,
@@ -72,27 +73,26 @@ _WATCHES = 8
 
 put, take, take_header, next_header = ring.put, ring.take, ring.take_header, ring.next_header
 peer_of, full_fence = ring.peer_of, ring.full_fence
-_HELD = {**KERNEL_OPTIONS, "nogil": False}  # so short that to give the interpreter away would cost more
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _doorbell(state, rank):
     return load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _sleep(state, pair, rung):
     """Sleep until a pair has been woken since RUNG was read, POLL_INTERVAL at most."""
     syscall(FUTEX, pair, FUTEX_WAIT, rung & 0xFFFF_FFFF, load(load(state + w.CONTEXT) + POLL_INTERVAL), 0, 0)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _wake(pair):
     fetch_add(pair, 1)
     syscall(FUTEX, pair, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _ring_for_message(state, peer):
     """Have a message noticed that was published in the channel to ``peer``."""
     lead = _doorbell(state, peer) + LEAD
@@ -106,14 +106,14 @@ def _ring_for_message(state, peer):
             _wake(watch)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _ring_room(state, peer):
     room = _doorbell(state, peer) + ROOM
     if load_ordered(room + WHO) > 0:
         _wake(room)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _put(state, record, peer):
     """Send some of a message: whether there was room for any."""
     moved = put(state, peer, record)
@@ -123,7 +123,7 @@ def _put(state, record, peer):
     return moved
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _push(state, record, peer):
     """Send what there is room for: whether that was all."""
     while _put(state, record, peer):
@@ -132,7 +132,7 @@ def _push(state, record, peer):
     return False
 
 
-@njit(**_HELD)
+@short_kernel
 def begin_send(state, record, peer, address, length, tag, kind):
     """Begin to send a message, with the channel's lock held: DONE, or PENDING if the channel is full."""
     store(record + w.STAGE, w.QUEUED)
@@ -146,7 +146,7 @@ def begin_send(state, record, peer, address, length, tag, kind):
     return PENDING
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def continue_send(state, record, peer):
     """Send the rest: DONE, or PENDING if there was no room for POLL_INTERVAL."""
     room = _doorbell(state, load(state + w.RANK)) + ROOM
@@ -166,12 +166,12 @@ def continue_send(state, record, peer):
     return DONE
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _has(state, peer):
     return load(peer_of(state, peer) + w.CURRENT) != w.BROKEN and next_header(state, peer) != 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _find(state, only):
     """Return the first source (or this one only, unless -1) that has a message here, plus one, or 0."""
     if only >= 0:
@@ -185,7 +185,7 @@ def _find(state, only):
     return 0
 
 
-@njit(**_HELD)
+@short_kernel
 def look(state, only):
     """Find a message (from one source only, unless -1), with the lead: 1 and it in the OUT words, or 0."""
     store(state + LED, load(state + LED) + 1)
@@ -202,7 +202,7 @@ def look(state, only):
     return 1
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _take(state, peer):
     taken = take(state, peer, False)
     if taken:
@@ -211,7 +211,7 @@ def _take(state, peer):
     return taken
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _pull(state, peer):
     """Take what has come of a message: whether that was all."""
     known = peer_of(state, peer)
@@ -220,7 +220,7 @@ def _pull(state, peer):
     return load(known + w.LEFT) == 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _wake_follower(state):
     """If there is a message and nobody leads, wake the follower."""
     if _find(state, -1) != 0:
@@ -229,7 +229,7 @@ def _wake_follower(state):
             _wake(watch)
 
 
-@njit(**_HELD)
+@short_kernel
 def begin_receive(state, peer, address, is_last):
     """Take the message that :func:`look` has found: DONE, or PENDING if some is still to come.
 
@@ -246,7 +246,7 @@ def begin_receive(state, peer, address, is_last):
     return DONE
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def continue_receive(state, peer):
     """Take the rest: DONE, or PENDING if nothing came for POLL_INTERVAL."""
     lead = _doorbell(state, load(state + w.RANK)) + LEAD
@@ -266,7 +266,7 @@ def continue_receive(state, peer):
     return DONE
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def leave(state):
     """Give the lead up: peers that publish from now on wake the follower, who hears now of what is there."""
     store_ordered(_doorbell(state, load(state + w.RANK)) + LEAD + WHO, NOBODY)
@@ -275,7 +275,7 @@ def leave(state):
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def await_message(state, eager, only):
     """Sleep, as the leader, until there is a message (from ``only``, unless -1).
 
@@ -318,7 +318,7 @@ def await_message(state, eager, only):
     return code
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def watch(state):
     """Sleep, as the follower, until a message is there that nobody takes: DONE, INTERRUPTED or PENDING."""
     pair = _doorbell(state, load(state + w.RANK)) + WATCH
@@ -342,14 +342,14 @@ def watch(state):
     return PENDING
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def abandon(state, peer):
     """Take nothing more from a peer."""
     store(peer_of(state, peer) + w.CURRENT, w.BROKEN)
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def rouse(state, everybody):
     """Bring the leader of this rank, or everybody that sleeps, back to Python."""
     store_ordered(state + w.ATTENTION, 1)
@@ -379,5 +379,5 @@ _ENTRIES: tuple[tuple[Any, int], ...] = (
 
 def warm_up_endpoint() -> None:
     """Compile the kernels, or load them from Numba's cache."""
-    for kernel, arguments in _ENTRIES:
-        kernel.compile((_WORD,) * arguments)
+    for entry, arguments in _ENTRIES:
+        entry.compile((_WORD,) * arguments)

@@ -8,7 +8,7 @@ A blocking call that has the mailbox to itself, nearly always, takes and leaves 
 
 from __future__ import annotations
 
-from numba import njit, types
+from numba import types
 
 from torchestra.engine.kernels.placement import settle
 from torchestra.engine.kernels.waiting import LONGEST_YIELDING
@@ -25,8 +25,8 @@ from torchestra.engine.layout import (
     YIELDS,
 )
 from torchestra.engine.native.atomics import (
-    KERNEL_OPTIONS,
     compare_exchange,
+    kernel,
     load,
     load_acquire,
     load_ordered,
@@ -54,12 +54,12 @@ ring_doorbell, peer_of = ring.ring_doorbell, ring.peer_of
 prepare_sleep, sleep, wake_up = ring.prepare_sleep, ring.sleep, ring.wake_up
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _outcome(record):
     return DONE if load(record + w.STAGE) == w.FINISHED else MISMATCH
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _spins(state):
     """Return how often a wait that begins now shall spin before it yields the core.
 
@@ -73,7 +73,7 @@ def _spins(state):
     return load(state + w.SPIN_BUDGET)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _learn(state, idle, spins):
     """Return whether a wait is over after ``idle`` looks in vain, ``spins`` of them spinning."""
     if idle <= spins:
@@ -82,7 +82,7 @@ def _learn(state, idle, spins):
         store(state + w.SPIN_BUDGET, load(state + w.SPIN_BUDGET) >> 1)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def run(state, record, eager):
     """Work until a record is finished (0: until any that is to be notified is).
 
@@ -146,7 +146,7 @@ def run(state, record, eager):
             idle = 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _enqueue(state, record, sending, address, length, kind, peer, tag, notify):
     """Fill in a record, queue it, and move what can be moved at once: DONE, MISMATCH, PENDING, NO_MEMORY."""
     store(record + w.STAGE, w.QUEUED)
@@ -183,7 +183,7 @@ def _enqueue(state, record, sending, address, length, kind, peer, tag, notify):
     return _outcome(record) if load(record + w.STAGE) >= w.FINISHED else PENDING
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def post(state, record, sending, address, length, kind, peer, tag, notify):
     """Queue a transfer that goes to COMPLETED when it is finished: PENDING, DONE, MISMATCH or NO_MEMORY.
 
@@ -192,7 +192,7 @@ def post(state, record, sending, address, length, kind, peer, tag, notify):
     return _enqueue(state, record, sending, address, length, kind, peer, tag, notify)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def transfer(state, record, sending, address, length, kind, peer, tag):
     """Run a blocking call to its end, if nothing else is under way.
 
@@ -212,19 +212,19 @@ def transfer(state, record, sending, address, length, kind, peer, tag):
     return code
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def occupy(state, token):
     """Take the state for oneself: whether it was free."""
     return compare_exchange(state + w.BUSY, 0, token) == 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def vacate(state, token):
     """Let the state go, if one has it."""
     return compare_exchange(state + w.BUSY, token, 0) == token
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def cancel(state, record):
     """Take a record out of the state; the STAGE it had. If that is RUNNING, its channel is lost."""
     stage = load(record + w.STAGE)
@@ -241,7 +241,7 @@ def cancel(state, record):
     return stage
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def forget(state, record):
     """Take a record out of COMPLETED if it is the first there."""
     if load(state + w.COMPLETED + w.FIRST) == record:
@@ -249,14 +249,14 @@ def forget(state, record):
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def call_attention(state):
     """Bring whoever is in a kernel of this mailbox back to Python. Everybody may."""
     store_ordered(state + w.ATTENTION, 1)
     ring_doorbell(state, load(state + w.RANK))
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def discard(state):
     """Free the store."""
     for peer in range(load(state + w.SIZE)):
@@ -283,5 +283,5 @@ _ENTRIES = (
 
 def warm_up_channels() -> None:
     """Compile the kernels, or load them from Numba's cache."""
-    for kernel, arguments in _ENTRIES:
-        kernel.compile((_WORD,) * arguments)
+    for entry, arguments in _ENTRIES:
+        entry.compile((_WORD,) * arguments)

@@ -4,13 +4,11 @@
 
 from __future__ import annotations
 
-from numba import njit
-
-from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, store
+from torchestra.engine.native.atomics import kernel, load, store
 from torchestra.engine.p2p import layout as w
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def append(queue, record):
     """Put ``record`` at the end of the list."""
     store(record + w.NEXT, 0)
@@ -21,7 +19,7 @@ def append(queue, record):
     store(queue + w.LAST, record)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def unlink(queue, before, record):
     """Take ``record`` out of the list; ``before`` is the one whose link leads to it (0: it is the first)."""
     after = load(record + w.NEXT)
@@ -33,7 +31,7 @@ def unlink(queue, before, record):
         store(queue + w.LAST, before)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def remove(queue, record):
     """Unlink ``record`` if it is in the list."""
     before = 0
@@ -46,7 +44,7 @@ def remove(queue, record):
         found = load(found + w.NEXT)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def find(queue, peer, tag):
     """Unlink the oldest record for a peer (or for any) with a tag: its address, or 0."""
     before = 0

@@ -19,11 +19,11 @@ the first of its destination's list, or CURRENT of its source.
 
 from __future__ import annotations
 
-from numba import njit, types
+from numba import types
 
 from torchestra.engine.kernels.buffers import streams
 from torchestra.engine.layout import DONE
-from torchestra.engine.native.atomics import KERNEL_OPTIONS, load, memcpy, store, stream_fence
+from torchestra.engine.native.atomics import kernel, load, memcpy, store, stream_fence
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p import ring
 from torchestra.engine.p2p.lists import append, find, unlink
@@ -39,7 +39,7 @@ put, take, take_header, next_header = ring.put, ring.take, ring.take_header, rin
 peer_of = ring.peer_of
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _anybody_waits_for(state, peer):
     found = load(state + w.POSTED + w.FIRST)
     while found != 0:
@@ -50,7 +50,7 @@ def _anybody_waits_for(state, peer):
     return False
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _new_stored(state, source, tag, length, kind):
     """Return a message of the store, not yet linked, its payload still to come; 0: no memory."""
     record = _malloc(w.RECORD_BYTES + length)
@@ -68,14 +68,14 @@ def _new_stored(state, source, tag, length, kind):
     return record
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def free_stored(state, stored):
     """Give the memory of a message of the store back; it is in no list any more."""
     store(state + w.STORED, load(state + w.STORED) - load(stored + w.LENGTH))
     _free(stored)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _assign(record, source, length, kind):
     """Note in a receive which message it gets: whether it is of the length and kind expected."""
     store(record + w.FROM, source)
@@ -85,7 +85,7 @@ def _assign(record, source, length, kind):
     return length == load(record + w.LENGTH) and kind == load(record + w.KIND)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _finish(state, record):
     if load(record + w.STORED_MESSAGE) != 0:
         store(record + w.STAGE, w.FINISHED)  # and stays in the store
@@ -99,7 +99,7 @@ def _finish(state, record):
         append(state + w.COMPLETED, record)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def send_to_self(state, record):
     """Finish a send to this rank: DONE or NO_MEMORY."""
     rank = load(state + w.RANK)
@@ -121,7 +121,7 @@ def send_to_self(state, record):
     return DONE
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def receive_stored(state, source, record):
     """Let a receive have the oldest message of the store that it wants: whether there is one."""
     known = peer_of(state, source)
@@ -146,7 +146,7 @@ def receive_stored(state, source, record):
     return True
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _begin_message(state, peer):
     """Take the header at the front of a channel, if a receive wants it or waits behind it.
 
@@ -179,7 +179,7 @@ def _begin_message(state, peer):
     return 1
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _pull(state, peer):
     """Receive some more from a peer: 1 if anything was moved, 0 if not, or _LACKING."""
     known = peer_of(state, peer)
@@ -204,7 +204,7 @@ def _pull(state, peer):
     return moved
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _push(state, peer):
     """Send some more of the oldest send to a peer: 1 if anything was moved."""
     queue = peer_of(state, peer) + w.QUEUE
@@ -217,7 +217,7 @@ def _push(state, peer):
     return 1
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def advance(state, record):
     """Move something of one record (0: of all): 1 if anything was moved, 0 if not, or _LACKING."""
     size = load(state + w.SIZE)

@@ -34,16 +34,16 @@ peer was killed between the two is made good when POLL_INTERVAL is over.
 
 from __future__ import annotations
 
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from torchestra.engine.kernels.buffers import copy_out
 from torchestra.engine.kernels.waiting import FUTEX, FUTEX_WAIT, FUTEX_WAKE
 from torchestra.engine.layout import POLL_INTERVAL
 from torchestra.engine.native.atomics import (
-    KERNEL_OPTIONS,
     compare_exchange,
     fetch_add,
+    kernel,
     load,
     load_acquire,
     load_ordered,
@@ -69,20 +69,20 @@ def full_fence(typing_context):
     return types.void(), generate
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def channel_of(state, source, destination):
     """Return the address of a channel."""
     number = source * load(state + w.SIZE) + destination
     return load(state + w.CHANNELS) + number * load(state + w.CHANNEL_BYTES)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def peer_of(state, peer):
     """Return what this mailbox knows of a peer."""
     return state + w.PEERS_AT + peer * w.PEER_BYTES
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def ring_doorbell(state, rank):
     """Wake ``rank`` if it is seen to sleep."""
     doorbell = load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES
@@ -91,7 +91,7 @@ def ring_doorbell(state, rank):
         syscall(FUTEX, doorbell + w.RUNG, FUTEX_WAKE, 1, 0, 0, 0)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def prepare_sleep(state):
     """Announce that this rank is about to sleep; it must look at its channels once more before it does."""
     doorbell = load(state + w.DOORBELLS) + load(state + w.RANK) * w.DOORBELL_BYTES
@@ -101,7 +101,7 @@ def prepare_sleep(state):
     return rung
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def sleep(state, rung):
     """Sleep until the doorbell has rung since :func:`prepare_sleep`, POLL_INTERVAL at most."""
     doorbell = load(state + w.DOORBELLS) + load(state + w.RANK) * w.DOORBELL_BYTES
@@ -109,13 +109,13 @@ def sleep(state, rung):
     syscall(FUTEX, doorbell + w.RUNG, FUTEX_WAIT, rung & 0xFFFF_FFFF, interval, 0, 0)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def wake_up(state):
     """Say that this rank does not sleep."""
     store_ordered(load(state + w.DOORBELLS) + load(state + w.RANK) * w.DOORBELL_BYTES + w.SLEEPING, 0)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _put_piece(state, known, channel, record, limit):
     """Copy the next piece of a message into the ring if there is room for all of it: how many bytes."""
     ring = load(state + w.RING_BYTES)
@@ -133,7 +133,7 @@ def _put_piece(state, known, channel, record, limit):
     return length
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _put_header(state, known, channel, record):
     """Publish the header of a message, with the first piece of the payload: whether there was room."""
     sent = load(known + w.SENT)
@@ -164,7 +164,7 @@ def _put_header(state, known, channel, record):
     return True
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def put(state, peer, record):
     """Send some more of a message, PIECES_AT_ONCE pieces at most: whether anything was sent."""
     known = peer_of(state, peer)
@@ -192,7 +192,7 @@ def put(state, peer, record):
     return sent
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def next_header(state, peer):
     """Return the address of the header of the next message from ``peer``, or 0 if it has not come."""
     got = load(peer_of(state, peer) + w.GOT)
@@ -201,7 +201,7 @@ def next_header(state, peer):
     return slot if load_acquire(slot + w.STAMP) == got + 1 else 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def take_header(state, peer, header, landing):
     """Give the slot of a header back, and prepare to take its payload to ``landing`` (0: to nowhere)."""
     known = peer_of(state, peer)
@@ -223,7 +223,7 @@ def take_header(state, peer, header, landing):
         store_release(channel + w.TAKEN, got)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def take(state, peer, stream):
     """Take some more of a message, PIECES_AT_ONCE pieces at most: whether anything was taken."""
     known = peer_of(state, peer)

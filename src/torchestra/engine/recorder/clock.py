@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 
 from torchestra.engine import layout as at
-from torchestra.engine.native.atomics import KERNEL_OPTIONS, clock_gettime, counter, load
+from torchestra.engine.native.atomics import clock_gettime, counter, kernel, load
 
 __all__ = ["COUNTER", "NANOSECONDS", "Moment", "TickScale", "best_clock", "now", "read_clock"]
 
@@ -32,13 +31,13 @@ _CLOCK_SOURCES = Path("/sys/devices/system/clocksource/clocksource0/available_cl
 CLOCK, TIMESPEC = at.CLOCK, at.TIMESPEC
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def now(context):
     """Return the time in ticks, by the clock of the context."""
     return read_clock(load(context + CLOCK), context + TIMESPEC)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def read_clock(clock, scratch):
     """Return the time in ticks by COUNTER or NANOSECONDS; ``scratch`` is the address of two words."""
     if clock == COUNTER:
@@ -47,7 +46,7 @@ def read_clock(clock, scratch):
     return load(scratch) * 1_000_000_000 + load(scratch + 8)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def read_coarse_clock(scratch):
     """Return the time in nanoseconds, within 5 ns, but some milliseconds old.
 

@@ -7,10 +7,8 @@ Who writes: one thread at a time, which holds the lock of the rank's recorder (m
 
 from __future__ import annotations
 
-from numba import njit
-
 from torchestra.engine import layout as at
-from torchestra.engine.native.atomics import KERNEL_OPTIONS, fetch_add, load, store, store_release
+from torchestra.engine.native.atomics import fetch_add, load, short_kernel, store, store_release
 from torchestra.engine.recorder.clock import now
 from torchestra.engine.recorder.recorder import write_entry
 
@@ -23,10 +21,8 @@ REMOTE_MESSAGES_AT, REMOTE_MESSAGES_BYTES, REMOTE_MESSAGES_WAITED = (
     at.REMOTE_MESSAGES_WAITED,
 )
 
-_HELD = {**KERNEL_OPTIONS, "nogil": False}  # so short that to give the interpreter away would cost more
 
-
-@njit(**_HELD)
+@short_kernel
 def open_remote_message(context, what, tag, nbytes, other):
     """Begin a message to or from another host; return its number."""
     record = load(context + RECORD)
@@ -35,7 +31,7 @@ def open_remote_message(context, what, tag, nbytes, other):
     return number
 
 
-@njit(**_HELD)
+@short_kernel
 def remote_message_came(context, number, source):
     """Note that what a receive wants has begun to come."""
     record = load(context + RECORD)
@@ -45,7 +41,7 @@ def remote_message_came(context, number, source):
     return 0
 
 
-@njit(**_HELD)
+@short_kernel
 def close_remote_message(context, number, source, nbytes, well):
     """End a message to or from another host; ``source`` is -1 unless one was received."""
     record = load(context + RECORD)
@@ -60,7 +56,7 @@ def close_remote_message(context, number, source, nbytes, well):
     return 0
 
 
-@njit(**_HELD)
+@short_kernel
 def _note_source(record, entry, source, time):
     waited = time - load(entry + BEGAN)
     store(entry + WAITED, waited)
@@ -69,6 +65,6 @@ def _note_source(record, entry, source, time):
         store(record + REMOTE_MESSAGES_WAITED, load(record + REMOTE_MESSAGES_WAITED) + waited)
 
 
-@njit(**_HELD)
+@short_kernel
 def _remote_message(record, number):
     return record + REMOTE_MESSAGES_AT + (number & (ENTRIES - 1)) * ENTRY_BYTES

@@ -31,12 +31,10 @@ than ENTRIES receives can wait at once.
 
 from __future__ import annotations
 
-from numba import njit
-
 from torchestra.engine import layout as at
 from torchestra.engine.native.atomics import (
-    KERNEL_OPTIONS,
     fetch_add,
+    kernel,
     load,
     load_acquire,
     release_fence,
@@ -60,7 +58,7 @@ PHASE, PHASE_PEER, PHASE_WAITED, LONGEST = at.PHASE, at.PHASE_PEER, at.PHASE_WAI
 _LOOKS = 8
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def write_entry(entry, stamp, began, what, amount, moved_bytes, other):
     """Give an entry to another operation or message, which runs from now on."""
     store_release(entry + STAMP, 0)
@@ -75,18 +73,18 @@ def write_entry(entry, stamp, began, what, amount, moved_bytes, other):
     store_release(entry + STAMP, stamp)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _entry(context, sequence):
     return load(context + RECORD) + OPERATIONS_AT + (sequence & (ENTRIES - 1)) * ENTRY_BYTES
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def open_entry(context, sequence, what, amount, moved_bytes):
     """Begin a collective."""
     write_entry(_entry(context, sequence), sequence, now(context), what, amount, moved_bytes, 0)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def close_entry(context, sequence):
     """End a collective."""
     record = load(context + RECORD)
@@ -95,7 +93,7 @@ def close_entry(context, sequence):
     store_release(entry + ENDED, now(context))
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def fail_entry(context):
     """Mark the current collective as left with an error, unless it has ended."""
     entry = _entry(context, load(context + SEQUENCE))
@@ -104,7 +102,7 @@ def fail_entry(context):
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def begin_wait(context, peer):
     """Begin a wait for ``peer`` that has left its spinning phase; return the time."""
     since = now(context)
@@ -114,7 +112,7 @@ def begin_wait(context, peer):
     return since
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def end_wait(context, peer, target, since):
     """End the wait that began at ``since``, for ``peer`` to get to ``target``, or interrupt it.
 
@@ -144,7 +142,7 @@ def end_wait(context, peer, target, since):
         store(entry + AWAITED, peer + 1)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def end_wait_elsewhere(context, since):
     """End a wait for ranks of other hosts, begun by :func:`begin_wait` for -1."""
     record = load(context + RECORD)
@@ -153,7 +151,7 @@ def end_wait_elsewhere(context, since):
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def open_multihost_entry(context, number, what, amount, moved_bytes):
     """Begin a collective over several hosts."""
     record = load(context + RECORD)
@@ -163,7 +161,7 @@ def open_multihost_entry(context, number, what, amount, moved_bytes):
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def close_multihost_entry(context, well):
     """End the collective over several hosts."""
     record = load(context + RECORD)
@@ -176,12 +174,12 @@ def close_multihost_entry(context, well):
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _crossing(record):
     return record + MULTIHOST_AT + (load(record + MULTIHOST_NUMBER) & (ENTRIES - 1)) * ENTRY_BYTES
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def open_message(context, what, tag, nbytes, other):
     """Begin a send or a receive; return its number."""
     record = load(context + RECORD)
@@ -190,7 +188,7 @@ def open_message(context, what, tag, nbytes, other):
     return number
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def message_came(context, number, source):
     """Note that the message of a receive has come. (Here and below, number 0 is none that is recorded.)"""
     if number == 0:
@@ -207,7 +205,7 @@ def message_came(context, number, source):
             store(record + MESSAGES_WAITED, load(record + MESSAGES_WAITED) + waited)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def close_message(context, number, nbytes, well):
     """End a send or a receive."""
     if number == 0:
@@ -220,12 +218,12 @@ def close_message(context, number, nbytes, well):
         store_release(entry + ENDED, ended if well else -ended)
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def _message(record, number):
     return record + MESSAGES_AT + (number & (ENTRIES - 1)) * ENTRY_BYTES
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def read_entry(entry, copy):
     """Copy an entry as it was at one moment: its stamp, or 0 if it was being written all the time."""
     for _ in range(_LOOKS):
@@ -239,7 +237,7 @@ def read_entry(entry, copy):
     return 0
 
 
-@njit(**KERNEL_OPTIONS)
+@kernel
 def read_ring(ring, copy):
     """:func:`read_entry` of every entry of a ring."""
     for offset in range(0, ENTRIES * ENTRY_BYTES, ENTRY_BYTES):
