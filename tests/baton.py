@@ -54,13 +54,13 @@ class Baton:
 
     def conduct(self, engine: LocalEngine, kernels: dict[str, Kernel] | None = None) -> None:
         """Have the engine call its kernels (or these instead) when it is its turn, and never wait in one."""
-        member = engine.member
-        member.set_word(at.SPINS, 0)
-        member.set_word(at.YIELDS, 0)
-        member._poll_interval[:] = 0
+        context = engine.context
+        context.set_word(at.SPINS, 0)
+        context.set_word(at.YIELDS, 0)
+        context._poll_interval[:] = 0
         for name in KERNELS:
             kernel = (kernels or {}).get(name) or getattr(engine.kernels, name)
-            setattr(engine.kernels, name, self._in_turn(member, kernel))
+            setattr(engine.kernels, name, self._in_turn(context, kernel))
 
     def leave(self, rank: int) -> None:
         """The rank calls no more kernels."""
@@ -68,8 +68,8 @@ class Baton:
             self._playing.discard(rank)
             self._pick()
 
-    def _in_turn(self, member: RankContext, kernel: Kernel) -> Kernel:
-        rank, arena = member.rank, member.arena
+    def _in_turn(self, context: RankContext, kernel: Kernel) -> Kernel:
+        rank, arena = context.rank, context.arena
 
         def call(*arguments: int) -> int:
             while True:

@@ -193,9 +193,9 @@ def test_a_rank_that_is_stopped_is_named_when_the_time_is_over() -> None:
 
 def is_ahead(rank: int) -> bool:
     """Whether a rank has begun an operation of the default group that this one has not."""
-    member = dist.group.WORLD.communicator.engine.member
-    begun = member.arena.word(member.arena.control(rank) + at.PROGRESS) >> at.STEP_BITS
-    return begun > member.word(at.SEQUENCE)
+    context = dist.group.WORLD.communicator.engine.context
+    begun = context.arena.word(context.arena.control(rank) + at.PROGRESS) >> at.STEP_BITS
+    return begun > context.word(at.SEQUENCE)
 
 
 def be_interrupted() -> str:
@@ -239,11 +239,11 @@ def be_interrupted_in_wait() -> bool:
         await_note("interrupted")
         dist.all_reduce(torch.ones(1))
         return True
-    member = dist.group.WORLD.communicator.engine.member
-    before = member.word(at.SEQUENCE)
+    context = dist.group.WORLD.communicator.engine.context
+    before = context.word(at.SEQUENCE)
     tensor = torch.ones(1)
     work = dist.all_reduce(tensor, async_op=True)
-    while member.word(at.SEQUENCE) == before:
+    while context.word(at.SEQUENCE) == before:
         time.sleep(0.001)  # until the group's thread has begun it: this one would run it itself
     leave_note("waiting")
     with pytest.raises(KeyboardInterrupt):
@@ -269,12 +269,12 @@ def be_interrupted_behind_another_thread() -> list[float]:
         dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(1))
         return []
-    member = dist.group.WORLD.communicator.engine.member
-    before = member.word(at.SEQUENCE)
+    context = dist.group.WORLD.communicator.engine.context
+    before = context.word(at.SEQUENCE)
     tensors = [torch.ones(1), torch.ones(1)]
     pool = ThreadPoolExecutor(1)
     use = pool.submit(dist.all_reduce, tensors[0], group=dist.group.WORLD)
-    while member.word(at.SEQUENCE) == before:
+    while context.word(at.SEQUENCE) == before:
         time.sleep(0.001)
     with pytest.raises(KeyboardInterrupt):
         signal_me_and_wait(tensors[1])
@@ -489,10 +489,10 @@ def destroy_what_a_thread_waits_in(step: threading.Event) -> str:
         with pytest.raises(GroupAbortedError) as caught:
             dist.barrier(group)
         return str(caught.value)
-    sequence = group.communicator.engine.member.word(at.SEQUENCE)
+    sequence = group.communicator.engine.context.word(at.SEQUENCE)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(dist.all_reduce, torch.ones(2), group=group)
-        while group.communicator.engine.member.word(at.SEQUENCE) == sequence:
+        while group.communicator.engine.context.word(at.SEQUENCE) == sequence:
             time.sleep(0.001)
         dist.destroy_process_group(group)
         with pytest.raises(
@@ -585,7 +585,7 @@ def give_up_though_yielding_takes_long(wait: str, step: threading.Event) -> None
     if dist.get_rank() == 1:
         assert step.wait(60)
         return
-    dist.group.WORLD.communicator.engine.member.set_word(at.YIELDS, 1 << 40)
+    dist.group.WORLD.communicator.engine.context.set_word(at.YIELDS, 1 << 40)
     try:
         with pytest.raises(CollectiveTimeoutError):
             dist.all_reduce(torch.ones(2)) if wait == "all_reduce" else dist.recv(torch.ones(2), 1)

@@ -60,7 +60,7 @@ def after_a_failure(meeting: threading.Barrier) -> None:
         dist.all_reduce(torch.ones(3))
         meeting.wait(60)  # or the abort could still meet the other rank in that
         if dist.get_rank() == 0:
-            stand_in.base.engine.member.abort("a test has ended it")
+            stand_in.base.engine.context.abort("a test has ended it")
         with pytest.raises(GroupAbortedError, match="a test has ended it"):
             reduce_for_ever()
         with pytest.raises(GroupAbortedError, match="a test has ended it"):

@@ -261,7 +261,7 @@ def live_apart(store: Store, rank: int, size: int) -> object:
 
 def take_part(store: Store, rank: int, size: int) -> object:
     dist.init_process_group(store=store, rank=rank, world_size=size, timeout=worlds.OP_SECONDS)
-    peers = dist.group.WORLD.communicator.engine.member.peers
+    peers = dist.group.WORLD.communicator.engine.context.peers
     assert peers is not None
     found = []
     for _ in range(3):

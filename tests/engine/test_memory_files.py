@@ -33,7 +33,7 @@ def share(store: Store | None = None, rank: int = -1, size: int = -1) -> tuple[f
     del large
     other = torch.ones(3)
     dist.all_reduce(other, group=dist.new_group())
-    peers = dist.group.WORLD.communicator.engine.member.peers
+    peers = dist.group.WORLD.communicator.engine.context.peers
     assert peers is not None
     assert peers.dead() == ()
     again = dist.ones(1 << 20)

@@ -266,7 +266,7 @@ def test_the_kernels_as_they_are_never_give_wrong_data(kind: str, size: int) -> 
 
 def false_mismatches(barrier: Kernel) -> int:
     """On one rank: how often barriers of which all ranks say the same, each time another thing, mismatch."""
-    context = setup().member
+    context = setup().context
     plan = np.array([context.address, pack(Kind.barrier), 0, 0, -1], dtype=np.int64)
     found = 0
     for turn in range(5 * ROUNDS):

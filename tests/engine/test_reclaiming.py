@@ -121,7 +121,7 @@ def give_up_a_slow_thread(gone_on: threading.Event) -> int:
     if dist.get_rank() == 1:
 
         def wait_for_the_other() -> None:
-            while not engine.member.is_aborted:
+            while not engine.context.is_aborted:
                 gone_on.wait(0.01)
             gone_on.wait(0.3)
 
@@ -205,9 +205,9 @@ def test_who_has_read_others_tensors_does_not_succeed_once_they_may_have_changed
         engine, call, arguments, *_ = calls[rank]
         codes.append(call(*arguments))
         if len(codes) == 2:
-            assert engine.member.word(at.RESUME) == SHARED_PATH
+            assert engine.context.word(at.RESUME) == SHARED_PATH
         if len(codes) == 3:
-            engine.member.abort("rank 0 goes on otherwise")
+            engine.context.abort("rank 0 goes on otherwise")
     assert codes == [at.PENDING, at.PENDING, at.DONE, at.ABORTED]
 
 

@@ -26,7 +26,7 @@ Operation = Callable[[torch.Tensor, int], object]
 
 
 def context() -> RankContext:
-    return dist.group.WORLD.communicator.engine.member
+    return dist.group.WORLD.communicator.engine.context
 
 
 def own_progress() -> tuple[int, int]:

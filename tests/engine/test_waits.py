@@ -42,9 +42,9 @@ class Waits(NamedTuple):
 def sleepy_engine(patience: float) -> LocalEngine:
     """The engine of this rank, which neither spins nor yields, and sleeps up to so many seconds at a time."""
     engine = dist.group.WORLD.communicator.engine
-    engine.member.set_word(at.SPINS, 0)
-    engine.member.set_word(at.YIELDS, 0)
-    engine.member._poll_interval[:] = [int(patience), int(patience % 1 * 1e9)]
+    engine.context.set_word(at.SPINS, 0)
+    engine.context.set_word(at.YIELDS, 0)
+    engine.context._poll_interval[:] = [int(patience), int(patience % 1 * 1e9)]
     return engine
 
 
@@ -123,7 +123,7 @@ def counted_sleepers(rounds: int) -> tuple[Arena, int]:
     engine = sleepy_engine(POLL_INTERVAL)
     for _ in range(rounds):
         engine.barrier(SECONDS)
-    return engine.member.arena, engine.size
+    return engine.context.arena, engine.size
 
 
 def test_a_rank_that_has_woken_is_not_counted_as_a_sleeper_any_more() -> None:
@@ -139,7 +139,7 @@ def cost_of_waiting(asynchronous: bool) -> float:
         await_note("measured")
         dist.all_reduce(torch.zeros(1))
         return 0.0
-    context = dist.group.WORLD.communicator.engine.member
+    context = dist.group.WORLD.communicator.engine.context
     context.set_word(at.SPINS, 100)
     context.set_word(at.YIELDS, 1000)
     shares = []

@@ -247,7 +247,7 @@ def test_objects_of_a_hundred_megabytes() -> None:
 
 def count_operations() -> None:
     """Small objects take one operation, whatever they are; a large tensor one more."""
-    member = dist.group.WORLD.communicator.engine.member
+    member = dist.group.WORLD.communicator.engine.context
 
     def taken(call: Any, *arguments: Any) -> int:
         before = member.word(at.SEQUENCE)

@@ -213,7 +213,7 @@ def test_at_exit_tasks_may_end_but_not_hang() -> None:
 def fail_and_forget() -> None:
     """Mismatches, told in every way, and then the group: nothing waits for the garbage collector."""
     group = dist.new_group()
-    arena = weakref.ref(group.communicator.engine.member.arena)
+    arena = weakref.ref(group.communicator.engine.context.arena)
     tensor = torch.ones(1 + dist.get_rank())
     seen = weakref.ref(tensor)
     quiet, waited, future_waited = (dist.all_reduce(tensor, group=group, async_op=True) for _ in range(3))

@@ -103,5 +103,5 @@ def test_the_hosts_of_a_subgroup() -> None:
     assert Hosts([[0], [2], [1]], ["x", "x", "y"]).names == ("x:0", "y", "x:2")
     sub = hosts.among([4, 0, 3])
     assert (sub.members, sub.names) == (((0, 2), (1,)), ("x", "y"))
-    assert (sub.host_of, sub.place_of) == ([0, 1, 0], [0, 0, 1])
+    assert (sub.host_of, sub.local_rank_of) == ([0, 1, 0], [0, 0, 1])
     assert sub.describe(1) == "rank 1 on host y"

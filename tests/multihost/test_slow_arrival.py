@@ -108,10 +108,10 @@ def test_the_reason_for_a_failed_way_is_waited_for_until_whoever_finds_it_must_h
             raise AssertionError(why)
 
     made = Hierarchy.__new__(Hierarchy)
-    made.member = ToldLate()  # type: ignore[assignment]
+    made.context = ToldLate()  # type: ignore[assignment]
     made.detector = SimpleNamespace(bound=bound, dead=set(), left=set())  # type: ignore[assignment]
     made.hosts = Hosts([[0], [1]], ["a", "b"])
-    made.rank = made.place = 0
+    made.rank = made.local_rank = 0
     call = hierarchy.Call(operations.pack(Kind.barrier), 0, 60.0, None)
     with pytest.raises(GroupAbortedError, match="the store is gone"):
         made._explain(BridgeError("reset"), call)

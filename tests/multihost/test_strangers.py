@@ -215,7 +215,7 @@ def test_gloo_and_mpi_are_used_only_in_a_network_that_is_trusted(
 ) -> None:
     for name in (BRIDGE_VARIABLE, TRUST_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("torchestra.engine.multihost.bridge_selection._told", False)
+    monkeypatch.setattr("torchestra.engine.multihost.bridge_selection._warned", False)
 
     def chosen(*, mpiexec: bool = False, has_secret: bool = True) -> str:
         return choose_bridge(threads=False, mpiexec=mpiexec, has_secret=has_secret)

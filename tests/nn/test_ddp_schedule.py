@@ -253,7 +253,7 @@ def test_gradients_in_the_memory_that_ranks_share_are_reduced_where_they_are() -
         places = [each.grad.data_ptr() for each in wrapped.parameters()]
         wrapped.zero_grad(set_to_none=False)
         loss(wrapped(torch.ones(4, 6))).backward()
-        heap = dist.group.WORLD.communicator.engine.member.heap
+        heap = dist.group.WORLD.communicator.engine.context.heap
         assert [each.grad.data_ptr() for each in wrapped.parameters()] == places
         return all(heap.first_address <= place < heap.last_address for place in places)
 

@@ -391,7 +391,7 @@ def wait_until_passed() -> bool:
 
 
 def time_out_though_yielding_takes_long() -> None:
-    current_agent().router.member.set_word(at.YIELDS, 1 << 40)
+    current_agent().router.context.set_word(at.YIELDS, 1 << 40)
     _passed.clear()
     try:
         with pytest.raises(RpcTimeoutError):

@@ -237,9 +237,9 @@ def shrink_while_another_rank_waits() -> str:
         error = str(until_it_fails())
         world().shrink()
         return error
-    member = world().communicator.engine.member
-    block = member.arena.control(1)
-    while member.arena.word(block + at.PROGRESS) >> at.STEP_BITS <= member.word(at.SEQUENCE):
+    context = world().communicator.engine.context
+    block = context.arena.control(1)
+    while context.arena.word(block + at.PROGRESS) >> at.STEP_BITS <= context.word(at.SEQUENCE):
         time.sleep(0.001)  # until rank 1 has begun what this rank has not
     world().shrink()
     return ""
@@ -429,7 +429,7 @@ def exclude_each_other() -> tuple[int, ...]:
         with pytest.raises(dist.RankExcludedError, match=f"rank {1 - rank} has excluded (rank {rank}|it)"):
             world().shrink(exclude=[1 - rank])
         return ()
-    while len(world().communicator.engine.member.registers.excluded()) < 2:
+    while len(world().communicator.engine.context.registers.excluded()) < 2:
         time.sleep(0.001)
     return world().shrink().previous_ranks
 

@@ -89,8 +89,8 @@ def test_seeds_let_different_ranks_win() -> None:
 
 def state() -> tuple[set[str], set[str], float]:
     communicator = dist.group.WORLD.communicator  # type: ignore[union-attr]
-    member = communicator.engine.member
-    return set(vars(communicator)), set(vars(member)), member.poll_interval_s
+    context = communicator.engine.context
+    return set(vars(communicator)), set(vars(context)), context.poll_interval_s
 
 
 def before_and_after() -> bool:

@@ -120,7 +120,7 @@ def all_reduce(general: _Method) -> _Method:
                 # engine.call(), without the call
                 try:
                     if code := engine.kernels.all_reduce(plan.address, count, address):
-                        engine.member.finish(
+                        engine.context.finish(
                             code,
                             engine.kernels.all_reduce,
                             (plan.address, count, address),

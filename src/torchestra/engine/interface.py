@@ -43,7 +43,7 @@ class Engine(Protocol):
     Attributes:
         rank, size: this rank's number in the group, and how many there are.
         kernels: the compiled kernels (local.py), for the communicator's fast path; None without a fast path.
-        member: this rank's context in the arena of its host; None without one.
+        context: this rank's context in the arena of its host; None without one.
         hosts: which ranks are on which host; None if all are on one.
         is_fake: the other ranks do not exist, so tensors need no memory, and nothing waits.
         delegates: arguments are neither checked nor prepared for it: :meth:`delegate` takes whole calls.
@@ -52,7 +52,7 @@ class Engine(Protocol):
     rank: int
     size: int
     kernels: Any = None
-    member: Any = None
+    context: Any = None
     hosts: Hosts | None = None
     is_fake: bool = False
     delegates: bool = False

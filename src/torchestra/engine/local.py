@@ -136,8 +136,8 @@ def _all_gather(
 ) -> tuple[Kernel, Arguments]:
     lengths = [output.nbytes for output in outputs]
     count = count_of(lengths, inputs[0].numel())
-    engine.member.set_table(at.TARGETS, [output.data_ptr() for output in outputs])
-    engine.member.set_table(at.TARGET_BYTES, lengths)
+    engine.context.set_table(at.TARGETS, [output.data_ptr() for output in outputs])
+    engine.context.set_table(at.TARGET_BYTES, lengths)
     return engine.kernels.share, (plan.address, count, inputs[0].data_ptr())
 
 
@@ -153,8 +153,8 @@ def _gather(
 ) -> tuple[Kernel, Arguments]:
     tensor = inputs[0]
     targets = [output.data_ptr() for output in outputs] or [0] * engine.size
-    engine.member.set_table(at.TARGETS, targets)
-    engine.member.set_table(at.TARGET_BYTES, [tensor.nbytes] * engine.size)
+    engine.context.set_table(at.TARGETS, targets)
+    engine.context.set_table(at.TARGET_BYTES, [tensor.nbytes] * engine.size)
     return engine.kernels.share, (plan.address, tensor.numel(), tensor.data_ptr())
 
 
@@ -162,8 +162,8 @@ def _reduce_scatter(
     engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
 ) -> tuple[Kernel, Arguments]:
     lengths, output = [tensor.nbytes for tensor in inputs], outputs[0]
-    engine.member.set_table(at.SOURCES, [tensor.data_ptr() for tensor in inputs])
-    engine.member.set_table(at.SOURCE_BYTES, lengths)
+    engine.context.set_table(at.SOURCES, [tensor.data_ptr() for tensor in inputs])
+    engine.context.set_table(at.SOURCE_BYTES, lengths)
     count = count_of(lengths, output.numel())
     longest = max(lengths) // plan.unit
     return engine.kernels.reduce_scatter, (plan.address, count, output.data_ptr(), longest)
@@ -233,52 +233,52 @@ ALGORITHMS: dict[str, Algorithm] = {
 class MessageWaiter:
     """How long messages may wait, for the mailbox."""
 
-    __slots__ = ("_member", "timeout_s")
+    __slots__ = ("_context", "timeout_s")
 
-    def __init__(self, member: RankContext, timeout_s: float) -> None:
-        self._member = member
+    def __init__(self, context: RankContext, timeout_s: float) -> None:
+        self._context = context
         self.timeout_s = timeout_s
 
     def check(self, doing: str, blocked: int | None, deadline: Deadline, suspect: int | None) -> int | None:
         """Return and raise what :meth:`RankContext.check` does; a time-out leaves the group usable."""
-        return self._member.check(doing, blocked, deadline, suspect, alone=True)
+        return self._context.check(doing, blocked, deadline, suspect, alone=True)
 
     def abort(self, reason: str) -> None:
         """A message was left halfway."""
-        self._member.abort(reason)
+        self._context.abort(reason)
 
 
 class LocalEngine(Engine):
     """One rank's engine in a group whose ranks share an arena."""
 
-    member: RankContext
+    context: RankContext
 
-    def __init__(self, member: RankContext) -> None:
-        self.member = member
-        self.size = member.size
-        self.rank = member.rank
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
+        self.size = context.size
+        self.rank = context.rank
         self.mailbox = Mailbox(
-            member.address,
-            member.arena.address + member.arena.layout.channels,
-            member.rank,
-            member.size,
-            member.name,
+            context.address,
+            context.arena.address + context.arena.layout.channels,
+            context.rank,
+            context.size,
+            context.name,
             kind_name=DTYPE_NAMES.__getitem__,
         )
         self.kernels = Kernels()
         self.iovec = array("q")  # the tables of the last operation on several tensors
-        self._context = member.address
-        self._barrier_plan = LocalPlan(member.address, pack(Kind.barrier), 0, 0, -1)
+        self._context = context.address
+        self._barrier_plan = LocalPlan(context.address, pack(Kind.barrier), 0, 0, -1)
         self._plans: dict[tuple[str, int, torch.dtype, str, int | None], LocalPlan] = {}
-        self._waiter = MessageWaiter(member, 0.0)  # the last one: most calls want the same
-        self.choices = Choices.for_group(member.size, member.arena.layout.slot_bytes)
+        self._waiter = MessageWaiter(context, 0.0)  # the last one: most calls want the same
+        self.choices = Choices.for_group(context.size, context.arena.layout.slot_bytes)
         forget_in_children(self)
 
     def forget(self) -> None:
         """In a forked child, which has no place in the arena: run no kernel."""
         self.mailbox.forget()
-        self.kernels.replace(partial(_refuse_in_child, self.member))
-        self.member.set_word(at.RESUME, 0)  # an operation that the parent is in is not the child's to abort
+        self.kernels.replace(partial(_refuse_in_child, self.context))
+        self.context.set_word(at.RESUME, 0)  # an operation that the parent is in is not the child's to abort
 
     @property
     def choices(self) -> Choices:
@@ -290,15 +290,15 @@ class LocalEngine(Engine):
 
     @choices.setter
     def choices(self, choices: Choices) -> None:
-        layout = self.member.arena.layout
+        layout = self.context.arena.layout
         choices.check(min(layout.slot_bytes, layout.chunk_buffer_bytes))
         self._choices = choices
-        self.member.set_word(at.THRESHOLDS, choices.digest << at.DIGEST_BIT)
-        self.member.set_word(at.DIRECT, choices.direct)
-        self.member.set_word(at.CHUNK, choices.chunk)
-        self.member.set_word(at.SHARE, choices.share)
-        self.member.set_word(at.PEER_CHUNK, choices.part(self.size))
-        self.member.set_word(at.STREAM_ABOVE, choices.stream_above)
+        self.context.set_word(at.THRESHOLDS, choices.digest << at.DIGEST_BIT)
+        self.context.set_word(at.DIRECT, choices.direct)
+        self.context.set_word(at.CHUNK, choices.chunk)
+        self.context.set_word(at.SHARE, choices.share)
+        self.context.set_word(at.PEER_CHUNK, choices.part(self.size))
+        self.context.set_word(at.STREAM_ABOVE, choices.stream_above)
 
     def plan(
         self, row: Collective, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
@@ -323,7 +323,7 @@ class LocalEngine(Engine):
         try:
             kernel, arguments = ALGORITHMS[plan.row.algorithm](self, plan, inputs, outputs)
             if code := kernel(*arguments):
-                self.member.finish(code, kernel, arguments, timeout_s, site)
+                self.context.finish(code, kernel, arguments, timeout_s, site)
         except BaseException as error:
             self.leave_halfway(error)
             raise
@@ -332,7 +332,7 @@ class LocalEngine(Engine):
         """Call a kernel until it is done."""
         try:
             if code := kernel(*arguments):
-                self.member.finish(code, kernel, arguments, timeout_s, site)
+                self.context.finish(code, kernel, arguments, timeout_s, site)
         except BaseException as error:
             self.leave_halfway(error)
             raise
@@ -341,11 +341,11 @@ class LocalEngine(Engine):
         self, plan: LocalPlan, sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]
     ) -> tuple[Kernel, Arguments]:
         """Return what sends to and receives from each rank the ranges, (address, bytes), by rank."""
-        member = self.member
-        member.set_table(at.SOURCES, [address for address, _ in sends])
-        member.set_table(at.SOURCE_BYTES, [length for _, length in sends])
-        member.set_table(at.TARGETS, [address for address, _ in receives])
-        member.set_table(at.TARGET_BYTES, [length for _, length in receives])
+        context = self.context
+        context.set_table(at.SOURCES, [address for address, _ in sends])
+        context.set_table(at.SOURCE_BYTES, [length for _, length in sends])
+        context.set_table(at.TARGETS, [address for address, _ in receives])
+        context.set_table(at.TARGET_BYTES, [length for _, length in receives])
         return self.kernels.exchange, (plan.address, at.UNKNOWN)
 
     def barrier(self, timeout_s: float, site: str | None = None) -> None:
@@ -390,11 +390,11 @@ class LocalEngine(Engine):
         """Return what ends the waits of messages that may wait for so long."""
         waiter = self._waiter  # which another thread may replace
         if timeout_s != waiter.timeout_s:
-            waiter = self._waiter = MessageWaiter(self.member, timeout_s)
+            waiter = self._waiter = MessageWaiter(self.context, timeout_s)
         return waiter
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self.member.heap.empty(shape, dtype)
+        return self.context.heap.empty(shape, dtype)
 
     def combine(self, target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
         combine_tensors(target, sources, op)
@@ -403,35 +403,35 @@ class LocalEngine(Engine):
         scale(tensor.dtype, tensor.data_ptr(), factor, tensor.numel())
 
     def sequence_number(self) -> int:
-        return self.member.word(at.SEQUENCE)
+        return self.context.word(at.SEQUENCE)
 
     def flight_record(self) -> FlightRecord:
-        return read_flight_record(self.member.arena)
+        return read_flight_record(self.context.arena)
 
     @property
     def is_aborted(self) -> bool:
-        return self.member.is_aborted
+        return self.context.is_aborted
 
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:
-        self.member.abort(why, failed=tuple(failed))
+        self.context.abort(why, failed=tuple(failed))
 
     def close(self) -> None:
         self.mailbox.close()
-        self.member.leave()
+        self.context.leave()
 
     def leave_halfway(self, error: BaseException) -> None:
         """After an exception: if the operation was not brought to its end, no other can be begun.
 
         The exception may be a KeyboardInterrupt at any point since the kernel was first called.
         """
-        self.member.note_failure()
-        if self.member.word(at.RESUME):
+        self.context.note_failure()
+        if self.context.word(at.RESUME):
             try:
-                self.member.leave_halfway(error)
+                self.context.leave_halfway(error)
             finally:
                 # Not a method of this object, which would then hold itself, and the arena, once it is closed.
-                self.kernels.replace(partial(_refuse, self.member))
-                reclaim(self.member)
+                self.kernels.replace(partial(_refuse, self.context))
+                reclaim(self.context)
 
 
 def combine_tensors(target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
@@ -444,11 +444,11 @@ reduces = supports
 """Whether tensors of a dtype can be reduced by an operation."""
 
 
-def _refuse(member: RankContext, *arguments: int) -> int:
+def _refuse(context: RankContext, *arguments: int) -> int:
     """In place of every kernel once the group cannot be used."""
-    raise member.aborted()
+    raise context.aborted()
 
 
-def _refuse_in_child(member: RankContext, *arguments: int) -> int:
+def _refuse_in_child(context: RankContext, *arguments: int) -> int:
     """In place of every kernel in a forked child."""
-    raise refusal(f"group {member.name!r} of rank {member.group_rank} cannot be used")
+    raise refusal(f"group {context.name!r} of rank {context.group_rank} cannot be used")

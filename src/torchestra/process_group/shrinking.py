@@ -32,10 +32,10 @@ def shrunk(
     """
     communicator = group.communicator
     _check(group, exclude)
-    member = communicator.engine.member
+    context = communicator.engine.context
     seconds = communicator.timeout_s if timeout is None else timeout_seconds(timeout)
     if abort:
-        member.abort_to_shrink()
+        context.abort_to_shrink()
     communicator.drain(seconds)
     name = f"{group.group_name.removesuffix(f'~{group.generation}')}~{group.generation + 1}"
     make = _within_host if communicator.engine.hosts is None else _between_hosts
@@ -43,7 +43,7 @@ def shrunk(
     try:
         if (agreement := agreement_of(communicator)) is not None:
             delegate(made.communicator, made.store, agreement.among(made.survivors))
-        member.abort_to_shrink()
+        context.abort_to_shrink()
         communicator.drain(seconds)
         return _put_into_place(group, made, name)
     except BaseException:
@@ -66,7 +66,7 @@ class _Made(NamedTuple):
 def _within_host(
     communicator: Communicator, name: str, exclude: Sequence[int], seconds: float, backend: str
 ) -> _Made:
-    made = shrink(communicator.engine.member, name, exclude, seconds)
+    made = shrink(communicator.engine.context, name, exclude, seconds)
     new = Communicator(LocalEngine(made.context), name, communicator.timeout_s)
     return _Made(new, made.store, made.survivors, made.context.leave)
 
@@ -80,7 +80,7 @@ def _between_hosts(
     bridge = "gloo" if engine.mailbox.bridge_kind == "mpi" else engine.mailbox.bridge_kind
 
     def enter(store: Store, rank: int, hosts: Hosts, seconds: float) -> Communicator:
-        program = hierarchy.member.program
+        program = hierarchy.context.program
         return start(store, rank, hosts.size, name, seconds, backend, program, hosts, bridge)
 
     made = shrink_hosts(hierarchy, exclude, seconds, enter)

@@ -81,7 +81,7 @@ class Agent:
         self.termination: dict[int, dict[int, Any]] = {}  # by round, the values of the workers
         self.rounds = itertools.count()
         self.calls_made = 0
-        self._numbers = itertools.count(1)
+        self._call_ids = itertools.count(1)
         self._finishing: set[int] = set()  # calls whose answer is here, and whose future does not know it yet
         self._null_scope = MessageScope(self)
         self._scope: MessageScope | None = None
@@ -110,17 +110,17 @@ class Agent:
             RpcError: there is none.
         """
         if isinstance(to, (str, WorkerInfo)):
-            found = self.by_name.get(to if isinstance(to, str) else to.name)
+            worker = self.by_name.get(to if isinstance(to, str) else to.name)
         elif isinstance(to, int) and not isinstance(to, bool):
-            found = self.workers[to] if 0 <= to < len(self.workers) else None
+            worker = self.workers[to] if 0 <= to < len(self.workers) else None
         else:
             refuse_type("Cannot get WorkerInfo", "to", "a name, rank or WorkerInfo", to)
-        if found is None:
+        if worker is None:
             raise RpcError(
                 f"could not find destination worker {shown(to)}: the workers are"
                 f" {', '.join(f'{info.name!r} (rank {info.id})' for info in self.workers)}"
             )
-        return found
+        return worker
 
     @property
     def scope(self) -> MessageScope:
@@ -182,7 +182,7 @@ class Agent:
                 encoded = self.encode(to, (function, args, kwargs), creates, recorder)
         except (pickle.PicklingError, AttributeError) as error:
             raise self._pickling_error(error, to, function) from error
-        number = self.calls_made = next(self._numbers)
+        call_id = self.calls_made = next(self._call_ids)
         call = PendingCall(
             to,
             function if label is None else label,
@@ -191,14 +191,14 @@ class Agent:
             (encoded, keep),
             self.pool.wait,
         )
-        self.pending[number] = call
+        self.pending[call_id] = call
         if to in self.liveness.gone:
-            self.fail(number, remote_errors.gone(call, self))
+            self.fail(call_id, remote_errors.gone(call, self))
             return call
         if to == self.rank or self.endpoint is None:
-            self._send_to_self(CALL, number, encoded)
+            self._send_to_self(CALL, call_id, encoded)
         else:
-            self.endpoint.send(to, CALL, number, encoded.parts, encoded)
+            self.endpoint.send(to, CALL, call_id, encoded.parts, encoded)
         if recorder is not None:
             recorder.sent()
         return call
@@ -240,28 +240,28 @@ class Agent:
         if not future.done():
             timeout_s = self.timeout if timeout < 0 else timeout
             wait = PendingCall(self.rank, Label(what), self.clock.elapsed(), timeout_s, None, self.pool.wait)
-            number = next(self._numbers)
-            self.waits[number] = wait
-            future.add_done_callback(lambda _: self._end_wait(number))
+            call_id = next(self._call_ids)
+            self.waits[call_id] = wait
+            future.add_done_callback(lambda _: self._end_wait(call_id))
             self.pool.wait(wait)
             if not future.done():
                 wait.wait()  # raises
         return future.wait()
 
-    def _end_wait(self, number: int) -> None:
-        wait = self.waits.pop(number, None)
+    def _end_wait(self, call_id: int) -> None:
+        wait = self.waits.pop(call_id, None)
         if wait is not None:
             self.finish(wait, None, None)
 
-    def send(self, to: int, kind: int, number: int, encoded: Encoded) -> None:
+    def send(self, to: int, kind: int, call_id: int, encoded: Encoded) -> None:
         """Send a message to a worker; this one too."""
         if to == self.rank or self.endpoint is None:
-            self._send_to_self(kind, number, encoded)
+            self._send_to_self(kind, call_id, encoded)
         else:
-            self.endpoint.send(to, kind, number, encoded.parts, encoded)
+            self.endpoint.send(to, kind, call_id, encoded.parts, encoded)
 
-    def _send_to_self(self, kind: int, number: int, encoded: Encoded) -> None:
-        is_call, job = self._dispatch(to_self(self.rank, kind, number, encoded))
+    def _send_to_self(self, kind: int, call_id: int, encoded: Encoded) -> None:
+        is_call, job = self._dispatch(to_self(self.rank, kind, call_id, encoded))
         if is_call:
             self.pool.submit(job)
         else:
@@ -354,9 +354,9 @@ class Agent:
         if call.latch is not None or call.leading:
             self.pool.wake(call)
 
-    def fail(self, number: int, error: Exception) -> None:
+    def fail(self, call_id: int, error: Exception) -> None:
         """End a call, if it is pending, by an error."""
-        call = self.pending.pop(number, None)
+        call = self.pending.pop(call_id, None)
         if call is not None:
             self.finish(call, None, error)
 
@@ -378,10 +378,10 @@ class Agent:
         self.router.leave()
         self.pool.close()
         ended = RpcError(f"worker {self.info.name!r} has shut down before the answer came")
-        for number in tuple(self.pending):
-            self.fail(number, ended)
-        for number in tuple(self.waits):
-            self.finish(self.waits.pop(number), None, ended)
+        for call_id in tuple(self.pending):
+            self.fail(call_id, ended)
+        for call_id in tuple(self.waits):
+            self.finish(self.waits.pop(call_id), None, ended)
         self.rrefs.close()
         self.scope.close()
 

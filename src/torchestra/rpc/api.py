@@ -68,12 +68,12 @@ def _call(mode: str, to: Any, func: Any, args: Any, kwargs: Any, timeout: float 
         args = _checked(func, args, kwargs, f"rpc_{mode}")
     info = agent.by_name.get(to) if type(to) is str else None
     rank = agent.find(to).id if info is None else info.id
-    seconds = UNSET_RPC_TIMEOUT if timeout is UNSET_RPC_TIMEOUT else call_timeout(timeout, f"rpc_{mode}")
+    timeout_s = UNSET_RPC_TIMEOUT if timeout is UNSET_RPC_TIMEOUT else call_timeout(timeout, f"rpc_{mode}")
     scope = None if thread_state.scope is None else calling_scope()
     if profiler_is_on():
-        call = partial(agent.call, rank, func, args, kwargs, timeout=seconds, scope=scope)
+        call = partial(agent.call, rank, func, args, kwargs, timeout=timeout_s, scope=scope)
         return recorded(mode, func, agent, rank, call)
-    return agent.call(rank, func, args, kwargs, timeout=seconds, scope=scope)
+    return agent.call(rank, func, args, kwargs, timeout=timeout_s, scope=scope)
 
 
 def remote(
@@ -88,9 +88,9 @@ def remote(
     Arguments as for :func:`rpc_sync`. What the function raises, and a time-out, are raised by ``to_here()``.
     """
     agent = current_agent()
-    given = _checked(func, args, kwargs, "remote")
+    arguments = _checked(func, args, kwargs, "remote")
     rank = agent.find(to).id
-    rref = remote_call(agent, rank, func, given, kwargs, call_timeout(timeout, "remote"))
+    rref = remote_call(agent, rank, func, arguments, kwargs, call_timeout(timeout, "remote"))
     if profiler_is_on():
         recorded("remote", func, agent, rank, rref._get_future)
     return rref

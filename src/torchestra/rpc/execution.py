@@ -31,7 +31,7 @@ class CallExecutor:
 
     def execute(self, message: Message, header: IncomingHeader | None) -> None:
         """Execute a call and answer it."""
-        agent, source, number = self._agent, message.source, message.tag
+        agent, source, call_id = self._agent, message.source, message.tag
         owned, scope = (None, None) if header is None else (header.owned, header.scope)
         thread_state.scope = scope
         try:
@@ -53,19 +53,19 @@ class CallExecutor:
                         "Functions decorated with @rpc.async_function must return a torch.futures.Future"
                         f" object, but got {type(result)}"
                     )
-                result.then(partial(self._answer_later, source, number, owned, scope))
+                result.then(partial(self._answer_later, source, call_id, owned, scope))
                 return
         except BaseException as error:
-            self._answer_failure(source, number, owned, error)
+            self._answer_failure(source, call_id, owned, error)
             return
         finally:
             thread_state.scope = None
-        self._answer(source, number, owned, scope, result)
+        self._answer(source, call_id, owned, scope, result)
 
     def _answer_later(
         self,
         source: int,
-        number: int,
+        call_id: int,
         owned: OwnerRRef | None,
         scope: CallScope | None,
         future: Future[Any],
@@ -73,12 +73,12 @@ class CallExecutor:
         try:
             value = future.value()
         except BaseException as error:
-            self._answer_failure(source, number, owned, error)
+            self._answer_failure(source, call_id, owned, error)
             return
-        self._answer(source, number, owned, scope, value)
+        self._answer(source, call_id, owned, scope, value)
 
     def _answer(
-        self, source: int, number: int, owned: OwnerRRef | None, scope: CallScope | None, result: Any
+        self, source: int, call_id: int, owned: OwnerRRef | None, scope: CallScope | None, result: Any
     ) -> None:
         agent = self._agent
         if owned is not None:
@@ -90,18 +90,18 @@ class CallExecutor:
             try:
                 encoded = agent.encode(source, result, None, recorder)
             except BaseException as error:
-                self._answer_failure(source, number, None, error)
+                self._answer_failure(source, call_id, None, error)
                 return
         if source == agent.rank or agent.endpoint is None:
-            agent.send(source, ANSWER, number, encoded)
+            agent.send(source, ANSWER, call_id, encoded)
         else:
-            agent.endpoint.send(source, ANSWER, number, encoded.parts, encoded)
+            agent.endpoint.send(source, ANSWER, call_id, encoded.parts, encoded)
 
     def _answer_failure(
-        self, source: int, number: int, owned: OwnerRRef | None, error: BaseException
+        self, source: int, call_id: int, owned: OwnerRRef | None, error: BaseException
     ) -> None:
         agent = self._agent
         described = remote_errors.describe(error, agent)
         if owned is not None:
             owned.fail(error)
-        agent.send(source, FAILURE, number, encode(described))
+        agent.send(source, FAILURE, call_id, encode(described))

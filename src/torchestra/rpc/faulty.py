@@ -126,8 +126,8 @@ class FaultyAgent(Agent):
         )
         return future
 
-    def _send_to_self(self, kind: int, number: int, encoded: Encoded) -> None:
-        self.send_late(kind, lambda: Agent._send_to_self(self, kind, number, encoded))
+    def _send_to_self(self, kind: int, call_id: int, encoded: Encoded) -> None:
+        self.send_late(kind, lambda: Agent._send_to_self(self, kind, call_id, encoded))
 
     def send_late(self, kind: int, send: Callable[[], None]) -> None:
         """Send a message now, or a call later, if the thread is to delay it."""

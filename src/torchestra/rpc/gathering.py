@@ -87,14 +87,14 @@ def all_gather(
         RpcError: at the leader: the values could not be sent to a worker.
     """
     agent = current_agent()
-    known = _gatherings(agent)
+    gatherings = _gatherings(agent)
     names = tuple(sorted(set(workers) if workers else agent.by_name))
-    key, own_name, leader = known.next_key(names), agent.info.name, names[0]
+    key, own_name, leader = gatherings.next_key(names), agent.info.name, names[0]
     wait_timeout = 0.0 if timeout == UNSET_RPC_TIMEOUT else timeout
-    gathering = known.of(key)
+    gathering = gatherings.of(key)
     try:
         if own_name == leader:
-            known.add(key, own_name, value)
+            gatherings.add(key, own_name, value)
         else:
             agent.call(agent.find(leader).id, _add, (key, own_name, value), timeout=timeout).wait()
         values: dict[str, Any] = agent.await_future(gathering.all, wait_timeout, "all_gather of RPC workers")
@@ -102,7 +102,7 @@ def all_gather(
             _send_all(agent, key, values, timeout)
         return values
     finally:
-        known.under_way.pop(key, None)
+        gatherings.under_way.pop(key, None)
 
 
 def _send_all(agent: Agent, key: _Key, values: dict[str, Any], timeout: float) -> None:
@@ -118,11 +118,11 @@ def _send_all(agent: Agent, key: _Key, values: dict[str, Any], timeout: float) -
         except Exception as error:
             errors[name] = error
     if errors:
-        seconds = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+        timeout_s = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout
         first = next(iter(errors.values()))
         raise RpcError(
-            f"Followers {list(errors)} timed out in _all_gather after {seconds:.2f} seconds, or could not be"
-            f" told for another reason. The first exception is {first}"
+            f"Followers {list(errors)} timed out in _all_gather after {timeout_s:.2f} seconds, or could not"
+            f" be told for another reason. The first exception is {first}"
         ) from first
 
 

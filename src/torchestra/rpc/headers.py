@@ -65,8 +65,8 @@ class OutgoingHeader:
         self._forks.clear()
 
 
-def _rref_of_message(number: int) -> Any:
-    return deserialization_context().rrefs[number]
+def _rref_of_message(index: int) -> Any:
+    return deserialization_context().rrefs[index]
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,7 @@ def connect(
     rank: int,
     far: Sequence[int],
     names: Sequence[str],
-    seconds: float,
+    timeout_s: float,
     options: RpcBackendOptions,
     arrived: Callable[[Message], None],
 ) -> Transport:
@@ -35,7 +35,7 @@ def connect(
         rank: of this worker.
         far: the ranks of those on other hosts.
         names: of all workers, by rank.
-        seconds: how long that may take.
+        timeout_s: how long that may take.
         options: where to listen, and when to give a silent worker up.
         arrived: see :class:`Transport`.
 
@@ -63,7 +63,7 @@ def connect(
             advice=_ADVICE,
         )
         try:
-            meet(transport, PrefixStore("wire", store), secret, rank, range(len(names)), others, seconds)
+            meet(transport, PrefixStore("wire", store), secret, rank, range(len(names)), others, timeout_s)
         except BaseException:
             transport.close()
             raise

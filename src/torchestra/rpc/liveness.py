@@ -59,25 +59,25 @@ class Liveness:
         agent = self._agent
         if agent.closed:
             return
-        if not agent.router.member.program.is_alive():
+        if not agent.router.context.program.is_alive():
             agent.close()  # a rank that is a thread has ended without shutdown()
             return
         now = agent.clock.elapsed()
         if any(call.is_late(now) for call in agent.pending.copy().values()):
             agent.pool.drain()  # the answer may be here, and no thread have had the time to read it
-        for number, call in agent.pending.copy().items():
+        for call_id, call in agent.pending.copy().items():
             if call.is_late(now):
-                agent.fail(number, remote_errors.too_late(call, now, agent))
-        for number, wait in agent.waits.copy().items():
-            if wait.is_late(now) and agent.waits.pop(number, None) is not None:
+                agent.fail(call_id, remote_errors.too_late(call, now, agent))
+        for call_id, wait in agent.waits.copy().items():
+            if wait.is_late(now) and agent.waits.pop(call_id, None) is not None:
                 agent.finish(wait, None, remote_errors.too_late(wait, now, agent))
         agent.rrefs.clear_dropped()
         self._note_gone()
         for check in tuple(self.checks):
             check()
-        for number, call in agent.pending.copy().items():
+        for call_id, call in agent.pending.copy().items():
             if call.peer in self.gone:
-                agent.fail(number, remote_errors.gone(call, agent))
+                agent.fail(call_id, remote_errors.gone(call, agent))
 
     def _note_gone(self) -> None:
         """Note who is gone, when what it had sent, answers among it, has been received."""

@@ -123,7 +123,7 @@ def decode(
     length, count = _LENGTHS.unpack_from(data)
     if length == count == 0:
         return pickle.loads(data[_LENGTHS.size :])
-    own = None if borrow is None else lambda place, size: borrow(message.source, place, size)
+    own = None if borrow is None else lambda offset, size: borrow(message.source, offset, size)
     return deserialize(data[HEADER_LENGTH.size + length :], message.storages, context, own)
 
 
@@ -140,12 +140,12 @@ def to_self(rank: int, kind: int, tag: int, encoded: Encoded) -> Message:
 _registered: dict[type, Reducer] = {}
 
 
-def register_reducer(kind: type, reducer: Reducer) -> None:
+def register_reducer(cls: type, reducer: Reducer) -> None:
     """Have objects of exactly that type be sent as ``reducer`` says, which returns what ``__reduce__`` would.
 
     Elsewhere they are pickled as ever. Must be called on every worker only if these send such objects.
     """
-    _registered[kind] = reducer
+    _registered[cls] = reducer
 
 
 def registered_reducers() -> Mapping[type, Reducer]:

@@ -25,11 +25,11 @@ def describe(error: BaseException, agent: Agent) -> tuple[bytes | None, str]:
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     text = f"On {worker}:\n{_say(error)}\n{lines}"
     _log.warning("a function called by another worker failed. %s", text)
-    kind = getattr(type(error), _ORIGINAL, type(error))
+    cls = getattr(type(error), _ORIGINAL, type(error))
     for attributes in (dict(vars(error)), {}):
         attributes.pop("__notes__", None)
         try:
-            return pickle.dumps((kind, attributes), 5), text
+            return pickle.dumps((cls, attributes), 5), text
         except Exception:
             continue
     return None, text
@@ -48,8 +48,8 @@ def rebuild(described: bytes | None, text: str) -> BaseException:
     if described is None:
         return remote
     try:
-        kind, attributes = pickle.loads(described)
-        error = _made(kind, text)
+        cls, attributes = pickle.loads(described)
+        error = _made(cls, text)
         vars(error).update(attributes)
     except Exception:
         return remote
@@ -62,18 +62,18 @@ def rebuild(described: bytes | None, text: str) -> BaseException:
 _ORIGINAL = "_torchestra_original"
 
 
-def _made(kind: Any, text: str) -> BaseException:
+def _made(cls: Any, text: str) -> BaseException:
     """Return an exception of that class with that text.
 
     One that cannot be made from a text alone is made without its ``__init__``, which might have done
     more than keep its arguments. So it is a RemoteError as well.
     """
     try:
-        error: BaseException = kind(text)
+        error: BaseException = cls(text)
     except Exception:
         text = f"Original exception on remote side was: {text}"
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _ORIGINAL: kind}
-        both: Any = type(kind.__name__, (kind, RemoteError), names)
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _ORIGINAL: cls}
+        both: Any = type(cls.__name__, (cls, RemoteError), names)
         error = both.__new__(both, text)
     error.args = (text,)
     return error

@@ -54,7 +54,7 @@ class Router:
     """The ways from one worker to the others.
 
     Args:
-        member: its place in the arena of the workers on its host.
+        context: its place in the arena of the workers on its host.
         rank: of this worker.
         hosts: which workers share a host.
 
@@ -63,14 +63,14 @@ class Router:
         network: the transport to other hosts, None without.
     """
 
-    def __init__(self, member: RankContext, rank: int, hosts: Hosts) -> None:
-        self.member = member
+    def __init__(self, context: RankContext, rank: int, hosts: Hosts) -> None:
+        self.context = context
         self.rank = rank
         self.hosts = hosts
         self.size = len(hosts.host_of)
         self.local_ranks = hosts.members[hosts.host_of[rank]]
         self.is_local = [host == hosts.host_of[rank] for host in hosts.host_of]
-        self.shared_buffers = SharedBufferPool(member)
+        self.shared_buffers = SharedBufferPool(context)
         self.network: Transport | None = None
         self._routed: RoutedEndpoint | None = None
 
@@ -82,13 +82,13 @@ class Router:
         """
         if self.size == 1:
             return None
-        member, local_ranks = self.member, self.local_ranks
+        context, local_ranks = self.context, self.local_ranks
         spans_hosts = len(local_ranks) < self.size
         shared_memory = p2p.Endpoint(
-            member.address,
-            member.arena.address + member.arena.layout.channels,
-            member.rank,
-            member.size,
+            context.address,
+            context.arena.address + context.arena.layout.channels,
+            context.rank,
+            context.size,
             (lambda local_rank: is_lost(local_ranks[local_rank])) if spans_hosts else is_lost,
         )
         if not spans_hosts:
@@ -111,15 +111,15 @@ class Router:
 
     def borrow(self, source: int, offset: int, length: int) -> torch.UntypedStorage:
         """Return the storage that a worker has shared with this one."""
-        return self.shared_buffers.open(self.hosts.place_of[source], offset, length)
+        return self.shared_buffers.open(self.hosts.local_rank_of[source], offset, length)
 
-    def lost(self, known: Container[int]) -> dict[int, str]:
+    def lost(self, gone: Container[int]) -> dict[int, str]:
         """Return what has become of workers that are gone, except those that are known to be."""
-        member, ranks = self.member, self.local_ranks
-        dead = member.peers.dead() if member.peers is not None else ()
-        lost = {ranks[each]: f"died ({member.how(each)})" for each in dead if ranks[each] not in known}
+        context, ranks = self.context, self.local_ranks
+        dead = context.peers.dead() if context.peers is not None else ()
+        lost = {ranks[each]: f"died ({context.how(each)})" for each in dead if ranks[each] not in gone}
         for local_rank, rank in enumerate(ranks):
-            if rank != self.rank and member.has_left(local_rank):
+            if rank != self.rank and context.has_left(local_rank):
                 lost[rank] = "has shut down"
         if self.network is not None:
             lost.update(self.network.lost())
@@ -127,7 +127,7 @@ class Router:
 
     def leave(self) -> None:
         """Let the others know that this worker answers no more."""
-        self.member.leave()
+        self.context.leave()
         if self.network is not None:
             self.network.close()
 
@@ -138,7 +138,7 @@ class RoutedEndpoint:
     def __init__(self, shared_memory: p2p.Endpoint, router: Router) -> None:
         self._shared_memory = shared_memory
         self._router = router
-        self._local_rank_of = router.hosts.place_of
+        self._local_rank_of = router.hosts.local_rank_of
         self._arrived: deque[Message] = deque()
         self.send_leftovers = shared_memory.send_leftovers
         self.watch = shared_memory.watch
@@ -156,7 +156,7 @@ class RoutedEndpoint:
     def deliver(self, message: Message) -> None:
         """Put down what has come over the network, and say so. For one thread at a time."""
         self._arrived.append(message)
-        self._shared_memory.send(self._router.member.rank, _ARRIVED, 0, _EMPTY)
+        self._shared_memory.send(self._router.context.rank, _ARRIVED, 0, _EMPTY)
 
     def receive(self, *, eager: bool) -> Message | None:
         """See :class:`Endpoint`."""

@@ -70,8 +70,8 @@ class RRef:
 
     def __class_getitem__(cls, kind: Any) -> Any:
         """``RRef[T]``, for annotations: what TorchScript, which has a type of that name, takes for it."""
-        known = getattr(torch._jit_internal, "rpc", None)
-        return GenericAlias(cls, kind) if known is None else known.RRef[kind]
+        torch_rpc = getattr(torch._jit_internal, "rpc", None)
+        return GenericAlias(cls, kind) if torch_rpc is None else torch_rpc.RRef[kind]
 
     def __reduce__(self) -> Any:
         raise RemoteReferenceError(
@@ -183,9 +183,11 @@ class RRef:
                 future = _used(state.future, lambda value: _done(type(value)))
             else:
                 self._check(state, "_get_type")
-                asked = _rref_typeof_on_owner, (state.rref_id,)
-                call = partial(agent.call, state.owner, *asked, timeout=timeout, keep=self)
-                future = recorded("async", asked[0], agent, state.owner, call) if profiler_is_on() else call()
+                request = _rref_typeof_on_owner, (state.rref_id,)
+                call = partial(agent.call, state.owner, *request, timeout=timeout, keep=self)
+                future = (
+                    recorded("async", request[0], agent, state.owner, call) if profiler_is_on() else call()
+                )
             self._type = future
         if not blocking:
             return future
@@ -225,8 +227,8 @@ class RRef:
                 " without a context"
             )
         self._check(state, "backward")
-        asked = state.rref_id, dist_autograd_ctx_id, retain_graph
-        self._agent.call(state.owner, _backward_on_owner, asked, keep=self).wait()
+        arguments = state.rref_id, dist_autograd_ctx_id, retain_graph
+        self._agent.call(state.owner, _backward_on_owner, arguments, keep=self).wait()
 
     def rpc_sync(self, timeout: float | timedelta = UNSET_RPC_TIMEOUT) -> Any:
         """Return a proxy: ``rref.rpc_sync().method(...)`` calls the value's method on its owner and waits."""
@@ -244,9 +246,9 @@ class RRef:
 class RRefProxy:
     """Calls methods of the value of a reference, on its owner."""
 
-    def __init__(self, rref: RRef, kind: str, timeout: float) -> None:
+    def __init__(self, rref: RRef, mode: str, timeout: float) -> None:
         self._rref = rref
-        self._kind = kind
+        self._mode = mode
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Any:
@@ -256,15 +258,15 @@ class RRefProxy:
         rref, agent = self._rref, self._rref._agent
         state = rref._state
         if isinstance(state, OwnerRRef):
-            owner, number = agent.rank, state.rref_id
+            owner, rref_id = agent.rank, state.rref_id
         else:
-            rref._check(state, self._kind)
-            owner, number = state.owner, state.rref_id
-        to_call, label = (number, name, args, kwargs), Label(f"method {name} of an RRef's value")
-        if self._kind == "remote":
+            rref._check(state, self._mode)
+            owner, rref_id = state.owner, state.rref_id
+        to_call, label = (rref_id, name, args, kwargs), Label(f"method {name} of an RRef's value")
+        if self._mode == "remote":
             # What has no such method shall be an error here, as it is in the other two kinds of call.
             if not hasattr(rref._get_type(self._timeout), name):
-                agent.call(owner, check_method, (number, name), timeout=self._timeout, keep=rref).wait()
+                agent.call(owner, check_method, (rref_id, name), timeout=self._timeout, keep=rref).wait()
             return remote_call(
                 agent, owner, call_method, to_call, None, self._timeout, keep=rref, label=label
             )
@@ -272,7 +274,7 @@ class RRefProxy:
         future = agent.call(
             owner, call_method, to_call, timeout=self._timeout, keep=rref, scope=scope, label=label
         )
-        return future if self._kind == "rpc_async" else future.wait()
+        return future if self._mode == "rpc_async" else future.wait()
 
 
 @async_execution

@@ -17,9 +17,9 @@ GlobalId = tuple[int, int]
 """Of a reference or a fork: the rank of the worker that created it, and how many it had created before."""
 
 
-def id_text(number: GlobalId) -> str:
+def id_text(global_id: GlobalId) -> str:
     """Return a number as messages show it."""
-    return f"GloballyUniqueId(created_on={number[0]}, local_id={number[1]})"
+    return f"GloballyUniqueId(created_on={global_id[0]}, local_id={global_id[1]})"
 
 
 _settling = threading.Lock()

@@ -33,9 +33,9 @@ _SMALLEST = 1 << 18
 class SharedBufferPool:
     """Shares buffers of one worker's heap, and opens those of others."""
 
-    def __init__(self, member: RankContext) -> None:
-        self._arena = member.arena
-        self._heap: Heap = member.heap
+    def __init__(self, context: RankContext) -> None:
+        self._arena = context.arena
+        self._heap: Heap = context.heap
         self._lock = threading.Lock()
         self._shared: dict[int, int] = {}  # bytes, by offset in the heap
         self._kept: dict[int, list[int]] = {}  # offsets, by bytes

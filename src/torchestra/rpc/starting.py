@@ -78,29 +78,29 @@ def init_rpc(
     if here is not None and store is None and method == "env://":
         rank, size, store = here.rank, here.size, PrefixStore("rpc", here.store)
     method = None if store is not None else method
-    seconds = options.rpc_timeout or _MEETING_SECONDS
-    met = rendezvous(
+    timeout_s = options.rpc_timeout or _MEETING_SECONDS
+    meeting = rendezvous(
         method,
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=seconds),
+        timeout=timedelta(seconds=timeout_s),
         store=store,
         secret=options.secret,
     )
-    own = PrefixStore("torchestra/rpc", met.store)
-    names = _meet(own, name, met.rank, met.world_size, seconds)
+    own = PrefixStore("torchestra/rpc", meeting.store)
+    names = _meet(own, name, meeting.rank, meeting.world_size, timeout_s)
     warm_up()
     torchscript.register()
-    router = _open_router(own, name, met.rank, met.world_size, seconds, here)
+    router = _open_router(own, name, meeting.rank, meeting.world_size, timeout_s, here)
     agent = options._make_agent(Agent, router, names)
-    _connect_hosts(agent, own, names, seconds, options)
+    _connect_hosts(agent, own, names, timeout_s, options)
     set_agent(agent)
     _open.add(agent)
     agent.start()
 
 
 def _connect_hosts(
-    agent: Agent, store: Store, names: Sequence[str], seconds: float, options: RpcBackendOptions
+    agent: Agent, store: Store, names: Sequence[str], timeout_s: float, options: RpcBackendOptions
 ) -> None:
     """Connect an agent to the workers on other hosts, if there are any; close it if that fails."""
     router = agent.router
@@ -108,39 +108,39 @@ def _connect_hosts(
         if remote := router.remote_ranks():
             from torchestra.rpc.host_connections import connect  # needs ZeroMQ
 
-            router.network = connect(store, router.rank, remote, names, seconds, options, router.deliver)
+            router.network = connect(store, router.rank, remote, names, timeout_s, options, router.deliver)
     except BaseException:
         agent.close()
         raise
 
 
 def _open_router(
-    store: PrefixStore, name: str, rank: int, size: int, seconds: float, here: ThreadRank | None
+    store: PrefixStore, name: str, rank: int, size: int, timeout_s: float, here: ThreadRank | None
 ) -> Router:
     """Find out who is on this host, and meet them in an arena."""
     threads = choose_backend(None) == "threads"
-    whom = f"rpc of {name}"
-    with hosts_found(PrefixStore("hosts", store), rank, size, whom, seconds, threads=threads) as found:
+    group = f"rpc of {name}"
+    with hosts_found(PrefixStore("hosts", store), rank, size, group, timeout_s, threads=threads) as found:
         hosts, residents = found
-        number, place = hosts.host_of[rank], hosts.place_of[rank]
-        member = join(
-            PrefixStore(f"arena/{number}", store),
-            place,
-            len(hosts.members[number]),
-            whom,
-            seconds,
+        host, local_rank = hosts.host_of[rank], hosts.local_rank_of[rank]
+        context = join(
+            PrefixStore(f"arena/{host}", store),
+            local_rank,
+            len(hosts.members[host]),
+            group,
+            timeout_s,
             threads=threads,
             thread=here.thread if here is not None else threading.current_thread(),
             has_died=None if residents is None else residents.has_died,
         )
-    return Router(member, rank, hosts)
+    return Router(context, rank, hosts)
 
 
-def _meet(store: PrefixStore, name: str, rank: int, size: int, seconds: float) -> list[str]:
+def _meet(store: PrefixStore, name: str, rank: int, size: int, timeout_s: float) -> list[str]:
     """Tell the others this worker's name; all names, by rank. Worker 0 puts them together for all."""
     keys = [f"name/{peer}" for peer in range(size)]
     store.set(keys[rank], name)
-    limit = timedelta(seconds=seconds)
+    limit = timedelta(seconds=timeout_s)
     try:
         if rank == 0:
             values = store.await_values(keys, limit)
@@ -150,8 +150,8 @@ def _meet(store: PrefixStore, name: str, rank: int, size: int, seconds: float) -
         missing = missing_indices(store, keys)
         raise StoreTimeoutError(
             f"init_rpc: {_named(missing) if missing else 'the last worker'} of {size} did not come to {store}"
-            f" within {seconds:g} s (seen from worker {name!r}, rank {rank}): are all running, and do all use"
-            " the same rendezvous?"
+            f" within {timeout_s:g} s (seen from worker {name!r}, rank {rank}): are all running, and do all"
+            " use the same rendezvous?"
         ) from None
     for peer, other in enumerate(names):
         if names.index(other) != peer:

@@ -26,16 +26,16 @@ class TerminationDetector:
     """One worker's part in a graceful shutdown.
 
     Args:
-        seconds: how long it may take; 0 is without end.
+        timeout_s: how long it may take; 0 is without end.
 
     Raises:
         RpcTimeoutError: it took longer; names the workers that have not come.
         WorkerFailedError: a worker is gone.
     """
 
-    def __init__(self, agent: Agent, seconds: float) -> None:
+    def __init__(self, agent: Agent, timeout_s: float) -> None:
         self._agent = agent
-        self._deadline = Deadline(seconds or float("inf"))
+        self._deadline = Deadline(timeout_s or float("inf"))
         self._round = -1
 
     def await_quiet(self) -> None:
@@ -57,18 +57,18 @@ class TerminationDetector:
     def _gather(self, value: object) -> list[Any]:
         """Return what all workers tell in this round, by rank."""
         agent = self._agent
-        number = self._round = next(agent.rounds)
-        values = agent.termination.setdefault(number, {})
+        round_number = self._round = next(agent.rounds)
+        values = agent.termination.setdefault(round_number, {})
         values[agent.rank] = value
         text = pickle.dumps(value, 5)
         for rank in range(len(agent.workers)):
             if rank != agent.rank:
                 assert agent.endpoint is not None
-                agent.endpoint.send(rank, TERMINATION, number, [(address_of(text), len(text))], text)
+                agent.endpoint.send(rank, TERMINATION, round_number, [(address_of(text), len(text))], text)
         while len(values) < len(agent.workers):
             time.sleep(_PAUSE_SECONDS)
             self._check(tuple(rank for rank in range(len(agent.workers)) if rank not in values))
-        del agent.termination[number]
+        del agent.termination[round_number]
         return [values[rank] for rank in sorted(values)]
 
     def _check(self, missing: tuple[int, ...]) -> None:

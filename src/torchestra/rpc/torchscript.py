@@ -19,10 +19,10 @@ def _reduce_function(function: Any) -> Any:
 
 
 def _function(name: str) -> Any:
-    found = _python_cu.find_function(name)
-    if found is None:
+    function = _python_cu.find_function(name)
+    if function is None:
         raise AttributeError(f"no script function {name!r} has been compiled here")
-    return found
+    return function
 
 
 def _reduce_module(module: torch.jit.ScriptModule) -> Any:

@@ -193,7 +193,7 @@ def _kill(fault: Fault) -> None:
 
 def _drop_out(fault: Fault) -> None:
     group = fault.group
-    context = group.communicator.engine.member
+    context = group.communicator.engine.context
     deadline = Deadline(group.timeout.total_seconds() + _AFTER_TIMEOUT_S)
     for _ in deadline.polls(_POLL_INTERVAL_S):
         if context.is_aborted:

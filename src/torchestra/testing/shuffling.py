@@ -156,7 +156,7 @@ def shuffle(seed: int, group: ProcessGroup | None = None) -> Iterator[Schedule]:
 def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Iterator[None]:
     """Let every wait of the group's kernels come back to Python at once, and take a step of the schedule."""
     communicator = group.communicator
-    context = communicator.engine.member
+    context = communicator.engine.context
     words = {offset: context.word(offset) for offset in (at.SPINS, at.YIELDS)}
     poll_interval_s = context.poll_interval_s
     check = context.check

@@ -196,11 +196,11 @@ class PairConnection:
         """Whether so much is queued that callers should wait."""
         return self._posted - self._sent > _MOST_QUEUED and not self.how
 
-    def await_room(self, seconds: float) -> None:
+    def await_room(self, timeout_s: float) -> None:
         """Wait until something has been sent, or for so long."""
         self._room.clear()
         if self.is_full:
-            self._room.wait(seconds)
+            self._room.wait(timeout_s)
 
     def say(self, control: bytes) -> None:
         """Queue one of the frames above; before all messages, but for a goodbye."""

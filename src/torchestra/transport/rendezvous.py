@@ -32,7 +32,7 @@ def meet(
     rank: int,
     ranks: Sequence[int],
     others: Mapping[int, str],
-    seconds: float,
+    timeout_s: float,
 ) -> None:
     """Connect to ranks on other hosts; returns when all are. Must be called by each of ``ranks``.
 
@@ -43,7 +43,7 @@ def meet(
         rank: of this one.
         ranks: all that meet, in the same order for all.
         others: which of them shall be connected to, with what to call them in messages.
-        seconds: how long that may take.
+        timeout_s: how long that may take.
 
     Raises:
         DistNetworkError: the connection to one of them cannot be made, one has another secret, or the
@@ -51,7 +51,7 @@ def meet(
             was closed meanwhile.
         StoreTimeoutError: the others did not come in time.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout_s
 
     def place(peer: int) -> str:
         return store.full_key(f"endpoint/{peer}")

@@ -54,7 +54,7 @@ def await_met(
     peers: Sequence[PairConnection],
     name: str,
     names: Mapping[int, str],
-    seconds: float,
+    timeout_s: float,
     is_closed: Callable[[], bool],
     advice: str,
 ) -> None:
@@ -63,14 +63,14 @@ def await_met(
     Args:
         peers: the connections to them.
         name, names: of this rank, and of those.
-        seconds: how long that may take.
+        timeout_s: how long that may take.
         is_closed: whether the transport has been closed.
         advice: what to do where one cannot be reached.
 
     Raises:
         DistNetworkError: one of them does not answer, or does not let this rank in.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout_s
     while waiting := [peer for peer in peers if not (peer.joined and peer.greeted and peer.settled)]:
         if is_closed():
             raise DistNetworkError("this end was closed")
@@ -85,15 +85,15 @@ def await_met(
         time.sleep(_TICK)
 
 
-def await_confirmed(owed: Sequence[PairConnection], seconds: float, is_vain: Callable[[int], bool]) -> bool:
+def await_confirmed(owed: Sequence[PairConnection], timeout_s: float, is_vain: Callable[[int], bool]) -> bool:
     """Wait until others have confirmed all reliable messages; return whether they have.
 
     Args:
         owed: the connections to them.
-        seconds: how long to wait.
+        timeout_s: how long to wait.
         is_vain: tells of a rank whether it confirms nothing more.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout_s
     while owed := [peer for peer in owed if peer.is_owed and not is_vain(peer.rank)]:
         if time.monotonic() > deadline:
             return False

@@ -116,7 +116,7 @@ class Transport:
         self._peers: dict[int, PairConnection] = {}
         self._senders: dict[str, tuple[PairConnection, int]] = {}
         self._unsent: deque[PairConnection] = deque()  # what callers could not send
-        self._told_lost: set[int] = set()
+        self._reported_lost: set[int] = set()
         self._clock = 0.0
         self._looked = time.monotonic()
         self._closing = False
@@ -142,20 +142,22 @@ class Transport:
 
     # -- every thread
 
-    def join(self, endpoints: Mapping[int, EndpointRecord], names: Mapping[int, str], seconds: float) -> None:
+    def join(
+        self, endpoints: Mapping[int, EndpointRecord], names: Mapping[int, str], timeout_s: float
+    ) -> None:
         """Connect to the others; returns when all have let this rank in. They all must call it.
 
         Args:
             endpoints: of the ranks on other hosts.
             names: what to call them in messages.
-            seconds: how long that may take.
+            timeout_s: how long that may take.
 
         Raises:
             DistNetworkError: one of them does not answer, or does not let this rank in.
         """
         self.expect(endpoints, connect=True)
         peers = [self._peers[rank] for rank in endpoints]
-        await_met(peers, self._name, names, seconds, lambda: self._closing, self._advice)
+        await_met(peers, self._name, names, timeout_s, lambda: self._closing, self._advice)
 
     def expect(self, endpoints: Mapping[int, EndpointRecord], *, connect: bool = False) -> None:
         """Let ranks in, and be able to send to them; those that are known already are left as they are.
@@ -249,18 +251,18 @@ class Transport:
             self._unsent.append(to)
             self._rouse()
 
-    def flush(self, seconds: float, is_vain: Callable[[int], bool]) -> bool:
+    def flush(self, timeout_s: float, is_vain: Callable[[int], bool]) -> bool:
         """Wait until all reliable messages have come, so many seconds at most; whether they have.
 
         Args:
-            seconds: how long to wait.
+            timeout_s: how long to wait.
             is_vain: tells of a rank whether it will receive nothing more.
         """
         owed = [peer for peer in self._peers.values() if peer.is_owed]
         for peer in owed:
             peer.say(ASK_TO_CONFIRM)
             self._begin_to_send(peer)
-        return await_confirmed(owed, seconds, lambda rank: self._closing or is_vain(rank))
+        return await_confirmed(owed, timeout_s, lambda rank: self._closing or is_vain(rank))
 
     @property
     def is_closed(self) -> bool:
@@ -356,16 +358,16 @@ class Transport:
         self, ready: Mapping[Any, int], blocked: Mapping[Any, PairConnection], *, meeting: bool
     ) -> set[PairConnection]:
         """The connections that there is something to send over."""
-        chosen = {peer for socket, peer in blocked.items() if socket in ready}
+        peers = {peer for socket, peer in blocked.items() if socket in ready}
         while self._unsent:
             peer = self._unsent.popleft()
             if not peer.blocked or peer.socket not in blocked:
-                chosen.add(peer)
+                peers.add(peer)
         if meeting:
-            chosen.update(
+            peers.update(
                 peer for peer in self._peers.values() if peer.has_mail and peer.socket not in blocked
             )
-        return chosen
+        return peers
 
     def _flush(self, peer: PairConnection, poller: zmq.Poller, blocked: dict[Any, PairConnection]) -> None:
         """Send what ZeroMQ takes; look out for room in a connection that has none, and only in such."""
@@ -417,11 +419,11 @@ class Transport:
     def _sender(self, frame: zmq.Frame) -> tuple[PairConnection, int]:
         """Whose connection a frame came over, and which one, in the authenticator's words."""
         user = str(frame.get("User-Id"))
-        found = self._senders.get(user)
-        if found is None:
+        sender = self._senders.get(user)
+        if sender is None:
             rank, _, accepted = user.partition(" ")
-            found = self._senders[user] = self._peer(int(rank)), int(accepted)
-        return found
+            sender = self._senders[user] = self._peer(int(rank)), int(accepted)
+        return sender
 
     def _hear(self, peer: PairConnection, frame: zmq.Frame) -> None:
         if not peer.assembler.under_way and len(frame) <= CONTROL_BYTES:
@@ -485,8 +487,8 @@ class Transport:
 
     def _tell_lost(self) -> None:
         for rank, how in self.lost().items():
-            if rank not in self._told_lost:
-                self._told_lost.add(rank)
+            if rank not in self._reported_lost:
+                self._reported_lost.add(rank)
                 self._lost(rank, how)
 
     def _say_goodbye(self) -> None:

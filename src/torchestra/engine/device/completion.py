@@ -50,17 +50,17 @@ class Watch:
     """See above.
 
     Args:
-        member: this rank in the group.
+        context: this rank in the group.
         name: of the group.
         give_up: ends what waits on the device, with an error; may take its time.
     """
 
-    def __init__(self, member: RankContext, name: str, give_up: Callable[[], None]) -> None:
+    def __init__(self, context: RankContext, name: str, give_up: Callable[[], None]) -> None:
         self.failure: BaseException | None = None
         """Why no operation can be begun any more."""
         self.looking = threading.RLock()
         """Held while the thread looks, so that who sees the group aborted may wait for what it has found."""
-        self._member = member
+        self._context = context
         self._name = name
         self._give_up = give_up
         self._pending: deque[PendingOperation] = deque()
@@ -99,7 +99,7 @@ class Watch:
 
     def _wake(self) -> None:
         if self._thread is None:
-            name = f"torchestra-devices-{self._name}-{self._member.group_rank}"
+            name = f"torchestra-devices-{self._name}-{self._context.group_rank}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
         self._changed.notify()
@@ -144,24 +144,24 @@ class Watch:
 
     def _check(self, pending: PendingOperation) -> None:
         """Raise if this need not be waited for any longer."""
-        member, doing = self._member, pending.doing
-        self._suspect = member.check(doing, None, None, self._suspect, alone=True, site=pending.site)
+        context, doing = self._context, pending.doing
+        self._suspect = context.check(doing, None, None, self._suspect, alone=True, site=pending.site)
         if not pending.deadline.expired():
             return
         message = (
             f"{doing} of group {self._name!r} timed out after {pending.deadline.elapsed():.1f} s on rank"
-            f" {member.group_rank} (the timeout is {pending.deadline.timeout_s:g} s); it was called at"
+            f" {context.group_rank} (the timeout is {pending.deadline.timeout_s:g} s); it was called at"
             f" {pending.site}."
         )
-        member.abort(message, explain=partial(member.report, range(member.size), pending.site))
-        raise CollectiveTimeoutError(str(member.aborted()))
+        context.abort(message, explain=partial(context.report, range(context.size), pending.site))
+        raise CollectiveTimeoutError(str(context.aborted()))
 
     def fail(self, error: Exception) -> None:
         """Give up all that is under way, and let nothing else begin."""
         if self.failure is None:
             self.failure = error
-        if not self._member.is_aborted and not self._is_closed:
-            self._member.abort(f"rank {self._member.group_rank}: {error}")
+        if not self._context.is_aborted and not self._is_closed:
+            self._context.abort(f"rank {self._context.group_rank}: {error}")
         threading.Thread(target=self._give_up, name="torchestra-devices-abort", daemon=True).start()
         with self.looking:
             self._pending.clear()

@@ -89,12 +89,12 @@ class DeviceEngine(Engine):
     def __init__(
         self, base: Any, scheduler: StreamScheduler, name: str, open_backend: Callable[[], tuple[Any, Any]]
     ) -> None:
-        self.member = base.member
+        self.context = base.context
         self.hosts = base.hosts
         self.rank = base.rank
         self.size = base.size
         self.scheduler = scheduler
-        self._backend = LateBackend(base.member, scheduler, name, open_backend)
+        self._backend = LateBackend(base.context, scheduler, name, open_backend)
         self.watch = self._backend.watch
         self.refuse = self._backend.refuse
 
@@ -191,10 +191,10 @@ class DeviceEngine(Engine):
 
     @property
     def is_aborted(self) -> bool:
-        return bool(self.member.is_aborted)
+        return bool(self.context.is_aborted)
 
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:
-        self.member.abort(why, failed=tuple(failed))
+        self.context.abort(why, failed=tuple(failed))
 
     # -- how it is done
 

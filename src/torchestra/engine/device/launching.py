@@ -34,7 +34,7 @@ class LateBackend:
     """One rank's.
 
     Args:
-        member: this rank in the group.
+        context: this rank in the group.
         scheduler: how operations are launched on the device.
         name: of the group.
         open_backend: makes the backend, and what else must live as long as that.
@@ -47,15 +47,15 @@ class LateBackend:
 
     def __init__(
         self,
-        member: RankContext,
+        context: RankContext,
         scheduler: StreamScheduler,
         name: str,
         open_backend: Callable[[], tuple[Any, Any]],
     ) -> None:
         self.scheduler = scheduler
-        self.watch = Watch(member, name, self._abort)
+        self.watch = Watch(context, name, self._abort)
         self.launched = 0
-        self._member = member
+        self._context = context
         self._open_backend = open_backend
         self._backend: Any = None
         self._held: Any = None
@@ -64,10 +64,10 @@ class LateBackend:
 
     def refuse(self) -> None:
         """Raise why no operation can be begun, or waited for, any more; if so."""
-        if self._member.is_aborted or self.watch.failure is not None:
+        if self._context.is_aborted or self.watch.failure is not None:
             with self.watch.looking:
                 failure = self.watch.failure
-            raise self._member.aborted() if failure is None else failure.with_traceback(None)
+            raise self._context.aborted() if failure is None else failure.with_traceback(None)
 
     def launch(
         self, doing: str, seconds: float, site: str | None, begin: Callable[[Any], Any], ends: set[Hashable]
@@ -108,7 +108,7 @@ class LateBackend:
         backend, self._backend = self._backend, None
         if backend is None or self.watch.failure is not None:
             return  # or the watch has aborted it
-        end = backend.abort if self._member.is_aborted else backend.shutdown
+        end = backend.abort if self._context.is_aborted else backend.shutdown
         thread = threading.Thread(target=end, name="torchestra-devices-close", daemon=True)
         thread.start()
         thread.join(_CLOSE_SECONDS)
@@ -142,13 +142,13 @@ class LateBackend:
         """An operation has failed inside of torch: raise why, as far as this group knows or soon learns."""
         if isinstance(error, DistError):
             raise error
-        member, suspect = self._member, None
+        context, suspect = self._context, None
         try:
             for _ in Deadline(_CAUSE_SECONDS).polls(_CAUSE_LOOK_SECONDS):
                 self.refuse()
-                suspect = member.check(doing, None, None, suspect, alone=True)
-            member.abort(f"rank {member.group_rank}: {doing} failed: {str(error).splitlines()[0]}")
-            raise member.aborted()
+                suspect = context.check(doing, None, None, suspect, alone=True)
+            context.abort(f"rank {context.group_rank}: {doing} failed: {str(error).splitlines()[0]}")
+            raise context.aborted()
         except DistError as cause:
             self.watch.fail(cause)
             raise cause from error

@@ -37,9 +37,9 @@ def exchange(hierarchy: Hierarchy, sends: Ranges, receives: Ranges, call: Call) 
     hierarchy.agree(call)
     tables, rounds = _compare(hierarchy, sends, receives, call)
     on_the_way: deque[_Exchange] = deque()
-    for number in range(rounds):
-        parts, expected = (_part_of(ranges, number, rounds) for ranges in (sends, receives))
-        lengths = tables // rounds + (number < tables % rounds)
+    for round_index in range(rounds):
+        parts, expected = (_part_of(ranges, round_index, rounds) for ranges in (sends, receives))
+        lengths = tables // rounds + (round_index < tables % rounds)
         on_the_way.append(_Exchange(hierarchy, parts, expected, lengths, call))
         on_the_way[-1].begin()
         if len(on_the_way) == _ON_THE_WAY:
@@ -48,12 +48,12 @@ def exchange(hierarchy: Hierarchy, sends: Ranges, receives: Ranges, call: Call) 
         on_the_way.popleft().finish()
 
 
-def _part_of(ranges: Ranges, number: int, rounds: int) -> list[tuple[int, int]]:
+def _part_of(ranges: Ranges, round_index: int, rounds: int) -> list[tuple[int, int]]:
     """What of each range is exchanged in a round."""
     parts = []
     for address, length in ranges:
         least, more = divmod(length, rounds)
-        parts.append((address + number * least + min(number, more), least + (number < more)))
+        parts.append((address + round_index * least + min(round_index, more), least + (round_index < more)))
     return parts
 
 
@@ -68,23 +68,25 @@ def _compare(hierarchy: Hierarchy, sends: Ranges, receives: Ranges, call: Call) 
     tables = torch.empty((len(hierarchy.here), 2, size), dtype=torch.int64)
     hierarchy.share(list(tables), mine, call)
     verdict = torch.zeros(2, dtype=torch.int64)
-    if hierarchy.place == 0:
+    if hierarchy.local_rank == 0:
         assert hierarchy.bridge is not None
-        here, places = len(hierarchy.here), [torch.tensor(ranks) for ranks in hosts.members]
-        blocks = [tables[:, 0, ranks].reshape(-1) for ranks in places]
-        told = torch.cat(blocks)
+        here, ranks_by_host = len(hierarchy.here), [torch.tensor(ranks) for ranks in hosts.members]
+        blocks = [tables[:, 0, ranks].reshape(-1) for ranks in ranks_by_host]
+        outgoing = torch.cat(blocks)
         lengths = [8 * here * len(ranks) for ranks in hosts.members]
-        heard = torch.empty_like(told)
-        sizes = (bytes_of(heard), lengths, bytes_of(told), lengths)
-        hierarchy.wait(hierarchy.bridge.exchange(*sizes, call.seconds), call)
+        incoming = torch.empty_like(outgoing)
+        sizes = (bytes_of(incoming), lengths, bytes_of(outgoing), lengths)
+        hierarchy.wait(hierarchy.bridge.exchange(*sizes, call.timeout_s), call)
         fits = all(
             torch.equal(block.view(len(ranks), here), tables[:, 1, ranks].t())
-            for ranks, block in zip(places, heard.split([length // 8 for length in lengths]), strict=True)
+            for ranks, block in zip(
+                ranks_by_host, incoming.split([length // 8 for length in lengths]), strict=True
+            )
         )
-        leaves = told.sum() - blocks[hierarchy.host].sum()
+        leaves = outgoing.sum() - blocks[hierarchy.host].sum()
         votes = torch.empty((len(hosts), 2), dtype=torch.int64)
         vote = torch.tensor([int(not fits), -(-int(leaves) // (_CHUNK_BYTES * hosts.rails))])
-        hierarchy.wait(hierarchy.bridge.all_gather(bytes_of(votes), bytes_of(vote), call.seconds), call)
+        hierarchy.wait(hierarchy.bridge.all_gather(bytes_of(votes), bytes_of(vote), call.timeout_s), call)
         verdict = votes.amax(0)
     hierarchy.share_from(0, verdict, call)
     differs, rounds = verdict.tolist()
@@ -119,11 +121,11 @@ class _Exchange:
         self._held = self._hand_to_rails()
         if hierarchy.bridge is not None:
             every = range(len(self._hosts))
-            sent = [sum(map(self._bytes_to(host), self._users(hierarchy.place))) for host in every]
-            expected = [self._bytes_from(host, hierarchy.place) for host in every]
+            sent = [sum(map(self._bytes_to(host), self._users(hierarchy.local_rank))) for host in every]
+            expected = [self._bytes_from(host, hierarchy.local_rank) for host in every]
             self._incoming = torch.empty(sum(expected), dtype=torch.uint8)
             self._pending = hierarchy.bridge.exchange(
-                self._incoming, expected, self._held, sent, self._call.seconds
+                self._incoming, expected, self._held, sent, self._call.timeout_s
             )
 
     def finish(self) -> None:
@@ -149,12 +151,12 @@ class _Exchange:
         """How much comes to this host from another over a rail."""
         if host == self._hierarchy.host:
             return 0
-        places = range(len(self._hierarchy.here))
-        return sum(self._from(rank, place) for rank in self._riders(host, rail) for place in places)
+        local_ranks = range(len(self._hierarchy.here))
+        return sum(self._from(rank, each) for rank in self._riders(host, rail) for each in local_ranks)
 
-    def _from(self, rank: int, place: int) -> int:
+    def _from(self, rank: int, local_rank: int) -> int:
         """How much the rank at a place here gets from a rank elsewhere."""
-        return self._expected[place][rank]
+        return self._expected[local_rank][rank]
 
     # -- the steps
 
@@ -163,55 +165,55 @@ class _Exchange:
         hierarchy, rails = self._hierarchy, self._hosts.rails
         elsewhere = [rank for host in self._others for rank in self._hosts.members[host]]
         own = torch.cat([memory(self._sends[rank]) for rank in elsewhere])
-        places = range(len(hierarchy.here))
-        totals = [sum(self._bytes_to(host)(place) for host in self._others) for place in places]
-        users = self._users(hierarchy.place) if hierarchy.place < rails else range(0)
-        boxes = {place: torch.empty(totals[place], dtype=torch.uint8) for place in users}
+        local_ranks = range(len(hierarchy.here))
+        totals = [sum(self._bytes_to(host)(each) for host in self._others) for each in local_ranks]
+        users = self._users(hierarchy.local_rank) if hierarchy.local_rank < rails else range(0)
+        boxes = {local_rank: torch.empty(totals[local_rank], dtype=torch.uint8) for local_rank in users}
         sends = [_NOTHING] * len(hierarchy.here)
-        sends[hierarchy.place % rails] = own
-        receives = [boxes.get(place, _NOTHING) for place in places]
+        sends[hierarchy.local_rank % rails] = own
+        receives = [boxes.get(local_rank, _NOTHING) for local_rank in local_ranks]
         self._exchange_here(sends, receives)
         by_host = {
-            place: box.split([self._bytes_to(host)(place) for host in self._others])
-            for place, box in boxes.items()
+            local_rank: box.split([self._bytes_to(host)(local_rank) for host in self._others])
+            for local_rank, box in boxes.items()
         }
         return torch.cat(
-            [_NOTHING, *(by_host[place][number] for number in range(len(self._others)) for place in users)]
+            [_NOTHING, *(by_host[user][host] for host in range(len(self._others)) for user in users)]
         )
 
     def _hand_on(self, incoming: torch.Tensor) -> None:
         """Give everybody here what has come for them, and what the ranks here have for each other."""
         hierarchy = self._hierarchy
-        here, places = hierarchy.here, range(len(hierarchy.here))
-        for_place: list[list[torch.Tensor]] = [[memory(self._sends[here[place]])] for place in places]
+        here, local_ranks = hierarchy.here, range(len(hierarchy.here))
+        for_rank: list[list[torch.Tensor]] = [[memory(self._sends[rank])] for rank in here]
         at = 0
         if hierarchy.bridge is not None:
-            for rank in self._arrivals(hierarchy.place):
-                for place in places:
-                    length = self._from(rank, place)
-                    for_place[place].append(incoming[at : at + length])
+            for rank in self._arrivals(hierarchy.local_rank):
+                for local_rank in local_ranks:
+                    length = self._from(rank, local_rank)
+                    for_rank[local_rank].append(incoming[at : at + length])
                     at += length
         expected = [
-            [self._from(here[sender], hierarchy.place)]
-            + [self._from(rank, hierarchy.place) for rank in self._arrivals(sender)]
-            for sender in places
+            [self._from(here[sender], hierarchy.local_rank)]
+            + [self._from(rank, hierarchy.local_rank) for rank in self._arrivals(sender)]
+            for sender in local_ranks
         ]
         arrived = [torch.empty(sum(lengths), dtype=torch.uint8) for lengths in expected]
-        self._exchange_here([torch.cat(pieces) for pieces in for_place], arrived)
-        for sender, lengths, box in zip(places, expected, arrived, strict=True):
+        self._exchange_here([torch.cat(pieces) for pieces in for_rank], arrived)
+        for sender, lengths, box in zip(local_ranks, expected, arrived, strict=True):
             for rank, piece in zip((here[sender], *self._arrivals(sender)), box.split(lengths), strict=True):
                 memory(self._receives[rank]).copy_(piece)
 
-    def _arrivals(self, place: int) -> Iterator[int]:
+    def _arrivals(self, local_rank: int) -> Iterator[int]:
         """The ranks elsewhere whose things come to the rank at a place here, in the order of their coming."""
-        if place >= self._hosts.rails:
+        if local_rank >= self._hosts.rails:
             return iter(())
-        return (rank for host in self._others for rank in self._riders(host, place))
+        return (rank for host in self._others for rank in self._riders(host, local_rank))
 
     def _exchange_here(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
         call = self._call
         plan = self._hierarchy.plan(ALL_TO_ALL, call)
-        self._hierarchy.local.collective(plan, sends, receives, call.seconds, call.site)
+        self._hierarchy.local.collective(plan, sends, receives, call.timeout_s, call.site)
 
 
 class _Count:
@@ -221,16 +223,16 @@ class _Count:
         self._sent = sent
         self._ranks = ranks
 
-    def __call__(self, place: int) -> int:
-        return sum(self._sent[place][rank] for rank in self._ranks)
+    def __call__(self, local_rank: int) -> int:
+        return sum(self._sent[local_rank][rank] for rank in self._ranks)
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def memory(place: tuple[int, int]) -> torch.Tensor:
+def memory(address_and_length: tuple[int, int]) -> torch.Tensor:
     """The bytes at an address; somebody else keeps them."""
-    address, length = place
+    address, length = address_and_length
     if length == 0:
         return _NOTHING
     return torch.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8)

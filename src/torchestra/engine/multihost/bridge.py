@@ -30,7 +30,7 @@ class BridgeError(DistBackendError):
 class Pending(Protocol):
     """An operation of a bridge that has begun."""
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         """Wait for its end, at most so long; return whether it has ended.
 
         Raises:
@@ -57,14 +57,14 @@ class Bridge(ABC):
         self.others = [end for end in range(size) if end != host]
 
     @abstractmethod
-    def begin(self, receives: Places, sends: Places, seconds: float) -> Pending:
+    def begin(self, receives: Places, sends: Places, timeout_s: float) -> Pending:
         """Begin to receive from and to send to other ends, in their order between each two; nothing is empty.
 
         A message may be shorter than the room for it; what it does not fill is left as it is.
 
         Args:
             receives, sends: where to, and what.
-            seconds: after how long whoever waits gives it up.
+            timeout_s: after how long whoever waits gives it up.
 
         Raises:
             BridgeError: the bridge has failed, or is closed.
@@ -74,24 +74,24 @@ class Bridge(ABC):
     def close(self) -> None:
         """Give back what it holds; what is under way is given up. Never waits for another end."""
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, seconds: float) -> Pending:
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> Pending:
         """Put every end's tensor, one after the other, into the output; all are equally long."""
-        return self.tell(output, tensor, seconds)
+        return self.tell(output, tensor, timeout_s)
 
-    def tell(self, output: torch.Tensor, tensor: torch.Tensor, seconds: float) -> Pending:
+    def tell(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> Pending:
         """:meth:`all_gather` of tensors whose lengths may differ, into rows that have room for the longest.
 
         What a row has beyond the tensor that comes is left as it is.
         """
         rows = output.view(self.size, -1) if output.numel() else [output] * self.size
         rows[self.host][: tensor.numel()].copy_(tensor)
-        return self._exchange(rows, [tensor] * self.size, seconds)
+        return self._exchange(rows, [tensor] * self.size, timeout_s)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, seconds: float) -> Pending:
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> Pending:
         """Replace every end's tensor by that of the end ``root``."""
         if root == self.host:
-            return self._begin([], [(end, tensor) for end in self.others], seconds)
-        return self._begin([(root, tensor)], [], seconds)
+            return self._begin([], [(end, tensor) for end in self.others], timeout_s)
+        return self._begin([(root, tensor)], [], timeout_s)
 
     def exchange(
         self,
@@ -99,7 +99,7 @@ class Bridge(ABC):
         expected: Sequence[int],
         tensor: torch.Tensor,
         sent: Sequence[int],
-        seconds: float,
+        timeout_s: float,
     ) -> Pending:
         """Send each end the next ``sent[h]`` bytes of the tensor, and get at most ``expected[h]`` from it.
 
@@ -107,18 +107,18 @@ class Bridge(ABC):
         """
         rooms, pieces = output.split(list(expected)), tensor.split(list(sent))
         rooms[self.host][: sent[self.host]].copy_(pieces[self.host])
-        return self._exchange(rooms, pieces, seconds)
+        return self._exchange(rooms, pieces, timeout_s)
 
     def _exchange(
-        self, rooms: Sequence[torch.Tensor] | torch.Tensor, pieces: Sequence[torch.Tensor], seconds: float
+        self, rooms: Sequence[torch.Tensor] | torch.Tensor, pieces: Sequence[torch.Tensor], timeout_s: float
     ) -> Pending:
         receives = [(end, rooms[end]) for end in self.others]
-        return self._begin(receives, [(end, pieces[end]) for end in self.others], seconds)
+        return self._begin(receives, [(end, pieces[end]) for end in self.others], timeout_s)
 
-    def _begin(self, receives: Places, sends: Places, seconds: float) -> Pending:
+    def _begin(self, receives: Places, sends: Places, timeout_s: float) -> Pending:
         """:meth:`begin` with what is not empty."""
         return self.begin(
             [each for each in receives if each[1].numel()],
             [each for each in sends if each[1].numel()],
-            seconds,
+            timeout_s,
         )

@@ -31,7 +31,7 @@ TRUST_VARIABLE = "TORCHESTRA_TRUST_NETWORK"
 """``1`` says that nobody but the job reaches its ports; the same for all ranks."""
 
 _log = logging.getLogger(__name__)
-_told = False
+_warned = False
 
 
 def choose_bridge(*, threads: bool, mpiexec: bool, has_secret: bool) -> str:
@@ -49,73 +49,73 @@ def choose_bridge(*, threads: bool, mpiexec: bool, has_secret: bool) -> str:
             is, and the network is not trusted.
         ImportError: MPI is asked for, and cannot be used here.
     """
-    given, trusted = os.environ.get(BRIDGE_VARIABLE, "").lower(), _trusts_network()
-    if given not in ("", "curve", "gloo", "mpi"):
-        raise InvalidArgumentError(f"{BRIDGE_VARIABLE} must be curve, gloo or mpi, got {given!r}")
-    if given == "mpi" and threads:
+    name, trusted = os.environ.get(BRIDGE_VARIABLE, "").lower(), _trusts_network()
+    if name not in ("", "curve", "gloo", "mpi"):
+        raise InvalidArgumentError(f"{BRIDGE_VARIABLE} must be curve, gloo or mpi, got {name!r}")
+    if name == "mpi" and threads:
         raise InvalidArgumentError(f"{BRIDGE_VARIABLE}=mpi is for ranks that are processes, not threads")
-    if given in ("gloo", "mpi") and not trusted:
+    if name in ("gloo", "mpi") and not trusted:
         raise InvalidArgumentError(
-            f"{BRIDGE_VARIABLE} is {given!r}, which asks nobody who he is: whoever reaches a port of the"
+            f"{BRIDGE_VARIABLE} is {name!r}, which asks nobody who he is: whoever reaches a port of the"
             f" job's could take the place of a rank. Set {TRUST_VARIABLE}=1 on all ranks if nobody else can,"
             f" or unset {BRIDGE_VARIABLE}"
         )
-    if given == "mpi" and (why := why_no_mpi()):
+    if name == "mpi" and (why := why_no_mpi()):
         raise ImportError(why)
-    if not given and threads:
+    if not name and threads:
         return "threads"
-    kind = given or ("curve" if not trusted else "mpi" if mpiexec and not why_no_mpi() else "gloo")
-    if kind == "curve" and not has_secret:
+    bridge = name or ("curve" if not trusted else "mpi" if mpiexec and not why_no_mpi() else "gloo")
+    if bridge == "curve" and not has_secret:
         raise InvalidArgumentError(
             "the ranks are on several hosts and have no secret by which to know each other:"
             f" {SECRET_ADVICE}; or, if nobody else reaches their ports, {TRUST_VARIABLE}=1"
         )
-    if kind != "curve":
-        _tell_once(kind)
-    return kind
+    if bridge != "curve":
+        _warn_once(bridge)
+    return bridge
 
 
 def _trusts_network() -> bool:
-    given = os.environ.get(TRUST_VARIABLE, "")
-    if given not in ("", "0", "1"):
-        raise InvalidArgumentError(f"{TRUST_VARIABLE} must be 0 or 1, got {given!r}")
-    return given == "1"
+    text = os.environ.get(TRUST_VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise InvalidArgumentError(f"{TRUST_VARIABLE} must be 0 or 1, got {text!r}")
+    return text == "1"
 
 
-def _tell_once(kind: str) -> None:
+def _warn_once(bridge: str) -> None:
     """Have it in the log of each process that the network is trusted."""
-    global _told
-    if not _told:
-        _told = True
+    global _warned
+    if not _warned:
+        _warned = True
         _log.warning(
             "%s is set: what goes between hosts goes over %s, unencrypted, and whoever reaches its ports can"
             " take part",
             TRUST_VARIABLE,
-            {"gloo": "Gloo", "mpi": "MPI"}[kind],
+            {"gloo": "Gloo", "mpi": "MPI"}[bridge],
         )
 
 
 def open_bridge(
-    kind: str,
+    bridge: str,
     store: Store,
     transport: GroupTransport,
     ranks: Sequence[int],
     names: Sequence[str],
-    seconds: float,
+    timeout_s: float,
 ) -> Bridge:
     """Return one end of a rail.
 
     Args:
-        kind: as :func:`choose_bridge` gives it.
+        bridge: as :func:`choose_bridge` gives it.
         store: one that only the ends of the rail, and only for this purpose, use.
         transport: of the rank that is this end.
         ranks: the ends, by host.
         names: what to call the ends in messages.
-        seconds: how long to look for the others.
+        timeout_s: how long to look for the others.
     """
-    if kind == "curve":
-        return CurveBridge(store, transport, ranks, names, seconds)
+    if bridge == "curve":
+        return CurveBridge(store, transport, ranks, names, timeout_s)
     host, size = ranks.index(transport.rank), len(ranks)
-    if kind == "threads":
+    if bridge == "threads":
         return ThreadBridge(store, host, size)
-    return (MPIBridge if kind == "mpi" else GlooBridge)(store, host, size, seconds)
+    return (MPIBridge if bridge == "mpi" else GlooBridge)(store, host, size, timeout_s)

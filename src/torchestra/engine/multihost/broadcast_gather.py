@@ -36,13 +36,13 @@ def broadcast(hierarchy: Hierarchy, tensor: torch.Tensor, root: int, call: Call)
     for end in chunk_ends(memory.numel(), _CHUNK_BYTES * hosts.rails):
         chunk, start = memory[start:end], end
         if here:
-            hierarchy.share_from(hosts.place_of[root], chunk, call)
-        lengths = _by_place(chunk.numel(), hierarchy)
-        part = chunk.split(lengths)[hierarchy.place]
+            hierarchy.share_from(hosts.local_rank_of[root], chunk, call)
+        lengths = _by_local_rank(chunk.numel(), hierarchy)
+        part = chunk.split(lengths)[hierarchy.local_rank]
         part = part if here else torch.empty_like(part)
         pending = None
         if hierarchy.bridge is not None and part.numel():
-            pending = hierarchy.bridge.broadcast(part, source, call.seconds)
+            pending = hierarchy.bridge.broadcast(part, source, call.timeout_s)
         on_the_way.append((chunk, part, pending))
         if len(on_the_way) == _ON_THE_WAY:
             _finish_broadcast(hierarchy, *on_the_way.popleft(), here, call)
@@ -50,8 +50,8 @@ def broadcast(hierarchy: Hierarchy, tensor: torch.Tensor, root: int, call: Call)
         _finish_broadcast(hierarchy, *on_the_way.popleft(), here, call)
 
 
-def _by_place(number: int, hierarchy: Hierarchy) -> list[int]:
-    lengths = split_evenly(number, hierarchy.hosts.rails)
+def _by_local_rank(count: int, hierarchy: Hierarchy) -> list[int]:
+    lengths = split_evenly(count, hierarchy.hosts.rails)
     return lengths + [0] * (len(hierarchy.here) - len(lengths))
 
 
@@ -66,7 +66,7 @@ def _finish_broadcast(
     if pending is not None:
         hierarchy.wait(pending, call)
     if not here:
-        hierarchy.share(chunk.split(_by_place(chunk.numel(), hierarchy)), part, call)
+        hierarchy.share(chunk.split(_by_local_rank(chunk.numel(), hierarchy)), part, call)
 
 
 def _broadcast_inline(hierarchy: Hierarchy, memory: torch.Tensor, root: int, call: Call) -> None:
@@ -75,11 +75,11 @@ def _broadcast_inline(hierarchy: Hierarchy, memory: torch.Tensor, root: int, cal
     if not hierarchy.agree_here(call):
         hierarchy.refuse(call)
     if source == hierarchy.host:
-        hierarchy.share_from(hosts.place_of[root], memory, call)
+        hierarchy.share_from(hosts.local_rank_of[root], memory, call)
     envelope = hierarchy.post(call, differs=False, inline=memory if source == hierarchy.host else None)
     received, differs = hierarchy.open(envelope, call)
-    told = received[source, : memory.numel()] if hierarchy.place == 0 else memory
-    memory.copy_(hierarchy.settle_with(call, differs, told))
+    own = received[source, : memory.numel()] if hierarchy.local_rank == 0 else memory
+    memory.copy_(hierarchy.settle_with(call, differs, own))
 
 
 def all_gather(
@@ -97,8 +97,8 @@ def all_gather(
     blocks = [Joined(_as_few([memories[rank] for rank in ranks])) for ranks in hosts.members]
     cuts = Cuts([block.numel for block in blocks], hosts.rails, _CHUNK_BYTES)
     on_the_way: deque[tuple[int, torch.Tensor, Pending | None]] = deque()
-    for number in range(cuts.chunks):
-        on_the_way.append((number, *_send_chunk(hierarchy, blocks, cuts, number, call)))
+    for chunk_index in range(cuts.chunks):
+        on_the_way.append((chunk_index, *_send_chunk(hierarchy, blocks, cuts, chunk_index, call)))
         if len(on_the_way) == _ON_THE_WAY:
             _finish_gather(hierarchy, blocks, cuts, *on_the_way.popleft(), call)
     while on_the_way:
@@ -113,29 +113,29 @@ def _as_few(memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             joined[-1] = joined[-1][0], joined[-1][1] + each.numel()
         else:
             joined.append((each.data_ptr(), each.numel()))
-    return [memory(place) for place in joined]
+    return [memory(each) for each in joined]
 
 
 def _send_chunk(
-    hierarchy: Hierarchy, blocks: Sequence[Joined], cuts: Cuts, number: int, call: Call
+    hierarchy: Hierarchy, blocks: Sequence[Joined], cuts: Cuts, chunk_index: int, call: Call
 ) -> tuple[torch.Tensor, Pending | None]:
     """Let a chunk of this host's block go to the others, padded to the longest of all hosts."""
     hosts = range(len(blocks))
-    own = blocks[hierarchy.host].get(*cuts.span(hierarchy.host, hierarchy.place, number))
-    longest = max(cuts.length(host, hierarchy.place, number) for host in hosts)
+    own = blocks[hierarchy.host].get(*cuts.span(hierarchy.host, hierarchy.local_rank, chunk_index))
+    longest = max(cuts.length(host, hierarchy.local_rank, chunk_index) for host in hosts)
     arrived = torch.empty(len(blocks) * longest, dtype=torch.uint8)
     if hierarchy.bridge is None or not longest:
         return arrived, None
     if own.numel() < longest:
         own = torch.cat([own, torch.zeros(longest - own.numel(), dtype=torch.uint8)])
-    return arrived, hierarchy.bridge.all_gather(arrived, own, call.seconds)
+    return arrived, hierarchy.bridge.all_gather(arrived, own, call.timeout_s)
 
 
 def _finish_gather(
     hierarchy: Hierarchy,
     blocks: Sequence[Joined],
     cuts: Cuts,
-    number: int,
+    chunk_index: int,
     arrived: torch.Tensor,
     pending: Pending | None,
     call: Call,
@@ -146,8 +146,8 @@ def _finish_gather(
     rows = arrived.chunk(len(blocks)) if pending is not None else [arrived] * len(blocks)
     for host, (block, row) in enumerate(zip(blocks, rows, strict=True)):
         if host != hierarchy.host:
-            spans = [cuts.span(host, place, number) for place in range(len(hierarchy.here))]
+            spans = [cuts.span(host, local_rank, chunk_index) for local_rank in range(len(hierarchy.here))]
             rooms = [block.room(*span) for span in spans]
-            hierarchy.share(rooms, row[: rooms[hierarchy.place].numel()], call)
+            hierarchy.share(rooms, row[: rooms[hierarchy.local_rank].numel()], call)
             for (start, _), room in zip(spans, rooms, strict=True):
                 block.put(start, room)

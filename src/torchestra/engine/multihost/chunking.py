@@ -91,15 +91,15 @@ class Cuts:
         self._ends = [0, *chunk_ends(max(max(cut) for cut in cuts), longest)]
         self.chunks = len(self._ends) - 1
 
-    def span(self, host: int, rail: int, number: int) -> tuple[int, int]:
+    def span(self, host: int, rail: int, chunk_index: int) -> tuple[int, int]:
         """Where in a host's block a rail's chunk is; nothing beyond the last rail, or the last chunk."""
         starts = self._starts[host]
         if rail + 1 >= len(starts):
             return 0, 0
         start, end = starts[rail], starts[rail + 1]
-        return min(start + self._ends[number], end), min(start + self._ends[number + 1], end)
+        return min(start + self._ends[chunk_index], end), min(start + self._ends[chunk_index + 1], end)
 
-    def length(self, host: int, rail: int, number: int) -> int:
+    def length(self, host: int, rail: int, chunk_index: int) -> int:
         """How long it is."""
-        start, stop = self.span(host, rail, number)
+        start, stop = self.span(host, rail, chunk_index)
         return stop - start

@@ -69,8 +69,8 @@ class _Transfer:
             self._error = why
             self._under_way.release()
 
-    def wait(self, seconds: float) -> bool:
-        if not self._under_way.acquire(timeout=max(0.0, seconds)):
+    def wait(self, timeout_s: float) -> bool:
+        if not self._under_way.acquire(timeout=max(0.0, timeout_s)):
             return False
         self._under_way.release()
         if self._error:
@@ -86,7 +86,7 @@ class CurveBridge(Bridge):
         transport: this rank's.
         ranks: the ends, by host.
         names: what to call the ends in messages.
-        seconds: how long to look for the others.
+        timeout_s: how long to look for the others.
 
     Raises:
         InvalidArgumentError: there is no secret.
@@ -100,7 +100,7 @@ class CurveBridge(Bridge):
         transport: GroupTransport,
         ranks: Sequence[int],
         names: Sequence[str],
-        seconds: float,
+        timeout_s: float,
     ) -> None:
         super().__init__(ranks.index(transport.rank), len(ranks))
         secret = store.secret
@@ -124,17 +124,17 @@ class CurveBridge(Bridge):
         transport.listen(Channel.bridge, self._arrived, self._lost, heartbeat_bound())
         threading.Thread(
             target=self._open,
-            args=(PrefixStore("curve", store.clone()), secret, seconds),
+            args=(PrefixStore("curve", store.clone()), secret, timeout_s),
             name="torchestra-curve-opening",
             daemon=True,
         ).start()
 
-    def _open(self, store: PrefixStore, secret: bytes, seconds: float) -> None:
+    def _open(self, store: PrefixStore, secret: bytes, timeout_s: float) -> None:
         """Meet the other ends, and send what is queued."""
         error = ""
         others = {self._ranks[end]: self._names[end] for end in self.others}
         try:
-            meet(self._link, store, secret, self._rank, self._ranks, others, seconds)
+            meet(self._link, store, secret, self._rank, self._ranks, others, timeout_s)
         except (DistError, OSError) as failure:
             error = str(failure)
         with self._lock:
@@ -151,7 +151,7 @@ class CurveBridge(Bridge):
             transfer.fail(why)
         self._under_way.clear()
 
-    def begin(self, receives: Places, sends: Places, seconds: float) -> _Transfer:
+    def begin(self, receives: Places, sends: Places, timeout_s: float) -> _Transfer:
         transfer = _Transfer(receives, sends)
         with self._lock:
             if self._error:

@@ -58,12 +58,12 @@ class MultiHostEngine(Engine):
         messages: what sends and receives messages.
     """
 
-    member: RankContext
+    context: RankContext
     scale = LocalEngine.scale
 
     def __init__(self, hierarchy: Hierarchy, messages: PointToPoint) -> None:
         self.hierarchy = hierarchy
-        self.member = hierarchy.member
+        self.context = hierarchy.context
         self.hosts = hierarchy.hosts
         self.size = len(hierarchy.hosts.host_of)
         self.rank = hierarchy.rank
@@ -132,15 +132,15 @@ class MultiHostEngine(Engine):
     def flight_record(self) -> FlightRecord:
         """Return what the ranks of all hosts did last; takes some seconds if a host does not answer."""
         hierarchy = self.hierarchy
-        answers = {} if self.member.closed else hierarchy.detector.ask_what_they_did()
+        answers = {} if self.context.closed else hierarchy.detector.ask_what_they_did()
         return put_together(hierarchy.local.flight_record(), hierarchy.host, answers, hierarchy.hosts)
 
     @property
     def is_aborted(self) -> bool:
-        return self.member.is_aborted
+        return self.context.is_aborted
 
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:
-        self.member.abort(why, failed=tuple(failed))
+        self.context.abort(why, failed=tuple(failed))
 
     @property
     def operations_sent(self) -> int:
@@ -182,11 +182,11 @@ class MultiHostEngine(Engine):
         lengths: Sequence[int],
     ) -> Iterator[Call]:
         """An operation, recorded; one that is left halfway cannot be taken back, so the group is aborted."""
-        told = ""
+        lengths_text = ""
         if len(set(lengths)) > 1:
-            told = f" of {[length // plan.dtype.itemsize for length in lengths]} elements by rank"
-        call = Call(plan.meta, count, timeout_s, site, told)
-        context = self.member.address
+            lengths_text = f" of {[length // plan.dtype.itemsize for length in lengths]} elements by rank"
+        call = Call(plan.meta, count, timeout_s, site, lengths_text)
+        context = self.context.address
         well = False
         self.hierarchy.sequence += 1
         try:
@@ -196,7 +196,7 @@ class MultiHostEngine(Engine):
         except CollectiveMismatchError:
             raise
         except BaseException as error:
-            member = self.member
+            member = self.context
             if not member.is_aborted:
                 who = self.hierarchy.hosts.describe(self.rank)
                 member.abort(f"{who} left {call} with {type(error).__name__}: {error}")
@@ -288,11 +288,11 @@ def _exchange(
 def _scan(engine: MultiHostEngine, plan: HostsPlan, inputs: Tensors, outputs: Tensors, call: Call) -> None:
     """Gather the tensors of all ranks, and reduce those of the ranks up to this one."""
     assert plan.op is not None
-    tensor, number = inputs[0], engine.rank + (plan.row.kind == Kind.scan)
+    tensor, count = inputs[0], engine.rank + (plan.row.kind == Kind.scan)
     everybodys = tensor.new_empty((engine.size, tensor.numel()))
     broadcast_gather.all_gather(engine.hierarchy, list(everybodys), tensor, call)
-    if number:
-        engine.combine(tensor, list(everybodys[:number]), plan.op)
+    if count:
+        engine.combine(tensor, list(everybodys[:count]), plan.op)
 
 
 def _barrier(engine: MultiHostEngine, plan: HostsPlan, inputs: Tensors, outputs: Tensors, call: Call) -> None:

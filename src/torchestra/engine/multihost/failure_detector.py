@@ -78,7 +78,7 @@ class FailureDetector:
         store: the group's, for those that agree on who goes on after a failure.
         hosts: of the group.
         host: which this rank is on.
-        member: this rank's context among the ranks of its host.
+        context: this rank's context among the ranks of its host.
         bound: the heartbeat bound.
 
     Attributes:
@@ -88,7 +88,7 @@ class FailureDetector:
         silent: hosts that have been given up.
     """
 
-    def __init__(self, store: Store, hosts: Hosts, host: int, member: RankContext, bound: float) -> None:
+    def __init__(self, store: Store, hosts: Hosts, host: int, context: RankContext, bound: float) -> None:
         self.store = store
         self.hosts = hosts
         self.host = host
@@ -97,7 +97,7 @@ class FailureDetector:
         self.dead: set[int] = set()
         self.left: set[int] = set()
         self.silent: set[int] = set()
-        self._member = member
+        self._context = context
         self._here = frozenset(hosts.on(host))
         self._others = [each for each in range(len(hosts)) if each != host]
         self._interval = bound / PINGS_PER_BOUND
@@ -139,12 +139,12 @@ class FailureDetector:
 
     def _updates(self) -> list[list[int]]:
         """What this rank knows of who has gone: its own host's ranks, and others."""
-        member = self._member
-        dead = member.peers.dead() if member.peers is not None else ()
-        left = [place for place in range(member.size) if member.has_left(place)]
-        here = set(member.to_group_ranks(set(dead) - set(left))), set(member.to_group_ranks(left))
+        context = self._context
+        dead = context.peers.dead() if context.peers is not None else ()
+        left = [local_rank for local_rank in range(context.size) if context.has_left(local_rank)]
+        here = set(context.to_group_ranks(set(dead) - set(left))), set(context.to_group_ranks(left))
         if self._closed.is_set():
-            here[1].add(member.group_rank)
+            here[1].add(context.group_rank)
         with self._lock:
             return [sorted(self.dead | here[0]), sorted(self.left | here[1]), sorted(self.silent)]
 
@@ -181,9 +181,9 @@ class FailureDetector:
 
     def _failed_hosts(self) -> set[int]:
         """Hosts with all of whose ranks the group was given up, and that have not been heard of since."""
-        if not self._member.is_aborted:
+        if not self._context.is_aborted:
             return set()
-        error = self._member.aborted()
+        error = self._context.aborted()
         failed = frozenset(error.ranks if isinstance(error, RankFailedError) else ())
         unheard = (host for host in self._others if host not in self._heard_since)
         return {host for host in unheard if failed.issuperset(self.hosts.on(host))}
@@ -199,23 +199,23 @@ class FailureDetector:
     # -- what comes, on the thread of the transport
 
     def _arrived(self, message: Message) -> None:
-        source, heard = message.source, time.monotonic()
+        source, received_at = message.source, time.monotonic()
         host = self.hosts.host_of[source]
         with self._lock:
             self._unreachable.discard(source)
             self._timers.hear(host)
             self.silent.discard(host)
-            if self._member.is_aborted:
+            if self._context.is_aborted:
                 self._heard_since.add(host)
         try:
-            self._take(ControlMessage(message.tag), host, source, bytes(message.text), heard)
+            self._take(ControlMessage(message.tag), host, source, bytes(message.text), received_at)
         except _UNREADABLE as error:
             warnings.warn("dropped what rank %d cannot have said: %r", source, error)
 
-    def _take(self, what: ControlMessage, host: int, source: int, text: bytes, heard: float) -> None:
+    def _take(self, what: ControlMessage, host: int, source: int, text: bytes, received_at: float) -> None:
         if what == ControlMessage.answer:
             with self._changed:
-                self._answers[int.from_bytes(text[:8], "little"), host] = text[8:], heard
+                self._answers[int.from_bytes(text[:8], "little"), host] = text[8:], received_at
                 self._changed.notify_all()
             return
         value = json.loads(text)
@@ -237,7 +237,7 @@ class FailureDetector:
             question, operation = map(int, value)
             self._do(partial(self._tell_standing, source, question, operation))
         else:
-            self._do(partial(self._recount, source, int(value), heard))
+            self._do(partial(self._recount, source, int(value), received_at))
 
     def _update(self, value: object) -> None:
         """Take in who has gone, as another rank knows it."""
@@ -268,7 +268,7 @@ class FailureDetector:
         self._tasks.put(task)
         with self._lock:
             if self._worker is None:
-                name = f"torchestra-control-{self._member.name}-{self.host}"
+                name = f"torchestra-control-{self._context.name}-{self.host}"
                 self._worker = threading.Thread(target=self._work, name=name, daemon=True)
                 self._worker.start()
 
@@ -285,9 +285,9 @@ class FailureDetector:
                 [why, list(failed), standing], frozenset(failed), time.monotonic() + _CONFIRM_SECONDS
             )
 
-    def _tell_all(self, news: object, failed: frozenset[int], deadline: float) -> None:
+    def _tell_all(self, message: object, failed: frozenset[int], deadline: float) -> None:
         """Tell all hosts that the group is over; return when those that live have confirmed it, or late."""
-        told: dict[int, int] = {}
+        contacted: dict[int, int] = {}
         with self._changed:
             while time.monotonic() < deadline:
                 there = [
@@ -298,9 +298,9 @@ class FailureDetector:
                     return
                 for host in owed:
                     rank = self._contact(host)
-                    if rank is not None and told.get(host) != rank:
-                        told[host] = rank
-                        self._say(rank, ControlMessage.abort, news)
+                    if rank is not None and contacted.get(host) != rank:
+                        contacted[host] = rank
+                        self._say(rank, ControlMessage.abort, message)
                 self._changed.wait(_RETELL_SECONDS)
 
     def _abort_aside(self, why: str, failed: tuple[int, ...], standing: str = "") -> None:
@@ -309,7 +309,7 @@ class FailureDetector:
         That is until another rank of this host has said why it aborts the group, which may ask the other
         hosts first, and until these have confirmed it.
         """
-        abort = partial(self._member.abort, why, failed, lambda: standing)
+        abort = partial(self._context.abort, why, failed, lambda: standing)
         with contextlib.suppress(
             RuntimeError
         ):  # the interpreter is about to end, and begins no thread any more
@@ -337,12 +337,12 @@ class FailureDetector:
         seconds."""
         return self.ask_who_is_missing(0)[1]
 
-    def ask_who_is_missing(self, number: int) -> tuple[tuple[int, ...], str]:
+    def ask_who_is_missing(self, operation: int) -> tuple[tuple[int, ...], str]:
         """The ranks elsewhere that have not begun the group's operation of a number, and where all stand.
 
         Of hosts that do not answer nobody is named. Takes up to some seconds.
         """
-        answers = self._ask(ControlMessage.ask, lambda question: [question, number])
+        answers = self._ask(ControlMessage.ask, lambda question: [question, operation])
         lines: list[str] = []
         missing: list[int] = []
         for host in self._others:
@@ -356,29 +356,29 @@ class FailureDetector:
 
     def ask_what_they_did(self) -> dict[int, Answer]:
         """What the ranks of other hosts did last, by host; takes some seconds if one does not answer."""
-        asked = time.monotonic()
-        told: dict[int, Answer] = {}
-        for host, (said, got) in self._ask(ControlMessage.recount, lambda question: question).items():
+        asked_at = time.monotonic()
+        records: dict[int, Answer] = {}
+        for host, (text, received_at) in self._ask(ControlMessage.recount, lambda question: question).items():
             with contextlib.suppress(*_UNREADABLE):
-                told[host] = understand(said, asked, got)
-        return told
+                records[host] = understand(text, asked_at, received_at)
+        return records
 
     def _ask(self, what: ControlMessage, value: Callable[[int], object]) -> dict[int, tuple[bytes, float]]:
         """Ask all other hosts; their answers, and when they came, by host."""
         question = next(self._questions)
         contacts = {host: self._contact(host) for host in self._others if not self._is_deaf(host)}
-        asked = {host: rank for host, rank in contacts.items() if rank is not None}
-        for rank in asked.values():
+        contacts_asked = {host: rank for host, rank in contacts.items() if rank is not None}
+        for rank in contacts_asked.values():
             self._say(rank, what, value(question))
         deadline = time.monotonic() + min(self.bound, _ANSWER_SECONDS)
         with self._changed:
-            while any((question, host) not in self._answers for host in asked):
+            while any((question, host) not in self._answers for host in contacts_asked):
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closed.is_set():
                     break
                 self._changed.wait(left)
-            found = {host: self._answers.pop((question, host), None) for host in asked}
-        return {host: each for host, each in found.items() if each is not None}
+            answers = {host: self._answers.pop((question, host), None) for host in contacts_asked}
+        return {host: each for host, each in answers.items() if each is not None}
 
     def _answer(self, rank: int, question: int, text: bytes) -> None:
         if self._transport is not None:
@@ -386,12 +386,12 @@ class FailureDetector:
             self._transport.link.post_text(rank, Channel.control, ControlMessage.answer, raw)
 
     def _tell_standing(self, rank: int, question: int, operation: int) -> None:
-        where = call_site(self._member.program.ident)
-        standing = self._member.report(range(self._member.size), where)
+        where = call_site(self._context.program.ident)
+        standing = self._context.report(range(self._context.size), where)
         self._answer(rank, question, json.dumps([self._missing_in(operation), standing]).encode())
 
-    def _recount(self, rank: int, question: int, heard: float) -> None:
-        self._answer(rank, question, answer(read_flight_record(self._member.arena), heard))
+    def _recount(self, rank: int, question: int, received_at: float) -> None:
+        self._answer(rank, question, answer(read_flight_record(self._context.arena), received_at))
 
     def _missing_in(self, operation: int) -> Sequence[int]:
         """The ranks of this host that have not begun an operation of the group.
@@ -399,12 +399,13 @@ class FailureDetector:
         An operation is made of the same steps within the host for all of its ranks; so if some are behind, it
         is these, and else all of them, if this one has not begun it.
         """
-        member = self._member
-        words = (member.arena.word(member.arena.control(place) + at.PROGRESS) for place in range(member.size))
+        context = self._context
+        arena = context.arena
+        words = (arena.word(arena.control(local_rank) + at.PROGRESS) for local_rank in range(context.size))
         steps = [word >> at.STEP_BITS for word in words]
-        behind = [place for place, number in enumerate(steps) if number < max(steps)]
+        behind = [local_rank for local_rank, step in enumerate(steps) if step < max(steps)]
         if behind or self.begun() >= operation:
-            return member.to_group_ranks(behind)
+            return context.to_group_ranks(behind)
         return self.hosts.on(self.host)
 
 
@@ -414,7 +415,7 @@ class HeartbeatMonitor(FailureDetector):
 
     def start(self) -> None:
         """Begin, once the detector is attached."""
-        name = f"torchestra-heartbeat-{self._member.name}-{self.host}"
+        name = f"torchestra-heartbeat-{self._context.name}-{self.host}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:

@@ -46,16 +46,16 @@ class _Transfer:
 
     Args:
         begin: begins it, once the ends have met; what to wait for.
-        limit: how long to wait for that.
+        timeout: how long to wait for that.
         tensors: are held until it has ended.
     """
 
     def __init__(
-        self, begin: Callable[[], Sequence[Any]], limit: timedelta, tensors: Sequence[torch.Tensor] = ()
+        self, begin: Callable[[], Sequence[Any]], timeout: timedelta, tensors: Sequence[torch.Tensor] = ()
     ) -> None:
         self._begin: Callable[[], Sequence[Any]] | None = begin
         self._works: Sequence[Any] = ()
-        self._limit = limit
+        self._timeout = timeout
         self._tensors = tensors
         self._error: Exception | None = None
         self._under_way = threading.Lock()
@@ -79,7 +79,7 @@ class _Transfer:
         if self._begin is not None and self._error is None:
             self.begin()
         try:
-            _await(self._works, self._limit)
+            _await(self._works, self._timeout)
         except Exception as error:
             self._error = error
         self._works, self._tensors = (), ()
@@ -88,8 +88,8 @@ class _Transfer:
     def has_ended(self) -> bool:
         return not self._under_way.locked()
 
-    def wait(self, seconds: float) -> bool:
-        if not self._under_way.acquire(timeout=max(0.0, seconds)):
+    def wait(self, timeout_s: float) -> bool:
+        if not self._under_way.acquire(timeout=max(0.0, timeout_s)):
             return False
         self._under_way.release()
         if self._error is not None:
@@ -121,10 +121,10 @@ class _Ends:
         self.group: Any = None
         self.store: Any = None
 
-    def open(self, store: Store, seconds: float) -> list[Any]:
+    def open(self, store: Store, timeout_s: float) -> list[Any]:
         """Meet the other ends, and begin what is queued."""
         try:
-            self._meet(store, seconds)
+            self._meet(store, timeout_s)
         except Exception as error:
             self.error = error
         with self.lock:
@@ -139,20 +139,20 @@ class _Ends:
             raise self.error
         return []
 
-    def _meet(self, store: Store, seconds: float) -> None:
+    def _meet(self, store: Store, timeout_s: float) -> None:
         """Find the other ends, and connect to them: later nothing begins with a wait for a connection."""
-        c10d, limit = _bindings(), timedelta(seconds=seconds)
+        c10d, timeout = _bindings(), timedelta(seconds=timeout_s)
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [_device(store)]
         options._threads = 1
-        options._timeout = limit
-        self.store = store_for_gloo(store, self.host, self.size, seconds, lambda: self.is_closed)
+        options._timeout = timeout
+        self.store = store_for_gloo(store, self.host, self.size, timeout_s, lambda: self.is_closed)
         self.group = c10d.ProcessGroupGloo(self.store, self.host, self.size, options)
-        greeting, heard = torch.zeros(1, dtype=torch.uint8), torch.empty(self.size, dtype=torch.uint8)
-        rows = heard.split(1)
+        greeting, greetings = torch.zeros(1, dtype=torch.uint8), torch.empty(self.size, dtype=torch.uint8)
+        rows = greetings.split(1)
         _await(
             self.begin([(end, rows[end]) for end in self.others], [(end, greeting) for end in self.others]),
-            limit,
+            timeout,
         )
 
     def begin(self, receives: Places, sends: Places) -> list[Any]:
@@ -176,12 +176,12 @@ class GlooBridge(Bridge):
     Args:
         store: one that only the ends of this rail, and only for this purpose, use.
         host, size: which end this is, and how many there are.
-        seconds: how long to look for the others.
+        timeout_s: how long to look for the others.
     """
 
     kind = "gloo"
 
-    def __init__(self, store: Store, host: int, size: int, seconds: float) -> None:
+    def __init__(self, store: Store, host: int, size: int, timeout_s: float) -> None:
         super().__init__(host, size)
         self._ends = _Ends(host, size)
         self._tasks: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
@@ -190,16 +190,16 @@ class GlooBridge(Bridge):
         self._stop = weakref.finalize(self, self._tasks.put, None)
         self._stop.atexit = False
         self._thread.start()
-        self._last = _Transfer(partial(self._ends.open, store, seconds), timedelta())
+        self._last = _Transfer(partial(self._ends.open, store, timeout_s), timedelta())
         self._tasks.put(self._last)
         _bridges.add(self)
 
-    def begin(self, receives: Places, sends: Places, seconds: float) -> _Transfer:
-        ends, limit = self._ends, timedelta(seconds=seconds + _SLACK_SECONDS)
+    def begin(self, receives: Places, sends: Places, timeout_s: float) -> _Transfer:
+        ends, timeout = self._ends, timedelta(seconds=timeout_s + _SLACK_SECONDS)
         if ends.is_closed:
             raise BridgeError("Gloo: this end is closed")
         tensors = [tensor for _, tensor in (*receives, *sends)]
-        transfer = _Transfer(partial(ends.begin, receives, sends), limit, tensors)
+        transfer = _Transfer(partial(ends.begin, receives, sends), timeout, tensors)
         with ends.lock:
             if ends.error is not None:
                 raise _failure(ends.error) from ends.error
@@ -222,9 +222,9 @@ class GlooBridge(Bridge):
             self._thread.join(_CLOSE_SECONDS)
 
 
-def _await(works: Sequence[Any], limit: timedelta) -> None:
+def _await(works: Sequence[Any], timeout: timedelta) -> None:
     for work in works:
-        work.wait(limit)
+        work.wait(timeout)
 
 
 def _serve(transfers: queue.SimpleQueue[_Transfer | None]) -> None:

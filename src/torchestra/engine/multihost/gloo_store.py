@@ -24,23 +24,23 @@ _LOOK_SECONDS = 0.2
 _ALL = "cards"
 
 
-def store_for_gloo(store: Store, end: int, size: int, seconds: float, is_closed: Callable[[], bool]) -> Any:
+def store_for_gloo(store: Store, end: int, size: int, timeout_s: float, is_closed: Callable[[], bool]) -> Any:
     """A store of torch.distributed.
 
     Args:
         store: one that only these ends, and only for this purpose, use.
         end, size: which end this is, and how many there are.
-        seconds: how long a wait may last.
+        timeout_s: how long a wait may last.
         is_closed: waits end with a BridgeError when this is true.
     """
     from torch._C._distributed_c10d import Store as TorchsStore
 
     store = store.clone()
-    store.set_timeout(seconds)
+    store.set_timeout(timeout_s)
     cards: dict[str, bytes] = {}
 
-    def wait(keys: Sequence[str], limit: float) -> None:
-        deadline = time.monotonic() + limit
+    def wait(keys: Sequence[str], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         while not is_closed():
             remaining = deadline - time.monotonic()
             try:
@@ -56,14 +56,14 @@ def store_for_gloo(store: Store, end: int, size: int, seconds: float, is_closed:
         keys = [f"{stem}{each}" for each in range(size)]
         store.set(own_key, own)
         if end == 0:
-            wait(keys, seconds)
-            found = store.multi_get(keys)
-            store.set(stem + _ALL, zlib.compress(b"\n".join(map(base64.b64encode, found))))
+            wait(keys, timeout_s)
+            values = store.multi_get(keys)
+            store.set(stem + _ALL, zlib.compress(b"\n".join(map(base64.b64encode, values))))
         else:
-            wait([stem + _ALL], seconds)
+            wait([stem + _ALL], timeout_s)
             packed = zlib.decompress(store.get(stem + _ALL))
-            found = [base64.b64decode(line) for line in packed.split(b"\n")]
-        cards.update(zip(keys, found, strict=True))
+            values = [base64.b64decode(line) for line in packed.split(b"\n")]
+        cards.update(zip(keys, values, strict=True))
 
     class Adapter(TorchsStore):
         def set(self, key: str, value: Any) -> None:
@@ -85,6 +85,6 @@ def store_for_gloo(store: Store, end: int, size: int, seconds: float, is_closed:
 
         def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
             if unknown := [key for key in keys if key not in cards]:
-                wait(unknown, seconds if timeout is None else timeout.total_seconds())
+                wait(unknown, timeout_s if timeout is None else timeout.total_seconds())
 
     return Adapter()

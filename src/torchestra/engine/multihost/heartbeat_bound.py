@@ -21,11 +21,11 @@ def heartbeat_bound() -> float:
     Raises:
         InvalidArgumentError: the environment says something that is no number of seconds.
     """
-    given = os.environ.get(HEARTBEAT_VARIABLE)
+    text = os.environ.get(HEARTBEAT_VARIABLE)
     try:
-        seconds = _DEFAULT_BOUND if not given else float(given)
+        bound = _DEFAULT_BOUND if not text else float(text)
     except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < math.inf:
-        raise InvalidArgumentError(f"{HEARTBEAT_VARIABLE} must be a number of seconds, got {given!r}")
-    return seconds
+        bound = -1.0
+    if not 0 < bound < math.inf:
+        raise InvalidArgumentError(f"{HEARTBEAT_VARIABLE} must be a number of seconds, got {text!r}")
+    return bound

@@ -82,20 +82,20 @@ class Call:
 
     Attributes:
         meta, count: its fingerprint (operations.py).
-        seconds: how long it may wait.
+        timeout_s: how long it may wait.
         site: the line of the program that called, where it is not on this thread's stack.
         lengths: what the fingerprint only has the hash of, for messages.
     """
 
     meta: int
     count: int
-    seconds: float
+    timeout_s: float
     site: str | None
     lengths: str = ""
     deadline: Deadline = field(init=False)
 
     def __post_init__(self) -> None:
-        self.deadline = Deadline(self.seconds)
+        self.deadline = Deadline(self.timeout_s)
 
     def __str__(self) -> str:
         return operations.describe(self.meta, self.count)
@@ -109,9 +109,9 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return memory
 
 
-def split_evenly(number: int, parts: int) -> list[int]:
+def split_evenly(count: int, parts: int) -> list[int]:
     """The lengths of ``parts`` parts of something, that differ by one at most."""
-    least, more = divmod(number, parts)
+    least, more = divmod(count, parts)
     return [least + (part < more) for part in range(parts)]
 
 
@@ -149,12 +149,12 @@ class Hierarchy:
         name: str,
     ) -> None:
         self.local = local
-        self.member = local.member
+        self.context = local.context
         self.hosts = hosts
         self.rank = rank
         self.host = hosts.host_at(rank)
         self.here = hosts.on(self.host)
-        self.place = self.here.index(rank)
+        self.local_rank = self.here.index(rank)
         self.bridge = bridge
         self.detector = detector
         self.name = name
@@ -174,19 +174,19 @@ class Hierarchy:
         key = (row.name, call.meta, unit, function, root)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = LocalPlan(self.member.address, call.meta, unit, function, root, row)
+            plan = self._plans[key] = LocalPlan(self.context.address, call.meta, unit, function, root, row)
         return plan
 
-    def share_from(self, place: int, tensor: torch.Tensor, call: Call) -> None:
+    def share_from(self, local_rank: int, tensor: torch.Tensor, call: Call) -> None:
         """Replace every rank's tensor, on this host, by that of the rank at a place."""
-        plan, memory = self.plan(BROADCAST, call, root=place), [bytes_of(tensor)]
-        self.local.collective(plan, memory, memory, call.seconds, call.site)
+        plan, memory = self.plan(BROADCAST, call, root=local_rank), [bytes_of(tensor)]
+        self.local.collective(plan, memory, memory, call.timeout_s, call.site)
 
     def share(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, call: Call) -> None:
         """Put the tensor of every rank of this host into an output of its own; sizes may differ."""
         targets = [bytes_of(output) for output in outputs]
         plan = self.plan(ALL_GATHER, call)
-        self.local.collective(plan, [bytes_of(tensor)], targets, call.seconds, call.site)
+        self.local.collective(plan, [bytes_of(tensor)], targets, call.timeout_s, call.site)
 
     # -- between hosts
 
@@ -210,7 +210,7 @@ class Hierarchy:
 
     def _look_around(self, call: Call, suspects: _Suspects) -> None:
         """Raise if waiting any longer is in vain, whoever is gone elsewhere."""
-        suspects.here = self.member.check(str(call), self.place, None, suspects.here)
+        suspects.here = self.context.check(str(call), self.local_rank, None, suspects.here)
         if call.deadline.expired():
             self._time_out(call, call.deadline.elapsed())
 
@@ -221,44 +221,45 @@ class Hierarchy:
         detector = self.detector
         seen = f"{self.hosts.describe(self.rank)} saw it in {call}"
         if died := tuple(sorted(gone & detector.dead)):
-            told = ", ".join(f"{self.hosts.describe(rank)} died" for rank in died)
-            self.member.abort(f"{told}; {seen}", died, self._report_all)
+            who = ", ".join(f"{self.hosts.describe(rank)} died" for rank in died)
+            self.context.abort(f"{who}; {seen}", died, self._report_all)
         else:
-            told = ", ".join(map(self.hosts.describe, sorted(gone)))
-            self.member.abort(
-                f"{told} destroyed the group; {seen}: do all ranks call the same operations?",
+            who = ", ".join(map(self.hosts.describe, sorted(gone)))
+            self.context.abort(
+                f"{who} destroyed the group; {seen}: do all ranks call the same operations?",
                 explain=self._report_all,
             )
-        raise self.member.aborted()
+        raise self.context.aborted()
 
     def _report_all(self) -> str:
-        return self.detector.ask_where_they_are() + self.member.report(range(self.member.size))
+        return self.detector.ask_where_they_are() + self.context.report(range(self.context.size))
 
     def _time_out(self, call: Call, waited: float) -> None:
         """End an operation for which other hosts have not come."""
         missing, elsewhere = self.detector.ask_who_is_missing(self.sequence)
-        report = elsewhere + self.member.report(range(self.member.size))
-        whom = ", ".join(map(self.hosts.describe, missing)) or "other hosts"
+        report = elsewhere + self.context.report(range(self.context.size))
+        late = ", ".join(map(self.hosts.describe, missing)) or "other hosts"
         message = (
             f"{call} of group {self.name!r} timed out after {waited:.1f} s on"
-            f" {self.hosts.describe(self.rank)}: {whom} had not arrived (the timeout is {call.seconds:g} s)."
+            f" {self.hosts.describe(self.rank)}: {late} had not arrived (the timeout is"
+            f" {call.timeout_s:g} s)."
         )
-        self.member.abort(message, explain=lambda: report)
+        self.context.abort(message, explain=lambda: report)
         others = (rank for rank in range(self.hosts.size) if rank not in self.here)
         raise CollectiveTimeoutError(message + report, missing or tuple(others))
 
     def _explain(self, error: BridgeError, call: Call) -> None:
         """The bridge has failed: find out why, and raise it. Who has to tell needs the heartbeat bound."""
-        seconds = EXPLANATION_BOUNDS * self.detector.bound
+        bound_s = EXPLANATION_BOUNDS * self.detector.bound
         suspects = _Suspects()
-        for _ in Deadline(seconds).polls(_EXPLANATION_SECONDS):
+        for _ in Deadline(bound_s).polls(_EXPLANATION_SECONDS):
             self._look_around(call, suspects)
             if gone := self._gone_elsewhere():
                 self._give_up_on(gone, call)
-        self.member.abort(
+        self.context.abort(
             f"the way from {self.hosts.describe(self.rank)} to other hosts failed in {call}: {error}"
         )
-        raise self.member.aborted() from error
+        raise self.context.aborted() from error
 
     # -- all ranks of all hosts
 
@@ -297,14 +298,14 @@ class Hierarchy:
 
         Only where the ranks of this host have called the same.
         """
-        told = torch.empty(1 + result.numel(), dtype=torch.uint8)
-        if self.place == 0:
-            told[0], told[1:] = int(differs), result
-        self.share_from(0, told, _harmless(call))
-        if told[0]:
+        message = torch.empty(1 + result.numel(), dtype=torch.uint8)
+        if self.local_rank == 0:
+            message[0], message[1:] = int(differs), result
+        self.share_from(0, message, _harmless(call))
+        if message[0]:
             self._drop_early((), call)
             self.raise_mismatch(call)
-        return told[1:]
+        return message[1:]
 
     def refuse(self, call: Call) -> None:
         """Let all ranks know that those of this host have called different operations.
@@ -322,15 +323,15 @@ class Hierarchy:
         sent = [int(end != self.host) for end in range(len(self.hosts))]
         rooms = [self.early_bytes * each for each in sent]
         for _ in range(EARLY - len(early)):
-            dropped, told = (torch.empty(sum(lengths), dtype=torch.uint8) for lengths in (rooms, sent))
-            early = [*early, self.bridge.exchange(dropped, rooms, told, sent, call.seconds)]
+            dropped, sent_bytes = (torch.empty(sum(lengths), dtype=torch.uint8) for lengths in (rooms, sent))
+            early = [*early, self.bridge.exchange(dropped, rooms, sent_bytes, sent, call.timeout_s)]
         for pending in early:
             self.wait(pending, call)
 
     def agree_here(self, call: Call) -> bool:
         """Whether all ranks of this host have called the same."""
         try:
-            self.local.agree(self.plan(BARRIER, call), call.count, call.seconds, call.site)
+            self.local.agree(self.plan(BARRIER, call), call.count, call.timeout_s, call.site)
         except CollectiveMismatchError:
             return False
         return True
@@ -338,7 +339,7 @@ class Hierarchy:
     def reduce_here(self, tensor: torch.Tensor, plan: LocalPlan, call: Call) -> bool:
         """Reduce the tensors of this host's ranks into place 0's; False if they called different ones."""
         try:
-            self.local.collective(plan, [tensor], [tensor], call.seconds, call.site)
+            self.local.collective(plan, [tensor], [tensor], call.timeout_s, call.site)
         except CollectiveMismatchError:
             return False
         return True
@@ -350,26 +351,26 @@ class Hierarchy:
             differs: whether the ranks of this host have called different operations.
             inline: bytes that go along, at most ``inline_bytes``.
         """
-        if self.place != 0:
+        if self.local_rank != 0:
             return None
         assert self.bridge is not None
         head = np.array([self.sequence, call.meta, call.count, int(differs)], dtype=np.int64)
-        told = torch.from_numpy(head.view(np.uint8))
+        message = torch.from_numpy(head.view(np.uint8))
         if inline is not None:
-            told = torch.cat([told, inline])
+            message = torch.cat([message, inline])
         received = torch.empty((len(self.hosts), _HEAD_BYTES + self.inline_bytes), dtype=torch.uint8)
-        return _Envelope(received, self.bridge.tell(received.view(-1), told, call.seconds))
+        return _Envelope(received, self.bridge.tell(received.view(-1), message, call.timeout_s))
 
     def open(self, envelope: _Envelope | None, call: Call) -> tuple[torch.Tensor, bool]:
         """At place 0: what went along with the hosts' envelopes, and whether any of them differs."""
         self.sent_off += 1
         if envelope is None:
             return _NOTHING, False
-        since = recorder.begin_wait(self.member.address, -1)
+        since = recorder.begin_wait(self.context.address, -1)
         try:
             self.wait(envelope.pending, call)
         finally:
-            recorder.end_wait_elsewhere(self.member.address, since)
+            recorder.end_wait_elsewhere(self.context.address, since)
         heads = envelope.received[:, :_HEAD_BYTES].contiguous().view(torch.int64)
         same = bool((heads == heads[0]).all()) and not bool(heads[:, 3].any())
         return envelope.received[:, _HEAD_BYTES:], not same
@@ -385,11 +386,11 @@ class Hierarchy:
         blocks = self.spread(
             own.view(-1), [len(ranks) * _TEXT_BYTES for ranks in self.hosts.members], harmless
         )
-        said: dict[int, str] = {}
+        calls: dict[int, str] = {}
         for ranks, block in zip(self.hosts.members, blocks, strict=True):
             for rank, row in zip(ranks, block.view(-1, _TEXT_BYTES), strict=True):
-                said[rank] = row.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-        lines = "".join(f"\n  {self.hosts.describe(rank)} called {said[rank]}" for rank in sorted(said))
+                calls[rank] = row.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        lines = "".join(f"\n  {self.hosts.describe(rank)} called {calls[rank]}" for rank in sorted(calls))
         raise CollectiveMismatchError(
             f"the ranks of group {self.name!r} called different operations (number {self.sequence} of the"
             f" group):{lines}\nNothing was sent; the group stays usable."
@@ -410,12 +411,12 @@ class Hierarchy:
         carried += [_NOTHING] * (len(self.here) - rails)
         received = _NOTHING
         if self.bridge is not None:
-            part = own.split(cuts[self.host])[self.place]
-            padded = torch.zeros(longest[self.place], dtype=torch.uint8)
+            part = own.split(cuts[self.host])[self.local_rank]
+            padded = torch.zeros(longest[self.local_rank], dtype=torch.uint8)
             padded[: part.numel()] = part
             received = torch.empty(hosts * padded.numel(), dtype=torch.uint8)
             if padded.numel():
-                self.wait(self.bridge.all_gather(received, padded, call.seconds), call)
+                self.wait(self.bridge.all_gather(received, padded, call.timeout_s), call)
         self.share(carried, received, call)
         blocks = []
         for host, cut in enumerate(cuts):
@@ -426,7 +427,7 @@ class Hierarchy:
 
 def _harmless(call: Call) -> Call:
     """A call with a fingerprint that is the same on all ranks, whatever they have called."""
-    return Call(operations.pack(Kind.barrier), 0, call.seconds, call.site)
+    return Call(operations.pack(Kind.barrier), 0, call.timeout_s, call.site)
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

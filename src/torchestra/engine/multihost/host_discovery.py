@@ -81,7 +81,7 @@ def may_span_hosts(store: Store, size: int) -> bool:
 
 
 def find_hosts(
-    store: Store, rank: int, size: int, name: str, seconds: float, *, threads: bool = False
+    store: Store, rank: int, size: int, name: str, timeout_s: float, *, threads: bool = False
 ) -> Hosts:
     """Find out which ranks share a host. Must be called by every rank.
 
@@ -89,25 +89,25 @@ def find_hosts(
         store: a store that only these ranks, and only for this purpose, use.
         rank, size: of the group.
         name: of the group, for messages.
-        seconds: how long to wait for the others.
+        timeout_s: how long to wait for the others.
         threads: the ranks are threads of one process, and their ids are taken at their word.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
     """
-    with hosts_found(store, rank, size, name, seconds, threads=threads) as (hosts, _):
+    with hosts_found(store, rank, size, name, timeout_s, threads=threads) as (hosts, _):
         return hosts
 
 
 @contextlib.contextmanager
 def hosts_found(
-    store: Store, rank: int, size: int, name: str, seconds: float, *, threads: bool = False
+    store: Store, rank: int, size: int, name: str, timeout_s: float, *, threads: bool = False
 ) -> Iterator[tuple[Hosts, Residents | None]]:
     """Do as :func:`find_hosts`, and have the ranks of a host see which of them die inside the block.
 
     Gives the hosts, and the ranks of this one: None if these are threads.
     """
-    visit = _Visit(PrefixStore("finding", store), rank, size, name, seconds)
+    visit = _Visit(PrefixStore("finding", store), rank, size, name, timeout_s)
     try:
         with naming_limits(f"rank {rank} cannot enter group {name!r}"):
             hosts = _find(visit, threads=threads)
@@ -127,11 +127,11 @@ def _find(visit: _Visit, *, threads: bool) -> Hosts:
     identity = hashlib.sha256(host_id().encode()).hexdigest()[:16]
     with _HostSegment(visit) as segment:
         for attempt in range(size):
-            said = visit.store.compare_set(f"segment/{identity}/{attempt}", "", segment.sign)
-            if said == segment.sign.encode():
+            sign = visit.store.compare_set(f"segment/{identity}/{attempt}", "", segment.sign)
+            if sign == segment.sign.encode():
                 return segment.lead()
-            if (found := visit.follow(said.decode())) is not None:
-                return found
+            if (hosts := visit.follow(sign.decode())) is not None:
+                return hosts
     raise DistBackendError(f"rank {rank} of group {name!r}: no segment of its host lets it in")
 
 
@@ -149,9 +149,9 @@ class Residents:
 
     def has_died(self, local_rank: int) -> bool:
         """Return whether a rank has ended since the hosts were found; or, if it has entered, perhaps so."""
-        place = _MARKS_AT + self._ranks[local_rank]
-        is_marked = os.pread(self._memory.descriptor, 1, place) == _MARKED
-        return is_marked and place != _MARKS_AT + self._own and not self._memory.is_held(place)
+        offset = _MARKS_AT + self._ranks[local_rank]
+        is_marked = os.pread(self._memory.descriptor, 1, offset) == _MARKED
+        return is_marked and offset != _MARKS_AT + self._own and not self._memory.is_held(offset)
 
 
 class _Visit:
@@ -162,10 +162,10 @@ class _Visit:
         text_at: where in it the text begins.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, name: str, seconds: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, name: str, timeout_s: float) -> None:
         self.store = store
-        self.rank, self.size, self.name, self.seconds = rank, size, name, seconds
-        self.deadline = Deadline(seconds)
+        self.rank, self.size, self.name, self.timeout_s = rank, size, name, timeout_s
+        self.deadline = Deadline(timeout_s)
         self.text_at = _MARKS_AT + size
         self.memory: MemoryFile | None = None
 
@@ -173,9 +173,9 @@ class _Visit:
         """Lock and mark this rank's byte in a segment's memory; a descriptor in place of the one given."""
         self.memory = memory = MemoryFile(descriptor)
         os.close(descriptor)
-        place = _MARKS_AT + self.rank
-        memory.hold(place)
-        os.pwrite(memory.descriptor, _MARKED, place)
+        offset = _MARKS_AT + self.rank
+        memory.hold(offset)
+        os.pwrite(memory.descriptor, _MARKED, offset)
         return memory.descriptor
 
     def follow(self, sign: str) -> Hosts | None:
@@ -215,20 +215,20 @@ class _Visit:
         self.store.set(f"here/{self.rank}", json.dumps([host_id(), host_name()]))
         if self.rank != 0:
             return self.hear()
-        told = self.values([f"here/{peer}" for peer in range(self.size)])
-        found: dict[str, list[int]] = {}
+        texts = self.values([f"here/{peer}" for peer in range(self.size)])
+        members: dict[str, list[int]] = {}
         names: list[str] = []
-        for peer, text in enumerate(told):
+        for peer, text in enumerate(texts):
             identity, called = json.loads(text)
-            if identity not in found:
+            if identity not in members:
                 names.append(called)
-            found.setdefault(identity, []).append(peer)
-        return self.tell(Hosts(list(found.values()), names))
+            members.setdefault(identity, []).append(peer)
+        return self.tell(Hosts(list(members.values()), names))
 
-    def tell(self, found: Hosts) -> Hosts:
+    def tell(self, hosts: Hosts) -> Hosts:
         """Say who is on which host."""
-        self.store.set("outcome", found.encode())
-        return found
+        self.store.set("outcome", hosts.encode())
+        return hosts
 
     def tell_failure(self, error: BaseException) -> None:
         """Have whoever waits for all ranks hear that this one will not come; never raises."""
@@ -238,9 +238,9 @@ class _Visit:
             why = f"rank {self.rank} could not enter it: {type(error).__name__}: {error}"
             self.store.compare_set("all", "", json.dumps([[], why]))
 
-    def failure(self, told: bytes) -> GroupAbortedError:
+    def failure(self, text: bytes) -> GroupAbortedError:
         """The error that says what :meth:`tell_failure`, or a segment that has lost a rank, has told."""
-        died, why = json.loads(told)
+        died, why = json.loads(text)
         message = f"rank {self.rank}: group {self.name!r} cannot be used: {why}"
         return RankFailedError(message, tuple(died)) if died else GroupAbortedError(message)
 
@@ -250,9 +250,9 @@ class _Visit:
         Raises:
             GroupAbortedError: one of them will never be.
         """
-        (told,) = self.values(["all"])
-        if told != _ALL:
-            raise self.failure(told)
+        (answer,) = self.values(["all"])
+        if answer != _ALL:
+            raise self.failure(answer)
 
     def hear(self) -> Hosts:
         """What another rank says about it."""
@@ -266,12 +266,12 @@ class _Visit:
         except StoreTimeoutError as error:
             raise self.late() from error
 
-    def late(self, known: Sequence[int] | None = None) -> CollectiveTimeoutError:
+    def late(self, absent: Sequence[int] | None = None) -> CollectiveTimeoutError:
         """The error that says who has not come, which may be known."""
-        missing = tuple(known or missing_indices(self.store, [f"here/{peer}" for peer in range(self.size)]))
+        missing = tuple(absent or missing_indices(self.store, [f"here/{peer}" for peer in range(self.size)]))
         who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "a rank"
         return CollectiveTimeoutError(
-            f"{who} of group {self.name!r} did not come within {self.seconds:.1f} s (seen from rank"
+            f"{who} of group {self.name!r} did not come within {self.timeout_s:.1f} s (seen from rank"
             f" {self.rank} of {self.size}): are they running, and do they use the same rendezvous?",
             missing,
         )
@@ -306,7 +306,7 @@ class _HostSegment:
         """Let ranks of this host in until all ranks are somewhere, and tell them how it ended."""
         self._descriptor = self._visit.enter(make_memory_file("torchestra-segment"))
         try:
-            found = self._find_out()
+            hosts = self._find_out()
         except CollectiveTimeoutError as error:
             self._show(_LATE, json.dumps(error.missing).encode())
             raise
@@ -314,8 +314,8 @@ class _HostSegment:
             died = error.ranks if isinstance(error, RankFailedError) else ()
             self._show(_FAILED, json.dumps([died, str(error).partition(" cannot be used: ")[2]]).encode())
             raise
-        self._show(_DONE, found.encode())
-        return found
+        self._show(_DONE, hosts.encode())
+        return hosts
 
     def _show(self, state: bytes, text: bytes) -> None:
         os.pwrite(self._descriptor, text, self._visit.text_at)
@@ -334,8 +334,8 @@ class _HostSegment:
     def _put_together(self) -> Hosts:
         visit, store = self._visit, self._visit.store
         keys = [f"members/{other}" for other in range(store.add("hosts", 0))]
-        told = [json.loads(text) for text in visit.values(keys)]
-        return Hosts([ranks for ranks, _ in told], [called for _, called in told])
+        members = [json.loads(text) for text in visit.values(keys)]
+        return Hosts([ranks for ranks, _ in members], [called for _, called in members])
 
     def _count(self, ranks: int) -> None:
         if self._visit.store.add("arrived", ranks) == self._visit.size:
@@ -348,8 +348,8 @@ class _HostSegment:
             admission.serve(self._descriptor, _SERVING_SECONDS)
             if (lost := admission.ended()) and not self._closed.is_set():
                 # Whoever is in waits for the outcome, and ends its connection after that.
-                numbers = ", ".join(map(str, lost))
-                why = f"rank{'s' if len(lost) > 1 else ''} {numbers} died before all ranks had come"
+                ranks = ", ".join(map(str, lost))
+                why = f"rank{'s' if len(lost) > 1 else ''} {ranks} died before all ranks had come"
                 with contextlib.suppress(DistError, OSError):
                     self._visit.store.compare_set("all", "", json.dumps([lost, why]))
             if came := len(admission.given) - counted:

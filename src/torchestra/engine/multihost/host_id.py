@@ -27,8 +27,8 @@ def host_id() -> str:
     here = current_thread_rank()
     if here is not None and here.host:
         return here.host
-    if given := os.environ.get(HOST_VARIABLE):
-        return given
+    if host := os.environ.get(HOST_VARIABLE):
+        return host
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

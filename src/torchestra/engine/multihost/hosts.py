@@ -28,7 +28,7 @@ class Hosts:
         members: by host, the ranks on it, in ascending order.
         size: how many ranks there are.
         host_of: by rank, the index of its host.
-        place_of: by rank, its number among the ranks of its host.
+        local_rank_of: by rank, its number among the ranks of its host.
         rails: how many ranks the smallest host has. Rail ``r`` joins rank ``r`` of every host; the ranks
             that a larger host has beyond move nothing between hosts.
     """
@@ -53,12 +53,12 @@ class Hosts:
         return hosts
 
     @cached_property
-    def place_of(self) -> list[int]:
-        found = [0] * self.size
+    def local_rank_of(self) -> list[int]:
+        local_ranks = [0] * self.size
         for ranks in self.members:
-            for place, rank in enumerate(ranks):
-                found[rank] = place
-        return found
+            for local_rank, rank in enumerate(ranks):
+                local_ranks[rank] = local_rank
+        return local_ranks
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
@@ -89,10 +89,10 @@ class Hosts:
 
     def among(self, ranks: Sequence[int]) -> Hosts:
         """The hosts of a subgroup that has these ranks of this group, numbered in this order."""
-        found: dict[int, list[int]] = {}
-        for number, rank in enumerate(ranks):
-            found.setdefault(self.host_of[rank], []).append(number)
-        return Hosts(list(found.values()), [self.names[host] for host in found])
+        members: dict[int, list[int]] = {}
+        for index, rank in enumerate(ranks):
+            members.setdefault(self.host_of[rank], []).append(index)
+        return Hosts(list(members.values()), [self.names[host] for host in members])
 
     def describe(self, rank: int) -> str:
         """A rank and its host, for messages."""

@@ -40,7 +40,7 @@ def join_hosts(
     hosts: Hosts,
     rank: int,
     name: str,
-    seconds: float,
+    timeout_s: float,
     *,
     threads: bool,
     bridge: str,
@@ -54,7 +54,7 @@ def join_hosts(
         hosts: where the ranks are; more than one host.
         rank: this one.
         name: of the group, for messages.
-        seconds: how long to wait for the others.
+        timeout_s: how long to wait for the others.
         threads: whether the ranks are threads of this process.
         bridge: what to use between hosts, as choose_bridge gives it.
         thread: the one that the rank's program runs in; default: the one that calls.
@@ -65,29 +65,39 @@ def join_hosts(
         DistBackendError: there is no way to the other hosts.
         InvalidArgumentError: another rank uses another bridge, or has another heartbeat bound.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout_s
     bound = heartbeat_bound()  # refused, if it makes no sense, before this rank meets any other
     host = hosts.host_at(rank)
     here = hosts.on(host)
-    place = here.index(rank)
+    local_rank = here.index(rank)
     own = PrefixStore(f"host/{host}", store)
     size = len(here)
-    member = join(
-        own, place, size, name, seconds, threads=threads, thread=thread, numbers=here, has_died=has_died
+    context = join(
+        own,
+        local_rank,
+        size,
+        name,
+        timeout_s,
+        threads=threads,
+        thread=thread,
+        numbers=here,
+        has_died=has_died,
     )
     if thread is not None:
-        member.program = thread
-    detector = _watch(store, hosts, host, member, bound)
+        context.program = thread
+    detector = _watch(store, hosts, host, context, bound)
     end: Bridge | None = None
     transport: GroupTransport | None = None
     try:
-        _agree(store, bridge, bound, hosts, rank, member, max(0.1, deadline - time.monotonic()))
+        _agree(store, bridge, bound, hosts, rank, context, max(0.1, deadline - time.monotonic()))
         if bridge == "mpi":
             start_mpi(max(0.1, deadline - time.monotonic()), len(hosts.host_of))
         transport = GroupTransport(store, hosts, rank)
-        if place < hosts.rails:
-            end = _open_rail(store, hosts, place, bridge, transport, max(0.1, deadline - time.monotonic()))
-        local = LocalEngine(member)
+        if local_rank < hosts.rails:
+            end = _open_rail(
+                store, hosts, local_rank, bridge, transport, max(0.1, deadline - time.monotonic())
+            )
+        local = LocalEngine(context)
         hierarchy = Hierarchy(local, hosts, rank, end, detector, name)
         _exchange_endpoints(hierarchy, transport, max(0.1, deadline - time.monotonic()))
         detector.attach(transport)
@@ -95,7 +105,7 @@ def join_hosts(
             detector.start()
         engine = MultiHostEngine(hierarchy, PointToPoint(transport, hierarchy, bridge))
     except BaseException:
-        member.leave()
+        context.leave()
         if end is not None:
             end.close()
         detector.leave()
@@ -108,24 +118,26 @@ def join_hosts(
 
 
 def _open_rail(
-    store: Store, hosts: Hosts, place: int, bridge: str, transport: GroupTransport, seconds: float
+    store: Store, hosts: Hosts, local_rank: int, bridge: str, transport: GroupTransport, timeout_s: float
 ) -> Bridge:
     """Open a bridge to the ranks with the same place on the other hosts."""
-    ranks = [members[place] for members in hosts.members]
+    ranks = [members[local_rank] for members in hosts.members]
     names = [*map(hosts.describe, ranks)]
-    return open_bridge(bridge, PrefixStore(f"rail/{place}", store), transport, ranks, names, seconds)
+    return open_bridge(bridge, PrefixStore(f"rail/{local_rank}", store), transport, ranks, names, timeout_s)
 
 
-def _watch(store: Store, hosts: Hosts, host: int, member: RankContext, bound: float) -> FailureDetector:
+def _watch(store: Store, hosts: Hosts, host: int, context: RankContext, bound: float) -> FailureDetector:
     """Make the failure detector of a rank that has entered its host's arena."""
     # A wait within the host is mostly for a rank that waits for the network: beside that a wake-up is cheap,
     # while a yield may give the core away for a whole slice.
-    member.set_word(at.YIELDS, 0)
+    context.set_word(at.YIELDS, 0)
     watch = PrefixStore("watch", store)
-    detector = (HeartbeatMonitor if member.rank == 0 else FailureDetector)(watch, hosts, host, member, bound)
-    member.when_aborted = detector.tell_aborted
-    member.be_on_host(hosts.names[host], hosts.size)
-    member.ask_elsewhere = detector.ask_where_they_are
+    detector = (HeartbeatMonitor if context.rank == 0 else FailureDetector)(
+        watch, hosts, host, context, bound
+    )
+    context.when_aborted = detector.tell_aborted
+    context.be_on_host(hosts.names[host], hosts.size)
+    context.ask_elsewhere = detector.ask_where_they_are
     return detector
 
 
@@ -138,11 +150,11 @@ def refuse_hosts(store: Store, hosts: Hosts, why: str) -> None:
         refuse(PrefixStore(f"host/{host}", store), why)
 
 
-def _exchange_endpoints(hierarchy: Hierarchy, transport: GroupTransport, seconds: float) -> None:
+def _exchange_endpoints(hierarchy: Hierarchy, transport: GroupTransport, timeout_s: float) -> None:
     """Have every rank be able to connect to each on another host, which lets it in from now on."""
 
     def call() -> Call:
-        return Call(pack(Kind.barrier), 0, seconds, None)
+        return Call(pack(Kind.barrier), 0, timeout_s, None)
 
     own = torch.frombuffer(bytearray(transport.own_record()), dtype=torch.uint8)
     records = torch.empty((hierarchy.hosts.size, RECORD_BYTES), dtype=torch.uint8)
@@ -157,22 +169,22 @@ def _agree(
     bound: float,
     hosts: Hosts,
     rank: int,
-    member: RankContext,
-    seconds: float,
+    context: RankContext,
+    timeout_s: float,
 ) -> None:
     """Make sure that all ranks use the same bridge and heartbeat bound; the first to come says which.
 
     Return when all have agreed, or raise what one has found. A rank that has died cannot do either: it is
     waited for as long as the heartbeat bound, and found missing when the bridge is opened.
     """
-    said = store.compare_set("terms", "", f"{rank} {bridge} {bound!r}").decode()
-    first, their_bridge, their_bound = said.split(" ")
+    terms = store.compare_set("terms", "", f"{rank} {bridge} {bound!r}").decode()
+    first, their_bridge, their_bound = terms.split(" ")
     if (their_bridge, float(their_bound)) == (bridge, bound):
         if store.add("agreed", 1) == len(hosts.host_of):
             store.compare_set("settled", "", _AGREED)
-        message = _settled(store, member, min(seconds, bound))
+        message = _settled(store, context, min(timeout_s, bound))
         if message != _AGREED:
-            member.abort(message)
+            context.abort(message)
             raise InvalidArgumentError(message)
         return
     who, other = hosts.describe(rank), hosts.describe(int(first))
@@ -190,16 +202,16 @@ def _agree(
         )
     # Several may find it at once: all raise what the first of them says.
     message = store.compare_set("settled", "", message).decode()
-    member.abort(message)
+    context.abort(message)
     raise InvalidArgumentError(message)
 
 
-def _settled(store: Store, member: RankContext, seconds: float) -> str:
+def _settled(store: Store, context: RankContext, timeout_s: float) -> str:
     """Wait until the ranks have agreed on their terms, or one has found that they differ; return which."""
-    deadline = Deadline(seconds)
+    deadline = Deadline(timeout_s)
     while not deadline.expired():
-        if member.is_aborted:
-            raise member.aborted()
+        if context.is_aborted:
+            raise context.aborted()
         with contextlib.suppress(StoreTimeoutError):
             return store.await_values(["settled"], min(deadline.remaining(), _SETTLED_POLL_S))[0].decode()
     return _AGREED

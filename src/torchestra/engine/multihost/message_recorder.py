@@ -25,19 +25,19 @@ class RecordedMessage:
 
     Args:
         recorder: that it is in.
-        number: of the message.
+        message_id: of the message.
         nbytes: its length.
     """
 
-    __slots__ = ("_nbytes", "_number", "_recorder")
+    __slots__ = ("_message_id", "_nbytes", "_recorder")
 
-    def __init__(self, recorder: MessageRecorder, number: int, nbytes: int) -> None:
-        self._recorder, self._number, self._nbytes = recorder, number, nbytes
+    def __init__(self, recorder: MessageRecorder, message_id: int, nbytes: int) -> None:
+        self._recorder, self._message_id, self._nbytes = recorder, message_id, nbytes
 
     def __enter__(self) -> RecordedMessage:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_class: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.end(well=False)
 
@@ -45,16 +45,16 @@ class RecordedMessage:
         """What a receive wants has begun to come."""
         recorder = self._recorder
         with recorder.lock:
-            if self._number:
-                recorder.come(recorder.context, self._number, source)
+            if self._message_id:
+                recorder.come(recorder.context, self._message_id, source)
 
     def end(self, *, well: bool, source: int = -1) -> None:
         """The message has come to its end; of a receive, from whom. Later calls are without effect."""
         recorder = self._recorder
         with recorder.lock:
-            number, self._number = self._number, 0
-            if number:
-                recorder.close(recorder.context, number, source, self._nbytes, int(well))
+            message_id, self._message_id = self._message_id, 0
+            if message_id:
+                recorder.close(recorder.context, message_id, source, self._nbytes, int(well))
 
 
 class MessageRecorder:
@@ -68,12 +68,12 @@ class MessageRecorder:
             kernels.
     """
 
-    def __init__(self, member: RankContext) -> None:
-        self._arena = member.arena  # which is mapped for as long as this is there
+    def __init__(self, context: RankContext) -> None:
+        self._arena = context.arena  # which is mapped for as long as this is there
         # A context of its own, for the clock's scratch in it.
         self._words: npt.NDArray[np.int64] = np.zeros(at.CONTEXT_BYTES // 8, dtype=np.int64)
         for word in (at.RECORD, at.CLOCK):
-            self._words[word // 8] = member.word(word)
+            self._words[word // 8] = context.word(word)
         self.context: int = self._words.ctypes.data
         self.lock = threading.RLock()
         self.open = entry_point(message_records.open_remote_message)
@@ -81,18 +81,18 @@ class MessageRecorder:
         self.close = entry_point(message_records.close_remote_message)
 
     def begin(
-        self, way: int, kind: int, tag: int, nbytes: int, peer: int | None, background: bool
+        self, way: int, dtype_code: int, tag: int, nbytes: int, peer: int | None, background: bool
     ) -> RecordedMessage:
         """A message begins.
 
         Args:
             way: SENT or RECEIVED (layout.py).
-            kind: the dtype's code.
+            dtype_code: the dtype's code.
             tag, nbytes: of the message.
             peer: the other rank; None for any.
             background: the call that begins it does not wait for it.
         """
-        what = way | (at.BACKGROUND if background else 0) | kind << 16
+        what = way | (at.BACKGROUND if background else 0) | dtype_code << 16
         with self.lock:
-            number = self.open(self.context, what, tag, nbytes, 0 if peer is None else peer + 1)
-        return RecordedMessage(self, number, nbytes)
+            message_id = self.open(self.context, what, tag, nbytes, 0 if peer is None else peer + 1)
+        return RecordedMessage(self, message_id, nbytes)

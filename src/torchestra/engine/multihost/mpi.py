@@ -58,8 +58,8 @@ def mpi_module() -> Any:
         finally:
             mpi4py.rc.initialize = before
     except (ImportError, RuntimeError) as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ImportError(f"MPI cannot be used here ({told}): {_ADVICE}") from error
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ImportError(f"MPI cannot be used here ({why}): {_ADVICE}") from error
     by_open_mpi = _RANK_OF_OPEN_MPI in os.environ
     if (by_open_mpi or _RANK_OF_OTHERS in os.environ) and by_open_mpi != ("Open MPI" in library(MPI)):
         raise ImportError(f"mpi4py uses {library(MPI)}, which is not the MPI of this mpiexec: {_ADVICE}")
@@ -153,11 +153,11 @@ _lock = threading.Lock()
 _kept: _Keeper | None = None
 
 
-def start_mpi(seconds: float, ranks: int = 1) -> Any:
+def start_mpi(timeout_s: float, ranks: int = 1) -> Any:
     """Have MPI started; mpi4py.MPI. All ranks of mpiexec must call it: MPI waits for them.
 
     Args:
-        seconds: how long to wait.
+        timeout_s: how long to wait.
         ranks: how many there must be at least.
 
     Raises:
@@ -169,11 +169,11 @@ def start_mpi(seconds: float, ranks: int = 1) -> Any:
     with _lock:
         if _kept is None:
             _kept = _Keeper()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout_s
     while not _kept.ready.wait(_LOOK_SECONDS):
         if time.monotonic() > deadline:
             raise CollectiveTimeoutError(
-                f"MPI did not start within {seconds:.1f} s: it waits until all ranks of mpiexec have come", ()
+                f"MPI did not start within {timeout_s:.1f} s: it waits for all ranks of mpiexec", ()
             )
     if _kept.error:
         raise DistBackendError(_kept.error)

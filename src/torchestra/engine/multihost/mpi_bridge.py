@@ -75,16 +75,16 @@ class _Work:
         self._requests = self._begin(communicator)
         self._begin = None
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         started = time.monotonic()
         polls, pause = 0, _SHORTEST_PAUSE
         while not self.has_ended(1 if polls < _AT_ONCE else _IN_A_ROW):
             waited = time.monotonic() - started
-            if waited >= seconds:
+            if waited >= timeout_s:
                 return False
             polls += 1
             if self._requests is None:
-                self._bridge.opened.wait(min(seconds - waited, _LOOK_SECONDS))
+                self._bridge.opened.wait(min(timeout_s - waited, _LOOK_SECONDS))
             elif polls < _AT_ONCE:
                 os.sched_yield()
             else:
@@ -113,7 +113,7 @@ class MPIBridge(Bridge):
     Args:
         store: one that only the ends of this rail, and only for this purpose, use.
         host, size: which end this is, and how many there are.
-        seconds: how long to look for the others.
+        timeout_s: how long to look for the others.
 
     Attributes:
         opened: set when the ends have met, or when that has failed.
@@ -121,29 +121,29 @@ class MPIBridge(Bridge):
 
     kind = "mpi"
 
-    def __init__(self, store: Store, host: int, size: int, seconds: float) -> None:
+    def __init__(self, store: Store, host: int, size: int, timeout_s: float) -> None:
         super().__init__(host, size)
         self.opened = threading.Event()
-        self._mpi = start_mpi(seconds)
+        self._mpi = start_mpi(timeout_s)
         self._lock = threading.RLock()
         self._communicator: Any = None
         self._error = ""
         self._closed = False
         self._works: list[_Work] = []
-        opening = partial(self._open, store.clone(), seconds)
+        opening = partial(self._open, store.clone(), timeout_s)
         threading.Thread(target=opening, name="torchestra-mpi-opening", daemon=True).start()
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, seconds: float) -> Pending:
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> Pending:
         if tensor.numel() > _PIECE_BYTES:
-            return super().all_gather(output, tensor, seconds)
+            return super().all_gather(output, tensor, timeout_s)
 
         def begin(communicator: Any) -> list[Any]:
-            given, taken, kind = self._buffer(tensor), self._buffer(output), self._mpi.BYTE
-            return [communicator.Iallgather([given, kind], [taken, kind])]
+            source, target, mpi_type = self._buffer(tensor), self._buffer(output), self._mpi.BYTE
+            return [communicator.Iallgather([source, mpi_type], [target, mpi_type])]
 
         return self._begun(begin, output, tensor)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, seconds: float) -> _Work:
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> _Work:
         def begin(communicator: Any) -> list[Any]:
             return [
                 communicator.Ibcast([self._buffer(piece), self._mpi.BYTE], root)
@@ -152,7 +152,7 @@ class MPIBridge(Bridge):
 
         return self._begun(begin, tensor)
 
-    def begin(self, receives: Places, sends: Places, seconds: float) -> _Work:
+    def begin(self, receives: Places, sends: Places, timeout_s: float) -> _Work:
         def begin(communicator: Any) -> list[Any]:
             come = [self._pieces(communicator.Irecv, tensor, end) for end, tensor in receives]
             go = [self._pieces(communicator.Isend, tensor, end) for end, tensor in sends]
@@ -231,9 +231,9 @@ class MPIBridge(Bridge):
 
     # -- opening
 
-    def _open(self, store: Store, seconds: float) -> None:
+    def _open(self, store: Store, timeout_s: float) -> None:
         try:
-            communicator = self._connected(self._meet(store, seconds))
+            communicator = self._connected(self._meet(store, timeout_s))
         except (DistError, OSError, self._mpi.Exception) as error:
             self._failed(f"MPI: {error}")
             return
@@ -249,22 +249,22 @@ class MPIBridge(Bridge):
                     break
         self.opened.set()
 
-    def _meet(self, store: Store, seconds: float) -> list[_End]:
+    def _meet(self, store: Store, timeout_s: float) -> list[_End]:
         """Tell the other ends who this one is, and hear who they are."""
         world = self._mpi.COMM_WORLD
         tag = secrets.randbelow(world.Get_attr(self._mpi.TAG_UB))
         store.set(f"end/{self.host}", json.dumps([world.rank, world.size, tag]))
         keys = [f"end/{host}" for host in range(self.size)]
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 store.wait(keys, _LOOK_SECONDS)
-                return [_End(*json.loads(said)) for said in store.multi_get(keys)]
+                return [_End(*json.loads(text)) for text in store.multi_get(keys)]
             except StoreTimeoutError:
                 if self._closed:
                     raise BridgeError("this end was closed") from None
                 if time.monotonic() > deadline:
-                    raise BridgeError(f"not all hosts came within {seconds:.1f} s") from None
+                    raise BridgeError(f"not all hosts came within {timeout_s:.1f} s") from None
 
     def _connected(self, ends: Sequence[_End]) -> Any:
         """The communicator of the ends."""

@@ -29,14 +29,14 @@ class UnexpectedMessage(NamedTuple):
 
     Attributes:
         source: the rank.
-        number: by which it knows the message; 0 if all of it is here and nobody need be told.
+        request_id: by which it knows the message; 0 if all of it is here and nobody need be told.
         tag, dtype: as they were sent.
         length: in bytes.
         payload: the first of them, which have come.
     """
 
     source: int
-    number: int
+    request_id: int
     tag: int
     dtype: int
     length: int
@@ -46,8 +46,8 @@ class UnexpectedMessage(NamedTuple):
         """Return whether a rank can have sent it: one of up to ``small`` bytes has all of them along."""
         room = self.length if self.length <= small else min(self.length, EAGER_BYTES)
         least = room if self.length <= small else 0
-        told = self.number > 0 or self.length <= small
-        return told and 0 <= self.dtype < len(DTYPE_NAMES) and least <= len(self.payload) <= room
+        is_known = self.request_id > 0 or self.length <= small
+        return is_known and 0 <= self.dtype < len(DTYPE_NAMES) and least <= len(self.payload) <= room
 
 
 class P2PRequest:
@@ -55,11 +55,11 @@ class P2PRequest:
 
     Args:
         what: it is, and whose.
-        number: by which this rank knows it.
+        request_id: by which this rank knows it.
         tensor: sent or filled.
         peer: the other rank; None for any.
         tag: of the message.
-        seconds: how long it may wait.
+        timeout_s: how long it may wait.
         done: called once at its end, on whichever thread ends it. It must not raise.
 
     Attributes:
@@ -78,20 +78,20 @@ class P2PRequest:
     def __init__(
         self,
         what: str,
-        number: int,
+        request_id: int,
         tensor: torch.Tensor,
         peer: int | None,
         tag: int,
-        seconds: float,
+        timeout_s: float,
         done: Callable[[Transfer], None] | None,
     ) -> None:
         self.receives = what.endswith("recv")
         self._whose = what
-        self.number = number
+        self.request_id = request_id
         self.tensor = tensor
         self.peer = peer
         self.tag = tag
-        self.seconds = seconds
+        self.timeout_s = timeout_s
         self.done: Any = done
         self.finished = False
         self.error: BaseException | None = None
@@ -103,7 +103,7 @@ class P2PRequest:
         self.broken: tuple[float, str] | None = None
         self.gone_since: RunningClock | None = None
         self.offered = 0
-        self.deadline = Deadline(seconds, _LONGEST_LOOK)
+        self.deadline = Deadline(timeout_s, _LONGEST_LOOK)
         self._latch = threading.Lock()
         self._latch.acquire()
         self._lock = threading.Lock()
@@ -126,9 +126,9 @@ class P2PRequest:
         """Whether a receive waits for this message, whatever its length and kind."""
         return message.tag == self.tag and self.peer in (None, message.source)
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         """Wait for its end, at most so long; whether it has ended."""
-        if self._latch.acquire(timeout=seconds):
+        if self._latch.acquire(timeout=timeout_s):
             self._latch.release()
         return self.finished
 
@@ -156,17 +156,17 @@ class EagerCredits:
     def __init__(self) -> None:
         self._parts: dict[int, tuple[int, int]] = {}  # by message: to whom, and how many bytes
 
-    def take(self, number: int, rank: int, length: int) -> int:
+    def take(self, request_id: int, rank: int, length: int) -> int:
         """How many bytes of a message to a rank go ahead; they count until :meth:`settle`."""
         ahead = sum(part for receiver, part in self._parts.values() if receiver == rank)
         part = max(0, min(length, EAGER_BYTES, _AHEAD_BYTES - ahead))
         if part:
-            self._parts[number] = rank, part
+            self._parts[request_id] = rank, part
         return part
 
-    def settle(self, number: int) -> None:
+    def settle(self, request_id: int) -> None:
         """Nothing more is to be done for a message."""
-        self._parts.pop(number, None)
+        self._parts.pop(request_id, None)
 
 
 class Patient:
@@ -174,13 +174,13 @@ class Patient:
 
     timeout_s = math.inf
 
-    def __init__(self, member: RankContext) -> None:
-        self._member = member
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
 
     def check(self, doing: str, blocked: int | None, deadline: Deadline, suspect: int | None) -> int | None:
-        if self._member.is_aborted:
-            raise self._member.aborted()
+        if self._context.is_aborted:
+            raise self._context.aborted()
         return None
 
     def abort(self, reason: str) -> None:
-        self._member.abort(reason)
+        self._context.abort(reason)

@@ -61,22 +61,22 @@ class PointToPoint:
     def __init__(self, transport: GroupTransport, hierarchy: Hierarchy, bridge: str) -> None:
         self._hierarchy = hierarchy
         self._hosts = hierarchy.hosts
-        self._member = hierarchy.member
+        self._context = hierarchy.context
         self._mailbox: Mailbox = hierarchy.local.mailbox
         self.transport, self._link = transport, transport.link
         self.bridge_kind = bridge
         self._whose = f"group {hierarchy.name!r}, rank {hierarchy.rank}: "
         self._lock = threading.RLock()
         self._wait_policy = WaitPolicy(hierarchy, lambda rank: rank in self._left)
-        self._recorder = MessageRecorder(self._member)
-        self._numbers = itertools.count(1)
-        self._wanted: list[P2PRequest] = []  # receives that nothing has come for, in their order
+        self._recorder = MessageRecorder(self._context)
+        self._request_ids = itertools.count(1)
+        self._posted: list[P2PRequest] = []  # receives that nothing has come for, in their order
         self._unexpected: list[UnexpectedMessage] = []  # what nobody wants yet, in the order of its coming
         self._outgoing: dict[int, P2PRequest] = {}  # by number: announced, and not yet got
         self._credits = EagerCredits()
         self._coming: dict[tuple[int, int], P2PRequest] = {}  # by sender and number: what may be sent
         self._left: set[int] = set()  # ranks that have said that they leave
-        self._heard: set[int] = set()  # ranks that have been sent something, or have sent
+        self._peers: set[int] = set()  # ranks that have been sent something, or have sent
         self._closed = threading.Event()
         self._stirred = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -86,32 +86,36 @@ class PointToPoint:
 
     # -- calls
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int, seconds: float) -> None:
+    def send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float) -> None:
         """See :meth:`LocalEngine.send`."""
         if self._is_here(rank):
-            self._hierarchy.local.send(tensor, self._hosts.place_of[rank], tag, seconds)
+            self._hierarchy.local.send(tensor, self._hosts.local_rank_of[rank], tag, timeout_s)
         elif tensor.nbytes <= _SMALL_BYTES:
             self._send_small(tensor, rank, tag, background=False)
         else:
-            self._wait(self._begin_far_send(tensor, rank, tag, seconds, None))
+            self._wait(self._begin_far_send(tensor, rank, tag, timeout_s, None))
 
-    def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, seconds: float) -> int:
+    def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float) -> int:
         """See :meth:`LocalEngine.receive`."""
         if rank is not None and self._is_here(rank):
-            place = self._hierarchy.local.receive(tensor, self._hosts.place_of[rank], tag, seconds)
-            return self._hierarchy.here[place]
-        return self._wait(self._begin_far_receive(tensor, rank, tag, seconds, None))
+            local_rank = self._hierarchy.local.receive(
+                tensor, self._hosts.local_rank_of[rank], tag, timeout_s
+            )
+            return self._hierarchy.here[local_rank]
+        return self._wait(self._begin_far_receive(tensor, rank, tag, timeout_s, None))
 
     def begin_send(
-        self, tensor: torch.Tensor, rank: int, tag: int, seconds: float, done: Done
+        self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float, done: Done
     ) -> Transfer | P2PRequest:
         """See :meth:`LocalEngine.begin_send`."""
         if self._is_here(rank):
-            return self._hierarchy.local.begin_send(tensor, self._hosts.place_of[rank], tag, seconds, done)
-        return self._begin_far_send(tensor, rank, tag, seconds, done)
+            return self._hierarchy.local.begin_send(
+                tensor, self._hosts.local_rank_of[rank], tag, timeout_s, done
+            )
+        return self._begin_far_send(tensor, rank, tag, timeout_s, done)
 
     def begin_receive(
-        self, tensor: torch.Tensor, rank: int | None, tag: int, seconds: float, done: Done
+        self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float, done: Done
     ) -> Transfer | P2PRequest:
         """See :meth:`LocalEngine.begin_receive`."""
         if rank is not None and self._is_here(rank):
@@ -121,8 +125,10 @@ class PointToPoint:
                     transfer.source = rank
                 done(transfer)
 
-            return self._hierarchy.local.begin_receive(tensor, self._hosts.place_of[rank], tag, seconds, end)
-        return self._begin_far_receive(tensor, rank, tag, seconds, done)
+            return self._hierarchy.local.begin_receive(
+                tensor, self._hosts.local_rank_of[rank], tag, timeout_s, end
+            )
+        return self._begin_far_receive(tensor, rank, tag, timeout_s, done)
 
     def wait(self, transfer: Transfer | P2PRequest) -> int:
         """See :meth:`Mailbox.wait`."""
@@ -146,17 +152,17 @@ class PointToPoint:
 
     def leave(self) -> None:
         """Wait until what was sent has come, at most for the heartbeat bound; then send no more."""
-        if self._is_leaving or self._member.is_aborted:
+        if self._is_leaving or self._context.is_aborted:
             return
         self._is_leaving = True
-        for rank in tuple(self._heard - self._left):
+        for rank in tuple(self._peers - self._left):
             self._link.post_text(rank, Channel.p2p, 0, pack(Packet(PacketType.bye)))
         self._link.flush(self._hierarchy.detector.bound, self._is_vain)
 
     def _is_vain(self, rank: int) -> bool:
         """Whether a rank receives nothing more."""
         return (
-            self._member.is_aborted or rank in self._left or self._hierarchy.detector.fate(rank) is not None
+            self._context.is_aborted or rank in self._left or self._hierarchy.detector.fate(rank) is not None
         )
 
     # -- beginning
@@ -165,9 +171,11 @@ class PointToPoint:
         return self._hosts.host_of[rank] == self._hierarchy.host
 
     def _begin_far_send(
-        self, tensor: torch.Tensor, rank: int, tag: int, seconds: float, done: Done | None
+        self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float, done: Done | None
     ) -> P2PRequest:
-        request = P2PRequest(self._whose + "send", next(self._numbers), tensor, rank, tag, seconds, done)
+        request = P2PRequest(
+            self._whose + "send", next(self._request_ids), tensor, rank, tag, timeout_s, done
+        )
         length = tensor.nbytes
         if length <= _SMALL_BYTES:
             self._send_small(tensor, rank, tag, background=True)
@@ -175,12 +183,12 @@ class PointToPoint:
             return request
         self._refuse_if_over(rank)
         with self._begin_entry(request, SENT), self._lock:
-            eager = request.eager = self._credits.take(request.number, rank, length)
+            eager = request.eager = self._credits.take(request.request_id, rank, length)
             if eager < length:
-                self._outgoing[request.number] = request
+                self._outgoing[request.request_id] = request
             enclosed = ctypes.string_at(tensor.data_ptr(), eager)
             dtype = DTYPE_CODE[tensor.dtype]
-            self._write(rank, Packet(PacketType.rts, request.number, dtype, length, enclosed), tag)
+            self._write(rank, Packet(PacketType.rts, request.request_id, dtype, length, enclosed), tag)
         if eager == length:
             request.finish()
         else:
@@ -189,33 +197,35 @@ class PointToPoint:
 
     def _send_small(self, tensor: torch.Tensor, rank: int, tag: int, *, background: bool) -> None:
         self._refuse_if_over(rank)
-        length, kind = tensor.nbytes, DTYPE_CODE[tensor.dtype]
-        with self._recorder.begin(SENT, kind, tag, length, rank, background) as entry:
+        length, dtype_code = tensor.nbytes, DTYPE_CODE[tensor.dtype]
+        with self._recorder.begin(SENT, dtype_code, tag, length, rank, background) as entry:
             enclosed = ctypes.string_at(tensor.data_ptr(), length)
-            self._write(rank, Packet(PacketType.rts, 0, kind, length, enclosed), tag)
+            self._write(rank, Packet(PacketType.rts, 0, dtype_code, length, enclosed), tag)
             entry.end(well=True)
 
     def _begin_far_receive(
-        self, tensor: torch.Tensor, rank: int | None, tag: int, seconds: float, done: Done | None
+        self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float, done: Done | None
     ) -> P2PRequest:
         self._refuse_if_over()
-        request = P2PRequest(self._whose + "recv", next(self._numbers), tensor, rank, tag, seconds, done)
+        request = P2PRequest(
+            self._whose + "recv", next(self._request_ids), tensor, rank, tag, timeout_s, done
+        )
         with self._begin_entry(request, RECEIVED), self._lock:
             message = next((each for each in self._unexpected if request.takes(each)), None)
             if message is not None:
                 self._unexpected.remove(message)
                 self._match(request, message)
                 return request
-            self._wanted.append(request)
+            self._posted.append(request)
             if rank is None:
                 self._post_here(request, tensor)
         self._watch(request)
         return request
 
     def _begin_entry(self, request: P2PRequest, way: int) -> RecordedMessage:
-        kind, background = DTYPE_CODE[request.tensor.dtype], request.done is not None
+        dtype_code, background = DTYPE_CODE[request.tensor.dtype], request.done is not None
         length = request.tensor.nbytes
-        request.entry = self._recorder.begin(way, kind, request.tag, length, request.peer, background)
+        request.entry = self._recorder.begin(way, dtype_code, request.tag, length, request.peer, background)
         return request.entry
 
     def _post_here(self, request: P2PRequest, tensor: torch.Tensor) -> None:
@@ -223,30 +233,30 @@ class PointToPoint:
 
         def end(transfer: Transfer) -> None:
             with self._lock:
-                if request not in self._wanted:
+                if request not in self._posted:
                     return
-                self._wanted.remove(request)
+                self._posted.remove(request)
             if transfer.error is not None:
                 request.finish(transfer.error)
             else:
                 request.finish(source=self._hierarchy.here[transfer.source])
 
-        kind, waiter = DTYPE_CODE[tensor.dtype], Patient(self._member)
+        dtype_code, waiter = DTYPE_CODE[tensor.dtype], Patient(self._context)
         request.here = self._mailbox.irecv(
-            tensor.data_ptr(), tensor.nbytes, kind, None, request.tag, waiter, end, recorded=False
+            tensor.data_ptr(), tensor.nbytes, dtype_code, None, request.tag, waiter, end, recorded=False
         )
 
     def _refuse_if_over(self, rank: int | None = None) -> None:
         """Raise if nothing can be begun any more, with a rank."""
-        if self._member.is_aborted:
-            raise self._member.aborted()
+        if self._context.is_aborted:
+            raise self._context.aborted()
         if rank is not None and rank in self._left:
             raise GroupAbortedError(
                 f"{self._whose}{self._hosts.describe(rank)}, to which this rank sends, destroyed the group"
             )
 
     def _write(self, rank: int, packet: Packet, tag: int = 0) -> None:
-        self._heard.add(rank)
+        self._peers.add(rank)
         self._link.post_text(rank, Channel.p2p, tag, pack(packet))
 
     # -- waiting
@@ -277,7 +287,7 @@ class PointToPoint:
                         target=run, args=(self._look_on,), name=name, daemon=True
                     )
                     self._watcher.start()
-        if request.seconds < _LONGEST_PAUSE:
+        if request.timeout_s < _LONGEST_PAUSE:
             self._stirred.set()
 
     def _look_on(self) -> None:
@@ -287,7 +297,7 @@ class PointToPoint:
 
     def _under_way(self) -> list[P2PRequest]:
         with self._lock:
-            return [*self._wanted, *self._outgoing.values(), *self._coming.values()]
+            return [*self._posted, *self._outgoing.values(), *self._coming.values()]
 
     def _look_after_all(self) -> float:
         """Give up what waits in vain; for how long nobody need look again."""
@@ -312,37 +322,37 @@ class PointToPoint:
 
     def _withdraw(self, request: P2PRequest, error: BaseException) -> None:
         """Take a message back that its caller leaves with an error."""
-        aborted = self._member.is_aborted
+        aborted = self._context.is_aborted
         with self._lock:
             if request.partner is not None:
                 if not (aborted or isinstance(error, DistError)):
                     who = self._hosts.describe(self._hierarchy.rank)
-                    self._member.abort(
+                    self._context.abort(
                         f"{who} left a {request.what} halfway, with {type(error).__name__}: {error}"
                     )
                 elif not aborted and request.receives:
                     self._write(request.partner, Packet(PacketType.lost, request.offered))
-            elif request in self._wanted:
+            elif request in self._posted:
                 if request.here is not None and not self._mailbox.retract(request.here):
                     return  # the mailbox has begun with it, and ends it
-            elif request.number in self._outgoing and not (aborted or request.peer is None):
-                self._write(request.peer, Packet(PacketType.withdraw, request.number))
+            elif request.request_id in self._outgoing and not (aborted or request.peer is None):
+                self._write(request.peer, Packet(PacketType.withdraw, request.request_id))
             self._fail(request, error)
 
     def _fail(self, request: P2PRequest, error: BaseException) -> None:
         with self._lock:
             if not request.receives:
-                self._settle(request.number)
+                self._settle(request.request_id)
             elif request.partner is not None:
                 self._coming.pop((request.partner, request.offered), None)
             else:
-                self._wanted = [each for each in self._wanted if each is not request]
+                self._posted = [each for each in self._posted if each is not request]
         request.finish(error)
 
-    def _settle(self, number: int) -> P2PRequest | None:
+    def _settle(self, request_id: int) -> P2PRequest | None:
         """Nothing more is to be done for a message that was offered."""
-        self._credits.settle(number)
-        return self._outgoing.pop(number, None)
+        self._credits.settle(request_id)
+        return self._outgoing.pop(request_id, None)
 
     def _lose_connection(self, rank: int, why: str) -> None:
         """The connection to a rank has ended; why will be seen (see :meth:`_look_after`)."""
@@ -361,22 +371,22 @@ class PointToPoint:
             warnings.warn("%sdropped what rank %d sent: %s", self._whose, sender, error)
             return
         with self._lock:
-            self._heard.add(sender)
-            number = packet.request
+            self._peers.add(sender)
+            request_id = packet.request
             if packet.type == PacketType.rts:
-                _, number, dtype, length, payload = packet
-                self._announced(UnexpectedMessage(sender, number, message.tag, dtype, length, payload))
+                _, request_id, dtype, length, payload = packet
+                self._announced(UnexpectedMessage(sender, request_id, message.tag, dtype, length, payload))
             elif packet.type == PacketType.data:
-                self._take_rest(sender, number, message)
+                self._take_rest(sender, request_id, message)
             elif packet.type == PacketType.withdraw:
-                there = ((each.source, each.number) for each in self._unexpected)
-                kept = [each != (sender, number) for each in there]
+                there = ((each.source, each.request_id) for each in self._unexpected)
+                kept = [each != (sender, request_id) for each in there]
                 self._unexpected = list(itertools.compress(self._unexpected, kept))
             elif packet.type == PacketType.bye:
                 self._left.add(sender)
             elif packet.type == PacketType.cts:
-                self._send_rest(sender, number)
-            elif (request := self._settle(number)) is not None:
+                self._send_rest(sender, request_id)
+            elif (request := self._settle(request_id)) is not None:
                 lost = packet.type == PacketType.lost
                 request.finish(self._wait_policy.failure(request, "its end of it broke") if lost else None)
 
@@ -384,9 +394,9 @@ class PointToPoint:
         if not message.is_possible(_SMALL_BYTES):
             warnings.warn("%sdropped what rank %d cannot have sent", self._whose, message.source)
             return
-        for request in tuple(self._wanted):
+        for request in tuple(self._posted):
             if request.takes(message) and (request.here is None or self._mailbox.retract(request.here)):
-                self._wanted.remove(request)
+                self._posted.remove(request)
                 self._match(request, message)
                 return
         self._unexpected.append(message)
@@ -414,42 +424,42 @@ class PointToPoint:
             request.finish(source=source)
             self._answer(message, PacketType.ack)
             return
-        request.partner, request.offered = source, message.number
-        self._coming[source, message.number] = request
+        request.partner, request.offered = source, message.request_id
+        self._coming[source, message.request_id] = request
         self._answer(message, PacketType.cts)
 
     def _answer(self, message: UnexpectedMessage, what: PacketType) -> None:
-        if message.number:
-            self._write(message.source, Packet(what, message.number))
+        if message.request_id:
+            self._write(message.source, Packet(what, message.request_id))
 
     # -- the rest of large messages
 
-    def _send_rest(self, receiver: int, number: int) -> None:
+    def _send_rest(self, receiver: int, request_id: int) -> None:
         """The rest of a message may be sent."""
-        request = self._outgoing.get(number)
+        request = self._outgoing.get(request_id)
         if request is None:
-            self._member.abort(
+            self._context.abort(
                 f"rank {receiver} asked rank {self._hierarchy.rank} for a message that was taken back"
             )
             return
         request.partner = receiver
         rest = bytes_of(request.tensor)[request.eager :]
-        head = torch.frombuffer(bytearray(head_of(Packet(PacketType.data, number))), dtype=torch.uint8)
+        head = torch.frombuffer(bytearray(head_of(Packet(PacketType.data, request_id))), dtype=torch.uint8)
         parts = [(head.data_ptr(), head.numel()), (rest.data_ptr(), rest.numel())]
         self._link.post(receiver, Channel.p2p, 0, parts, (head, rest))
 
-    def _take_rest(self, source: int, number: int, message: Message) -> None:
+    def _take_rest(self, source: int, request_id: int, message: Message) -> None:
         """The rest of a message has come."""
-        request = self._coming.pop((source, number), None)
+        request = self._coming.pop((source, request_id), None)
         if request is None:
             return
         rest = bytes_of(request.tensor)[request.eager :]
         came = sum(storage.nbytes() for storage in message.storages)
         if message.lost is not None or came != rest.numel():
             why = str(message.lost or f"{came} bytes came, not {rest.numel()}")
-            self._write(source, Packet(PacketType.lost, number))
+            self._write(source, Packet(PacketType.lost, request_id))
             request.finish(self._wait_policy.failure(request, why))
             return
         ctypes.memmove(rest.data_ptr(), message.storages[0].data_ptr(), came)
         request.finish(source=source)
-        self._write(source, Packet(PacketType.ack, number))
+        self._write(source, Packet(PacketType.ack, request_id))

@@ -128,10 +128,10 @@ class Reducer:
             total, hierarchy.plan(ALL_REDUCE, call, self._dtype.itemsize, self._function, root=0), call
         ):
             hierarchy.refuse(call)
-        if hierarchy.place == 0:
+        if hierarchy.local_rank == 0:
             self._weigh(total)
         received, differs = hierarchy.open(hierarchy.post(call, differs=False, inline=bytes_of(total)), call)
-        if hierarchy.place == 0 and not differs:
+        if hierarchy.local_rank == 0 and not differs:
             self._combine(total, [row[: total.nbytes] for row in received])
             self._divide(total)
         bytes_of(total).copy_(hierarchy.settle_with(call, differs, bytes_of(total)))
@@ -146,17 +146,17 @@ class Reducer:
         """Reduce a chunk within the host; this rank's part of it."""
         whole = source.get(start, stop)
         lengths = self._lengths(stop - start)
-        part = whole.new_empty(lengths[self._hierarchy.place])
+        part = whole.new_empty(lengths[self._hierarchy.local_rank])
         self.reduce_scatter_here(part, whole.split(lengths), call)
         return _Chunk(start, stop, part)
 
     def _send(self, chunk: _Chunk, call: Call, *, early: bool = False) -> bool:
         """Let this rank's part of a chunk go: all of it to the only other host, or a piece to each host."""
-        host, number = self._hierarchy.host, chunk.part.numel()
+        host, count = self._hierarchy.host, chunk.part.numel()
         if self._hosts > 2:
-            lengths = split_evenly(number, self._hosts)
+            lengths = split_evenly(count, self._hosts)
             return self._send_pieces(chunk, lengths, [lengths[host]] * self._hosts, call, early=early)
-        lengths = [0 if each == host else number for each in range(2)]
+        lengths = [0 if each == host else count for each in range(2)]
         return self._send_pieces(chunk, lengths, lengths, call, early=early)
 
     def _send_pieces(
@@ -188,7 +188,7 @@ class Reducer:
         in_bytes = ([unit * length for length in lengths] for lengths in (rooms, sent))
         room_bytes, sent_bytes = in_bytes
         chunk.pending = bridge.exchange(
-            bytes_of(arrived), room_bytes, bytes_of(chunk.part), sent_bytes, call.seconds
+            bytes_of(arrived), room_bytes, bytes_of(chunk.part), sent_bytes, call.timeout_s
         )
         return True
 
@@ -210,7 +210,7 @@ class Reducer:
             self._combine(own, [bytes_of(row) for row in chunk.rows])
         arrived = piece.new_empty(self._hosts * piece.numel())
         chunk.rows = arrived.split(piece.numel())
-        chunk.pending = hierarchy.bridge.all_gather(bytes_of(arrived), bytes_of(piece), call.seconds)
+        chunk.pending = hierarchy.bridge.all_gather(bytes_of(arrived), bytes_of(piece), call.timeout_s)
         return chunk
 
     def _receive(self, chunk: _Chunk, target: Joined, call: Call) -> None:
@@ -219,8 +219,8 @@ class Reducer:
         if chunk.pending is not None:
             hierarchy.wait(chunk.pending, call)
             lengths = split_evenly(part.numel(), self._hosts)
-            for row, place in zip(chunk.rows, part.split(lengths), strict=True):
-                place.copy_(row[: place.numel()])
+            for row, target_piece in zip(chunk.rows, part.split(lengths), strict=True):
+                target_piece.copy_(row[: target_piece.numel()])
         if part.numel():
             self._divide(part)
         whole = target.room(chunk.start, chunk.stop)
@@ -242,47 +242,50 @@ class Reducer:
         ready: deque[_Chunk] = deque()
 
         def begin() -> list[Pending]:
-            for number in range(cuts.chunks)[: EARLY + 1]:
-                ready.append(self._reduce_blocks(blocks, cuts, number, call))
+            for chunk_index in range(cuts.chunks)[: EARLY + 1]:
+                ready.append(self._reduce_blocks(blocks, cuts, chunk_index, call))
                 if len(sent) < EARLY and self._send_blocks(ready[0], cuts, call, early=True):
                     sent.append(ready.popleft())
             return _pending(sent)
 
         hierarchy.agree(call, begin)
         own = output.new_empty(blocks[host].numel)
-        for number in range(len(sent), cuts.chunks):
-            chunk = ready.popleft() if ready else self._reduce_blocks(blocks, cuts, number, call)
+        for chunk_index in range(len(sent), cuts.chunks):
+            chunk = ready.popleft() if ready else self._reduce_blocks(blocks, cuts, chunk_index, call)
             self._send_blocks(chunk, cuts, call)
             sent.append(chunk)
             if len(sent) == _ON_THE_WAY:
                 self._receive_block(sent.popleft(), cuts, own, call)
         while sent:
             self._receive_block(sent.popleft(), cuts, own, call)
-        before = sum(tensors[rank].numel() for rank in hierarchy.here[: hierarchy.place])
+        before = sum(tensors[rank].numel() for rank in hierarchy.here[: hierarchy.local_rank])
         output.view(-1).copy_(own[before : before + output.numel()])
 
-    def _reduce_blocks(self, blocks: Sequence[Joined], cuts: Cuts, number: int, call: Call) -> _Chunk:
+    def _reduce_blocks(self, blocks: Sequence[Joined], cuts: Cuts, chunk_index: int, call: Call) -> _Chunk:
         """Reduce a chunk of all blocks within the host; this rank's part of it, block by block."""
-        hosts, places = range(self._hosts), range(len(self._hierarchy.here))
+        hosts, local_ranks = range(self._hosts), range(len(self._hierarchy.here))
         by_place = [
-            [block.get(*cuts.span(host, place, number)) for host, block in zip(hosts, blocks, strict=True)]
-            for place in places[: self._hierarchy.hosts.rails]
+            [
+                block.get(*cuts.span(host, local_rank, chunk_index))
+                for host, block in zip(hosts, blocks, strict=True)
+            ]
+            for local_rank in local_ranks[: self._hierarchy.hosts.rails]
         ]
         sources = [torch.cat(parts) for parts in by_place]
-        sources += [blocks[0].get(0, 0)] * (len(places) - len(sources))
-        part = torch.empty_like(sources[self._hierarchy.place])
+        sources += [blocks[0].get(0, 0)] * (len(local_ranks) - len(sources))
+        part = torch.empty_like(sources[self._hierarchy.local_rank])
         self.reduce_scatter_here(part, sources, call)
-        return _Chunk(number, number, part)
+        return _Chunk(chunk_index, chunk_index, part)
 
     def _send_blocks(self, chunk: _Chunk, cuts: Cuts, call: Call, *, early: bool = False) -> bool:
         """Let the pieces of a part go to the hosts that they are for."""
         hierarchy = self._hierarchy
-        sent = [cuts.length(host, hierarchy.place, chunk.start) for host in range(self._hosts)]
+        sent = [cuts.length(host, hierarchy.local_rank, chunk.start) for host in range(self._hosts)]
         return self._send_pieces(chunk, sent, [sent[hierarchy.host]] * self._hosts, call, early=early)
 
     def _receive_block(self, chunk: _Chunk, cuts: Cuts, own: torch.Tensor, call: Call) -> None:
         """Add up what has come for this host, and share it with its ranks."""
-        hierarchy, number = self._hierarchy, chunk.start
+        hierarchy, chunk_index = self._hierarchy, chunk.start
         total = own[:0]
         if chunk.pending is not None:
             hierarchy.wait(chunk.pending, call)
@@ -291,13 +294,13 @@ class Reducer:
                 self._combine(total, [bytes_of(row) for row in chunk.rows])
                 self._divide(total)
         rails = hierarchy.hosts.rails
-        places = [own[slice(*cuts.span(hierarchy.host, rail, number))] for rail in range(rails)]
-        hierarchy.share([*places, *[own[:0]] * (len(hierarchy.here) - rails)], total, call)
+        pieces = [own[slice(*cuts.span(hierarchy.host, rail, chunk_index))] for rail in range(rails)]
+        hierarchy.share([*pieces, *[own[:0]] * (len(hierarchy.here) - rails)], total, call)
 
     def reduce_scatter_here(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], call: Call) -> None:
         """Reduce for each place, within the host, what all of its ranks have for it."""
         plan = self._hierarchy.plan(REDUCE_SCATTER, call, self._dtype.itemsize, self._function)
-        self._hierarchy.local.collective(plan, tensors, [output], call.seconds, call.site)
+        self._hierarchy.local.collective(plan, tensors, [output], call.timeout_s, call.site)
         self._weigh(output)
 
     def _weigh(self, tensor: torch.Tensor) -> None:

@@ -37,8 +37,8 @@ class Answer(NamedTuple):
     error: float
 
 
-def answer(record: FlightRecord, heard: float) -> bytes:
-    """What a host answers that heard the question at ``heard``, by its monotonic clock."""
+def answer(record: FlightRecord, heard_at: float) -> bytes:
+    """What a host answers that heard the question at ``heard_at``, by its monotonic clock."""
     ranks = [
         {
             **vars(rank),
@@ -47,14 +47,14 @@ def answer(record: FlightRecord, heard: float) -> bytes:
         }
         for rank in record.ranks
     ]
-    told = zlib.compress(json.dumps({**vars(record), "ranks": ranks, "hosts": []}).encode(), 1)
-    return f"{heard!r} {time.monotonic()!r}\n".encode() + told
+    packed = zlib.compress(json.dumps({**vars(record), "ranks": ranks, "hosts": []}).encode(), 1)
+    return f"{heard_at!r} {time.monotonic()!r}\n".encode() + packed
 
 
-def understand(told: bytes, asked: float, got: float) -> Answer:
+def understand(text: bytes, asked_at: float, received_at: float) -> Answer:
     """What :func:`answer` has written, for who asked at one time of this clock and got it at another."""
-    times, _, packed = told.partition(b"\n")
-    heard, answered = map(float, times.split())
+    times, _, packed = text.partition(b"\n")
+    heard_at, answered = map(float, times.split())
     words: dict[str, Any] = json.loads(zlib.decompress(packed))
     ranks = tuple(
         RankRecord(
@@ -67,7 +67,7 @@ def understand(told: bytes, asked: float, got: float) -> Answer:
         )
         for rank in words["ranks"]
     )
-    earliest, latest = asked - heard, got - answered
+    earliest, latest = asked_at - heard_at, received_at - answered
     offset, error = (earliest + latest) / 2, abs(latest - earliest) / 2
     return Answer(FlightRecord(**{**words, "ranks": ranks, "hosts": ()}), offset, error)
 
@@ -86,30 +86,30 @@ def put_together(own: FlightRecord, host: int, answers: Mapping[int, Answer], ho
         hosts: of the group.
     """
     ranks: dict[int, RankRecord] = {rank.rank: rank for rank in own.ranks}
-    told = []
+    records = []
     for other, members in enumerate(hosts.members):
-        if (heard := answers.get(other)) is not None:
-            ranks.update({rank.rank: _shifted(rank, heard.offset) for rank in heard.record.ranks})
-            told.append(HostRecord(hosts.names[other], members, True, heard.offset, heard.error))
+        if (answer := answers.get(other)) is not None:
+            ranks.update({rank.rank: _shifted(rank, answer.offset) for rank in answer.record.ranks})
+            records.append(HostRecord(hosts.names[other], members, True, answer.offset, answer.error))
         else:
-            told.append(HostRecord(hosts.names[other], members, other == host))
-    known = (ranks.get(rank) or _unknown(rank, hosts.size) for rank in range(hosts.size))
-    return replace(own, size=hosts.size, ranks=tuple(known), hosts=tuple(told))
+            records.append(HostRecord(hosts.names[other], members, other == host))
+    all_ranks = (ranks.get(rank) or _unknown(rank, hosts.size) for rank in range(hosts.size))
+    return replace(own, size=hosts.size, ranks=tuple(all_ranks), hosts=tuple(records))
 
 
-def _shifted(rank: RankRecord, seconds: float) -> RankRecord:
+def _shifted(rank: RankRecord, offset_s: float) -> RankRecord:
     since = rank.waiting_since
     return replace(
         rank,
-        operations=tuple(_later(entry, seconds) for entry in rank.operations),
-        messages=tuple(_later(entry, seconds) for entry in rank.messages),
-        waiting_since=None if since is None else since + seconds,
+        operations=tuple(_later(entry, offset_s) for entry in rank.operations),
+        messages=tuple(_later(entry, offset_s) for entry in rank.messages),
+        waiting_since=None if since is None else since + offset_s,
     )
 
 
-def _later(entry: FlightEntry, seconds: float) -> FlightEntry:
-    ended = None if entry.ended is None else entry.ended + seconds
-    return replace(entry, started=entry.started + seconds, ended=ended)
+def _later(entry: FlightEntry, offset_s: float) -> FlightEntry:
+    ended = None if entry.ended is None else entry.ended + offset_s
+    return replace(entry, started=entry.started + offset_s, ended=ended)
 
 
 def _unknown(rank: int, size: int) -> RankRecord:

@@ -60,7 +60,7 @@ class ShrunkHosts(Generic[E]):
 
 
 def shrink_hosts(
-    hierarchy: Hierarchy, exclude: Sequence[int], seconds: float, enter: Enter[E]
+    hierarchy: Hierarchy, exclude: Sequence[int], timeout_s: float, enter: Enter[E]
 ) -> ShrunkHosts[E]:
     """Agree with the other survivors who goes on, and enter a new group with them.
 
@@ -69,7 +69,7 @@ def shrink_hosts(
     Args:
         hierarchy: this rank's, in the old group.
         exclude: ranks to go on without, whether they live or not.
-        seconds: how long to wait for the others.
+        timeout_s: how long to wait for the others.
         enter: how to enter the new group.
 
     Raises:
@@ -80,10 +80,10 @@ def shrink_hosts(
         InvalidArgumentError: another thread of this rank is shrinking the group.
     """
     rank, hosts, detector = hierarchy.rank, hierarchy.hosts, hierarchy.detector
-    deadline = Deadline(seconds)
+    deadline = Deadline(timeout_s)
 
     def report(late: Sequence[int]) -> str:
-        local = hierarchy.member.report(range(hierarchy.member.size))
+        local = hierarchy.context.report(range(hierarchy.context.size))
         return f"{detector.ask_where_they_are()}{local}"
 
     def attempt() -> ShrunkHosts[E]:
@@ -102,7 +102,7 @@ def shrink_hosts(
         return ShrunkHosts(entrance.conclude(), keys, ballot.survivors)
 
     try:
-        return run_alone(hierarchy.member, rank, attempt)
+        return run_alone(hierarchy.context, rank, attempt)
     except (DistNetworkError, DistStoreError) as error:
         raise DistNetworkError(
             f"{hosts.describe(rank)}: group {hierarchy.name!r} cannot be shrunk, because its store is gone or"
@@ -129,7 +129,7 @@ class _StoreEntrance(Generic[E]):
         self._entry: _Entry[E] | None = None
 
     def gone(self) -> set[int]:
-        context = self._hierarchy.member
+        context = self._hierarchy.context
         self._registers.report_gone(set(context.to_group_ranks(context.gone())))
         return self._registers.gone() | self._gone()
 
@@ -138,11 +138,11 @@ class _StoreEntrance(Generic[E]):
 
     def advance(self, ballot: Ballot) -> bool | None:
         if self._entry is None:
-            seconds = max(self._hierarchy.detector.bound, self._deadline.remaining())
+            timeout_s = max(self._hierarchy.detector.bound, self._deadline.remaining())
             store = PrefixStore(f"next/{ballot.epoch}", self._store)
             hosts = self._hierarchy.hosts.among(ballot.survivors)
             rank = ballot.survivors.index(self._hierarchy.rank)
-            self._entry = _Entry(lambda: self._enter(store, rank, hosts, seconds))
+            self._entry = _Entry(lambda: self._enter(store, rank, hosts, timeout_s))
         entry = self._entry
         if not entry.has_ended():
             return False

@@ -44,7 +44,7 @@ class StoreRegisters(Registers):
         self._store, self._group = store, group
         self._what = f"who goes on from group {group!r}"
         self._epoch = 0
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._coming: set[int] = set()
         self._gone: set[int] = set()
         self._excluded: dict[int, int] = {}
@@ -94,12 +94,12 @@ class StoreRegisters(Registers):
 
     def report_gone(self, ranks: set[int]) -> None:
         """Tell the others of ranks of this host that have died or left."""
-        self._append("gone", map(str, ranks - self._told))
-        self._told |= ranks
+        self._append("gone", map(str, ranks - self._reported))
+        self._reported |= ranks
 
     def gone(self) -> set[int]:
         """Return the ranks that have died or left, as ranks of their hosts have said."""
-        return self._gone | self._told
+        return self._gone | self._reported
 
     def coming(self) -> set[int]:
         return set(self._coming)
@@ -126,8 +126,8 @@ class StoreRegisters(Registers):
             self._store.compare_set(key, "", "")
 
     def _keys(self) -> tuple[str, ...]:
-        number = self._epoch
-        return "came", "gone", "excluded", f"entered/{number}", f"round/{number}", f"verdict/{number}"
+        epoch = self._epoch
+        return "came", "gone", "excluded", f"entered/{epoch}", f"round/{epoch}", f"verdict/{epoch}"
 
     def _ranks_that_came(self, text: bytes) -> set[int]:
         came: set[int] = set()

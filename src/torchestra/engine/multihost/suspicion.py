@@ -42,7 +42,7 @@ class SuspicionTimers:
         self.heard.clear()
         return {host: now - self._since.setdefault(host, now) for host in hosts}
 
-    def heard_lately(self, seconds: float) -> set[int]:
+    def heard_lately(self, within_s: float) -> set[int]:
         """Hosts of which something has come within so many seconds before the last look, or since."""
         now = max(self._since.values(), default=0.0)
-        return self.heard | {host for host, since in self._since.items() if now - since < seconds}
+        return self.heard | {host for host, since in self._since.items() if now - since < within_s}

@@ -35,15 +35,15 @@ class _Awaited:
     def __init__(self, rail: _Rail, host: int, places: list[tuple[int, int, torch.Tensor]]) -> None:
         self._rail, self._host, self._places = rail, host, places
 
-    def wait(self, seconds: float) -> bool:
-        rail, deadline = self._rail, time.monotonic() + seconds
+    def wait(self, timeout_s: float) -> bool:
+        rail, deadline = self._rail, time.monotonic() + timeout_s
         with rail.changed:
             while self._places:
-                end, number, room = self._places[0]
+                end, index, room = self._places[0]
                 sent = rail.sent[end, self._host]
-                if number < len(sent):
-                    room[: sent[number].numel()].copy_(sent[number])
-                    sent[number] = sent[number][:0]
+                if index < len(sent):
+                    room[: sent[index].numel()].copy_(sent[index])
+                    sent[index] = sent[index][:0]
                     self._places.pop(0)
                     continue
                 if gone := rail.left & {end, self._host}:
@@ -63,18 +63,18 @@ class ThreadBridge(Bridge):
     def __init__(self, store: Store, host: int, size: int) -> None:
         super().__init__(host, size)
         self._token = store.compare_set("rail", "", secrets.token_hex(16)).decode()
-        self._numbers: Counter[int] = Counter()
+        self._counts: Counter[int] = Counter()
         with _making:
             self._rail = _rails.setdefault(self._token, _Rail(size))
 
-    def begin(self, receives: Places, sends: Places, seconds: float) -> _Awaited:
+    def begin(self, receives: Places, sends: Places, timeout_s: float) -> _Awaited:
         places = []
         with self._rail.changed:
             for end, tensor in sends:
                 self._rail.sent[self.host, end].append(tensor.clone())
             for end, tensor in receives:
-                places.append((end, self._numbers[end], tensor))
-                self._numbers[end] += 1
+                places.append((end, self._counts[end], tensor))
+                self._counts[end] += 1
             self._rail.changed.notify_all()
         return _Awaited(self._rail, self.host, places)
 

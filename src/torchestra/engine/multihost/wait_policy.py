@@ -34,7 +34,7 @@ class WaitPolicy:
         self._hierarchy = hierarchy
         self._has_said_bye = has_said_bye
         self._hosts = hierarchy.hosts
-        self._member = hierarchy.member
+        self._context = hierarchy.context
 
     def check(self, request: P2PRequest) -> None:
         """Raise if waiting for a message any longer is in vain.
@@ -45,8 +45,8 @@ class WaitPolicy:
             DistBackendError: the way to it has failed, and nobody tells why.
             CollectiveTimeoutError: its time is over, and it has not begun to move.
         """
-        if self._member.is_aborted:
-            raise self._member.aborted()
+        if self._context.is_aborted:
+            raise self._context.aborted()
         peer = request.peer if request.partner is None else request.partner
         if peer is not None and (fate := self._hierarchy.detector.fate(peer)) is not None:
             self._give_up_on(request, peer, fate)
@@ -57,16 +57,16 @@ class WaitPolicy:
         elif request.partner is None and request.deadline.expired():
             others = (each for each in range(self._hosts.size) if each != self._hierarchy.rank)
             raise CollectiveTimeoutError(
-                f"{request} timed out after {request.seconds:.1f} s; the group stays usable."
-                f"{self._hierarchy.detector.ask_where_they_are()}{self._member.report([self._hierarchy.place])}",
+                f"{request} timed out after {request.timeout_s:.1f} s; the group stays usable."
+                f"{self._hierarchy.detector.ask_where_they_are()}{self._context.report([self._hierarchy.local_rank])}",
                 tuple(others) if peer is None else (peer,),
             )
 
     def failure(self, request: P2PRequest, why: str) -> DistBackendError:
         """What to raise if the way to the other rank has failed."""
         peer = request.peer if request.partner is None else request.partner
-        who = "another host" if peer is None else self._hosts.describe(peer)
-        return DistBackendError(f"{request}: the way to {who} failed: {why}")
+        name = "another host" if peer is None else self._hosts.describe(peer)
+        return DistBackendError(f"{request}: the way to {name} failed: {why}")
 
     def _give_up_on(self, request: P2PRequest, peer: int, fate: str) -> None:
         """The other rank is gone: raise, unless what it has written may still be on its way."""
@@ -74,8 +74,8 @@ class WaitPolicy:
             request.gone_since = RunningClock(_LONGEST_LOOK)
         if request.gone_since.elapsed() < _ON_THE_WAY_SECONDS and not self._has_said_bye(peer):
             return
-        who = self._hosts.describe(peer)
-        why = f"{who} {fate}; {self._hosts.describe(self._hierarchy.rank)} saw it in {request.what}"
+        name = self._hosts.describe(peer)
+        why = f"{name} {fate}; {self._hosts.describe(self._hierarchy.rank)} saw it in {request.what}"
         if fate == "died":
             raise RankFailedError(f"{request}: {why}", (peer,))
         raise GroupAbortedError(f"{request}: {why}")
