@@ -17,7 +17,7 @@ from torchestra.engine.kernels.waiting import arrive, begin, end, meet
 from torchestra.engine.native.atomics import kernel, load, memcpy, store
 from torchestra.engine.operations import Collective, Parameter
 from torchestra.errors import CollectiveMismatchError
-from torchestra.process_group.reducing_methods import in_place
+from torchestra.process_group.forms import Form, in_place
 from worlds import KINDS, run
 
 RANK, SIZE, RESUME, NOT_SHARED, DONE = at.RANK, at.SIZE, at.RESUME, at.NOT_SHARED, at.DONE
@@ -80,7 +80,7 @@ def use() -> None:
     tensor = torch.full((2, 2), float(rank))
     shifted(tensor.t()[1:], async_op=True).wait()
     assert tensor.tolist() == [[rank, before]] * 2
-    in_place(communicator, SHIFT, [tensor]).wait()
+    Form(SHIFT, in_place, "tensors opts?").method()(group, [tensor]).wait()
     assert tensor.tolist() == [[before, (rank - 2) % size]] * 2
     with pytest.raises(CollectiveMismatchError, match=r"shift\(float32, 3 elements\)"):
         shifted(torch.ones(3 + rank))

@@ -8,12 +8,14 @@ tensors of one list go together has been checked.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.device_routing import any_device, delegated
 from torchestra.communicator.work import Work
+from torchestra.engine.operations import ALL_GATHER, Collective
 from torchestra.tensors.checks import check_apart, check_tensor
 from torchestra.tensors.contiguity import made_plain
 from torchestra.types import ReduceOp
@@ -42,8 +44,6 @@ def all_reduce_together(
     """
     if tensors[0].layout is torch.sparse_coo:
         return communicator.all_reduce_sparse(tensors, op, async_op, timeout_s)
-    if len(tensors) == 1:
-        return communicator.all_reduce(tensors[0], op, async_op, timeout_s)
     for index, tensor in enumerate(tensors):
         _check(communicator, tensor, f"tensors[{index}]", "all_reduce", written=True)
     with communicator.queue.abort_on_error("all_reduce"):
@@ -73,8 +73,6 @@ def broadcast_together(
 ) -> Work | None:
     """Replace all tensors of all ranks by tensor number ``root_tensor`` of the root; they have one shape."""
     chosen = tensors[root_tensor]
-    if len(tensors) == 1:
-        return communicator.broadcast(chosen, root, async_op, timeout_s)
     for index, tensor in enumerate(tensors):
         _check(communicator, tensor, f"tensors[{index}]", "broadcast", written=True)
     with communicator.queue.coalescing() as steps:
@@ -102,8 +100,6 @@ def all_gather_together(
 
     With n tensors on each rank there are n lists, of n tensors for each rank. All have one shape.
     """
-    if len(tensors) == 1:
-        return communicator.all_gather(outputs[0], tensors[0], async_op, timeout_s)
     name = "all_gather"
     for number, row in enumerate(outputs):
         for index, output in enumerate(row):
@@ -171,6 +167,29 @@ def _batches(tensors: Tensors) -> list[list[torch.Tensor]]:
 
 
 @delegated
+def coalesced(
+    communicator: Communicator,
+    row: Collective,
+    outputs: Sequence[Any],
+    inputs: Tensors,
+    op: ReduceOp | None = None,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+    result: list[Any] | None = None,
+) -> Work | None:
+    """Run a collective of each pair of an output and an input, as one.
+
+    Args:
+        outputs: as the collective has its output, a tensor or a list of tensors each.
+        result: of the Work; default: the outputs.
+    """
+    with communicator.queue.coalescing() as steps:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            communicator.collective(row, output, tensor, op, timeout_s=timeout_s)
+    description = f"{row.name}_coalesced" if op is None else f"{row.name}_coalesced({op.name})"
+    return communicator.queue.run_coalesced(steps, description, async_op, result)
+
+
 def all_gather_coalesced(
     communicator: Communicator,
     outputs: Sequence[Tensors],
@@ -179,39 +198,6 @@ def all_gather_coalesced(
     timeout_s: float | None = None,
 ) -> Work | None:
     """Put tensor i of rank p into ``outputs[p][i]`` on every rank."""
-    with communicator.queue.coalescing() as steps:
-        for index, tensor in enumerate(tensors):
-            communicator.all_gather([row[index] for row in outputs], tensor, timeout_s=timeout_s)
     result = [list(row) for row in outputs]
-    return communicator.queue.run_coalesced(steps, "all_gather_coalesced", async_op, result)
-
-
-@delegated
-def all_gather_into_tensor_coalesced(
-    communicator: Communicator,
-    outputs: Tensors,
-    tensors: Tensors,
-    async_op: bool = False,
-    timeout_s: float | None = None,
-) -> Work | None:
-    """Put tensor i of all ranks, one rank after the other, into ``outputs[i]`` on every rank."""
-    with communicator.queue.coalescing() as steps:
-        for output, tensor in zip(outputs, tensors, strict=True):
-            communicator.all_gather_into_tensor(output, tensor, timeout_s=timeout_s)
-    return communicator.queue.run_coalesced(steps, "all_gather_into_tensor_coalesced", async_op)
-
-
-@delegated
-def reduce_scatter_tensor_coalesced(
-    communicator: Communicator,
-    outputs: Tensors,
-    tensors: Tensors,
-    op: ReduceOp,
-    async_op: bool = False,
-    timeout_s: float | None = None,
-) -> Work | None:
-    """Reduce tensor i of all ranks, and put each rank's piece of the result into its ``outputs[i]``."""
-    with communicator.queue.coalescing() as steps:
-        for output, tensor in zip(outputs, tensors, strict=True):
-            communicator.reduce_scatter_tensor(output, tensor, op, timeout_s=timeout_s)
-    return communicator.queue.run_coalesced(steps, f"reduce_scatter_tensor_coalesced({op.name})", async_op)
+    by_tensor = list(zip(*outputs, strict=True))
+    return coalesced(communicator, ALL_GATHER, by_tensor, tensors, None, async_op, timeout_s, result)

@@ -92,6 +92,7 @@ class Collective:
         options: the class in arguments/options.py that the method takes.
         coalesced: the method for several such operations as one; "" if there is none.
         multi_tensor: the method takes a list of several tensors of each rank.
+        sparse: it takes sparse COO tensors as well.
         functional: the operator in ``torch.ops.torchestra``; "" if there is none.
         on_devices: NCCL and its like have it; if not, tensors of a device go through the host.
         synchronises: no rank ends it before every other has begun it.
@@ -117,6 +118,7 @@ class Collective:
     options: str = "OperationOptions"
     coalesced: str = ""
     multi_tensor: bool = False
+    sparse: bool = False
     functional: str = ""
     on_devices: bool = True
     synchronises: bool = False
@@ -162,11 +164,20 @@ ALL_REDUCE = add(
         options="AllreduceOptions",
         coalesced="allreduce_coalesced",
         multi_tensor=True,
+        sparse=True,
         functional="all_reduce",
         synchronises=True,
     )
 )
-ALL_REDUCE_LIST = replace(ALL_REDUCE, name="all_reduce_list", method="allreduce_coalesced")
+ALL_REDUCE_LIST = replace(
+    ALL_REDUCE,
+    name="all_reduce_list",
+    summary=":meth:`allreduce` of each tensor of the list on its own, as one operation; they have one dtype.",
+    method="allreduce_coalesced",
+    options="AllreduceCoalescedOptions",
+    coalesced="",
+    multi_tensor=False,
+)
 """all_reduce of several tensors as one operation; not public, so not in the table."""
 
 REDUCE = add(

@@ -184,14 +184,15 @@ class _Operator:
 
     def _run_coalesced(self, tensors: Sequence[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
         group, name = self._group(arguments), f"{self._row.functional}_coalesced"
-        settings = self._settings(arguments, group).values()
-        begin = getattr(multi_tensor, name)
+        settings, communicator = self._settings(arguments, group), group.communicator
         if self._row.in_place:
             outputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-            work = begin(group.communicator, outputs, *settings, async_op=True)
+            work = multi_tensor.all_reduce_coalesced(communicator, outputs, **settings, async_op=True)
         else:
             outputs = [self._output(tensor, arguments) for tensor in tensors]
-            work = begin(group.communicator, outputs, tensors, *settings, async_op=True)
+            work = multi_tensor.coalesced(
+                communicator, self._row, outputs, tensors, **settings, async_op=True
+            )
         _expect(outputs, work, group, name)
         return outputs
 

@@ -15,9 +15,10 @@ from torchestra.engine.device.agreement import DeviceRequest
 from torchestra.engine.membership.arena_transfer import leave_store
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group.message_methods import MessageMethods
+from torchestra.process_group.methods import CollectiveMethods
 from torchestra.process_group.shrinking import shrunk
 from torchestra.process_group.starting import choose_backend, requires_nccl, start
-from torchestra.process_group.torch_names import BackendNames, TorchNames
+from torchestra.process_group.torch_names import BackendNames
 from torchestra.store import Store
 from torchestra.types import Timeout, timeout_seconds
 
@@ -27,7 +28,7 @@ GroupMaker = Callable[[Store, Sequence[int], int, str, float], "ProcessGroup"]
 """Makes a group: over a store, of some global ranks, of which this is the one of a number; name; time-out."""
 
 
-class ProcessGroup(TorchNames, BackendNames, MessageMethods):
+class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
     """Some ranks that run collectives together, in an order that all of them share.
 
     Made by :func:`torchestra.init_process_group` and :func:`torchestra.new_group`; or directly, with or

@@ -13,9 +13,7 @@ from torchestra.arguments.options import BarrierOptions
 from torchestra.communicator.work import Work
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group.group import ProcessGroup
-from torchestra.process_group.moving_methods import MovingMethods
-from torchestra.process_group.reducing_methods import ReducingMethods
-from torchestra.process_group.torch_names import TorchNames
+from torchestra.process_group.methods import CollectiveMethods
 from torchestra.types import Timeout
 
 
@@ -31,7 +29,7 @@ def _in_turn(method: Callable[..., Work]) -> Callable[..., Work]:
     return call
 
 
-class RoundRobinGroup(TorchNames):
+class RoundRobinGroup(CollectiveMethods):
     """Runs every operation on the next of its groups.
 
     So many operations can be under way at once, each group having its own memory and its own thread. It has
@@ -94,7 +92,6 @@ class RoundRobinGroup(TorchNames):
         return f"<RoundRobinGroup of {list(self.groups)}>"
 
 
-for _methods in (ReducingMethods, MovingMethods, TorchNames):
-    for _name, _method in vars(_methods).items():
-        if callable(_method) and not _name.startswith("__") and _name != "barrier":
-            setattr(RoundRobinGroup, _name, _in_turn(_method))
+for _name, _method in vars(CollectiveMethods).items():
+    if callable(_method) and not _name.startswith("__") and _name != "barrier":
+        setattr(RoundRobinGroup, _name, _in_turn(_method))

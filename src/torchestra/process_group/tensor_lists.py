@@ -14,17 +14,16 @@ import torch
 from torchestra.arguments.annotations import check_integer
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
 
-_DENSE = torch.strided
-
 
 def refuse(name: str, why: str) -> NoReturn:
     """Raise InvalidArgumentError."""
     raise InvalidArgumentError(f"{name}: {why}")
 
 
-def either(value: object, other: object, parameter: str, alternative: str) -> tuple[object, str]:
-    """What was given by one parameter or by another one of the same meaning, and by which."""
-    return (value, parameter) if other is None else (other, alternative)
+def _refuse_type(name: str, parameter: str, expected: str, value: object) -> NoReturn:
+    raise InvalidArgumentTypeError(
+        f"{name}: incompatible function arguments: expected {expected} as `{parameter}`, got {shown(value)}"
+    )
 
 
 def splits_or_none(splits: Sequence[int] | None) -> Sequence[int] | None:
@@ -36,46 +35,44 @@ def as_list(value: object, parameter: str, name: str) -> list[torch.Tensor]:
     """A tensor, or a list of tensors, as a list."""
     tensors = [value] if isinstance(value, torch.Tensor) else value
     if not isinstance(tensors, (list, tuple)) or not all(isinstance(each, torch.Tensor) for each in tensors):
-        raise InvalidArgumentTypeError(
-            f"{name}: incompatible function arguments: expected a tensor or a list of tensors as"
-            f" `{parameter}`,"
-            f" got {shown(value)}"
-        )
+        _refuse_type(name, parameter, "a tensor or a list of tensors", value)
     return list(tensors)
 
 
 def as_lists(value: object, parameter: str, name: str) -> list[list[torch.Tensor]]:
     """A list of tensors, or a list of lists of tensors, as a list of lists; an empty list stays one."""
     if not isinstance(value, (list, tuple)):
-        raise InvalidArgumentTypeError(
-            f"{name}: incompatible function arguments: expected a list of lists of tensors as `{parameter}`,"
-            f" got {shown(value)}"
-        )
+        _refuse_type(name, parameter, "a list of lists of tensors", value)
     if value and all(isinstance(each, torch.Tensor) for each in value):
         return [as_list(value, parameter, name)]
-    for each in value:
-        if not isinstance(each, (list, tuple)):
-            raise InvalidArgumentTypeError(
-                f"{name}: incompatible function arguments: requires list of tensors, or list of lists of"
-                f" tensors, got {shown(value)} as `{parameter}`"
-            )
+    if not all(isinstance(each, (list, tuple)) for each in value):
+        raise InvalidArgumentTypeError(
+            f"{name}: incompatible function arguments: requires list of tensors, or list of lists of tensors,"
+            f" got {shown(value)} as `{parameter}`"
+        )
     return [as_list(each, parameter, name) for each in value]
 
 
-def not_a_tensor(value: object, parameter: str, name: str) -> object:
-    """Refuse a single tensor where torch wants a list."""
+def several(value: object, parameter: str, name: str) -> list[torch.Tensor]:
+    """A list of tensors; one alone is refused."""
     if isinstance(value, torch.Tensor):
         raise InvalidArgumentTypeError(
             f"{name}: incompatible function arguments: requires list of tensors as `{parameter}`, got a"
             " Tensor"
         )
-    return value
+    return as_list(value, parameter, name)
 
 
 def check_single(tensors: Sequence[object], what: str, name: str) -> None:
     """Refuse a list that has not exactly one tensor."""
     if len(tensors) != 1:
         refuse(name, f"requires a single-element {what}, got {len(tensors)} tensors")
+
+
+def check_some(tensors: Sequence[object], name: str, what: str = "tensor") -> None:
+    """Refuse an empty list."""
+    if not tensors:
+        refuse(name, f"requires non-empty {what} list")
 
 
 def check_root(root: object, size: int, name: str) -> int:
@@ -98,47 +95,48 @@ def check_root_tensor(index: object, tensors: Sequence[torch.Tensor], name: str)
     """Refuse a root tensor that the list does not have."""
     index = check_integer(index, "rootTensor", name)
     if not 0 <= index < len(tensors):
-        refuse(
-            name,
-            f"invalid root tensor: {shown(index)}; there are {len(tensors)} tensors, and `rootTensor` says"
-            " which",
-        )
+        there = f"there are {len(tensors)} tensors, and `rootTensor` says which"
+        refuse(name, f"invalid root tensor: {shown(index)}; {there}")
     return index
 
 
-def check_alike(tensors: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> None:
-    """Refuse tensors that differ from ``like`` in dtype, device, layout or shape."""
-    for index, tensor in enumerate(tensors):
-        if tensor.layout != like.layout:
-            expected, got = like.layout, tensor.layout
-            refuse(name, f"invalid tensor layout at index {index} (expected {expected}, got {got})")
-        check_same_type(tensor, like, name, index)
-        if tensor.shape != like.shape:
-            refuse(
-                name,
-                f"invalid tensor size at index {index} (expected {tuple(like.shape)}, got"
-                f" {tuple(tensor.shape)})",
-            )
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, str, torch.layout]:
+    return tensor.dtype, tensor.device.type, tensor.layout
 
 
-def _kind(tensor: torch.Tensor) -> tuple[str, str, torch.layout]:
-    return str(tensor.dtype), tensor.device.type, tensor.layout
+def _type(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} on {tensor.device.type}"
 
 
 def check_dense(tensors: Sequence[torch.Tensor], name: str) -> None:
     """Refuse tensors that are not dense."""
     for tensor in tensors:
-        if tensor.layout is not _DENSE:
-            refuse(
-                name,
-                f"only supports dense tensors, as input and output, got one with layout {tensor.layout}",
-            )
+        if tensor.layout is not torch.strided:
+            what = f"only supports dense tensors, as input and output, got one with layout {tensor.layout}"
+            refuse(name, what)
 
 
-def check_some(tensors: Sequence[object], name: str) -> None:
-    """Refuse an empty list."""
-    if not tensors:
-        refuse(name, "requires non-empty tensor list")
+def _check_layout(tensor: torch.Tensor, like: torch.Tensor, name: str, index: int) -> None:
+    if tensor.layout != like.layout:
+        expected, got = like.layout, tensor.layout
+        refuse(name, f"invalid tensor layout at index {index} (expected {expected}, got {got})")
+
+
+def check_same_type(tensor: torch.Tensor, like: torch.Tensor, name: str, index: int = 0) -> None:
+    """Refuse a tensor, at some place of a list, that differs from ``like`` in dtype, device or layout."""
+    if _kind(tensor) != _kind(like):
+        what = f"invalid tensor type at index {index} (expected {_type(like)}, got {_type(tensor)})"
+        refuse(name, f"{what}; a call's tensors, input and output, must be alike")
+
+
+def check_alike(tensors: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> None:
+    """Refuse tensors that differ from ``like`` in dtype, device, layout or shape."""
+    for index, tensor in enumerate(tensors):
+        _check_layout(tensor, like, name, index)
+        check_same_type(tensor, like, name, index)
+        if tensor.shape != like.shape:
+            expected, got = tuple(like.shape), tuple(tensor.shape)
+            refuse(name, f"invalid tensor size at index {index} (expected {expected}, got {got})")
 
 
 def check_same_dtypes(tensors: Sequence[torch.Tensor], name: str) -> None:
@@ -148,19 +146,12 @@ def check_same_dtypes(tensors: Sequence[torch.Tensor], name: str) -> None:
     for index, tensor in enumerate(tensors):
         if tensor.dtype is dtype and tensor.layout is layout is torch.strided and tensor.device == device:
             continue
-        if tensor.layout != like.layout:
-            refuse(
-                name,
-                f"invalid tensor layout at index {index} (expected {like.layout}, got {tensor.layout})",
-            )
+        _check_layout(tensor, like, name, index)
         if _kind(tensor) != _kind(like):
-            refuse(
-                name,
-                f"tensors must all have the same type: tensor 0 is {_kind(like)[0]} on"
-                f" {_kind(like)[1]}, tensor {index} is {_kind(tensor)[0]} on {_kind(tensor)[1]}",
-            )
-    if like.layout is not _DENSE:
-        refuse(name, f"unsupported layout {like.layout}")
+            types = f"tensor 0 is {_type(like)}, tensor {index} is {_type(tensor)}"
+            refuse(name, f"tensors must all have the same type: {types}")
+    if layout is not torch.strided:
+        refuse(name, f"unsupported layout {layout}")
 
 
 def check_rooted(
@@ -177,42 +168,35 @@ def check_rooted(
             refuse(name, f"requires empty {role} on non-root, got {len(lists)} lists")
         return None
     if len(lists) != 1:
-        refuse(
-            name,
-            f"requires a single-element {role} list containing a list with {size} tensors, got {len(lists)}"
-            " lists",
-        )
+        expected = f"requires a single-element {role} list containing a list with {size} tensors"
+        refuse(name, f"{expected}, got {len(lists)} lists")
     if len(lists[0]) != size:
-        refuse(
-            name,
-            f"Incorrect {role} list size {len(lists[0])}. {role.capitalize()} list size should be {size},"
-            " same as size of the process group.",
-        )
+        expected = f"{role.capitalize()} list size should be {size}, same as size of the process group"
+        refuse(name, f"Incorrect {role} list size {len(lists[0])}. {expected}.")
     check_alike(lists[0], like, name)
     return list(lists[0])
+
+
+def check_pairs(
+    outputs: Sequence[object], tensors: Sequence[object], name: str, what: str = "outputs"
+) -> None:
+    """Refuse lists of inputs and outputs that are empty or differ in length."""
+    check_some(tensors, name, "input tensor")
+    if len(outputs) != len(tensors):
+        got = f"got {len(tensors)} inputs and {len(outputs)} {what}"
+        refuse(name, f"requires input/output tensor lists to have the same length, {got}")
 
 
 def check_gather_lists(
     outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], size: int, name: str
 ) -> None:
     """Refuse lists that ``allgather`` cannot fill: each of n needs n tensors for each rank, all alike."""
-    if not tensors:
-        refuse(name, "requires non-empty input tensor list")
-    if len(outputs) != len(tensors):
-        refuse(
-            name,
-            f"requires input/output tensor lists to have the same length, got {len(tensors)} inputs and"
-            f" {len(outputs)} lists of outputs",
-        )
-    expected = len(tensors) * size
+    check_pairs(outputs, tensors, name, "lists of outputs")
     for index, row in enumerate(outputs):
-        if len(row) != expected:
-            refuse(
-                name,
-                f"invalid output tensor list at index {index} (expected length {expected}, got {len(row)})",
-            )
-    check_alike(tensors, tensors[0], name)
-    for row in outputs:
+        if len(row) != len(tensors) * size:
+            lengths = f"(expected length {len(tensors) * size}, got {len(row)})"
+            refuse(name, f"invalid output tensor list at index {index} {lengths}")
+    for row in (tensors, *outputs):
         check_alike(row, tensors[0], name)
     check_dense(tensors, name)
 
@@ -221,8 +205,7 @@ def check_coalesced_lists(
     outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], size: int, name: str
 ) -> None:
     """Refuse lists that ``allgather_coalesced`` cannot fill: one for each rank, each like the inputs."""
-    if not tensors:
-        refuse(name, "requires non-empty input tensor list")
+    check_some(tensors, name, "input tensor")
     if len(outputs) != size:
         refuse(name, f"output lists should be equal to world size, {size}, got {len(outputs)}")
     check_dense(tensors, name)
@@ -231,35 +214,9 @@ def check_coalesced_lists(
             refuse(name, f"invalid output size: (expected length {len(tensors)}, got {len(row)})")
         for index, (output, tensor) in enumerate(zip(row, tensors, strict=True)):
             if output.shape != tensor.shape:
-                refuse(
-                    name,
-                    f"invalid size of output tensor at index {index} (expected length {tuple(tensor.shape)},"
-                    f" got {tuple(output.shape)})",
-                )
+                lengths = f"(expected length {tuple(tensor.shape)}, got {tuple(output.shape)})"
+                refuse(name, f"invalid size of output tensor at index {index} {lengths}")
             check_same_type(output, tensor, name, index)
-
-
-def check_pairs(outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], name: str) -> None:
-    """Refuse lists of inputs and outputs that are empty or differ in length."""
-    if not tensors:
-        refuse(name, "requires non-empty input tensor list")
-    if len(outputs) != len(tensors):
-        refuse(
-            name,
-            f"requires input/output tensor lists to have the same length, got {len(tensors)} inputs and"
-            f" {len(outputs)} outputs",
-        )
-
-
-def check_same_type(tensor: torch.Tensor, like: torch.Tensor, name: str, index: int = 0) -> None:
-    """Refuse a tensor, at some place of a list, that differs from ``like`` in dtype, device or layout."""
-    if _kind(tensor) != _kind(like):
-        expected, got = " on ".join(_kind(like)[:2]), " on ".join(_kind(tensor)[:2])
-        refuse(
-            name,
-            f"invalid tensor type at index {index} (expected {expected}, got {got}); a call's tensors, input"
-            " and output, must be alike",
-        )
 
 
 def check_pieces(whole: torch.Tensor, piece: torch.Tensor, size: int, name: str) -> None:
@@ -267,11 +224,8 @@ def check_pieces(whole: torch.Tensor, piece: torch.Tensor, size: int, name: str)
     check_dense([piece], name)
     check_same_type(whole, piece, name)
     if whole.numel() != piece.numel() * size:
-        refuse(
-            name,
-            f"invalid tensor size at index 0 (expected {piece.numel()} elements times {size} ranks, got"
-            f" {whole.numel()}), of input and output",
-        )
+        lengths = f"(expected {piece.numel()} elements times {size} ranks, got {whole.numel()})"
+        refuse(name, f"invalid tensor size at index 0 {lengths}, of input and output")
 
 
 def check_reduce_scatter_lists(
@@ -279,10 +233,8 @@ def check_reduce_scatter_lists(
 ) -> None:
     """Refuse what is not one output, and one list with an input of its dtype for each rank."""
     if len(outputs) != 1 or len(inputs) != 1:
-        refuse(
-            name,
-            f"reduce_scatter only supports 1 output, got {len(outputs)}, with {len(inputs)} lists of inputs",
-        )
+        got = f"got {len(outputs)}, with {len(inputs)} lists of inputs"
+        refuse(name, f"reduce_scatter only supports 1 output, {got}")
     if len(inputs[0]) != size:
         refuse(name, f"invalid input tensor list size, must be world size, {size}, got {len(inputs[0])}")
     check_dense(outputs, name)
@@ -296,11 +248,8 @@ def check_exchange(
     """Refuse lists for ``alltoall`` that are not one tensor per rank each, or whose dtypes differ."""
     for tensors, role in ((inputs, "input"), (outputs, "output")):
         if len(tensors) != size:
-            refuse(
-                name,
-                f"invalid {role} tensor list: its length should be equal to world size, {size}, got"
-                f" {len(tensors)}",
-            )
+            expected = f"its length should be equal to world size, {size}, got {len(tensors)}"
+            refuse(name, f"invalid {role} tensor list: {expected}")
     check_dense([*inputs, *outputs], name)
     for index, tensor in enumerate([*inputs, *outputs]):
         check_same_type(tensor, inputs[0], name, index)

@@ -20,12 +20,12 @@ from torch._C import _distributed_c10d as c10d
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.queue import CoalescedOperation, describe_coalesced
 from torchestra.communicator.work import Work
-from torchestra.engine.operations import COLLECTIVES
 from torchestra.errors import DistError
 from torchestra.interop.torch_distributed.errors import as_torch_error
 from torchestra.interop.torch_distributed.options import in_our_terms, reduction
 from torchestra.interop.torch_distributed.works import FinishedWork, TorchestraWork, joined
 from torchestra.process_group import ProcessGroup
+from torchestra.process_group.forms import FORMS
 from torchestra.types import ReduceOp, Timeout
 
 __all__ = ["Operations"]
@@ -283,7 +283,5 @@ def _add_methods(name: str, torch_names: Sequence[str]) -> None:
             setattr(Operations, torch_name, known or _forwarding(name, torch_name))
 
 
-for _row in COLLECTIVES.values():
-    _add_methods(_row.method, [_row.method, *_row.method_aliases])
-    if _row.coalesced:
-        _add_methods(_row.coalesced, [_row.coalesced, *(f"{alias}_coalesced" for alias in _row.aliases)])
+for _form in FORMS:
+    _add_methods(_form.name, [_form.name, *_form.aliases])

@@ -1,0 +1,15 @@
+"""The collectives as methods of a group, made of their forms (forms.py). Generated from them: methods.pyi."""
+
+from torchestra.process_group.forms import FORMS
+
+__all__ = ["CollectiveMethods"]
+
+
+class CollectiveMethods:
+    """The collectives in torch's C++ form, by all of torch's names; they run on ``communicator``."""
+
+
+for _form in FORMS:
+    _method = _form.method()
+    for _name in (_form.name, *_form.aliases):
+        setattr(CollectiveMethods, _name, _method)
