@@ -21,12 +21,12 @@ LAYOUT = (1, 2, 1)
 
 
 class LateReader(TCPStore):
-    """The store of a rank that reads the terms when the others are about to raise, or rank 0 has done so."""
+    """The store of a rank that reads the terms when all others are about to raise."""
 
     others = 0
 
     def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
-        raised = f"{key}/raised/num_members"
+        raised = key.partition("/torchestra/")[0] + "/torchestra/init/raised"
         while key.endswith("/terms") and not (self.check([raised]) and int(self.get(raised)) >= self.others):
             nap(0.002)
         return super().compare_set(key, expected_value, desired_value)

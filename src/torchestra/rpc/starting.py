@@ -28,6 +28,7 @@ from torchestra.rpc.router import Router
 from torchestra.rpc.termination import TerminationDetector
 from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.store import PrefixStore, Store
+from torchestra.store.joint_errors import raising_together
 from torchestra.store.missing_keys import missing_indices
 from torchestra.types import timeout_seconds
 
@@ -88,12 +89,13 @@ def init_rpc(
         secret=options.secret,
     )
     own = PrefixStore("torchestra/rpc", meeting.store)
-    names = _meet(own, name, meeting.rank, meeting.world_size, timeout_s)
-    warm_up()
-    torchscript.register()
-    router = _open_router(own, name, meeting.rank, meeting.world_size, timeout_s, here)
-    agent = options._make_agent(Agent, router, names)
-    _connect_hosts(agent, own, names, timeout_s, options)
+    with raising_together(own, "init", meeting.world_size):
+        names = _meet(own, name, meeting.rank, meeting.world_size, timeout_s)
+        warm_up()
+        torchscript.register()
+        router = _open_router(own, name, meeting.rank, meeting.world_size, timeout_s, here)
+        agent = options._make_agent(Agent, router, names)
+        _connect_hosts(agent, own, names, timeout_s, options)
     set_agent(agent)
     _open.add(agent)
     agent.start()

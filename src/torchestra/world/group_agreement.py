@@ -19,6 +19,7 @@ from torchestra.arguments.annotations import check_integer
 from torchestra.errors import CollectiveMismatchError, DistError, InvalidArgumentError, shown
 from torchestra.process_group import ProcessGroup
 from torchestra.process_group.starting import refuse
+from torchestra.store.joint_errors import raising_together
 from torchestra.world.registry import compact
 
 __all__ = ["GroupCall", "checked_ranks", "same_call"]
@@ -86,27 +87,35 @@ def same_call(parent: ProcessGroup, key: str, call: GroupCall) -> Iterator[None]
         CollectiveMismatchError: another rank makes other groups; on every rank that has not made its own yet.
     """
     key = f"new_group/{key}"
+    with raising_together(parent.store, key, parent.size(), CollectiveMismatchError):
+        _check_same(parent, key, call)
+        try:
+            yield
+        except Exception as error:
+            said = b""
+            with contextlib.suppress(DistError, OSError):
+                said = parent.store.get(key)
+            if said[:1] == _MISMATCH:
+                _mismatch(said, error)
+            raise
+
+
+def _check_same(parent: ProcessGroup, key: str, call: GroupCall) -> None:
+    """Compare a call with that of the first rank, or raise as :func:`same_call` does."""
     mine = call.encode()
     said = parent.store.compare_set(key, "", mine)
-    if said != mine:
-        if said[:1] == _MISMATCH:
-            _mismatch(said)
-        first = GroupCall.decode(said)
-        if difference := call.difference(first):
-            # Several may find one at once: all raise what the first of them says.
-            verdict = parent.store.compare_set(key, said, _MISMATCH + difference.encode())
-            for name, ranks in first.groups.items():
-                hosts = None if parent.maker is not None else parent.communicator.hosts_among(ranks)
-                refuse(parent.store, name, hosts, difference)
-            _mismatch(verdict)
-    try:
-        yield
-    except Exception as error:
-        with contextlib.suppress(DistError, OSError):
-            said = parent.store.get(key)
-        if said[:1] == _MISMATCH:
-            _mismatch(said, error)
-        raise
+    if said == mine:
+        return
+    if said[:1] == _MISMATCH:
+        _mismatch(said)
+    first = GroupCall.decode(said)
+    if difference := call.difference(first):
+        # Several may find one at once: all raise what the first of them says.
+        verdict = parent.store.compare_set(key, said, _MISMATCH + difference.encode())
+        for name, ranks in first.groups.items():
+            hosts = None if parent.maker is not None else parent.communicator.hosts_among(ranks)
+            refuse(parent.store, name, hosts, difference)
+        _mismatch(verdict)
 
 
 def _mismatch(said: bytes, cause: BaseException | None = None) -> NoReturn:

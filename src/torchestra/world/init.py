@@ -31,6 +31,7 @@ from torchestra.process_group.group import GroupMaker
 from torchestra.process_group.starting import AnyStore, choose_backend, device_request, start
 from torchestra.rendezvous import rendezvous
 from torchestra.store import FakeStore, PrefixStore, Store
+from torchestra.store.joint_errors import raising_together
 from torchestra.store.secret import Secret
 from torchestra.types import DEFAULT_TIMEOUT, Timeout, timeout_seconds
 from torchestra.world.registry import World, current_world, own_world
@@ -173,17 +174,18 @@ def make_world(
         store, rank, world_size = PrefixStore("torchestra", met.store), met.rank, met.world_size
     if world.thread is None:
         world.thread = threading.current_thread()
-    group = start_group(
-        store,
-        ranks=range(world_size),
-        rank=rank,
-        name=DEFAULT_NAME,
-        backend=chosen,
-        timeout_s=timeout_s,
-        description=group_name or "default_pg",
-        maker=maker,
-        request=request,
-    )
+    with raising_together(store, "init", world_size):
+        group = start_group(
+            store,
+            ranks=range(world_size),
+            rank=rank,
+            name=DEFAULT_NAME,
+            backend=chosen,
+            timeout_s=timeout_s,
+            description=group_name or "default_pg",
+            maker=maker,
+            request=request,
+        )
     world.default = group
     register(world, group)
 

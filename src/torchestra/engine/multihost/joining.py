@@ -25,9 +25,8 @@ from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.mpi import close_at_exit, start_mpi
 from torchestra.engine.multihost.point_to_point import PointToPoint
 from torchestra.engine.operations import Kind, pack
-from torchestra.errors import GroupAbortedError, InvalidArgumentError, StoreTimeoutError
+from torchestra.errors import InvalidArgumentError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
-from torchestra.store.joint_errors import raising_together
 from torchestra.system.deadline import Deadline
 
 __all__ = ["join_hosts", "refuse_hosts"]
@@ -90,8 +89,7 @@ def join_hosts(
     end: Bridge | None = None
     transport: GroupTransport | None = None
     try:
-        with raising_together(store, "terms", hosts.size, InvalidArgumentError, GroupAbortedError):
-            _agree(store, bridge, bound, hosts, rank, context, max(0.1, deadline - time.monotonic()))
+        _agree(store, bridge, bound, hosts, rank, context, max(0.1, deadline - time.monotonic()))
         if bridge == "mpi":
             start_mpi(max(0.1, deadline - time.monotonic()), len(hosts.host_of))
         transport = GroupTransport(store, hosts, rank)

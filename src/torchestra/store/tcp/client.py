@@ -28,7 +28,7 @@ from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.pool import GRACE_SECONDS, ConnectionPool, invalid_reply
 from torchestra.store.tcp.protocol import Reply, Request
 from torchestra.store.tcp.server import TCPStoreServer
-from torchestra.store.tcp.shared_server import ServerLease
+from torchestra.store.tcp.shared_server import ServerLease, serves
 from torchestra.types import Timeout
 
 __all__ = ["TCPStore"]
@@ -119,6 +119,11 @@ class TCPStore(Store):
     @property
     def port(self) -> int:
         return self._address.port
+
+    @property
+    def is_served_here(self) -> bool:
+        """Return whether the server is in this process."""
+        return self._server is not None or serves(self.port)
 
     def set(self, key: str, value: Value) -> None:
         self.multi_set([key], [value])

@@ -10,7 +10,7 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.server import TCPStoreServer
 
-__all__ = ["ServerLease", "keep_server"]
+__all__ = ["ServerLease", "keep_server", "serves"]
 
 _FAREWELL_SECONDS = 3.0
 
@@ -97,6 +97,12 @@ def keep_server(host: str, port: int, secret: bytes | None) -> int:
             # Other than atexit, this is also called at the end of a multiprocessing child.
             multiprocessing.util.Finalize(None, _see_off, (address,), exitpriority=1)
     return kept.server.port
+
+
+def serves(port: int) -> bool:
+    """Return whether a shared server of this process listens on a port."""
+    with _lock:
+        return any(server.port == port and not server.closed for server, _ in _shared.values())
 
 
 def _see_off(address: Address) -> None:
