@@ -20,7 +20,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 import torchestra as dist
-from torchestra.communicator.device import DeviceCommunicator, Devices
+from torchestra.communicator.device import Devices
 from torchestra.engine.device.agreement import Agreement
 from torchestra.engine.device.stream_scheduler import DeviceEvent, Refuse, StreamScheduler
 from torchestra.engine.device.torch_store import store_for_torch
@@ -203,8 +203,10 @@ class StandIn:
         scheduler = ThreadScheduler()
         self.devices = Devices(self.base, agreement, scheduler, partial(_open, self.base, store, self.calls))
         self.base.delegation = self.devices
-        self.communicator: DeviceCommunicator = self.devices.communicator()
+        self.communicator: Any = self.devices.communicator()
         scheduler.refuse = self.communicator.engine.refuse
+        # It is in the place of the group's, of which nobody asks these of a device's.
+        self.communicator.barrier, self.communicator.drain = self.base.barrier, self.base.drain
 
 
 @contextlib.contextmanager

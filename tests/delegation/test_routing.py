@@ -16,6 +16,7 @@ import torchestra as dist
 from torchestra.communicator import device_routing, multi_tensor
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.device_routing import routed
+from torchestra.engine.operations import ALL_GATHER
 from torchestra.errors import InvalidArgumentError
 from torchestra.types import ReduceOp
 from worlds import run
@@ -51,7 +52,7 @@ def route() -> None:
     assert integers.tolist() == [size] * 2
     assert len(stand_in.calls) == 2
     with pytest.raises(InvalidArgumentError, match="a tensor is on meta, but rank"):
-        call(Communicator.all_gather, [torch.empty(2, device="meta")] * size, own)
+        call(Communicator.collective, ALL_GATHER, [torch.empty(2, device="meta")] * size, own)
     dist.barrier()
 
 

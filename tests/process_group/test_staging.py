@@ -18,6 +18,7 @@ from torchestra.communicator import multi_tensor
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.host_staging import POSSIBLE, Stage, run_staged, staged
 from torchestra.communicator.work import Work
+from torchestra.engine.operations import ALL_TO_ALL, GATHER
 from torchestra.errors import InvalidArgumentError
 from torchestra.types import ReduceOp
 from worlds import KINDS, run
@@ -76,7 +77,9 @@ def copy_no_more_than_needed() -> None:
     assert output.tolist() == [peer for peer in range(size) for _ in range(2)]
     assert (copies.fetched, copies.given_back) == ([(2,)], [(2 * size,)])
     copies, outputs = NotedCopies(), [on_device(2) for _ in range(size)]
-    work = call(copies, Communicator.gather, outputs if rank == 1 else None, own, 1, async_op=True)
+    work = call(
+        copies, Communicator.collective, GATHER, outputs if rank == 1 else None, own, root=1, async_op=True
+    )
     work.wait()
     assert copies.fetched == [(2,)]
     assert copies.given_back == ([(2,)] * size if rank == 1 else [])
@@ -100,7 +103,7 @@ def mind_layouts() -> None:
     call(copies, Communicator.all_gather_into_tensor, on_device(2 * size), leaf)
     mixed = [on_device(1), torch.zeros(1, dtype=torch.float32)]
     with pytest.raises(InvalidArgumentError, match="different dtypes"):
-        call(copies, Communicator.all_to_all, mixed[:size], [on_device(1)] * size)
+        call(copies, Communicator.collective, ALL_TO_ALL, mixed[:size], [on_device(1)] * size)
 
 
 def keep_the_order() -> None:

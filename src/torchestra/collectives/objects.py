@@ -21,6 +21,7 @@ import torch
 
 from torchestra.arguments.annotations import checked
 from torchestra.collectives.functions import _member, _root, _sender
+from torchestra.engine.operations import ALL_GATHER, ALL_TO_ALL, SCATTER
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, ObjectTransferError
 from torchestra.process_group import ProcessGroup
 from torchestra.tensors.packed_objects import BLOCK_BYTES, PackedObjects, Unreadable
@@ -157,13 +158,12 @@ def scatter_object_list(
 
     def move(piece: Callable[[PackedObjects], torch.Tensor]) -> None:
         sources = [_NOTHING] * size if outgoing is None else [piece(each) for each in outgoing]
-        communicator.all_to_all(
-            [piece(packed) if peer == root else _NOTHING for peer in range(size)], sources
-        )
+        targets = [piece(packed) if peer == root else _NOTHING for peer in range(size)]
+        communicator.collective(ALL_TO_ALL, targets, sources)
 
     with communicator.queue.abort_on_error(name):
         block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
-        communicator.scatter(block, None if outgoing is None else _blocks(outgoing), root)
+        communicator.collective(SCATTER, block, None if outgoing is None else _blocks(outgoing), root=root)
         packed, head = PackedObjects.arriving(block)
         error = _failure({root: packed}, error, member, name)
         if error is None:
@@ -264,11 +264,10 @@ def _collect(member: ProcessGroup, obj: object, root: int | None, name: str) -> 
     def move(piece: Callable[[PackedObjects], torch.Tensor]) -> None:
         targets = [piece(packed) if receives else _NOTHING for packed in all_packed]
         if root is None:
-            communicator.all_gather(targets, piece(own))
+            communicator.collective(ALL_GATHER, targets, piece(own))
         else:
-            communicator.all_to_all(
-                targets, [piece(own) if peer == root else _NOTHING for peer in range(size)]
-            )
+            sources = [piece(own) if peer == root else _NOTHING for peer in range(size)]
+            communicator.collective(ALL_TO_ALL, targets, sources)
 
     with communicator.queue.abort_on_error(name):
         blocks = torch.empty((size, BLOCK_BYTES), dtype=torch.uint8)

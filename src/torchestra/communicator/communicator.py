@@ -28,21 +28,15 @@ from torchestra.communicator.work import Work
 from torchestra.engine.interface import Engine
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.operations import (
-    ALL_GATHER,
     ALL_GATHER_INTO_TENSOR,
     ALL_REDUCE,
     ALL_REDUCE_LIST,
-    ALL_TO_ALL,
     ALL_TO_ALL_SINGLE,
     BARRIER,
     BROADCAST,
     EXSCAN,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
     REDUCE_SCATTER_TENSOR,
     SCAN,
-    SCATTER,
     Collective,
 )
 from torchestra.system.forking import forget_in_children
@@ -257,33 +251,12 @@ class Communicator:
 
         return self.queue.run(operation, f"{name}({op.name}, sparse)", async_op, sparse.OPERATIONS, tensors)
 
-    def reduce(
-        self,
-        tensor: torch.Tensor,
-        op: ReduceOp,
-        root: int,
-        async_op: bool = False,
-        timeout_s: float | None = None,
-    ) -> Work | None:
-        """Replace the root's tensor by the reduction of all ranks' tensors."""
-        return self.collective(REDUCE, tensor, tensor, op, root, async_op=async_op, timeout_s=timeout_s)
-
     @fast_path.broadcast
     def broadcast(
         self, tensor: torch.Tensor, root: int, async_op: bool = False, timeout_s: float | None = None
     ) -> Work | None:
         """Replace every rank's tensor by the root's."""
         return self.collective(BROADCAST, tensor, tensor, root=root, async_op=async_op, timeout_s=timeout_s)
-
-    def all_gather(
-        self,
-        outputs: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
-        async_op: bool = False,
-        timeout_s: float | None = None,
-    ) -> Work | None:
-        """Put every rank's tensor into one of the outputs; sizes may differ between ranks."""
-        return self.collective(ALL_GATHER, outputs, tensor, async_op=async_op, timeout_s=timeout_s)
 
     @fast_path.all_gather_into_tensor
     def all_gather_into_tensor(
@@ -295,39 +268,6 @@ class Communicator:
     ) -> Work | None:
         """Put every rank's tensor into the output, one after the other."""
         return self.collective(ALL_GATHER_INTO_TENSOR, output, tensor, async_op=async_op, timeout_s=timeout_s)
-
-    def gather(
-        self,
-        outputs: Sequence[torch.Tensor] | None,
-        tensor: torch.Tensor,
-        root: int,
-        async_op: bool = False,
-        timeout_s: float | None = None,
-    ) -> Work | None:
-        """Put every rank's tensor into one of the root's outputs."""
-        return self.collective(GATHER, outputs, tensor, root=root, async_op=async_op, timeout_s=timeout_s)
-
-    def scatter(
-        self,
-        output: torch.Tensor,
-        tensors: Sequence[torch.Tensor] | None,
-        root: int,
-        async_op: bool = False,
-        timeout_s: float | None = None,
-    ) -> Work | None:
-        """Put one of the root's tensors into each rank's output."""
-        return self.collective(SCATTER, output, tensors, root=root, async_op=async_op, timeout_s=timeout_s)
-
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        op: ReduceOp,
-        async_op: bool = False,
-        timeout_s: float | None = None,
-    ) -> Work | None:
-        """Reduce the ranks' tensors for this rank into its output; sizes may differ between ranks."""
-        return self.collective(REDUCE_SCATTER, output, tensors, op, async_op=async_op, timeout_s=timeout_s)
 
     @fast_path.reduce_scatter_tensor
     def reduce_scatter_tensor(
@@ -342,16 +282,6 @@ class Communicator:
         return self.collective(
             REDUCE_SCATTER_TENSOR, output, tensor, op, async_op=async_op, timeout_s=timeout_s
         )
-
-    def all_to_all(
-        self,
-        outputs: Sequence[torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        async_op: bool = False,
-        timeout_s: float | None = None,
-    ) -> Work | None:
-        """Send each rank one tensor, and receive one from each."""
-        return self.collective(ALL_TO_ALL, outputs, tensors, async_op=async_op, timeout_s=timeout_s)
 
     @fast_path.all_to_all_single
     def all_to_all_single(

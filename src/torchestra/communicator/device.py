@@ -1,8 +1,8 @@
 """The operations of a group on tensors of a device, by what torch has for it (engine/device/).
 
-It is a communicator like any other, with an engine of its own; its checks, layouts and coalesced operations
-are those of every communicator. What differs is when operations run: at once, when they are called, as far as
-the host is concerned. What they mean on the device is in engine/device/stream_scheduler.py.
+A communicator runs them, with an engine and a queue of its own; its checks, layouts and coalesced operations
+are those of every communicator. What differs is when the queue runs operations: at once, when they are
+called, as far as the host is concerned. What they mean on the device is in engine/device/stream_scheduler.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchestra.tensors import checks
 from torchestra.tensors.contiguity import made_plain, write_back
 from torchestra.types import ReduceOp, Timeout
 
-__all__ = ["DeviceCommunicator", "Devices", "agreement_of", "delegate"]
+__all__ = ["Devices", "agreement_of", "delegate"]
 
 _CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
@@ -138,7 +138,7 @@ class StreamQueue(OperationQueue):
 class DeviceMessages:
     """Messages of tensors of a device; see point_to_point.Messages."""
 
-    def __init__(self, communicator: DeviceCommunicator, queue: StreamQueue) -> None:
+    def __init__(self, communicator: Communicator, queue: StreamQueue) -> None:
         self._communicator = communicator
         self._queue = queue
 
@@ -174,30 +174,6 @@ class DeviceMessages:
         return work
 
 
-class DeviceCommunicator(Communicator):
-    """One rank's end of a group, for tensors of one device.
-
-    Args:
-        base: that for tensors of the CPU.
-        engine: the device's.
-    """
-
-    def __init__(self, base: Communicator, engine: DeviceEngine) -> None:
-        queue = StreamQueue(engine, base.name)
-        super().__init__(engine, base.name, base.timeout_s, queue)
-        self.messages = DeviceMessages(self, queue)
-        self._base = base
-
-    def limit(self, timeout_s: float | None) -> float:
-        return self._base.limit(timeout_s)
-
-    def barrier(self, async_op: bool = False, timeout_s: float | None = None) -> Work | None:
-        return self._base.barrier(async_op, timeout_s)
-
-    def drain(self, timeout_s: float) -> None:
-        self._base.drain(timeout_s)
-
-
 class Devices:
     """A communicator's delegation: makes the communicator for its device when that is first wanted.
 
@@ -214,13 +190,13 @@ class Devices:
     ) -> None:
         self.agreement = agreement
         self._base = base
-        self._lane = scheduler
+        self._scheduler = scheduler
         self._open_backend = open_backend
         self._engine: DeviceEngine | None = None
-        self._made: DeviceCommunicator | None = None
+        self._made: Communicator | None = None
         self._making = threading.Lock()
 
-    def serve(self, tensors: Sequence[torch.Tensor], op: ReduceOp | None = None) -> DeviceCommunicator | None:
+    def serve(self, tensors: Sequence[torch.Tensor], op: ReduceOp | None = None) -> Communicator | None:
         """See Delegation."""
         device = self.agreement.device
         for tensor in tensors:
@@ -236,15 +212,20 @@ class Devices:
             return None
         return self.communicator()
 
-    def communicator(self) -> DeviceCommunicator:
+    def communicator(self) -> Communicator:
         """The communicator for the device."""
         with self._making:
             if self._made is None:
                 base = self._base
-                self._engine = DeviceEngine(base.engine, self._lane, base.name, self._open_backend)
-                self._made = DeviceCommunicator(base, self._engine)
+                engine = self._engine = DeviceEngine(
+                    base.engine, self._scheduler, base.name, self._open_backend
+                )
+                queue = StreamQueue(engine, base.name)
+                self._made = Communicator(engine, base.name, base.timeout_s, queue)
+                self._made.messages = DeviceMessages(self._made, queue)
                 base.uses_device = True
-                self._made.queue.closed = base.closed
+                queue.closed = base.closed
+            self._made.timeout_s = self._base.timeout_s
             return self._made
 
     def finish(self) -> None:

@@ -244,20 +244,8 @@ class RegisteredEngine(Engine):
     def complete(self, transfer: Work) -> object:
         return transfer.wait()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
     def combine(self, target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
         combine_tensors(target, sources, op)
-
-    def scale(self, tensor: torch.Tensor, factor: float) -> None:
-        tensor.mul_(factor)
-
-    def sequence_number(self) -> int:
-        return 0
-
-    def flight_record(self) -> None:
-        return None
 
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:
         self._group.abort()

@@ -47,7 +47,6 @@ class FakeEngine(Engine):
     """One rank's engine in a group in which it is alone; see above for what the operations do."""
 
     is_fake = True
-    is_aborted = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -98,21 +97,12 @@ class FakeEngine(Engine):
     def complete(self, transfer: None) -> None:
         pass
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
     def combine(self, target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
         if type(target) is torch.Tensor and target.is_cpu:
             combine_tensors(target, sources, op)
 
     def scale(self, tensor: torch.Tensor, factor: float) -> None:
         pass
-
-    def sequence_number(self) -> int:
-        return 0
-
-    def flight_record(self) -> None:
-        return None
 
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:
         pass

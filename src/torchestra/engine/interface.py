@@ -12,7 +12,7 @@ which it is called, and returns when it is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -37,14 +37,19 @@ class Plan(Protocol):
         """The collective."""
 
 
+def _missing(engine: Engine, name: str) -> NoReturn:
+    raise NotImplementedError(f"{type(engine).__name__} has no {name}()")
+
+
 class Engine(Protocol):
-    """One rank's engine. Classes derive from this, for the properties that most do not have.
+    """One rank's engine. Classes derive from this, for what most do not have, or have alike.
 
     Attributes:
         rank, size: this rank's number in the group, and how many there are.
         kernels: the compiled kernels (local.py), for the communicator's fast path; None without a fast path.
         context: this rank's context in the arena of its host; None without one.
         hosts: which ranks are on which host; None if all are on one.
+        hierarchy, bridge_kind: with several hosts, the means to cross between them, and which bridge it is.
         is_fake: the other ranks do not exist, so tensors need no memory, and nothing waits.
         delegates: arguments are neither checked nor prepared for it: :meth:`delegate` takes whole calls.
     """
@@ -54,6 +59,8 @@ class Engine(Protocol):
     kernels: Any = None
     context: Any = None
     hosts: Hosts | None = None
+    hierarchy: Any = None
+    bridge_kind: str = ""
     is_fake: bool = False
     delegates: bool = False
 
@@ -84,6 +91,7 @@ class Engine(Protocol):
 
     def barrier(self, timeout_s: float, site: str | None = None) -> None:
         """Return when all ranks have called."""
+        _missing(self, "barrier")
 
     def delegate(
         self,
@@ -122,43 +130,53 @@ class Engine(Protocol):
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float) -> None:
         """Send a message; the tensor may be changed afterwards, though the message may not have arrived."""
+        _missing(self, "send")
 
     def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float) -> int:
         """Receive a message from a rank, or from any (None); returns the rank that sent it."""
+        _missing(self, "receive")
 
     def begin_send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float, done: Ended) -> Any:
         """Begin :meth:`send`; returns the transfer. ``done`` is called at its end."""
+        _missing(self, "begin_send")
 
     def begin_receive(
         self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float, done: Ended
     ) -> Any:
         """Begin :meth:`receive`; returns the transfer. ``done`` is called at its end."""
+        _missing(self, "begin_receive")
 
     def complete(self, transfer: Any) -> object:
         """Work for a transfer until it has ended."""
+        _missing(self, "complete")
 
     # -- what belongs to it
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor, where the engine moves it fastest."""
+        return torch.empty(shape, dtype=dtype)
 
     def combine(self, target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
         """Reduce tensors of this rank, as the engine does those of several: same order, same rounding."""
 
     def scale(self, tensor: torch.Tensor, factor: float) -> None:
         """Multiply a contiguous tensor of this rank by a factor, in place."""
+        tensor.mul_(factor)
 
     # -- its state
 
     def sequence_number(self) -> int:
-        """Return how many operations of the whole group this rank has begun."""
+        """Return how many operations of the whole group this rank has begun, 0 if nobody counts."""
+        return 0
 
     def flight_record(self) -> FlightRecord | None:
         """Return what the ranks did last; None if nothing is recorded."""
+        return None
 
     @property
     def is_aborted(self) -> bool:
         """Whether the group can no longer be used, and all ranks can know that."""
+        return False
 
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:
         """Have what is under way on all ranks, and what is called later, fail at once.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.device import agreement_of, delegate
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.shrinking import shrink
-from torchestra.engine.multihost.engine import MultiHostEngine
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.multihost.shrinking import shrink_hosts
 from torchestra.errors import GroupDestroyedError, InvalidArgumentError, InvalidArgumentTypeError, shown
@@ -74,10 +73,9 @@ def _within_host(
 def _between_hosts(
     communicator: Communicator, name: str, exclude: Sequence[int], seconds: float, backend: str
 ) -> _Made:
-    engine = cast(MultiHostEngine, communicator.engine)
-    hierarchy = engine.hierarchy
+    engine, hierarchy = communicator.engine, communicator.engine.hierarchy
     # MPI does not promise to outlive a rank. Where it was used the network is trusted, so Gloo may be.
-    bridge = "gloo" if engine.mailbox.bridge_kind == "mpi" else engine.mailbox.bridge_kind
+    bridge = "gloo" if engine.bridge_kind == "mpi" else engine.bridge_kind
 
     def enter(store: Store, rank: int, hosts: Hosts, seconds: float) -> Communicator:
         program = hierarchy.context.program

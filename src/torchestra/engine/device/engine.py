@@ -18,7 +18,7 @@ from torchestra.engine.device.launching import EVERYBODY, LateBackend
 from torchestra.engine.device.nccl import bindings
 from torchestra.engine.device.stream_scheduler import StreamScheduler
 from torchestra.engine.device.views import at, flat, raw, spanning
-from torchestra.engine.interface import Ended, Engine
+from torchestra.engine.interface import Engine
 from torchestra.engine.operations import REDUCE, Collective, Kind, describe, even_parts, pack
 from torchestra.types import ReduceOp
 
@@ -26,7 +26,6 @@ __all__ = ["DeviceEngine", "Joint"]
 
 Tensors = Sequence[torch.Tensor]
 
-_NOT_HERE = "a device's barrier is the host's, and its messages go in batches: communicator/device.py"
 _SLACK_SECONDS = 60.0  # the watch gives an operation up before torch does
 _TAG = 0
 
@@ -78,7 +77,7 @@ class Joint:
 
 
 class DeviceEngine(Engine):
-    """One rank's engine for tensors of one device.
+    """One rank's engine for tensors of one device; barriers are the host's, and messages go in batches.
 
     Args:
         base: the group's engine for tensors of the CPU.
@@ -147,26 +146,6 @@ class DeviceEngine(Engine):
         )
         return self._backend.launch(doing, timeout_s, None, begin, ends)
 
-    def barrier(self, timeout_s: float, site: str | None = None) -> None:
-        raise NotImplementedError(_NOT_HERE)
-
-    def send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float) -> None:
-        raise NotImplementedError(_NOT_HERE)
-
-    def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float) -> int:
-        raise NotImplementedError(_NOT_HERE)
-
-    def begin_send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float, done: Ended) -> Any:
-        raise NotImplementedError(_NOT_HERE)
-
-    def begin_receive(
-        self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float, done: Ended
-    ) -> Any:
-        raise NotImplementedError(_NOT_HERE)
-
-    def complete(self, transfer: Any) -> None:
-        raise NotImplementedError(_NOT_HERE)
-
     # -- what else is asked of an engine
 
     def combine(self, target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
@@ -174,17 +153,11 @@ class DeviceEngine(Engine):
         for source in sources[1:]:
             target.copy_(_COMBINE[op.name](target, source))
 
-    def scale(self, tensor: torch.Tensor, factor: float) -> None:
-        tensor.mul_(factor)
-
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.scheduler.device)
 
     def sequence_number(self) -> int:
         return self._backend.launched
-
-    def flight_record(self) -> None:
-        return None
 
     def close(self) -> None:
         self._backend.close()

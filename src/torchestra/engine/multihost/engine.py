@@ -62,12 +62,13 @@ class MultiHostEngine(Engine):
     scale = LocalEngine.scale
 
     def __init__(self, hierarchy: Hierarchy, messages: PointToPoint) -> None:
-        self.hierarchy = hierarchy
+        self.hierarchy: Hierarchy = hierarchy
         self.context = hierarchy.context
         self.hosts = hierarchy.hosts
         self.size = len(hierarchy.hosts.host_of)
         self.rank = hierarchy.rank
         self.mailbox = messages
+        self.bridge_kind = messages.bridge_kind
         self._reducers: dict[tuple[torch.dtype, str], Reducer] = {}
 
     def plan(
