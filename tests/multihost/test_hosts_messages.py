@@ -221,7 +221,7 @@ def break_the_connection() -> int:
         return 0
     peer = last - rank
     exchange_one(peer)
-    address = link_of(dist.group.WORLD)._peers[peer].endpoint.address
+    address = link_of(dist.group.WORLD)._loop.peers[peer].endpoint.address
     for number in range(60):
         dist.isend(torch.tensor([number]), peer)
         if number == 30 and rank == 0:

@@ -91,7 +91,7 @@ def test_frames_that_are_no_message_are_refused(rubbish: list[bytes]) -> None:
 
 def test_a_card_is_believed_from_who_knows_the_secret_only() -> None:
     card = EndpointRecord("tcp://10.0.0.1:4000", b"k" * 40)
-    text = card.written(b"secret", "meeting/1")
+    text = card.encode(b"secret", "meeting/1")
     assert read_endpoint(text, b"secret", "meeting/1", "worker 'worker1'") == card
     forged = text.replace(b"10.0.0.1", b"10.0.0.2")
     for wrong in (

@@ -47,8 +47,8 @@ def _try(outcome: Outcome, what: str, said: list[bytes]) -> None:
         first, second, bad = made
         first.tell(second)
         for frame in said:
-            bad.wire._peers[0].say(frame)  # sends whatever it is given
-        bad.wire._rouse()
+            bad.wire._loop.peers[0].say(frame)  # sends whatever it is given
+        bad.wire._loop.wake()
         outcome.tried[what] += 1
         try:
             for _ in range(3):

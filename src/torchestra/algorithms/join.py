@@ -89,7 +89,7 @@ class Joinable(ABC):
     @property
     @abstractmethod
     def join_process_group(self) -> Any:
-        """The group whose ranks join, None for the default group; one for all joinables of a context."""
+        """Return the group whose ranks join, the same for all joinables; None for the default group."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""How an error of a backward pass gets from where it happened to where the pass began."""
+"""Carry errors of a backward pass from the worker that had them to the one that began it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ErrorRecord: TypeAlias = "tuple[int, str, bytes | None, str]"
 
 
 def describe(agent: Agent, error: BaseException) -> ErrorRecord:
-    """An error that has happened here, for the way."""
+    """Return an error that has happened here, for the way."""
     described, text = remote_errors.describe(error, agent)
     return agent.rank, str(error) or type(error).__name__, described, text
 
 
 def rebuild(described: ErrorRecord) -> Exception:
-    """The error to raise where the pass began, for one that happened elsewhere."""
+    """Return the error to raise where the pass began, for one that happened elsewhere."""
     rank, message, pickled, text = described
     cause = remote_errors.rebuild(pickled, text)
     if isinstance(cause, WorkerFailedError):
@@ -32,7 +32,7 @@ def rebuild(described: ErrorRecord) -> Exception:
 
 
 def located(rank: int, message: str, cause: BaseException) -> Exception:
-    """The error to raise where the pass began, for one that happened on a worker."""
+    """Return the error to raise where the pass began, for one that happened on a worker."""
     if isinstance(cause, (WorkerFailedError, RpcTimeoutError)):
         return cause
     error = BackwardError(f"Error on Node {rank}: {message}")

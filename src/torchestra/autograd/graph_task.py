@@ -48,7 +48,7 @@ _ONE = torch.ones(())
 
 
 class Note(NamedTuple):
-    """What a worker tells another one about a context.
+    """A message about a context between two workers.
 
     Attributes:
         context: its number.
@@ -194,7 +194,7 @@ class GraphTask:
     # -- called by the nodes of the graph
 
     def gradients_for(self, message: int) -> list[torch.Tensor | None]:
-        """The gradients of what was sent in a message, when they have come.
+        """Return the gradients of what was sent in a message, when they have come.
 
         Raises:
             Exception: the pass has failed, or they did not come.
@@ -228,7 +228,7 @@ class GraphTask:
         self._send(receipt, gradients)
 
     def is_first_use_of(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing that was sent, and no gradient of another parameter, has had this memory."""
+        """Return whether nothing that was sent, and no gradient of another parameter, has had this memory."""
         memory = tensor._values() if tensor.is_sparse else tensor
         address = memory.untyped_storage().data_ptr() if memory.layout is torch.strided else id(tensor)
         is_first = address not in self._storages

@@ -37,7 +37,7 @@ LetGo = Callable[[], None]
 
 
 class Task(Protocol):
-    """What is run once.
+    """Something to run once.
 
     Attributes:
         ran: whether it has been begun.

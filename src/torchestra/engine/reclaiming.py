@@ -1,4 +1,4 @@
-"""How a rank that has left an operation halfway gets its tensor back from peers that may still write into it.
+"""Get a tensor back, after an operation left halfway, from peers that may still write into it.
 
 In an all_reduce or reduce of tensors that all lie in heaps, everybody writes its part of the result into all
 of them, which takes a quarter less time than if everybody fetched it. At the end of the operation all have

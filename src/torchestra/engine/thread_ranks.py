@@ -1,4 +1,4 @@
-"""Which rank the calling thread belongs to, where ranks are threads of one process.
+"""Find the rank of the calling thread, where ranks are threads of one process.
 
 It finds out in a context variable. Three kinds of threads run for a rank without being it:
 

@@ -25,7 +25,7 @@ _MOST_FILES = 16
 
 
 class Message(NamedTuple):
-    """What :func:`receive` got: the object, and the descriptors that came with it (now the receiver's)."""
+    """An object that :func:`receive` got, and the descriptors with it, which are now the receiver's."""
 
     content: Any
     files: list[int]

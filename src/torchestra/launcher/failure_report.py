@@ -63,7 +63,7 @@ def _failure_report(job: Job, cause: FailedRank) -> str:
 
 
 def survived_report(job: Job, failed: FailedRank) -> str:
-    """Return what to say at once of a rank that has failed while the others go on."""
+    """Describe, at once, a rank that has failed while the others go on."""
     trace = failed.failure.traceback if failed.failure is not None else ""
     left = ranks_phrase([job.first_rank + rank for rank in job.unfinished])
     verb = "goes" if len(job.unfinished) == 1 else "go"

@@ -123,12 +123,12 @@ class Job(JobListener):
 
     @property
     def unfinished(self) -> tuple[int, ...]:
-        """The ranks whose processes have not ended."""
+        """Return the ranks whose processes have not ended."""
         return tuple(state.rank for state in self.ranks if state.ended is None)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes of the ranks, of those that have one by now."""
+        """Return the processes of the ranks, of those that have one by now."""
         return tuple(state.pid for state in self.ranks if state.pid is not None)
 
     def run(self) -> None:

@@ -120,7 +120,7 @@ class Nodes:
         return PrefixStore("launchers", joint)
 
     def _meet(self, rendezvous: str, nproc: int, port: int) -> list[dict[str, Any]]:
-        """Return what the launchers say of themselves, by node, once all have come."""
+        """Return the launchers' words about themselves, by node, once all have come."""
         mine = {
             "who": str(ProcessIdentity.current()),
             "token": secrets.token_hex(8),

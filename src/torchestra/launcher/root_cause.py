@@ -28,7 +28,7 @@ _OUR_FILES = str(Path(__file__).parent)
 
 @dataclass(frozen=True)
 class FailedRank:
-    """How a rank failed.
+    """The failure of a rank.
 
     Attributes:
         rank: which.
@@ -49,7 +49,7 @@ class FailedRank:
 
     @property
     def shell_code(self) -> int:
-        """The exit code that a shell would show, never 0: 128 and the number for a signal."""
+        """Return the exit code that a shell would show, never 0: 128 and the number for a signal."""
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code or 1
 
 

@@ -40,7 +40,7 @@ class Script:
 
 @dataclass(frozen=True)
 class MainModule:
-    """How the caller's ``__main__`` can be imported again: by its module name or from its file."""
+    """The caller's ``__main__``, to be imported again by its module name or from its file."""
 
     name: str | None = None
     file: str | None = None

@@ -69,7 +69,7 @@ class Job:
 
     @property
     def command(self) -> str:
-        """The command line of that process."""
+        """Return the command line of that process."""
         with contextlib.suppress(OSError):
             words = (_PROC / str(self.pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
             return " ".join(word.decode(errors="replace") for word in words)

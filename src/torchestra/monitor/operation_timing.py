@@ -44,7 +44,7 @@ class Timing:
 
 
 def operations() -> list[str]:
-    """Return what can be timed: the collectives of the table of operations, and messages."""
+    """Return the operations that can be timed: the collectives of the table, and messages."""
     return [*COLLECTIVES, SEND_RECV]
 
 

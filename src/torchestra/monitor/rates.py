@@ -30,7 +30,7 @@ class RankRates:
 
     @property
     def awaited(self) -> int | None:
-        """The rank that it waited for most, if it waited."""
+        """Return the rank that it waited for most, if it waited."""
         most = max(range(len(self.waited_for)), key=self.waited_for.__getitem__)
         return most if self.waited_for[most] >= _WORTH_TELLING else None
 

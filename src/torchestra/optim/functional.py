@@ -46,7 +46,7 @@ class FunctionalOptimizer:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those it updates."""
+        """Return those it updates."""
         return list(self._params)
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:

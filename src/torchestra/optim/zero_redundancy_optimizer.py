@@ -250,7 +250,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The group that the state is divided between."""
+        """Return the group that the state is divided between."""
         return self.process_group
 
     # -- state

@@ -30,7 +30,7 @@ __all__ = ["LaunchEnvironment", "launch_environment"]
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What a launcher told this process; None where it told nothing.
+    """A launcher's settings for this process; None where there are none.
 
     Attributes:
         rank: which rank this is.

@@ -249,7 +249,7 @@ def _served_by_rank_0(host: str, port: int, rank: int, secret: bytes | None) -> 
 
 
 def _hint(store: Store) -> str:
-    """Return what else may be the matter if ranks do not come."""
+    """Return other reasons why ranks may not come."""
     if isinstance(store, TCPStore) and store.secret is None:
         return f" Ranks on other hosts, or of other users, cannot come without {SECRET_VARIABLE}."
     if isinstance(store, FileStore):

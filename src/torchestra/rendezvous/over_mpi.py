@@ -34,7 +34,7 @@ _TRY_SECONDS = 2.0
 
 
 class _Place(NamedTuple):
-    """Where the ranks meet. ``secret`` is empty if all have one."""
+    """The place where the ranks meet. ``secret`` is empty if all have one."""
 
     addresses: list[str]
     port: int
@@ -103,7 +103,7 @@ def own_addresses() -> list[str]:
 
 
 def _told(mpi: Any, own: _Place | None, deadline: float) -> _Place:
-    """Return what rank 0 tells all."""
+    """Return rank 0's message to all."""
     block = bytearray(_BLOCK)
     if own is not None:
         text = json.dumps(own).encode()

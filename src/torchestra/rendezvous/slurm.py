@@ -83,7 +83,7 @@ def tasks_on_this_host(given: Mapping[str, str], tasks: int | None) -> int | Non
 
 
 def job_name(given: Mapping[str, str]) -> str | None:
-    """Return what tells this step from all others of the cluster, None if there is no job number."""
+    """Return a name for this step that no other of the cluster has, None if there is no job number."""
     job = given.get("SLURM_JOB_ID") or given.get("SLURM_JOBID")
     return f"slurm {job} {_step(given) or 0}" if job else None
 

@@ -50,5 +50,5 @@ __all__ = [
 
 
 def is_available() -> bool:
-    """Whether RPC can be used here: always."""
+    """Return whether RPC can be used here: always."""
     return True

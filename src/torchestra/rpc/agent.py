@@ -124,7 +124,7 @@ class Agent:
 
     @property
     def scope(self) -> MessageScope:
-        """Return what is installed to deal with scopes, or a scope that does nothing."""
+        """Return the installed scope of messages, or one that does nothing."""
         if self._scope is None:
             with self._scope_lock:
                 if self._scope is None:
@@ -274,7 +274,7 @@ class Agent:
     # -- what comes
 
     def _dispatch(self, message: Message) -> tuple[bool, Job]:
-        """Return what to do about a message. One that cannot be read ends its sender, and nobody else."""
+        """Return whether a message is a call, and a job for it. An unreadable one ends its sender only."""
         try:
             if message.kind > FAILURE or (message.lost is not None and not len(message.text)):
                 return self._dispatch_other(message)
@@ -295,7 +295,7 @@ class Agent:
             return False, _nothing
 
     def _dispatch_other(self, message: Message) -> tuple[bool, Job]:
-        """Return what to do about a message that is of no call, or that there was no memory for."""
+        """Return a job for a message that is of no call, or that there was no memory for."""
         if message.kind == SCOPE:
             return False, partial(self._read_scope_message, message)
         if message.lost is not None and message.kind == TERMINATION:

@@ -73,7 +73,7 @@ class Label:
 
 
 def name_of(function: object) -> str:
-    """Return what to call a function in a message."""
+    """Return the name of a function, for messages."""
     return (
         getattr(function, "__qualname__", None)
         or getattr(function, "__name__", None)

@@ -1,4 +1,4 @@
-"""Which worker the calling thread belongs to."""
+"""The registry of workers: finds that of the calling thread."""
 
 from __future__ import annotations
 

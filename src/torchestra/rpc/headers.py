@@ -48,7 +48,7 @@ class OutgoingHeader:
         self.reducers: dict[type, Reducer] = {**registered_reducers(), rrefs.rref_class: self._reduce_rref}
 
     def content(self) -> tuple[Any, ...] | None:
-        """Return what to send, or None if nothing has to be said."""
+        """Return the header's content, or None if it has none."""
         mark = None if self._recorder is None else self._recorder.close()
         if self._forks or self._creation is not None or mark is not None:
             return (self._creation, [tuple(each) for each in self._forks], mark)

@@ -73,12 +73,12 @@ def connect(
 
 
 def listening_address(store: Store) -> str:
-    """Return what the environment's TORCHESTRA_RPC_ADDRESS says, or else :func:`own_address`."""
+    """Return the environment's TORCHESTRA_RPC_ADDRESS, or else :func:`own_address`."""
     return os.environ.get(ADDRESS_VARIABLE) or own_address(store)
 
 
 def given_ports() -> tuple[int, int] | None:
-    """Return what the environment's TORCHESTRA_RPC_PORTS says: ``29600`` or ``29600-29700``.
+    """Read the environment's TORCHESTRA_RPC_PORTS: ``29600`` or ``29600-29700``.
 
     Raises:
         InvalidArgumentError: it says something else.

@@ -43,7 +43,7 @@ Job = Callable[[], None]
 
 
 class Waitable(Protocol):
-    """What a thread waits for.
+    """Something that a thread waits for.
 
     Attributes:
         finished: it is there.

@@ -1,4 +1,4 @@
-"""Whether references that are left at a graceful shutdown are an error."""
+"""The setting whether references left at a graceful shutdown are an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers are gone, and which calls have taken too long."""
+"""Watch over calls: fail those that take too long, or whose worker is gone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Liveness:
         return rank in self.gone or rank in self._lost()
 
     def _lost(self) -> dict[int, str]:
-        """Return what has become of workers that are lost, whether or not they are known to be gone."""
+        """Return the fate of lost workers, whether or not they are known to be gone."""
         return {**self._agent.router.lost(self.gone), **self._unreadable}
 
     def failure_of(self, rank: int, what: str) -> WorkerFailedError:

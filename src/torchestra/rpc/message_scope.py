@@ -1,4 +1,4 @@
-"""What messages belong to beyond their call: the door through which distributed autograd joins in.
+"""Scopes of messages beyond their call: the interface by which distributed autograd joins in.
 
 RPC knows nothing of autograd. It asks the :class:`CallScope` of the calling thread what to do about the
 tensors in a message, sends its *mark* around the message, and hands the mark to the :class:`MessageScope` of
@@ -35,14 +35,14 @@ class TensorRecorder(Protocol):
 
 
 class CallScope(Protocol):
-    """What calls of a thread, and the answers to a call, belong to."""
+    """The scope of the calls of a thread, and of the answers to a call."""
 
     def outgoing(self, to: int, content: object, *, is_call: bool) -> TensorRecorder | None:
         """Return a recorder for a message to a worker; None if the scope is over."""
 
 
 class MessageScope:
-    """What one worker does about messages with a mark; this one, without anything installed, does nothing."""
+    """Handles messages with a mark on one worker. This class, the default, does nothing."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent

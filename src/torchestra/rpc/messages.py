@@ -1,4 +1,4 @@
-"""What travels between workers: a header about references and scopes, and a serialized object.
+"""Messages between workers: a header about references and scopes, and a serialized object.
 
     length of the header | header | data (tensors/serialization.py)
 

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def describe(error: BaseException, agent: Agent) -> tuple[bytes | None, str]:
-    """Return what to send of an exception: class and attributes where they can be pickled, and a text.
+    """Serialize an exception: class and attributes where they can be pickled, and a text.
 
     The text is written to this worker's log too: who operates it may not be who called.
     """

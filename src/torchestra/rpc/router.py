@@ -1,4 +1,4 @@
-"""Which way leads from a worker to another one: shared memory within its host, the network to other hosts.
+"""Route messages between workers: over shared memory within a host, over the network to other hosts.
 
 The pool receives from one place. So what comes over the network is put down here, and a message of kind
 ``_ARRIVED`` that says so is sent to oneself through shared memory: the leader finds it among the messages,
@@ -29,7 +29,7 @@ Parts = Sequence[tuple[int, int]]
 
 
 class Endpoint(Protocol):
-    """What workers send and receive with; the endpoint in shared memory (engine/p2p) is one."""
+    """Sends and receives for a worker; the endpoint in shared memory (engine/p2p) is one."""
 
     def send(self, peer: int, kind: int, tag: int, parts: Parts, keep: object = None) -> None:
         """Send a message to another worker. Every thread may call."""
@@ -75,7 +75,7 @@ class Router:
         self._routed: RoutedEndpoint | None = None
 
     def endpoint(self, is_lost: Callable[[int], bool]) -> Endpoint | None:
-        """Return what to send and receive with; None if there are no other workers.
+        """Return an endpoint to all workers; None if there are no others.
 
         Args:
             is_lost: returns whether a worker is gone.
@@ -114,7 +114,7 @@ class Router:
         return self.shared_buffers.open(self.hosts.local_rank_of[source], offset, length)
 
     def lost(self, gone: Container[int]) -> dict[int, str]:
-        """Return what has become of workers that are gone, except those that are known to be."""
+        """Return the fate of workers that are gone, except those that are known to be."""
         context, ranks = self.context, self.local_ranks
         dead = context.peers.dead() if context.peers is not None else ()
         lost = {ranks[each]: f"died ({context.how(each)})" for each in dead if ranks[each] not in gone}

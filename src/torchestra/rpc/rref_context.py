@@ -1,4 +1,4 @@
-"""Which values are referred to from other workers, and until when they must be kept.
+"""Reference counting of remote references: which values a worker keeps for others, and until when.
 
 The *owner* of a reference has its value, in an :class:`OwnerRRef`. Every :class:`~torchestra.rpc.RRef`
 elsewhere is a *user* and has a *fork*: a number that no other has. An owner lists the forks of a value, and

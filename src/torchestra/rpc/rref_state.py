@@ -1,4 +1,4 @@
-"""What a worker has of a remote reference: the value itself, or a fork of it (see rref_context.py)."""
+"""A worker's part of a remote reference: the value itself, or a fork of it (see rref_context.py)."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class TerminationDetector:
             self._check(())
 
     def _gather(self, value: object) -> list[Any]:
-        """Return what all workers tell in this round, by rank."""
+        """Return the values of all workers in this round, by rank."""
         agent = self._agent
         round_number = self._round = next(agent.rounds)
         values = agent.termination.setdefault(round_number, {})

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _ThreadState(threading.local):
-    """What a thread is at.
+    """The state of a thread.
 
     Attributes:
         scope: what calls that the thread makes belong to: a distributed autograd context.

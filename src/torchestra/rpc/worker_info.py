@@ -1,4 +1,4 @@
-"""Who a worker is: :class:`WorkerInfo`."""
+"""The identity of a worker: :class:`WorkerInfo`."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class ShardedTensor(torch.Tensor):
         return self._local_shards
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Return what all ranks know of it."""
+        """Return the metadata, which all ranks have."""
         return self._metadata
 
     def local_tensor(self) -> torch.Tensor:

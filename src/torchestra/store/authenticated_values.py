@@ -34,7 +34,7 @@ def is_authenticated(value: bytes) -> bool:
 
 
 def open_pieces(secret: bytes, key: str, value: bytes) -> bytes | None:
-    """Return what was written under a key, without the proofs; None if a piece has none, or a wrong one.
+    """Return the value of a key without the proofs; None if a piece has none, or a wrong one.
 
     A value of no pieces is nobody's: an empty one is written as a piece, too.
     """

@@ -54,7 +54,7 @@ class Store:
 
     @property
     def secret(self) -> bytes | None:
-        """Return what the ranks that meet in this store prove to each other before they share memory.
+        """Return the secret that ranks prove to each other before they share memory.
 
         It may be set; else it is the environment's, TORCHESTRA_SECRET, or None if there is none.
         """

@@ -67,7 +67,7 @@ class FileStore(Store):
 
     @property
     def path(self) -> str:
-        """The absolute path of the file."""
+        """Return the absolute path of the file."""
         return self._file.path
 
     def set(self, key: str, value: Value) -> None:

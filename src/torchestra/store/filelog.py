@@ -32,7 +32,7 @@ _HEAD_SIZE = _HEAD.size + _CHECK.size
 
 
 class Kind(enum.IntEnum):
-    """What a record does to the table, or who comes and goes."""
+    """The kind of a record: a change of the table, or a user that comes or goes."""
 
     SET = 1
     APPEND = 2
@@ -44,7 +44,7 @@ class Kind(enum.IntEnum):
 
 
 class DamagedLogError(Exception):
-    """What is in the file cannot have been written by FileStore."""
+    """The file has content that FileStore cannot have written."""
 
 
 def encode(kind: Kind, key: str, value: bytes = b"") -> bytes:

@@ -39,12 +39,12 @@ class PrefixStore(Store):
 
     @property
     def underlying_store(self) -> Store:
-        """The store that holds the keys (itself perhaps a PrefixStore)."""
+        """Return the store that holds the keys (itself perhaps a PrefixStore)."""
         return self._store
 
     @property
     def prefix(self) -> str:
-        """Return what is put before the keys, without the ``/``."""
+        """Return the prefix of the keys, without the ``/``."""
         return self._prefix
 
     @property

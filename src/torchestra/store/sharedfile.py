@@ -96,7 +96,7 @@ class SharedFile:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Table]:
-        """The table as the file has it now; for use inside the block only."""
+        """Yield the table as the file has it now, for use inside the block only."""
         with self._mutex:
             self._check_open()
             with self._opened() as descriptor:
@@ -108,7 +108,7 @@ class SharedFile:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Writer]:
-        """The right to append; the table is what the file has, and nobody else changes it meanwhile."""
+        """Yield the right to append; the table is up to date, and nobody else changes it meanwhile."""
         with self._mutex:
             self._check_open()
             with self._opened() as descriptor, self._locked(descriptor, fcntl.LOCK_EX):

@@ -130,7 +130,7 @@ class Table:
         return value
 
     def first(self, key: str) -> bytes | None:
-        """Return what :meth:`pop` would return."""
+        """Return the value that :meth:`pop` would return."""
         queue = self._queues.get(key)
         return None if queue is None else queue[0]
 

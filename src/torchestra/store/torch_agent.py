@@ -72,7 +72,7 @@ class TorchStore(Store):
 
     @property
     def torch_store(self) -> Any:
-        """The store of torch.distributed."""
+        """Return the store of torch.distributed."""
         return self._store
 
     def set(self, key: str, value: Value) -> None:

@@ -1,4 +1,4 @@
-"""What test cases are made of: tests that run on ranks, and an ``assertEqual`` that knows tensors."""
+"""Parts of test cases: tests that run on ranks, and an ``assertEqual`` that knows tensors."""
 
 from __future__ import annotations
 

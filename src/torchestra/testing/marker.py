@@ -56,7 +56,7 @@ class RanksSpec:
 
     @property
     def limit(self) -> float:
-        """The seconds for the whole test: the engine's report of a hang comes before they are over."""
+        """Return the seconds for the whole test: the engine's report of a hang comes before they are over."""
         return 1.25 * self.timeout + 1.0
 
     @property

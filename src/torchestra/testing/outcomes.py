@@ -22,7 +22,7 @@ class RankFailure(RuntimeError):
 
 @dataclass
 class Outcome:
-    """How one rank ended.
+    """The outcome of one rank.
 
     Attributes:
         rank: which.

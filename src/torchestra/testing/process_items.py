@@ -95,7 +95,7 @@ def _await(item: pytest.Function, world: RankWorld, timeout_s: float) -> set[int
 
 
 def _without_our_frames(output: str) -> str:
-    """Return what a rank has written, its stacks cut off where they leave the test for pytest."""
+    """Return a rank's output, its stacks cut off where they leave the test for pytest."""
     lines, cutting = [], False
     for line in output.splitlines(keepends=True):
         frame = line.startswith('  File "')

@@ -32,7 +32,7 @@ LAUNCH_VARIABLES = (
 
 
 class _Exit(NamedTuple):
-    """How a rank ended by its own report: its exit code, and why it was skipped."""
+    """A rank's own report of its end: its exit code, and why it was skipped."""
 
     exit_code: int = 0
     text: str = ""

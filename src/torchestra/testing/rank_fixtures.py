@@ -132,7 +132,7 @@ class RankRequest:
 
     @property
     def param(self) -> Any:
-        """Return what the fixture is parametrized with.
+        """Return the fixture's parameter.
 
         Raises:
             AttributeError: it is not.

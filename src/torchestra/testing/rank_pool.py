@@ -75,7 +75,7 @@ class RankWorld:
 
     @property
     def running(self) -> list[int]:
-        """The ranks that have not ended."""
+        """Return the ranks that have not ended."""
         return [rank for rank in range(self._request.size) if rank not in self.outcomes]
 
     def wait(self, timeout_s: float) -> bool:
@@ -124,7 +124,7 @@ class RankWorld:
             self.wait(60.0)
 
     def output(self, rank: int) -> str:
-        """Return what a rank has written so far."""
+        """Return a rank's output so far."""
         try:
             with open(self._request.output_of(rank), errors="replace") as file:
                 return file.read()

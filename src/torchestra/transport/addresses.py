@@ -1,4 +1,4 @@
-"""At which of its addresses a host is reached by the others."""
+"""Find the address at which other hosts reach this one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 def own_address(store: Store) -> str:
-    """An address of this host that others which share the store may reach it at.
+    """Return an address at which others that share the store can reach this host.
 
-    That of the interface which GLOO_SOCKET_IFNAME names; else of the one that leads to the store's server;
-    else of the one that leads to the world. Loopback where there is no other.
+    It belongs to the interface that GLOO_SOCKET_IFNAME names; else to the one that leads to the store's
+    server; else to the one that leads to the world. It is loopback where there is no other.
 
     Raises:
         InvalidArgumentError: there is no interface of that name here, or it has no IPv4 address.
@@ -39,8 +39,8 @@ def own_address(store: Store) -> str:
             ) from error
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    place = getattr(store, "torch_store", store)
-    for target in (getattr(place, "host", "") or os.environ.get("MASTER_ADDR", ""), _ELSEWHERE):
+    store = getattr(store, "torch_store", store)
+    for target in (getattr(store, "host", "") or os.environ.get("MASTER_ADDR", ""), _ELSEWHERE):
         address = _address_towards(target)
         if address is not None:
             return address
@@ -48,22 +48,22 @@ def own_address(store: Store) -> str:
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface.
+    """Return the IPv4 address of a network interface.
 
     Raises:
         OSError: there is no such interface, or it has none.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        asked = struct.pack("256s", name.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe, _GET_INTERFACE_ADDRESS, asked)[20:24])
+        request = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _GET_INTERFACE_ADDRESS, request)[20:24])
 
 
 def _address_towards(host: str) -> str | None:
-    """The address that packets to a host would be from, unless that is the host itself."""
+    """Return the address that packets to a host would be from, unless that is the host itself."""
     try:
-        family, kind, _, _, where = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)  # sends nothing
+        family, _, _, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
             address = str(probe.getsockname()[0])
     except (OSError, UnicodeError):  # the name of a Unix socket may be too long for one of a host
         return None

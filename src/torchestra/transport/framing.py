@@ -1,18 +1,18 @@
-"""How a message becomes frames of bounded size, and frames a message again.
+"""Cut messages into frames of bounded size, and assemble frames to messages.
 
 ::
 
-    first frame     kind, tag, how many storages, how long the front is, number; the front, if it is short
-    then            the front in pieces, if it is not; then each storage in pieces
+    first frame     kind, tag, count of storages, length of the front, sequence number; the front, if short
+    then            the front in pieces, if it is long; then each storage in pieces
 
 The *front* is the length of each storage, and then the text. A frame is at most :data:`PIECE_BYTES` long, and
-a little more if it is a first one. So an endless message is not accepted from anybody, one that is large
-neither holds up what is sent beside it nor has to fit into memory twice, and each piece is on its way while
-the next one is encrypted. Storages are sent from where they lie, and received where they shall lie.
+a little more if it is a first one. So nobody can send an endless message, a large one neither delays other
+messages nor has to fit into memory twice, and each piece is on its way while ZeroMQ encrypts the next.
+Storages are sent from, and received into, their own memory.
 
-What is announced is not believed before it comes: room for a storage is asked of the operating system, which
-gives memory only to what is written. If there is none, the storage is received and thrown away, and whoever
-reads the message gets an error in its place: so that is the end of one call, and of no connection.
+A length that a peer announces costs nothing until its bytes come: the operating system gives memory only to
+pages that are written. If there is none, the receiver drops the storage, and whoever reads the message gets
+an error in its place. So that ends one call, and no connection.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class _Range:
 
 
 def memory_at(address: int, length: int, keep: object) -> Memory:
-    """A view of memory, with which ``keep`` lives."""
+    """Return a view of memory, which keeps ``keep`` alive."""
     return np.asarray(_Range(address, length, keep))
 
 
 def frames(
-    kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object, number: int = 1
+    kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object, sequence: int = 1
 ) -> Iterator[bytes | memoryview]:
     """Return a message in frames. Those of storages are views of their memory.
 
@@ -63,11 +63,11 @@ def frames(
         kind, tag: of the message.
         parts: the address and length of each part; the first is the text.
         keep: what the parts belong to.
-        number: of the message, among those to that rank.
+        sequence: the number of the message among those to that rank.
     """
     lengths = b"".join(_LENGTH.pack(length) for _, length in parts[1:])
     size = len(lengths) + parts[0][1]
-    head = _HEAD.pack(kind, tag, len(parts) - 1, size, number)
+    head = _HEAD.pack(kind, tag, len(parts) - 1, size, sequence)
     if size <= PIECE_BYTES:
         yield head + lengths + ctypes.string_at(*parts[0])
         rest = parts[1:]
@@ -79,9 +79,9 @@ def frames(
         yield from _pieces(memoryview(memory_at(address, length, keep)))  # type: ignore[arg-type]
 
 
-def text_frames(kind: int, tag: int, text: bytes, number: int) -> Iterator[bytes | memoryview]:
+def text_frames(kind: int, tag: int, text: bytes, sequence: int) -> Iterator[bytes | memoryview]:
     """Return a message that has only a text, in frames."""
-    head = _HEAD.pack(kind, tag, 0, len(text), number)
+    head = _HEAD.pack(kind, tag, 0, len(text), sequence)
     if len(text) <= PIECE_BYTES:
         yield head + text
     else:
@@ -95,20 +95,17 @@ def _pieces(memory: memoryview) -> Iterator[memoryview]:
 
 
 class MessageAssembler:
-    """What has come of the messages of one sender.
-
-    Args:
-        source: the sender, as its messages shall say.
+    """Assembles the messages of one sender, ``source``, from their frames.
 
     Attributes:
-        number: of the last message, among those of its sender.
+        sequence: the number of the last message among those of its sender.
     """
 
     def __init__(self, source: int) -> None:
         self._source = source
         self._targets: list[tuple[int, int]] = []  # where the next pieces go: address, and room
         self._front: Memory | None = None
-        self._kind = self._tag = self._count = self.number = 0
+        self._kind = self._tag = self._count = self.sequence = 0
         self._text: bytes | Memory = b""
         self._storages: list[torch.UntypedStorage] = []
         self._too_large = 0  # bytes of a storage that there is no room for
@@ -116,11 +113,11 @@ class MessageAssembler:
 
     @property
     def under_way(self) -> bool:
-        """Whether a message has begun, and has not ended."""
+        """Return whether a message has begun, and has not ended."""
         return self._begun
 
     def feed(self, frame: Any) -> Message | None:
-        """Take the next frame (a buffer); the message, if this was its last.
+        """Take the next frame (a buffer); return the message, if this was its last.
 
         Raises:
             ValueError: it is not what can come next.
@@ -146,7 +143,7 @@ class MessageAssembler:
     def _begin(self, frame: memoryview) -> None:
         if len(frame) < _HEAD.size:
             raise ValueError("a frame that is no beginning of a message")
-        self._kind, self._tag, self._count, length, self.number = _HEAD.unpack_from(frame)
+        self._kind, self._tag, self._count, length, self.sequence = _HEAD.unpack_from(frame)
         if self._count * _LENGTH.size > length:
             raise ValueError("a first frame that says less than it tells of")
         self._begun = True
@@ -160,18 +157,17 @@ class MessageAssembler:
             raise ValueError("a first frame of another length than it says")
 
     def _open(self, front: memoryview) -> None:
-        """Make room for what the front tells of."""
-        place = self._count * _LENGTH.size
-        self._text = bytes(front[place:])
-        for number in range(self._count):
-            length = _LENGTH.unpack_from(front, number * _LENGTH.size)[0]
+        """Allocate the storages whose lengths the front has."""
+        end_of_lengths = self._count * _LENGTH.size
+        self._text = bytes(front[end_of_lengths:])
+        for (length,) in _LENGTH.iter_unpack(front[:end_of_lengths]):
             address = self._room(length)
             if length:
                 self._targets.append((address, length))
         self._targets.reverse()
 
     def _room(self, length: int) -> int:
-        """Where a storage is to be received; 0 if it is to be thrown away."""
+        """Return the address to receive a storage at; 0 if there is no memory for it."""
         if self._too_large:
             return 0
         storage = new_storage(length)

@@ -1,17 +1,16 @@
-"""The port at which a rank listens for those that it expects, and how strangers there are kept few.
+"""The port at which a rank listens for peers, and that strangers cannot fill.
 
-Nobody is accepted before the rank knows whom it expects: until then they wait in the kernel's queue, which
-costs no descriptor. From then on ZeroMQ accepts whoever connects, on a thread of its own, and gives him some
-seconds to prove his key. It tells of every connection that it accepts and of every one that ends (its
-*socket monitor*), with the number of the descriptor, and each message says on which it came. So who has not
-been heard of is known; of too many, some are shut down, which ZeroMQ takes for their end. Should they come
-faster than that, ZeroMQ waits: all but the last thousand of what it told must have been read before it goes
-on. Which of them is shut down is drawn by lot: however fast strangers come, a rank that is in the midst of
-its handshake has a chance, and one that went with them comes again.
+The rank accepts nobody before it knows whom it expects: until then connections wait in the kernel's queue,
+which costs no descriptor. From then on ZeroMQ accepts all, on a thread of its own, and gives each some
+seconds to prove its key. Its *socket monitor* reports every connection that begins or ends, with the number
+of the descriptor, and each message says on which it came. So the listener knows which connections have proved
+nothing yet; of too many it shuts some down, chosen at random: however fast strangers come, a rank in the
+midst of its handshake has a chance, and one that was shut down comes again. Should they come faster than
+that, ZeroMQ waits until the listener has read all but the last thousand of its events.
 
-When all that are expected have come, the port is shut for good. A port of ZeroMQ's cannot be closed without
-its connections. So what is shut is a filter at the listening socket, by which the kernel drops whatever asks
-for a connection.
+When all that are expected have come, the listener shuts the port for good. ZeroMQ cannot close a port without
+its connections; so the listener installs a filter at the listening socket, by which the kernel drops requests
+for connections.
 """
 
 from __future__ import annotations
@@ -36,32 +35,32 @@ from torchestra.store.rate_limited import RateLimitedWarnings
 __all__ = ["HANDSHAKE_SECONDS", "MOST_STRANGERS", "TOLD_IN_ADVANCE", "Listener"]
 
 HANDSHAKE_SECONDS = 3
-"""How long whoever connects has to prove his key."""
+"""How long a connection has to prove its key."""
 MOST_STRANGERS = 64
 TOLD_IN_ADVANCE = 1001
-"""Events that ZeroMQ keeps until they are read: its own end of the monitor has room for 1,000."""
+"""Events that ZeroMQ keeps until the listener reads them: its own end of the monitor has room for 1,000."""
 
 _ATTACH_FILTER = 26  # SO_ATTACH_FILTER
 _DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)  # the one instruction of the filter: return 0 bytes (BPF_RET)
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=Hi")
 _LAST_SECONDS = 0.5
-_BACKLOG = 256  # who waits there when the port is shut is accepted still
+_BACKLOG = 256  # ZeroMQ still accepts those that wait there when the port is shut
 
 _log = logging.getLogger(__name__)
 
 
 class Listener:
-    """A listening port, for the thread of the connections but for its making.
+    """A listening port; any thread may make it, the thread of the transport uses it.
 
     Args:
-        inbox: the socket of ZeroMQ that shall have the connections.
+        inbox: the socket of ZeroMQ that gets the connections.
         address: of this host's interface to listen at.
         ports: the first and the last that may be used, or None for any.
 
     Attributes:
         endpoint: where it listens, as ZeroMQ writes it.
-        monitor: what tells of connections; :meth:`look` is to be called when there is something to read.
+        monitor: the socket with ZeroMQ's events; call :meth:`look` when there is something to read.
         is_shut: whether the port has been shut for good.
 
     Raises:
@@ -76,36 +75,35 @@ class Listener:
         self._proved: set[object] = set()  # addresses of those who have
         self._warnings = RateLimitedWarnings(_log)
         self._port = _listen(address, ports)
-        self._number = int(self._port.getsockname()[1])
-        self.endpoint = (
-            f"tcp://[{address}]:{self._number}" if ":" in address else f"tcp://{address}:{self._number}"
-        )
+        self._port_number = int(self._port.getsockname()[1])
+        host = f"[{address}]" if ":" in address else address
+        self.endpoint = f"tcp://{host}:{self._port_number}"
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self.monitor: zmq.Socket[Any] = inbox.context.socket(zmq.PAIR)
         self.monitor.linger = 0
         self.monitor.rcvhwm = 1  # besides what the other end keeps
-        told = f"inproc://told-of-{id(self)}"
-        inbox.monitor(told, _EVENTS)
-        self.monitor.connect(told)
+        events = f"inproc://events-of-{id(self)}"
+        inbox.monitor(events, _EVENTS)
+        self.monitor.connect(events)
 
     def open(self, expected: int) -> None:
-        """Let them in, of whom so many are expected; to be called once, before the thread begins."""
+        """Begin to accept, with ``expected`` peers to come; called once, before the thread begins."""
         self._expected = expected
         self._port.listen(expected + _BACKLOG)
         self._inbox.set(zmq.USE_FD, self._port.dup().detach())  # ZeroMQ closes what it is given
         self._inbox.bind(self.endpoint)
 
     def prove(self, descriptor: int) -> None:
-        """A message has come on this descriptor, and ZeroMQ lets those through only who are known.
+        """Note that a message has come on this descriptor, as ZeroMQ lets through only those of peers.
 
-        ZeroMQ may tell only later of the connection, and of the end of a stranger's who had the same
-        descriptor before. So it is known by the address of its other end that it is not to be shut down.
+        ZeroMQ may report only later that the connection has begun, and that a stranger's with the same
+        descriptor has ended. So the listener keeps the address of its other end, not to shut it down.
         """
         self._unproved.discard(descriptor)
         self._with_copy(descriptor, lambda _, other_end: self._proved.add(other_end))
 
     def look(self, expected: int) -> None:
-        """Note who has come and gone, end some strangers if there are too many, and shut the port in time.
+        """Read the events, end some strangers if there are too many, and shut the port in time.
 
         Args:
             expected: how many are still to come; 0 shuts the port for good.
@@ -123,7 +121,7 @@ class Listener:
             self.close()
 
     def close(self) -> None:
-        """Listen to nobody more, and look no more."""
+        """Accept nobody more, and read no more events."""
         if self._closed:
             return
         self._closed = True
@@ -183,7 +181,8 @@ class Listener:
         except OSError:
             return
         with contextlib.suppress(OSError):  # it has ended, or is the listening socket
-            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == self._number:
+            is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and copy.getsockname()[1] == self._port_number:
                 act(copy, copy.getpeername())
         copy.detach()
         os.dup2(self._port.fileno(), self._spare, inheritable=False)  # the stranger's is ZeroMQ's alone again
@@ -195,7 +194,7 @@ class Listener:
 
 
 def _listen(address: str, ports: tuple[int, int] | None) -> socket.socket:
-    """A socket that listens."""
+    """Return a socket that is bound to a free port of the range."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     first, last = ports or (0, 0)
     for port in range(first, last + 1):

@@ -1,4 +1,4 @@
-"""What comes from another rank in one piece."""
+"""Messages as their receivers get them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Message(NamedTuple):
 
 
 def new_storage(length: int) -> torch.UntypedStorage | None:
-    """Memory of so many bytes for a part of a message, or None if there is no memory for it."""
+    """Return ``length`` bytes of memory for a part of a message, or None if there are none."""
     try:
         return torch.UntypedStorage(length)
     except (RuntimeError, MemoryError, OverflowError, TypeError):  # torch says all of these
@@ -40,7 +40,7 @@ def new_storage(length: int) -> torch.UntypedStorage | None:
 
 
 def no_room(source: int, what: str, length: int) -> MemoryError:
-    """The error of a message with a part that there is no memory for."""
+    """Return the error of a message with a part that there is no memory for."""
     return MemoryError(
         f"there is no memory here for the {length} bytes of {what} in a message of rank {source}"
     )

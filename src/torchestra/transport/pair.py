@@ -1,13 +1,12 @@
-"""The connection of one rank to another: what waits to be sent, and what has become of it.
+"""The connection of one rank to another: its queue of messages, and its state.
 
-Who sends. Frames leave in the order of the queue, and whoever has the connection's lock sends. A caller does
-so on its own thread if all that is queued goes in one frame each, for that saves a change of threads; all
-else is the thread's of the transport. A caller may be interrupted between the sending of a frame and noting
-it, which then leaves twice: so messages are numbered, and what has come already is dropped.
+Frames leave in the order of the queue, and the thread that has the connection's lock sends them. A caller
+sends on its own thread if each queued message fits in one frame, as that saves a switch of threads; the
+transport's thread sends all else. An interrupt between the sending of a frame and noting it makes that frame
+leave twice: so messages have sequence numbers, and the receiver drops what it has already.
 
-Reliable messages are kept until the other rank has confirmed them. When the connection breaks though both
-ranks live, a new one is made, and what is not confirmed goes again; what has come twice is dropped by its
-number.
+The sender keeps reliable messages until the other rank has confirmed them. When the connection breaks though
+both ranks live, the transport makes a new one, and sends again what is not confirmed.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _CONFIRM_MESSAGES, _CONFIRM_BYTES = 16, 1 << 18
 ENDED_SECONDS = 0.15
 _ENDED_TICK = 0.05
 _LONGEST_END = 1.0
-AGAIN_FOR_SECONDS = 10.0  # who is turned away tries again
+AGAIN_FOR_SECONDS = 10.0  # a rank that is turned away tries again
 _FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this rank's key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what answers there is another program",
@@ -64,10 +63,10 @@ class _Outgoing:
         reliable: it is kept, and goes again, until the other rank has confirmed it.
 
     Attributes:
-        number: among the messages to that rank, from 1.
+        sequence: its number among the messages to that rank, from 1.
     """
 
-    __slots__ = ("_keep", "_kind", "_parts", "_tag", "_text", "done", "number", "reliable", "size")
+    __slots__ = ("_keep", "_kind", "_parts", "_tag", "_text", "done", "reliable", "sequence", "size")
 
     def __init__(
         self,
@@ -81,19 +80,19 @@ class _Outgoing:
     ) -> None:
         self._kind, self._tag, self._parts, self._keep, self._text = kind, tag, parts, keep, text
         self.done, self.reliable = done, reliable
-        self.number = 0
+        self.sequence = 0
         self.size = sum(length for _, length in parts) if text is None else len(text)
 
     @property
     def is_short(self) -> bool:
-        """Whether it goes in one frame."""
+        """Return whether it goes in one frame."""
         return self.size <= PIECE_BYTES and (self._text is not None or len(self._parts) == 1)
 
     def frames(self) -> Iterator[bytes | memoryview]:
         """Return its frames."""
         if self._text is not None:
-            return text_frames(self._kind, self._tag, self._text, self.number)
-        return frames(self._kind, self._tag, self._parts, self._keep, self.number)
+            return text_frames(self._kind, self._tag, self._text, self.sequence)
+        return frames(self._kind, self._tag, self._parts, self._keep, self.sequence)
 
 
 class _Control(_Outgoing):
@@ -114,27 +113,25 @@ class _Control(_Outgoing):
 
 
 class PairConnection:
-    """What one rank knows of another one. All but posting and :meth:`try_flush` is for the transport's
-    thread.
+    """One rank's view of another one. All but posting and :meth:`try_flush` is for the transport's thread.
 
     Times are by the clock of that thread, which stands still while the process does.
 
     Attributes:
-        socket: of this rank's connection to the other; None before it is wanted.
+        socket: of this rank's connection to the other; None before it connects.
         joined: the handshake has succeeded.
         greeted: the other has said hello.
-        settled: it has heard our hello, so our connection is not a stranger's to it any more. No message is
-            sent
-            before.
-        wanted: it is to be connected at once, whether or not there is something to send.
+        settled: it has received our hello, so it does not take our connection for a stranger's any more. No
+            message is sent before.
+        wanted: connect at once, whether or not there is something to send.
         refused: why there is no connection, while none has been.
-        began: when the connection was last tried to be made, by the time of the host.
+        began: the time of the host when this rank last tried to connect.
         how: what has become of the rank, once it is gone.
         broken: why the connection has ended, if another one is to be made.
-        heard, told: when something came from it, and was sent to it.
+        received_at, sent_at: when something came from it, and was sent to it.
         blocked: ZeroMQ takes no more at the moment.
-        received: the number of the last message that has come.
-        accepted: which of the other's connections it came over; each has a larger number than those before.
+        received: the sequence number of the last message that has come.
+        accepted: the number of the other's connection that it came over; numbers grow.
     """
 
     reconnects = False
@@ -150,7 +147,7 @@ class PairConnection:
         self.greeted = self.settled = False
         self.refused = ""
         self.how = self.broken = ""
-        self.heard = self.told = 0.0
+        self.received_at = self.sent_at = 0.0
         self.blocked = False
         self.received = self.accepted = 0
         self.assembler = MessageAssembler(rank)
@@ -167,7 +164,7 @@ class PairConnection:
         self._lock = threading.RLock()
         self._flushing = False
         self._posted = self._sent = 0  # bytes
-        self._numbered = 0
+        self._sequence = 0
         self._to_confirm, self._to_confirm_bytes = 0, 0
         self._room = threading.Event()
         self._first = self.began = time.monotonic()
@@ -187,17 +184,17 @@ class PairConnection:
     def _put(self, message: _Outgoing) -> None:
         with self._lock:
             self._posted += message.size
-            self._numbered += 1
-            message.number = self._numbered
+            self._sequence += 1
+            message.sequence = self._sequence
             self._queue.append(message)
 
     @property
     def is_full(self) -> bool:
-        """Whether so much is queued that callers should wait."""
+        """Return whether so much is queued that callers should wait."""
         return self._posted - self._sent > _MOST_QUEUED and not self.how
 
     def await_room(self, timeout_s: float) -> None:
-        """Wait until something has been sent, or for so long."""
+        """Wait until something has been sent, or the time is over."""
         self._room.clear()
         if self.is_full:
             self._room.wait(timeout_s)
@@ -211,13 +208,13 @@ class PairConnection:
 
     @property
     def is_owed(self) -> bool:
-        """Whether reliable messages are here that it has not confirmed, and still may."""
+        """Return whether it may still confirm reliable messages."""
         if self.how:
             return False
         return bool(self._unconfirmed) or any(each.reliable for each in tuple(self._queue))
 
     def try_flush(self) -> bool:
-        """Send what is queued, if it is short, on the thread of a caller; whether all has been sent."""
+        """Send what is queued, if short, on the thread of a caller; return whether all has been sent."""
         if self.blocked or not self.settled:
             return False
         ended: list[Callable[[], None]] = []
@@ -275,28 +272,28 @@ class PairConnection:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether it has been refused, and for so long that it is not tried again."""
+        """Return whether it has refused this rank for so long that there is no other attempt."""
         final = self.refused == _FAILED[zmq.EVENT_HANDSHAKE_FAILED_AUTH]
         return bool(self.refused) and (final or time.monotonic() - self._first > AGAIN_FOR_SECONDS)
 
     @property
     def is_ending(self) -> bool:
-        """Whether the connection has ended, and what came over it may not all have been read."""
+        """Return whether the connection has ended, though the thread may not have read all that came."""
         return self._ended is not None
 
     @property
     def has_mail(self) -> bool:
-        """Whether anything is to be sent that may be now."""
+        """Return whether there is something that can be sent now."""
         return bool(self._controls) or (self.settled and (bool(self._queue) or self._frames is not None))
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is no connection yet, and a reason for one."""
+        """Return whether there is no connection yet, and a reason for one."""
         return self.socket is None and not self.how and (self.wanted or self.greeted or bool(self._queue))
 
     @property
     def is_meeting(self) -> bool:
-        """Whether the two are about to be connected."""
+        """Return whether the two are about to be connected."""
         return (
             self.socket is not None
             and not (self.greeted and self.settled)
@@ -308,7 +305,7 @@ class PairConnection:
         ended: list[Callable[[], None]] = []
         with self._lock:
             self._flush(ended)
-        self.told = clock
+        self.sent_at = clock
         for done in ended:
             done()
 
@@ -337,24 +334,24 @@ class PairConnection:
             self._frame = None
 
     def show_life(self, clock: float) -> None:
-        """Let it hear something, if there is nothing else."""
+        """Send a sign of life, if there is nothing else to send."""
         if self.has_mail or self.socket is None:
             return
         with self._lock:
             if self._send(ALIVE):
-                self.told = clock
+                self.sent_at = clock
             self.blocked = False
 
-    def accept(self, number: int) -> None:
-        """Begin to hear it over another connection; what it did not end on the last one is dropped."""
-        self.accepted = number
+    def accept(self, connection: int) -> None:
+        """Begin to receive over another connection, and drop what has come in part over the last one."""
+        self.accepted = connection
         self.assembler = MessageAssembler(self.rank)
 
-    def note_received(self, number: int, size: int) -> bool:
-        """Note that a message has come; False if it is here already. Confirm some at once."""
-        if number <= self.received:
+    def note_received(self, sequence: int, size: int) -> bool:
+        """Note that a message has come; return False if it was here already. Confirm several at once."""
+        if sequence <= self.received:
             return False
-        self.received = number
+        self.received = sequence
         if self.reconnects:
             self._to_confirm += 1
             self._to_confirm_bytes += size
@@ -367,14 +364,14 @@ class PairConnection:
         self._to_confirm = self._to_confirm_bytes = 0
         self.say(CONFIRM + self.received.to_bytes(8, "little"))
 
-    def note_confirmed(self, number: int) -> None:
-        """Forget messages that have come."""
+    def note_confirmed(self, sequence: int) -> None:
+        """Forget the messages up to this one, which the other rank has."""
         with self._lock:
-            while self._unconfirmed and self._unconfirmed[0].number <= number:
+            while self._unconfirmed and self._unconfirmed[0].sequence <= sequence:
                 self._unconfirmed.popleft()
 
     def break_off(self) -> None:
-        """Have another connection made: what is not confirmed goes again, unreliable messages are dropped."""
+        """Prepare for another connection: queue again what is not confirmed, drop unreliable messages."""
         with self._lock:
             self.wanted = self.joined = self.settled = False
             self._ended, self._frames, self._frame, self.broken = None, None, None, ""
@@ -401,20 +398,22 @@ class PairConnection:
             # some looks: after a pause of this process ZeroMQ is as far behind as this thread.
             passed = min(clock - self._looked, _ENDED_TICK)
             self._since_end += passed
-            self._ended = 0.0 if self.heard >= self._looked else self._ended + passed
+            self._ended = 0.0 if self.received_at >= self._looked else self._ended + passed
             if self.reconnects:
                 # What it sends goes over a connection of its own, which may be as good as ever.
                 if self._ended > grace or self._since_end > _LONGEST_END:
                     self.broken = _BROKEN
             elif self._ended > grace:
                 self.how = _BROKEN
-        elif heartbeat is not None and clock - self.heard > heartbeat:
-            self.how = f"died or is cut off (nothing has been heard of it for {clock - self.heard:.1f} s)"
+        elif heartbeat is not None and clock - self.received_at > heartbeat:
+            self.how = (
+                f"died or is cut off (nothing has been heard of it for {clock - self.received_at:.1f} s)"
+            )
         self._looked = clock
 
     def _note_event(self, event: zmq.Event, clock: float) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.joined, self.heard = True, clock
+            self.joined, self.received_at = True, clock
             self._controls.appendleft(HELLO)
             if self.greeted:
                 self.say(WELCOME)

@@ -1,11 +1,10 @@
-"""How the ranks of several hosts find and let in each other, over the store they share.
+"""Connect the ranks of several hosts, which find each other over the store that they share.
 
-Each puts its endpoint record there (endpoint.py). All want all others' endpoints: that would be as many
-requests, for all ranks together, as the square of their number in a store that answers for one key at a time.
-So the first of them puts all endpoints together as they are, and the others read that::
+Each rank writes its endpoint record there (endpoint.py), and needs those of all others. If each asked for
+each, that would be O(ranks²) requests. So the first rank joins all records, and the others read the result::
 
-    endpoint/R       the endpoint record of rank R
-    endpoints     all of them; each is believed, or not, for what it is
+    endpoint/R    the endpoint record of rank R
+    endpoints     all of them; the reader checks the proof of each
 """
 
 from __future__ import annotations
@@ -42,42 +41,41 @@ def meet(
         secret: the job's.
         rank: of this one.
         ranks: all that meet, in the same order for all.
-        others: which of them shall be connected to, with what to call them in messages.
+        others: those to connect to, with what to call them in messages.
         timeout_s: how long that may take.
 
     Raises:
         DistNetworkError: the connection to one of them cannot be made, one has another secret, or the
-            transport
-            was closed meanwhile.
+            transport was closed meanwhile.
         StoreTimeoutError: the others did not come in time.
     """
     deadline = time.monotonic() + timeout_s
 
-    def place(peer: int) -> str:
+    def store_key(peer: int) -> str:
         return store.full_key(f"endpoint/{peer}")
 
-    store.set(f"endpoint/{rank}", transport.endpoint.written(secret, place(rank)))
+    store.set(f"endpoint/{rank}", transport.endpoint.encode(secret, store_key(rank)))
     if rank == ranks[0]:
-        found = _values(store, [f"endpoint/{peer}" for peer in ranks], deadline, transport)
-        store.set("endpoints", b"".join(_LENGTH.pack(len(text)) + text for text in found))
+        records = _values(store, [f"endpoint/{peer}" for peer in ranks], deadline, transport)
+        store.set("endpoints", b"".join(_LENGTH.pack(len(text)) + text for text in records))
     else:
-        found = _split(_values(store, ["endpoints"], deadline, transport)[0])
-    texts = dict(zip(ranks, found, strict=False))
+        records = _split(_values(store, ["endpoints"], deadline, transport)[0])
+    texts = dict(zip(ranks, records, strict=False))
     endpoints = {
-        peer: read_endpoint(texts.get(peer, b""), secret, place(peer), called)
-        for peer, called in others.items()
+        peer: read_endpoint(texts.get(peer, b""), secret, store_key(peer), name)
+        for peer, name in others.items()
     }
     transport.join(endpoints, others, max(0.0, deadline - time.monotonic()))
 
 
 def _split(packed: bytes) -> list[bytes]:
-    """The endpoints in what may be anything."""
-    found, start = [], 0
+    """Return the records in a text that anybody may have written."""
+    records, start = [], 0
     while start + _LENGTH.size <= len(packed):
         end = start + _LENGTH.size + _LENGTH.unpack_from(packed, start)[0]
-        found.append(packed[start + _LENGTH.size : end])
+        records.append(packed[start + _LENGTH.size : end])
         start = end
-    return found
+    return records
 
 
 def _values(store: PrefixStore, keys: list[str], deadline: float, transport: Transport) -> list[bytes]:

@@ -59,11 +59,11 @@ class GroupCall(NamedTuple):
 
     @property
     def lists(self) -> list[Sequence[int]]:
-        """The ranks of each group, so that equal ones compare equal."""
+        """Return the ranks of each group, so that equal ones compare equal."""
         return [compact(ranks) for ranks in self.groups.values()]
 
     def difference(self, first: GroupCall) -> str:
-        """Return what to say of two calls that should be one; empty if they are."""
+        """Describe how two calls differ that should be one; empty if they do not."""
         if (self.function, self.lists) == (first.function, first.lists):
             return ""
         other = "it" if first.function == self.function else first.function

@@ -365,7 +365,7 @@ def _registered(group: AnyGroup, name: str) -> ProcessGroup:
 class _GroupMeta(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:
-        """The default group, or None."""
+        """Return the default group, or None."""
         return current_world().default
 
 

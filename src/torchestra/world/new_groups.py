@@ -151,7 +151,7 @@ def make_parts(
 
 
 class _Terms(NamedTuple):
-    """What holds for the groups of a call, whichever ranks they are of."""
+    """The terms that all groups of one call have in common."""
 
     world: World
     parent: ProcessGroup

@@ -32,7 +32,7 @@ _SHORT = 16
 
 @dataclass(eq=False)
 class World:
-    """What one rank knows: its groups, and how often it has made some.
+    """One rank's groups, and how often it has made some.
 
     A *tag* tells groups of the same ranks apart: there is one group per tag and set of ranks. The tag of a
     group that was given none is made from its name, so that tag and ranks find every group again.

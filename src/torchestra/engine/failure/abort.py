@@ -1,4 +1,4 @@
-"""What a rank that aborts a group writes into the arena for the others."""
+"""Write into the arena why a rank aborts the group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CUT = " ..."
 
 
 def abort_text(why: str, failed: tuple[int, ...], report: str) -> str:
-    """Return what to write into the arena, cut to what it has room for: the lines first, then the reason."""
+    """Return the text for the arena, cut to the room there: the lines first, then the reason."""
     whole = why, report
     while True:
         told = json.dumps({"failed": failed, "why": why, "report": report}, ensure_ascii=False)

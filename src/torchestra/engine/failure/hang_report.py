@@ -1,4 +1,4 @@
-"""Where every rank stands, in words: the lines that the errors of a stuck or broken group end with."""
+"""The hang report: a line for each rank, at the end of the errors of a stuck or broken group."""
 
 from __future__ import annotations
 

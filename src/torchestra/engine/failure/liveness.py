@@ -1,4 +1,4 @@
-"""Whether the other ranks are alive: processes through a lock that each holds, threads through Thread."""
+"""Liveness of the other ranks: of processes by a lock that each holds, of threads by Thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class Peers(Protocol):
-    """What a context asks about the ranks of its group."""
+    """Tells a context about the ranks of its group."""
 
     def dead(self) -> tuple[int, ...]:
         """Return the ranks that have died."""
@@ -40,7 +40,7 @@ class Peers(Protocol):
 
 
 def process_start(pid: int) -> int:
-    """When a process started, in clock ticks since boot, or -1 if there is none (or no /proc)."""
+    """Return when a process started, in clock ticks since boot, or -1 if there is none (or no /proc)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

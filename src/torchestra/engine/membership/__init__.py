@@ -1,1 +1,1 @@
-"""Who is in a group: how ranks join, and how survivors agree on a new group."""
+"""Membership of a group: ranks join, and survivors agree on a new group."""

@@ -1,4 +1,4 @@
-"""How the ranks that are left of a group agree on who goes on, without anybody starting again.
+"""Membership agreement: the ranks that are left of a group decide who goes on, and nobody starts again.
 
 They share *registers*: ranks of one host in their arena (arena_registers.py), ranks of several hosts in the
 group's store (multihost/store_registers.py). What they agree on is a *ballot*, in epochs numbered from 1::
@@ -65,7 +65,7 @@ _GROWTH = 1.3
 
 
 class State(IntEnum):
-    """How far an epoch has come."""
+    """The state of an epoch."""
 
     OPEN = 0
     PROPOSED = 1
@@ -73,7 +73,7 @@ class State(IntEnum):
 
 
 class Ballot(NamedTuple):
-    """What the registers said at one moment.
+    """The registers at one moment.
 
     Attributes:
         word: the epoch's register, for :meth:`Registers.propose` and so on to compare.
@@ -160,7 +160,7 @@ class Entrance(Protocol):
 
 
 class PollInterval(NamedTuple):
-    """How long a rank sleeps between two looks, in seconds: at first, and when it lasts."""
+    """The time between two looks at the registers, in seconds: at first, and in the end."""
 
     first: float
     longest: float

@@ -31,7 +31,7 @@ _FAREWELL_SECONDS = 3.0
 
 
 class ArenaTransfer:
-    """What a new group starts with, as one of its ranks holds it.
+    """The arena and the store of a new group, as one of its ranks holds them.
 
     Attributes:
         arena: the memory that its ranks share.
@@ -73,7 +73,7 @@ class Request(Protocol):
     """Another rank's side: of the rank that asks."""
 
     def answer(self) -> ArenaTransfer | None:
-        """Return what was asked for, if it has come; None to be called again."""
+        """Return the transfer, if it has come; None: call again."""
 
     def close(self) -> None:
         """Ask no more."""
@@ -105,7 +105,7 @@ def _new_key() -> bytes:
 
 
 def _halves(key: bytes) -> tuple[str, bytes]:
-    """Return what may be seen by everybody, and what proves that a rank belongs to the group."""
+    """Return the public half of a key, and the half that proves that a rank belongs to the group."""
     half = len(key) // 2
     return key[:half].hex(), key[half:]
 
@@ -215,7 +215,7 @@ class _ThreadOffer:
 
 
 class _ThreadRequest:
-    """Where a thread looks for it."""
+    """A thread's way to another's offer."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

@@ -1,16 +1,15 @@
-"""How the ranks of a group come to share an arena: through a store, a socket, and a proof by attaching.
+"""Have the ranks of a group share an arena: through a store, a socket, and a proof by attaching.
 
-Rank 0 makes the arena and says in the store where it is to be had; the others fetch it. Between
-processes it is handed over as a descriptor to those that prove themselves (fd_passing.py); between threads of
-one process it is simply looked up. That both ends are on one host is not concluded
-from names: a rank that cannot fetch the arena is not there. Each rank makes one request to the
-store, so joining costs O(ranks) in all.
+Rank 0 makes the arena and says in the store how to get it; the others fetch it. Rank 0 gives the descriptor
+to processes that prove themselves (fd_passing.py); threads of its own process look the arena up. Names do not
+decide which ranks share a host: a rank that cannot fetch the arena is on another one. Each rank makes one
+request to the store, so joining costs O(ranks) in all.
 
-Nobody waits for a rank that will not come. A process that was given the descriptor is in its place in the
-arena, with a lock by which everybody sees that it lives (liveness.py), before it ends its connection to
-rank 0: a connection that ends before that means that the process has died. And a rank that fails says why,
-at whichever step: rank 0 under the key that the others read first, the others under one that rank 0 looks at
-while it waits. Rank 0 then aborts the group in the arena, where all those wait who have come. The keys::
+Nobody waits for a rank that will not come. A process that has the descriptor takes its place in the arena,
+with a lock by which the others see that it lives (liveness.py), before it ends its connection to rank 0: if
+the connection ends before that, the process has died. And a rank that fails says why, at whichever step: rank
+0 under the key that the others read first, the others under one that rank 0 looks at while it waits. Rank 0
+then aborts the group in the arena, where the ranks wait that have come. The keys::
 
     arena      "processes INVITATION", "threads TOKEN", or "failed WHY"
     failed     "RANK WHY" of the first rank that has failed, "- WHY" of one that is not in the group
@@ -70,11 +69,11 @@ def join(
     rank: int,
     size: int,
     name: str,
-    seconds: float,
+    timeout_s: float,
     *,
     threads: bool,
     thread: threading.Thread | None = None,
-    numbers: Sequence[int] | None = None,
+    group_ranks: Sequence[int] | None = None,
     has_died: Callable[[int], bool] | None = None,
 ) -> RankContext:
     """Enter a group; returns when all ranks have. Must be called by every rank of the group.
@@ -82,93 +81,78 @@ def join(
     Args:
         store: a store that only the ranks of this group, and only for this purpose, use.
         rank, size, name: of the group.
-        seconds: how long to wait for the others.
+        timeout_s: how long to wait for the others.
         threads: whether the ranks are threads of this process.
         thread: the one that the rank's program runs in; default: the one that calls.
-        numbers: what messages call the ranks, where these are only some of a group's; default: their own.
-        has_died: tells which of the ranks have died that were alive before they came here.
+        group_ranks: the numbers of the ranks in the group, where these are only some of its ranks.
+        has_died: returns whether a rank, alive before, has died on its way here.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
         RankFailedError, GroupAbortedError: another rank has died, or cannot enter the group; says why.
         DistBackendError: this rank cannot enter it.
     """
-    deadline = Deadline(seconds)
+    deadline = Deadline(timeout_s)
     program = threading.current_thread() if thread is None else thread
-    enter = _Entering(rank, size, name, range(size) if numbers is None else numbers, program)
+    enter = _Entering(rank, size, name, range(size) if group_ranks is None else group_ranks, program)
     enter.has_died = has_died
     if size == 1:
         with naming_limits(f"group {name!r} cannot be made"):
             return enter.place(_new_arena(1, name))
     trouble = _Trouble(store, rank, name)
-    context: RankContext | None = None
-    shared: _ThreadArena | None = None
     try:
         with naming_limits(f"rank {rank} cannot enter group {name!r}"):
             if threads:
-                shared = _meet_threads(store, rank, size, name, deadline)
-                context = enter.place(shared.arena, shared.threads)
-                _first_barrier(context, deadline, partial(trouble.look, context))
-            elif rank == 0:
-                check_free_descriptors(_DESCRIPTORS)
-                context = enter.place(_new_arena(size, name))
-                _lead(store, context, deadline, trouble, has_died)
+                _join_threads(store, enter, deadline, trouble)
             else:
                 check_free_descriptors(_DESCRIPTORS)
-                context = _follow(store, enter, deadline, trouble)
-                _first_barrier(context, deadline)
-        if context.peers is not None:
-            context.peers.dead()  # once now, while all live, to know later how one of them ended
+                _join_processes(store, enter, deadline, trouble)
+        assert enter.context is not None
+        if enter.context.peers is not None:
+            enter.context.peers.dead()  # once now, while all live, to know later how one of them ended
     except BaseException as error:
-        _give_up(trouble, context, error)
+        trouble.tell(error)
+        if enter.context is not None:
+            if not enter.context.is_aborted:
+                enter.context.abort(_why(rank, error))
+            enter.context.leave()
         raise
-    finally:
-        if rank == 0 and shared is not None:
-            _forget(shared)
-    return context
-
-
-def _give_up(trouble: _Trouble, context: RankContext | None, error: BaseException) -> None:
-    """Tell the others why this rank does not enter, and leave what it has entered of the group."""
-    trouble.tell(error)
-    if context is not None:
-        if not context.is_aborted:
-            context.abort(_why(context.rank, error))
-        context.leave()
+    return enter.context
 
 
 def refuse(store: Store, why: str) -> None:
-    """Have all those hear who enter the group that uses this store, or will, that it cannot be made.
+    """Tell the ranks that enter the group of this store, or will, that it cannot be made.
 
-    For whoever is not in it itself. Those who have all come already go on undisturbed.
+    For callers outside of the group. It does not disturb ranks that have all come already.
     """
-    # Rank 0 looks at the one while it waits, and puts its invitation in place of the other if it comes later.
+    # Rank 0 looks at the first while it waits; if it comes later, its invitation replaces the second.
     store.compare_set("failed", "", f"- {why}")
     store.compare_set("arena", "", f"failed {why}")
 
 
 class _Entering:
-    """What a rank's place in an arena is made of, besides the arena."""
+    """Enters an arena as one rank."""
 
     def __init__(
-        self, rank: int, size: int, name: str, numbers: Sequence[int], program: threading.Thread
+        self, rank: int, size: int, name: str, group_ranks: Sequence[int], program: threading.Thread
     ) -> None:
         self.rank, self.size, self.name = rank, size, name
-        self._numbers, self._program = numbers, program
+        self._group_ranks, self._program = group_ranks, program
         self.has_died: Callable[[int], bool] | None = None
+        self.context: RankContext | None = None
 
     def check_leader(self) -> None:
         """Raise RankFailedError if rank 0 has died."""
         if self.has_died is not None and self.has_died(0):
-            own, leader = self._numbers[self.rank], self._numbers[0]
+            own, leader = self._group_ranks[self.rank], self._group_ranks[0]
             why = f"rank {leader} died before all ranks of the group had come"
             raise RankFailedError(f"rank {own}: group {self.name!r} cannot be used: {why}", (leader,))
 
     def place(self, arena: Arena, threads: dict[int, threading.Thread] | None = None) -> RankContext:
-        """Take it, and let the others see so."""
+        """Take the rank's place, and let the others see so."""
         spins, yields = waiting_policy(self.size)
         context = RankContext(arena, self.rank, self.name, spins=spins, yields=yields)
-        context.group_ranks = self._numbers
+        context.group_ranks = self._group_ranks
         if threads is not None:
             threads[self.rank] = self._program
         context.announce()
@@ -177,11 +161,12 @@ class _Entering:
         except BaseException:
             context.leave()
             raise
+        self.context = context
         return context
 
 
 class _Trouble:
-    """What ranks that cannot enter the group say about it in the store."""
+    """The reports, in the store, of ranks that cannot enter the group."""
 
     def __init__(self, store: Store, rank: int, name: str) -> None:
         self._store, self._rank, self._name = store, rank, name
@@ -189,13 +174,13 @@ class _Trouble:
 
     def tell(self, error: BaseException) -> None:
         """Say that this rank has failed; never raises."""
-        # Whoever was told by others, or has waited in vain for them, cannot tell them anything new.
-        told = isinstance(error, (GroupAbortedError, CollectiveTimeoutError))
-        why = str(error) if told else _why(self._rank, error)
+        # A rank that has heard it from others, or has waited in vain for them, has no news for them.
+        is_known = isinstance(error, (GroupAbortedError, CollectiveTimeoutError))
+        why = str(error) if is_known else _why(self._rank, error)
         with contextlib.suppress(DistError, OSError):
             if self._rank == 0:
                 self._store.set("arena", f"failed {why}")
-            elif not told:
+            elif not is_known:
                 self._store.compare_set("failed", "", f"{self._rank} {why}")
 
     def look(self, context: RankContext, *, now: bool = False) -> None:
@@ -254,37 +239,47 @@ def _first_barrier(context: RankContext, deadline: Deadline, look: Callable[[], 
         raise
 
 
-def _meet_threads(store: Store, rank: int, size: int, name: str, deadline: Deadline) -> _ThreadArena:
-    if rank == 0:
-        token = secrets.token_hex(16)
-        _thread_arenas[token] = shared = _ThreadArena(_new_arena(size, name))
-        store.set("arena", f"threads {token}")
-        return shared
-    kind, token = _ask_for_arena(store, rank, size, name, deadline)
-    found = _thread_arenas.get(token) if kind == "threads" else None
-    if found is None:
-        raise DistBackendError(
-            f"rank {rank} of group {name!r} is a thread, but rank 0 is not a thread of the same process:"
-            " give all ranks the same backend"
-        )
-    return found
+def _join_threads(store: Store, enter: _Entering, deadline: Deadline, trouble: _Trouble) -> None:
+    """Make the arena, or look it up, and meet the others in the first barrier; in a thread that is a rank."""
+    rank, name = enter.rank, enter.name
+    token = secrets.token_hex(16) if rank == 0 else ""
+    try:
+        if rank == 0:
+            _thread_arenas[token] = _ThreadArena(_new_arena(enter.size, name))
+            store.set("arena", f"threads {token}")
+            shared = _thread_arenas[token]
+        else:
+            backend, their_token = _ask_for_arena(store, rank, enter.size, name, deadline)
+            if backend != "threads" or their_token not in _thread_arenas:
+                raise DistBackendError(
+                    f"rank {rank} of group {name!r} is a thread, but rank 0 is not a thread of the same"
+                    " process: give all ranks the same backend"
+                )
+            shared = _thread_arenas[their_token]
+        context = enter.place(shared.arena, shared.threads)
+        _first_barrier(context, deadline, partial(trouble.look, context))
+    finally:
+        _thread_arenas.pop(token, None)
 
 
-def _forget(shared: _ThreadArena) -> None:
-    for token in [token for token, arena in _thread_arenas.items() if arena is shared]:
-        del _thread_arenas[token]
+def _join_processes(store: Store, enter: _Entering, deadline: Deadline, trouble: _Trouble) -> None:
+    """Make the arena, or fetch it, and meet the others in the first barrier; in a process that is a rank."""
+    if enter.rank == 0:
+        _lead(store, enter.place(_new_arena(enter.size, enter.name)), deadline, trouble, enter.has_died)
+    else:
+        _first_barrier(_follow(store, enter, deadline, trouble), deadline)
 
 
 def _follow(store: Store, enter: _Entering, deadline: Deadline, trouble: _Trouble) -> RankContext:
     """Fetch the arena, and take this rank's place in it, in a process that is not rank 0."""
     rank, name = enter.rank, enter.name
-    kind, invitation = _await_arena(
+    backend, invitation = _await_arena(
         store, rank, enter.size, name, deadline, _LOOK_SECONDS, enter.check_leader
     )
-    if kind != "processes":
+    if backend != "processes":
         raise DistBackendError(
             f"rank {rank} of group {name!r} is a process, but rank 0 is a thread: give all ranks the same"
-            f" backend"
+            " backend"
         )
     try:
         descriptor, connection = request_descriptor(invitation, store.secret, rank, name, deadline)
@@ -318,11 +313,11 @@ def _await_arena(
     interval: float,
     check: Callable[[], None] | None = None,
 ) -> tuple[str, str]:
-    """Return what rank 0 says in the store; ``check`` is called after each interval, and may raise."""
+    """Return rank 0's word in the store; call ``check``, which may raise, after each interval."""
     while True:
-        seconds = max(0.001, min(interval, deadline.remaining()))
+        timeout_s = max(0.001, min(interval, deadline.remaining()))
         try:
-            (told,) = store.await_values(["arena"], timedelta(seconds=seconds))
+            (text,) = store.await_values(["arena"], timedelta(seconds=timeout_s))
             break
         except DistStoreError as error:
             if not isinstance(error, TimeoutError):
@@ -335,10 +330,10 @@ def _await_arena(
                     f" {rank} of {size}): is it running, and does it use the same rendezvous?",
                     (0,),
                 ) from error
-    kind, _, token = told.decode(errors="replace").partition(" ")
-    if kind == "failed":
+    backend, _, token = text.decode(errors="replace").partition(" ")
+    if backend == "failed":
         raise GroupAbortedError(f"rank {rank}: group {name!r} cannot be used: {token}")
-    return kind, token
+    return backend, token
 
 
 def _lead(
@@ -352,10 +347,8 @@ def _lead(
     name, size = context.name, context.size
     with DescriptorServer(range(1, size), store.secret, name, keeps=True) as admission:
         store.set("arena", f"processes {admission.invitation}")
-        look, next_look = (
-            partial(_look_around, admission, context, trouble, has_died),
-            time.monotonic() + _LIVENESS_SECONDS,
-        )
+        look = partial(_look_around, admission, context, trouble, has_died)
+        next_look = time.monotonic() + _LIVENESS_SECONDS
         try:
             while waiting := admission.waited_for:
                 if deadline.expired():
@@ -390,8 +383,8 @@ def _look_around(
     lost = ended.intersection(_absent(context))  # not the other way round: who has entered may end both
     trouble.look(context, now=bool(lost))
     if died := lost.union(context.peers.dead() if context.peers is not None else ()):
-        who = ", ".join(map(context.describe, sorted(died)))
+        names = ", ".join(map(context.describe, sorted(died)))
         context.abort(
-            f"{who} died before all ranks of the group had come", context.to_group_ranks(sorted(died))
+            f"{names} died before all ranks of the group had come", context.to_group_ranks(sorted(died))
         )
         raise context.aborted()

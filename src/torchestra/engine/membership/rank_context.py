@@ -270,7 +270,7 @@ class RankContext:
 
     @property
     def group_rank(self) -> int:
-        """Return what messages call this rank."""
+        """Return this rank's number in the group."""
         return self.group_ranks[self.rank]
 
     def be_on_host(self, host: str, group_size: int) -> None:
@@ -281,14 +281,14 @@ class RankContext:
         shared_words.store_ordered(self.arena.address + at.HEADER_GROUP_SIZE, group_size)
 
     def describe(self, rank: int) -> str:
-        """Return what messages call a rank, and its host where there are several."""
+        """Name a rank, and its host where there are several, for messages."""
         return f"rank {self.group_ranks[rank]}{self._here()}"
 
     def _here(self) -> str:
         return f" on host {self.host}" if self.host else ""
 
     def to_group_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return what messages and errors call some ranks."""
+        """Return the numbers in the group of some ranks."""
         return tuple(self.group_ranks[rank] for rank in ranks)
 
     def _dead(self) -> tuple[int, ...]:
@@ -382,7 +382,7 @@ class RankContext:
         return copy.copy(self._aborted)
 
     def _told(self) -> dict[str, Any]:
-        """Return what the rank that aborted the group has written about it."""
+        """Return the text by the rank that aborted the group."""
         length = shared_words.load_acquire(self.arena.address + at.HEADER_ABORT_LENGTH)
         if length == 0:
             return {"why": "a rank died while it said why", "failed": (), "report": ""}

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What a survivor gets.
+    """A survivor's part in the new group.
 
     Attributes:
         context: this rank's, in the new group.
@@ -85,7 +85,7 @@ def shrink(context: RankContext, name: str, exclude: Sequence[int], seconds: flo
 
 
 def run_alone(context: RankContext, rank: int, attempt: Callable[[], T]) -> T:
-    """Return what ``attempt`` does; one thread of a rank at a time may make one.
+    """Make an attempt, and return its result; one thread of a rank at a time may.
 
     Raises:
         InvalidArgumentError: another thread of this rank is shrinking the group.

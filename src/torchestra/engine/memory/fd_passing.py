@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Challenged(NamedTuple):
-    """What a connection that was challenged has said and been told."""
+    """The rank that a challenged connection claims to be, and both nonces."""
 
     rank: int
     nonces: bytes

@@ -56,7 +56,7 @@ class ForeignArena:
 
     @property
     def made(self) -> int:
-        """When it was made, in nanoseconds of CLOCK_MONOTONIC."""
+        """Return when it was made, in nanoseconds of CLOCK_MONOTONIC."""
         return self.word(at.HEADER_NANOSECONDS)
 
     def process(self, rank: int) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def exchange(hierarchy: Hierarchy, sends: Ranges, receives: Ranges, call: Call) 
 
 
 def _part_of(ranges: Ranges, round_index: int, rounds: int) -> list[tuple[int, int]]:
-    """What of each range is exchanged in a round."""
+    """Return the part of each range that a round exchanges."""
     parts = []
     for address, length in ranges:
         least, more = divmod(length, rounds)
@@ -137,25 +137,25 @@ class _Exchange:
     # -- who goes over which rail
 
     def _users(self, rail: int) -> range:
-        """The places of this host whose ranks send over a rail."""
+        """Return the places of this host whose ranks send over a rail."""
         return range(rail, len(self._hierarchy.here), self._hosts.rails)
 
     def _riders(self, host: int, rail: int) -> tuple[int, ...]:
-        """The ranks of another host that send over a rail."""
+        """Return the ranks of another host that send over a rail."""
         return self._hosts.members[host][rail :: self._hosts.rails]
 
     def _bytes_to(self, host: int) -> _Count:
         return _Count(self._sent, () if host == self._hierarchy.host else self._hosts.members[host])
 
     def _bytes_from(self, host: int, rail: int) -> int:
-        """How much comes to this host from another over a rail."""
+        """Return how much comes to this host from another over a rail."""
         if host == self._hierarchy.host:
             return 0
         local_ranks = range(len(self._hierarchy.here))
         return sum(self._from(rank, each) for rank in self._riders(host, rail) for each in local_ranks)
 
     def _from(self, rank: int, local_rank: int) -> int:
-        """How much the rank at a place here gets from a rank elsewhere."""
+        """Return how much the rank at a place here gets from a rank elsewhere."""
         return self._expected[local_rank][rank]
 
     # -- the steps
@@ -217,7 +217,7 @@ class _Exchange:
 
 
 class _Count:
-    """How many bytes the rank at a place sends to some ranks."""
+    """The number of bytes that a local rank sends to some ranks."""
 
     def __init__(self, sent: list[list[int]], ranks: Sequence[int]) -> None:
         self._sent = sent
@@ -231,7 +231,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def memory(address_and_length: tuple[int, int]) -> torch.Tensor:
-    """The bytes at an address; somebody else keeps them."""
+    """Return the bytes at an address; somebody else keeps them."""
     address, length = address_and_length
     if length == 0:
         return _NOTHING

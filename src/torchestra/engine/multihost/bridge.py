@@ -1,4 +1,4 @@
-"""What moves tensors between hosts for collectives: one end of a rail, which joins one rank of every host.
+"""Bridges, which move tensors between hosts for collectives: each is one end of a rail.
 
 A bridge begins to receive from and to send to other ends; the operations are made of that here. They begin at
 once and end when they are waited for. All ends of a rail call the same ones in the same order with lengths

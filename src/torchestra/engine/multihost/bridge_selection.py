@@ -1,4 +1,4 @@
-"""Which bridge a group uses between its hosts, and who may take part in it.
+"""Choose the bridge that a group uses between its hosts.
 
 Who takes part in what goes between hosts must have proved the job's secret. ``curve`` makes sure of that.
 Gloo and MPI ask nobody, so they are used only where the user says that the network can be trusted: whoever
@@ -35,7 +35,7 @@ _warned = False
 
 
 def choose_bridge(*, threads: bool, mpiexec: bool, has_secret: bool) -> str:
-    """The kind of bridge: what TORCHESTRA_BRIDGE says, or else the one that suits.
+    """Return the kind of bridge: what TORCHESTRA_BRIDGE says, or else the one that suits.
 
     That is ``curve``; in a network that is trusted, MPI where mpiexec has started the ranks, or else Gloo.
 

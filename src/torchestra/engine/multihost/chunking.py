@@ -17,7 +17,7 @@ _FIRST, _LEAST = 4, 8
 
 
 def chunk_ends(length: int, longest: int) -> list[int]:
-    """Where the chunks end that something is to be cut into.
+    """Return where the chunks end that something is to be cut into.
 
     The first is short, so that the link is soon busy, and the last ones are, because what is done with them
     within the hosts comes after all that the link does.
@@ -46,12 +46,12 @@ class Joined:
         self.numel = self._starts[-1]
 
     def get(self, start: int, stop: int) -> torch.Tensor:
-        """What is between two places: a view if it is in one tensor, else a copy."""
+        """Return the elements of a range: a view if they are in one tensor, else a copy."""
         pieces = self._pieces(start, stop)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def room(self, start: int, stop: int) -> torch.Tensor:
-        """A tensor to fill with what is to be there, for :meth:`put`: a view if that is in one tensor."""
+        """Return a tensor to fill for :meth:`put`: a view if the range is in one tensor."""
         pieces = self._pieces(start, stop)
         return pieces[0] if len(pieces) == 1 else pieces[0].new_empty(stop - start)
 
@@ -74,7 +74,7 @@ class Joined:
 
 
 class Cuts:
-    """How the hosts' blocks are cut: into a part for each rail, and these into chunks.
+    """Cuts the hosts' blocks into a part for each rail, and these into chunks.
 
     Args:
         lengths: of the blocks, by host.
@@ -92,7 +92,7 @@ class Cuts:
         self.chunks = len(self._ends) - 1
 
     def span(self, host: int, rail: int, chunk_index: int) -> tuple[int, int]:
-        """Where in a host's block a rail's chunk is; nothing beyond the last rail, or the last chunk."""
+        """Return the range of a rail's chunk in a host's block; empty beyond the last rail or chunk."""
         starts = self._starts[host]
         if rail + 1 >= len(starts):
             return 0, 0
@@ -100,6 +100,6 @@ class Cuts:
         return min(start + self._ends[chunk_index], end), min(start + self._ends[chunk_index + 1], end)
 
     def length(self, host: int, rail: int, chunk_index: int) -> int:
-        """How long it is."""
+        """Return how long it is."""
         start, stop = self.span(host, rail, chunk_index)
         return stop - start

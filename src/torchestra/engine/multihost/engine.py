@@ -35,7 +35,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class HostsPlan(NamedTuple):
-    """What the engine needs to know of a collective on a dtype.
+    """A collective on a dtype, prepared for the engine.
 
     Attributes:
         row: the collective.
@@ -131,7 +131,7 @@ class MultiHostEngine(Engine):
         return self.hierarchy.sequence
 
     def flight_record(self) -> FlightRecord:
-        """Return what the ranks of all hosts did last; takes some seconds if a host does not answer."""
+        """Return the records of the ranks of all hosts; takes some seconds if a host does not answer."""
         hierarchy = self.hierarchy
         answers = {} if self.context.closed else hierarchy.detector.ask_what_they_did()
         return put_together(hierarchy.local.flight_record(), hierarchy.host, answers, hierarchy.hosts)
@@ -164,7 +164,7 @@ class MultiHostEngine(Engine):
         self.mailbox.transport.close()
 
     def reducer(self, plan: HostsPlan) -> Reducer:
-        """Return what reduces tensors of the plan's dtype by its operation."""
+        """Return the reducer for the plan's dtype and operation."""
         assert plan.op is not None
         key = (plan.dtype, plan.op.name)
         reducer = self._reducers.get(key)
@@ -182,7 +182,7 @@ class MultiHostEngine(Engine):
         site: str | None,
         lengths: Sequence[int],
     ) -> Iterator[Call]:
-        """An operation, recorded; one that is left halfway cannot be taken back, so the group is aborted."""
+        """Record an operation; abort the group if it ends halfway, as nobody can take it back."""
         lengths_text = ""
         if len(set(lengths)) > 1:
             lengths_text = f" of {[length // plan.dtype.itemsize for length in lengths]} elements by rank"

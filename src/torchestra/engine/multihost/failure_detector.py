@@ -1,4 +1,4 @@
-"""Which hosts and ranks of a group live, and what its ranks have to say to all: a failure detector.
+"""The failure detector: finds out which hosts and ranks of a group live, and spreads events.
 
 Hosts *ping* each other over the group's transport. The leader of each host (its first rank) has a thread for
 that: the *coordinator*, the leader of the first host whose leader has not gone, pings all hosts, all others
@@ -54,7 +54,7 @@ _RETELL_SECONDS = 0.1
 
 
 class ControlMessage(IntEnum):
-    """What a message of the control channel is; its text is JSON.
+    """The type of a message of the control channel; its text is JSON.
 
     ``ping`` and ``ack``: ranks that have died, that have left, hosts that are silent. ``abort``: why the
     group is over, the ranks that have failed, where ranks stand; ``confirm``: that is known. ``ask``: the
@@ -72,7 +72,7 @@ class ControlMessage(IntEnum):
 
 
 class FailureDetector:
-    """What a rank knows of the other hosts, and tells them.
+    """A rank's view of the other hosts.
 
     Args:
         store: the group's, for those that agree on who goes on after a failure.
@@ -124,13 +124,13 @@ class FailureDetector:
     # -- who is there
 
     def _contact(self, host: int) -> int | None:
-        """The rank that speaks for a host; None if there is none any more."""
+        """Return the rank that speaks for a host; None if there is none any more."""
         gone = self.dead | self.left
         there = [rank for rank in self.hosts.on(host) if rank not in gone]
         return next((rank for rank in there if rank not in self._unreachable), there[0] if there else None)
 
     def _is_deaf(self, host: int) -> bool:
-        """Whether a host is known to have nobody any more who answers for it."""
+        """Return whether a host is known to have nobody any more who answers for it."""
         return host in self.silent or self._contact(host) is None
 
     def _say(self, rank: int, what: ControlMessage, value: object, raw: bytes = b"") -> None:
@@ -138,7 +138,7 @@ class FailureDetector:
             self._transport.link.post_text(rank, Channel.control, what, json.dumps(value).encode() + raw)
 
     def _updates(self) -> list[list[int]]:
-        """What this rank knows of who has gone: its own host's ranks, and others."""
+        """Return the ranks that are gone as far as this one knows: dead, left, and silent hosts."""
         context = self._context
         dead = context.peers.dead() if context.peers is not None else ()
         left = [local_rank for local_rank in range(context.size) if context.has_left(local_rank)]
@@ -155,9 +155,9 @@ class FailureDetector:
             self._say(rank, ControlMessage.ping, self._updates())
 
     def fate(self, rank: int) -> str | None:
-        """What has become of a rank elsewhere: ``"died"``, ``"destroyed the group"``, or None if it is there.
+        """Return the fate of a rank elsewhere: ``"died"``, ``"destroyed the group"``, or None if it is there.
 
-        As far as its host has said by a second ago.
+        What its host said may be a second old.
         """
         host = self.hosts.host_of[rank]
         if time.monotonic() - self._pinged.get(host, 0.0) > _PING_SECONDS:
@@ -165,10 +165,9 @@ class FailureDetector:
         return "died" if rank in self.dead else "destroyed the group" if rank in self.left else None
 
     def gone(self) -> frozenset[int]:
-        """The ranks elsewhere that have died or left, and those of silent hosts, for one who looks again and
-        again.
+        """Return the ranks elsewhere that have died or left, and those of silent hosts.
 
-        As far as was known an eighth of the heartbeat bound ago.
+        For callers that look again and again: the result may be an eighth of the heartbeat bound old.
         """
         for host in self._others:
             if time.monotonic() - self._pinged.get(host, 0.0) > self._interval:
@@ -189,7 +188,7 @@ class FailureDetector:
         return {host for host in unheard if failed.issuperset(self.hosts.on(host))}
 
     def _suspect(self, hosts: Sequence[int]) -> set[int]:
-        """Those of some hosts, with ranks that have not gone, that are to be given up."""
+        """Return those of some hosts, with ranks that have not gone, that are to be given up."""
         with self._lock:
             unheard = self._timers.unheard(hosts)
         # The next look may be up to an interval too late.
@@ -310,14 +309,12 @@ class FailureDetector:
         hosts first, and until these have confirmed it.
         """
         abort = partial(self._context.abort, why, failed, lambda: standing)
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the interpreter is about to end, and begins no thread any more
+        with contextlib.suppress(RuntimeError):  # the interpreter is about to end, and begins no thread
             threading.Thread(target=abort, name="torchestra-aborting", daemon=True).start()
 
     @property
     def has_left(self) -> bool:
-        """Whether :meth:`leave` has been called."""
+        """Return whether :meth:`leave` has been called."""
         return self._closed.is_set()
 
     def leave(self) -> None:
@@ -333,14 +330,13 @@ class FailureDetector:
     # -- questions
 
     def ask_where_they_are(self) -> str:
-        """Return a line for each other host and each of its ranks: where it stands. Takes up to some
-        seconds."""
+        """Return a line for each other host and each of its ranks, in up to some seconds."""
         return self.ask_who_is_missing(0)[1]
 
     def ask_who_is_missing(self, operation: int) -> tuple[tuple[int, ...], str]:
-        """The ranks elsewhere that have not begun the group's operation of a number, and where all stand.
+        """Return the ranks elsewhere that have not begun an operation of the group, and where all stand.
 
-        Of hosts that do not answer nobody is named. Takes up to some seconds.
+        Names no ranks of hosts that do not answer. Takes up to some seconds.
         """
         answers = self._ask(ControlMessage.ask, lambda question: [question, operation])
         lines: list[str] = []
@@ -355,7 +351,7 @@ class FailureDetector:
         return tuple(missing), "".join(lines)
 
     def ask_what_they_did(self) -> dict[int, Answer]:
-        """What the ranks of other hosts did last, by host; takes some seconds if one does not answer."""
+        """Return the records of other hosts, by host; takes some seconds if one does not answer."""
         asked_at = time.monotonic()
         records: dict[int, Answer] = {}
         for host, (text, received_at) in self._ask(ControlMessage.recount, lambda question: question).items():
@@ -394,7 +390,7 @@ class FailureDetector:
         self._answer(rank, question, answer(read_flight_record(self._context.arena), received_at))
 
     def _missing_in(self, operation: int) -> Sequence[int]:
-        """The ranks of this host that have not begun an operation of the group.
+        """Return the ranks of this host that have not begun an operation of the group.
 
         An operation is made of the same steps within the host for all of its ranks; so if some are behind, it
         is these, and else all of them, if this one has not begun it.
@@ -410,8 +406,7 @@ class FailureDetector:
 
 
 class HeartbeatMonitor(FailureDetector):
-    """The detector of a host's leader, with the thread that pings. Takes what :class:`FailureDetector`
-    does."""
+    """The detector of a host's leader, with the thread that pings; arguments as :class:`FailureDetector`."""
 
     def start(self) -> None:
         """Begin, once the detector is attached."""
@@ -438,7 +433,7 @@ class HeartbeatMonitor(FailureDetector):
             )
 
     def _watched(self) -> list[int]:
-        """The hosts that this one pings: all others if it is the coordinator, else that one."""
+        """Return the hosts that this one pings: all others if it is the coordinator, else that one."""
         gone = self.dead | self.left
         leaders = ((host, self.hosts.on(host)[0]) for host in range(len(self.hosts)))
         coordinator = next((host for host, leader in leaders if leader not in gone), self.host)

@@ -258,7 +258,7 @@ def _bindings() -> Any:
 
 
 def _device(store: Store) -> Any:
-    """What Gloo listens with: on the address of this host from which the store is reached.
+    """Return a device of Gloo's, which listens at the address from which this host reaches the store.
 
     Each group has one of its own, because groups that connect lazily mix up their connections otherwise.
     """

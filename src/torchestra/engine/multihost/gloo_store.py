@@ -1,14 +1,12 @@
 """The store that Gloo's ends find each other in, over one of ours.
 
-Each end puts its card there, which says where it listens, and asks for the others' one by one: that would be
-as many requests, for all ends together, as the square of their number. So end 0 puts all cards together,
-packed, and the others read that: each end makes three requests, however many there are.
+Each end puts its endpoint there, and asks for the others' one by one: that would be O(ends²) requests. So end
+0 joins all endpoints, and the others read the result: each end makes three requests, however many there are.
 """
 
 from __future__ import annotations
 
 import base64
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,15 +15,62 @@ from typing import Any
 from torchestra.engine.multihost.bridge import BridgeError
 from torchestra.errors import StoreTimeoutError
 from torchestra.store import Store
+from torchestra.system.deadline import Deadline
 
 __all__ = ["store_for_gloo"]
 
 _LOOK_SECONDS = 0.2
-_ALL = "cards"
+_ALL = "endpoints"
+
+
+class _GlooEndpoints:
+    """The endpoints of Gloo's ends, in the store, as one end has them.
+
+    Attributes:
+        known: by key, the endpoints of all ends, once this one has put its own into the store.
+    """
+
+    def __init__(
+        self, store: Store, end: int, size: int, timeout_s: float, is_closed: Callable[[], bool]
+    ) -> None:
+        self.store = store.clone()
+        self.store.set_timeout(timeout_s)
+        self.known: dict[str, bytes] = {}
+        self._end, self._size, self._timeout_s, self._is_closed = end, size, timeout_s, is_closed
+
+    def unknown(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if key not in self.known]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        deadline = Deadline(self._timeout_s if timeout is None else timeout.total_seconds())
+        while not self._is_closed():
+            remaining = deadline.remaining()
+            try:
+                return self.store.wait(keys, max(0.001, min(_LOOK_SECONDS, remaining)))
+            except StoreTimeoutError:
+                if remaining <= _LOOK_SECONDS:
+                    raise
+        raise BridgeError("this end is closed")
+
+    def set(self, key: str, value: bytes) -> None:
+        self.store.set(key, value)
+        if self.known or not key.endswith(f"/{self._end}"):
+            return
+        stem = key.removesuffix(str(self._end))
+        keys = [f"{stem}{each}" for each in range(self._size)]
+        if self._end == 0:
+            self.wait(keys)
+            values = self.store.multi_get(keys)
+            self.store.set(stem + _ALL, zlib.compress(b"\n".join(map(base64.b64encode, values))))
+        else:
+            self.wait([stem + _ALL])
+            packed = zlib.decompress(self.store.get(stem + _ALL))
+            values = [base64.b64decode(line) for line in packed.split(b"\n")]
+        self.known.update(zip(keys, values, strict=True))
 
 
 def store_for_gloo(store: Store, end: int, size: int, timeout_s: float, is_closed: Callable[[], bool]) -> Any:
-    """A store of torch.distributed.
+    """Return a store of torch.distributed.
 
     Args:
         store: one that only these ends, and only for this purpose, use.
@@ -35,56 +80,24 @@ def store_for_gloo(store: Store, end: int, size: int, timeout_s: float, is_close
     """
     from torch._C._distributed_c10d import Store as TorchsStore
 
-    store = store.clone()
-    store.set_timeout(timeout_s)
-    cards: dict[str, bytes] = {}
-
-    def wait(keys: Sequence[str], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not is_closed():
-            remaining = deadline - time.monotonic()
-            try:
-                return store.wait(keys, max(0.001, min(_LOOK_SECONDS, remaining)))
-            except StoreTimeoutError:
-                if remaining <= _LOOK_SECONDS:
-                    raise
-        raise BridgeError("this end is closed")
-
-    def hand_out(own_key: str, own: bytes) -> None:
-        """Put this end's card into the store, and have everybody's."""
-        stem = own_key.removesuffix(str(end))
-        keys = [f"{stem}{each}" for each in range(size)]
-        store.set(own_key, own)
-        if end == 0:
-            wait(keys, timeout_s)
-            values = store.multi_get(keys)
-            store.set(stem + _ALL, zlib.compress(b"\n".join(map(base64.b64encode, values))))
-        else:
-            wait([stem + _ALL], timeout_s)
-            packed = zlib.decompress(store.get(stem + _ALL))
-            values = [base64.b64decode(line) for line in packed.split(b"\n")]
-        cards.update(zip(keys, values, strict=True))
+    endpoints = _GlooEndpoints(store, end, size, timeout_s, is_closed)
 
     class Adapter(TorchsStore):
         def set(self, key: str, value: Any) -> None:
-            raw = value.encode() if isinstance(value, str) else bytes(value)
-            if key.endswith(f"/{end}") and not cards:
-                hand_out(key, raw)
-            else:
-                store.set(key, raw)
+            endpoints.set(key, value.encode() if isinstance(value, str) else bytes(value))
 
         def get(self, key: str) -> bytes:
-            return cards[key] if key in cards else store.get(key)
+            return endpoints.known[key] if key in endpoints.known else endpoints.store.get(key)
 
         def add(self, key: str, amount: int) -> int:
-            return store.add(key, amount)
+            return endpoints.store.add(key, amount)
 
         def check(self, keys: list[str]) -> bool:
-            unknown = [key for key in keys if key not in cards]
-            return not unknown or store.check(unknown)
+            unknown = endpoints.unknown(keys)
+            return not unknown or endpoints.store.check(unknown)
 
         def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-            if unknown := [key for key in keys if key not in cards]:
-                wait(unknown, timeout_s if timeout is None else timeout.total_seconds())
+            if unknown := endpoints.unknown(keys):
+                endpoints.wait(unknown, timeout)
 
     return Adapter()

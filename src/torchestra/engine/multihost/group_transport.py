@@ -38,7 +38,7 @@ Ended = Callable[[int, str], None]
 
 
 class Channel(IntEnum):
-    """What a message belongs to."""
+    """The subsystem that a message belongs to."""
 
     bridge = 1
     p2p = 2
@@ -134,7 +134,7 @@ class GroupTransport:
     # -- who is who
 
     def own_record(self) -> bytes:
-        """Return what the other ranks must know of this one, in as many bytes for each rank."""
+        """Return this rank's endpoint record, of :data:`RECORD_BYTES` bytes."""
         endpoint = self.link.endpoint
         return _RECORD.pack(endpoint.address.encode(), endpoint.key)
 
@@ -168,7 +168,7 @@ _all: weakref.WeakSet[GroupTransport] = weakref.WeakSet()
 
 
 def _close_at_exit() -> None:
-    """What has been sent is to leave before the process does."""
+    """Have everything sent leave before the process ends."""
     progress.let_tasks_end()
     for transport in tuple(_all):
         transport.close()

@@ -1,4 +1,4 @@
-"""What the operations of a group on several hosts are made of: steps within the host, and between hosts.
+"""The steps, within the host and between hosts, of the operations of a group on several hosts.
 
 Every operation begins by finding out that all ranks of all hosts have called the same
 (:meth:`Hierarchy.agree`): within the host by the fingerprints of the arena, between hosts by an *envelope*
@@ -70,7 +70,7 @@ class _Suspects:
         self._since: dict[int, float] = {}  # by rank elsewhere: since when, by that clock
 
     def certain(self, gone: Iterable[int]) -> frozenset[int]:
-        """Those of some ranks elsewhere that have been gone for so long that nothing of theirs will come."""
+        """Return those of some ranks that have been gone for so long that nothing of theirs will come."""
         now = self._clock.elapsed()
         self._since = {rank: self._since.get(rank, now) for rank in gone}
         return frozenset(rank for rank, since in self._since.items() if now - since >= _DOUBT_SECONDS)
@@ -102,7 +102,7 @@ class Call:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, as bytes. (Not every dtype can be viewed as another.)"""
+    """Return the memory of a contiguous tensor, as bytes. (Not every dtype can be viewed as another.)"""
     start = tensor.storage_offset() * tensor.element_size()
     memory = torch.empty(0, dtype=torch.uint8)
     memory.set_(tensor.untyped_storage(), start, (tensor.nbytes,))  # type: ignore[call-overload]
@@ -110,13 +110,13 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
-    """The lengths of ``parts`` parts of something, that differ by one at most."""
+    """Return the lengths of ``parts`` parts of something, that differ by one at most."""
     least, more = divmod(count, parts)
     return [least + (part < more) for part in range(parts)]
 
 
 class _Envelope(NamedTuple):
-    """What the hosts tell each other: by host what is received, and what brings it."""
+    """The first exchange of an operation between hosts: what comes, by host, and its pending transfer."""
 
     received: torch.Tensor
     pending: Pending
@@ -329,7 +329,7 @@ class Hierarchy:
             self.wait(pending, call)
 
     def agree_here(self, call: Call) -> bool:
-        """Whether all ranks of this host have called the same."""
+        """Return whether all ranks of this host have called the same."""
         try:
             self.local.agree(self.plan(BARRIER, call), call.count, call.timeout_s, call.site)
         except CollectiveMismatchError:
@@ -397,7 +397,7 @@ class Hierarchy:
         )
 
     def spread(self, own: torch.Tensor, lengths: Sequence[int], call: Call) -> list[torch.Tensor]:
-        """The blocks of all hosts, on all their ranks. Each rail moves a part of each block.
+        """Return the blocks of all hosts, on all their ranks. Each rail moves a part of each block.
 
         Args:
             own: the block of this host, the same on all its ranks.
@@ -426,7 +426,7 @@ class Hierarchy:
 
 
 def _harmless(call: Call) -> Call:
-    """A call with a fingerprint that is the same on all ranks, whatever they have called."""
+    """Return a call with a fingerprint that is the same on all ranks, whatever they have called."""
     return Call(operations.pack(Kind.barrier), 0, call.timeout_s, call.site)
 
 

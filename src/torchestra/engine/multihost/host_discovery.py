@@ -64,7 +64,7 @@ _DESCRIPTORS = 8  # what a rank needs for a moment, with some to spare
 
 
 def may_span_hosts(store: Store, size: int) -> bool:
-    """Whether ranks that share a store may be on several hosts; the same on all of them.
+    """Return whether ranks that share a store may be on several hosts; the same on all of them.
 
     Stores in this process, in a file, or reached through a Unix socket are shared within one host only,
     unless ranks pretend to be elsewhere.
@@ -239,7 +239,7 @@ class _Visit:
             self.store.compare_set("all", "", json.dumps([[], why]))
 
     def failure(self, text: bytes) -> GroupAbortedError:
-        """The error that says what :meth:`tell_failure`, or a segment that has lost a rank, has told."""
+        """Return the error for a text by :meth:`tell_failure`, or by a segment that has lost a rank."""
         died, why = json.loads(text)
         message = f"rank {self.rank}: group {self.name!r} cannot be used: {why}"
         return RankFailedError(message, tuple(died)) if died else GroupAbortedError(message)
@@ -255,11 +255,11 @@ class _Visit:
             raise self.failure(answer)
 
     def hear(self) -> Hosts:
-        """What another rank says about it."""
+        """Wait for the outcome, which another rank writes, and return it."""
         return Hosts.decode(self.values(["outcome"])[0])
 
     def values(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that are there when the others have come."""
+        """Return the values of keys that are there when the others have come."""
         left = timedelta(seconds=max(0.001, self.deadline.remaining()))
         try:
             return self.store.await_values(keys, left)
@@ -267,7 +267,7 @@ class _Visit:
             raise self.late() from error
 
     def late(self, absent: Sequence[int] | None = None) -> CollectiveTimeoutError:
-        """The error that says who has not come, which may be known."""
+        """Return the error that says who has not come, which may be known."""
         missing = tuple(absent or missing_indices(self.store, [f"here/{peer}" for peer in range(self.size)]))
         who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "a rank"
         return CollectiveTimeoutError(
@@ -278,7 +278,7 @@ class _Visit:
 
 
 class _HostSegment:
-    """What a rank opens in case it is the first of its host."""
+    """The segment that a rank opens in case it is the first of its host."""
 
     def __init__(self, visit: _Visit) -> None:
         self._visit = visit

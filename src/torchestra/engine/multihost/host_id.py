@@ -1,4 +1,4 @@
-"""What a host is called before anybody has tried whether it is one.
+"""Host ids: a guess at which ranks share a host, before they try.
 
 Processes with different ids are on different hosts. Those with the same may be on one: that is decided by
 attaching to each other's memory (host_discovery.py), so an id that two hosts share by accident (virtual
@@ -19,7 +19,7 @@ HOST_VARIABLE = "TORCHESTRA_HOST_ID"
 
 
 def host_id() -> str:
-    """The id of the calling rank's host: the same for all ranks that may share memory.
+    """Return the id of the calling rank's host: the same for all ranks that may share memory.
 
     It is what TORCHESTRA_HOST_ID says, or else made of the kernel's boot and of the network namespace,
     because memory is handed over through sockets that are found within one namespace only.
@@ -38,7 +38,7 @@ def host_id() -> str:
 
 
 def host_name() -> str:
-    """What to call the calling rank's host in messages: TORCHESTRA_HOST_ID, or else the name it has."""
+    """Name the calling rank's host, for messages: TORCHESTRA_HOST_ID, or else its host name."""
     here = current_thread_rank()
     if here is not None and here.host:
         return here.host

@@ -1,4 +1,4 @@
-"""Which ranks of a group are on which host."""
+"""The table of a group's ranks and hosts."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class Hosts:
         return tuple(tuple(part.tolist()) for part in np.split(ranks, ends))
 
     def host_at(self, rank: int) -> int:
-        """The same as ``host_of[rank]``, for who wants to know it of one rank only."""
+        """Return the same as ``host_of[rank]``, for who wants to know it of one rank only."""
         return int(self._table[rank])
 
     def on(self, host: int) -> tuple[int, ...]:
-        """The ranks on a host, in ascending order."""
+        """Return the ranks on a host, in ascending order."""
         return tuple(np.flatnonzero(self._table == host).tolist())
 
     def __len__(self) -> int:
@@ -88,14 +88,14 @@ class Hosts:
         return hash((self._table.tobytes(), self.names))
 
     def among(self, ranks: Sequence[int]) -> Hosts:
-        """The hosts of a subgroup that has these ranks of this group, numbered in this order."""
+        """Return the hosts of a subgroup that has these ranks of this group, numbered in this order."""
         members: dict[int, list[int]] = {}
         for index, rank in enumerate(ranks):
             members.setdefault(self.host_of[rank], []).append(index)
         return Hosts(list(members.values()), [self.names[host] for host in members])
 
     def describe(self, rank: int) -> str:
-        """A rank and its host, for messages."""
+        """Return a rank and its host, for messages."""
         return f"rank {rank} on host {self.names[self.host_of[rank]]}"
 
     def encode(self) -> bytes:
@@ -104,7 +104,7 @@ class Hosts:
 
     @classmethod
     def decode(cls, packed: bytes) -> Hosts:
-        """What :meth:`encode` has written."""
+        """Read the output of :meth:`encode`."""
         names, _, table = zlib.decompress(packed).partition(b"\0\0")
         made = cls.__new__(cls)
         made.names = tuple(names.decode().split("\0"))

@@ -1,11 +1,11 @@
-"""How a rank enters a group whose ranks are on several hosts."""
+"""Enter a group whose ranks are on several hosts."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -58,56 +58,32 @@ def join_hosts(
         threads: whether the ranks are threads of this process.
         bridge: what to use between hosts, as choose_bridge gives it.
         thread: the one that the rank's program runs in; default: the one that calls.
-        has_died: tells which ranks of this host have died that were alive before they came here.
+        has_died: returns whether a rank of this host, alive before, has died on its way here.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that did not.
         DistBackendError: there is no way to the other hosts.
         InvalidArgumentError: another rank uses another bridge, or has another heartbeat bound.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     bound = heartbeat_bound()  # refused, if it makes no sense, before this rank meets any other
     host = hosts.host_at(rank)
     here = hosts.on(host)
-    local_rank = here.index(rank)
-    own = PrefixStore(f"host/{host}", store)
-    size = len(here)
-    context = join(
-        own,
-        local_rank,
-        size,
-        name,
-        timeout_s,
-        threads=threads,
-        thread=thread,
-        numbers=here,
-        has_died=has_died,
-    )
+    local_rank, own = here.index(rank), PrefixStore(f"host/{host}", store)
+    enter = partial(join, threads=threads, thread=thread, has_died=has_died)
+    context = enter(own, local_rank, len(here), name, timeout_s, group_ranks=here)
     if thread is not None:
         context.program = thread
     detector = _watch(store, hosts, host, context, bound)
-    end: Bridge | None = None
     transport: GroupTransport | None = None
     try:
-        _agree(store, bridge, bound, hosts, rank, context, max(0.1, deadline - time.monotonic()))
+        _agree(store, bridge, bound, hosts, rank, context, _rest(deadline))
         if bridge == "mpi":
-            start_mpi(max(0.1, deadline - time.monotonic()), len(hosts.host_of))
+            start_mpi(_rest(deadline), hosts.size)
         transport = GroupTransport(store, hosts, rank)
-        if local_rank < hosts.rails:
-            end = _open_rail(
-                store, hosts, local_rank, bridge, transport, max(0.1, deadline - time.monotonic())
-            )
-        local = LocalEngine(context)
-        hierarchy = Hierarchy(local, hosts, rank, end, detector, name)
-        _exchange_endpoints(hierarchy, transport, max(0.1, deadline - time.monotonic()))
-        detector.attach(transport)
-        if isinstance(detector, HeartbeatMonitor):
-            detector.start()
-        engine = MultiHostEngine(hierarchy, PointToPoint(transport, hierarchy, bridge))
+        engine = _connect(store, bridge, name, context, detector, transport, deadline)
     except BaseException:
         context.leave()
-        if end is not None:
-            end.close()
         detector.leave()
         if transport is not None:
             transport.close()
@@ -117,10 +93,40 @@ def join_hosts(
     return engine
 
 
+def _rest(deadline: Deadline) -> float:
+    return max(0.1, deadline.remaining())
+
+
+def _connect(
+    store: Store,
+    bridge: str,
+    name: str,
+    context: RankContext,
+    detector: FailureDetector,
+    transport: GroupTransport,
+    deadline: Deadline,
+) -> MultiHostEngine:
+    """Connect to the ranks on other hosts, and return the engine; close the end of the rail if that fails."""
+    hosts, end = transport.hosts, None
+    if context.rank < hosts.rails:
+        end = _open_rail(store, hosts, context.rank, bridge, transport, _rest(deadline))
+    try:
+        hierarchy = Hierarchy(LocalEngine(context), hosts, transport.rank, end, detector, name)
+        _exchange_endpoints(hierarchy, transport, _rest(deadline))
+        detector.attach(transport)
+        if isinstance(detector, HeartbeatMonitor):
+            detector.start()
+        return MultiHostEngine(hierarchy, PointToPoint(transport, hierarchy, bridge))
+    except BaseException:
+        if end is not None:
+            end.close()
+        raise
+
+
 def _open_rail(
     store: Store, hosts: Hosts, local_rank: int, bridge: str, transport: GroupTransport, timeout_s: float
 ) -> Bridge:
-    """Open a bridge to the ranks with the same place on the other hosts."""
+    """Open a bridge to the ranks with the same local rank on the other hosts."""
     ranks = [members[local_rank] for members in hosts.members]
     names = [*map(hosts.describe, ranks)]
     return open_bridge(bridge, PrefixStore(f"rail/{local_rank}", store), transport, ranks, names, timeout_s)
@@ -144,14 +150,14 @@ def _watch(store: Store, hosts: Hosts, host: int, context: RankContext, bound: f
 def refuse_hosts(store: Store, hosts: Hosts, why: str) -> None:
     """:func:`torchestra.engine.membership.joining.refuse` for a group whose ranks are on several hosts.
 
-    Those hear of it that wait for ranks of their own host.
+    It reaches those that wait for ranks of their own host.
     """
     for host in range(len(hosts)):
         refuse(PrefixStore(f"host/{host}", store), why)
 
 
 def _exchange_endpoints(hierarchy: Hierarchy, transport: GroupTransport, timeout_s: float) -> None:
-    """Have every rank be able to connect to each on another host, which lets it in from now on."""
+    """Give every rank the endpoint records of all ranks on other hosts, which let it in from now on."""
 
     def call() -> Call:
         return Call(pack(Kind.barrier), 0, timeout_s, None)
@@ -172,10 +178,10 @@ def _agree(
     context: RankContext,
     timeout_s: float,
 ) -> None:
-    """Make sure that all ranks use the same bridge and heartbeat bound; the first to come says which.
+    """Make sure that all ranks use the same bridge and heartbeat bound: those of the first to come.
 
-    Return when all have agreed, or raise what one has found. A rank that has died cannot do either: it is
-    waited for as long as the heartbeat bound, and found missing when the bridge is opened.
+    Returns when all have agreed, or raises the error that one has found. A rank that has died does neither:
+    the others wait for it as long as the heartbeat bound, and miss it when they open the bridge.
     """
     terms = store.compare_set("terms", "", f"{rank} {bridge} {bound!r}").decode()
     first, their_bridge, their_bound = terms.split(" ")
@@ -200,7 +206,7 @@ def _agree(
             " with the longer one beats too rarely for the other, and would be given up though it lives:"
             f" set {HEARTBEAT_VARIABLE} to the same for all ranks, or for none"
         )
-    # Several may find it at once: all raise what the first of them says.
+    # Several may find it at once: all raise the error of the first.
     message = store.compare_set("settled", "", message).decode()
     context.abort(message)
     raise InvalidArgumentError(message)

@@ -21,7 +21,7 @@ __all__ = ["MessageRecorder", "RecordedMessage"]
 
 
 class RecordedMessage:
-    """What is recorded of one message. As a context manager: what leaves that with an error has failed.
+    """The record of one message. A context manager: an error that leaves it marks the message as failed.
 
     Args:
         recorder: that it is in.
@@ -42,7 +42,7 @@ class RecordedMessage:
             self.end(well=False)
 
     def came(self, source: int) -> None:
-        """What a receive wants has begun to come."""
+        """Note that the message of a receive has begun to come."""
         recorder = self._recorder
         with recorder.lock:
             if self._message_id:
@@ -58,7 +58,7 @@ class RecordedMessage:
 
 
 class MessageRecorder:
-    """What one rank writes.
+    """Writes one rank's records of messages to and from other hosts.
 
     Args:
         member: the rank's.
@@ -83,7 +83,7 @@ class MessageRecorder:
     def begin(
         self, way: int, dtype_code: int, tag: int, nbytes: int, peer: int | None, background: bool
     ) -> RecordedMessage:
-        """A message begins.
+        """Return a message begins.
 
         Args:
             way: SENT or RECEIVED (layout.py).

@@ -67,7 +67,7 @@ def mpi_module() -> Any:
 
 
 def library(module: Any) -> str:
-    """What MPI calls itself, in one line."""
+    """Return MPI's name for itself, in one line."""
     return " ".join(str(module.Get_library_version()).split("\n")[0].split(",")[0].split())
 
 
@@ -187,7 +187,7 @@ def start_mpi(timeout_s: float, ranks: int = 1) -> Any:
 
 
 def end_mpi() -> None:
-    """What is done at exit, for a process that does not end as the interpreter does."""
+    """Do what is done at exit, in a process that ends without the interpreter's exit."""
     if _kept is not None:
         _kept.end()
 

@@ -51,7 +51,7 @@ Begin = Callable[[Any], Sequence[Any]]
 
 
 class _End(NamedTuple):
-    """What an end tells the others: its rank in MPI's world, that one's size, and a tag of its choice."""
+    """An end's word to the others: its rank in MPI's world, the size of that, and a tag of its choice."""
 
     rank: int
     size: int
@@ -93,7 +93,7 @@ class _Work:
         return True
 
     def has_ended(self, times: int = 1) -> bool:
-        """Whether it has; lets MPI go on with it so many times.
+        """Return whether it has; lets MPI go on with it so many times.
 
         Raises:
             BridgeError: it cannot end any more.
@@ -212,7 +212,7 @@ class MPIBridge(Bridge):
             raise self._failed(f"MPI: {error}") from error
 
     def test(self, requests: Sequence[Any] | None, times: int) -> bool:
-        """Whether requests have ended; lets MPI go on with them so many times."""
+        """Return whether requests have ended; lets MPI go on with them so many times."""
         try:
             return any(self._mpi.Request.Testall(requests) for _ in range(times))
         except self._mpi.Exception as error:
@@ -267,7 +267,7 @@ class MPIBridge(Bridge):
                     raise BridgeError(f"not all hosts came within {timeout_s:.1f} s") from None
 
     def _connected(self, ends: Sequence[_End]) -> Any:
-        """The communicator of the ends."""
+        """Return the communicator of the ends."""
         world = self._mpi.COMM_WORLD
         ranks = [end.rank for end in ends]
         if len(set(ranks)) < len(ranks) or {end.size for end in ends} != {world.size}:

@@ -25,7 +25,7 @@ _LONGEST_LOOK = 2.0
 
 
 class UnexpectedMessage(NamedTuple):
-    """What another rank has for this one, and nobody has asked for yet.
+    """A message of another rank that no receive has asked for yet.
 
     Attributes:
         source: the rank.
@@ -110,7 +110,7 @@ class P2PRequest:
 
     @property
     def what(self) -> str:
-        """What it is, without whose."""
+        """Return a description of the message, without its rank."""
         return str(self).rpartition(": ")[2]
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class P2PRequest:
         self.broken = self.broken or (self.deadline.elapsed(), why)
 
     def takes(self, message: UnexpectedMessage) -> bool:
-        """Whether a receive waits for this message, whatever its length and kind."""
+        """Return whether a receive waits for this message, whatever its length and kind."""
         return message.tag == self.tag and self.peer in (None, message.source)
 
     def wait(self, timeout_s: float) -> bool:
@@ -151,13 +151,13 @@ class P2PRequest:
 
 
 class EagerCredits:
-    """How much of large messages goes before it is asked for, until the receiver has got it."""
+    """Bounds how much of large messages goes before the receiver asks for it."""
 
     def __init__(self) -> None:
         self._parts: dict[int, tuple[int, int]] = {}  # by message: to whom, and how many bytes
 
     def take(self, request_id: int, rank: int, length: int) -> int:
-        """How many bytes of a message to a rank go ahead; they count until :meth:`settle`."""
+        """Return how many bytes of a message to a rank go ahead; they count until :meth:`settle`."""
         ahead = sum(part for receiver, part in self._parts.values() if receiver == rank)
         part = max(0, min(length, EAGER_BYTES, _AHEAD_BYTES - ahead))
         if part:

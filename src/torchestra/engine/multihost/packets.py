@@ -1,4 +1,4 @@
-"""What ranks on different hosts send each other for ``send`` and ``recv``: MPI's rendezvous protocol.
+"""Packets of ``send`` and ``recv`` between hosts: MPI's rendezvous protocol.
 
 A packet has a head of fixed length and, after it, bytes of the message. Who sends it is known from the
 transport, which also says with which tag. Packets are reliable, but for ``data``.
@@ -20,7 +20,7 @@ warnings = RateLimitedWarnings(logging.getLogger(__name__))
 
 
 class PacketType(IntEnum):
-    """What a packet says.
+    """The type of a packet.
 
     ``rts`` (request to send): there is a message, whose first bytes are in the packet. ``cts`` (clear to
     send): the rest shall come. ``data``: the rest. ``ack``: all of it has come. ``refuse``: it is thrown
@@ -39,7 +39,7 @@ class PacketType(IntEnum):
 
 
 class Packet(NamedTuple):
-    """What one rank sends another.
+    """A packet from one rank to another.
 
     Attributes:
         type: what it says.
@@ -67,7 +67,7 @@ def pack(packet: Packet) -> bytes:
 
 
 def unpack(raw: bytes) -> Packet:
-    """Return what :func:`pack` has packed.
+    """Undo :func:`pack`.
 
     Raises:
         ValueError: it is something else.

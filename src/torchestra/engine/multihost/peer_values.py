@@ -1,4 +1,4 @@
-"""How what ranks have written into the store for each other is read.
+"""Read what ranks have written into the store for each other, and check it.
 
 Where the store asks nobody for a proof, anybody may have written it. What no rank can have written is
 dropped, with a warning; what it may say is checked here, so that whoever uses it need not.
@@ -21,7 +21,7 @@ warnings = RateLimitedWarnings(logging.getLogger(__name__))
 
 
 def ranks_in(value: object, allowed: Container[int]) -> tuple[int, ...]:
-    """The ranks in a list that came as JSON. ValueError: it is none, or has others than those allowed."""
+    """Return the ranks in a list that came as JSON; raise ValueError for anything else."""
     if not isinstance(value, list) or not all(type(each) is int and each in allowed for each in value):
         raise ValueError(f"not a list of ranks that may stand there: {value!r:.100}")
     return tuple(value)
@@ -35,7 +35,7 @@ def read_text(value: object) -> str:
 
 
 def ranks_in_words(text: bytes, count: int, size: int, what: str) -> Iterator[tuple[int, ...]]:
-    """The ranks in each word of a text, as ``3`` or ``3:1``.
+    """Yield the ranks in each word of a text, as ``3`` or ``3:1``.
 
     Args:
         text: as ranks have written it, word after word.
@@ -55,7 +55,7 @@ def ranks_in_words(text: bytes, count: int, size: int, what: str) -> Iterator[tu
 
 
 def read_proposal(text: bytes, size: int) -> tuple[int, ...] | None:
-    """The ranks that shall go on, in ascending order; None if no rank can have proposed that."""
+    """Return the ranks that shall go on, in ascending order; None if no rank can have proposed that."""
     try:
         ranks = ranks_in(json.loads(text), range(size))
         if not ranks or list(ranks) != sorted(set(ranks)):

@@ -160,7 +160,7 @@ class PointToPoint:
         self._link.flush(self._hierarchy.detector.bound, self._is_vain)
 
     def _is_vain(self, rank: int) -> bool:
-        """Whether a rank receives nothing more."""
+        """Return whether a rank receives nothing more."""
         return (
             self._context.is_aborted or rank in self._left or self._hierarchy.detector.fate(rank) is not None
         )

@@ -24,7 +24,7 @@ _ENTRY = tuple(FlightEntry.__dataclass_fields__)
 
 
 class Answer(NamedTuple):
-    """What a host told.
+    """The records of another host.
 
     Attributes:
         record: of its ranks, in times of its own clock.
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
 
 def answer(record: FlightRecord, heard_at: float) -> bytes:
-    """What a host answers that heard the question at ``heard_at``, by its monotonic clock."""
+    """Write a host's answer to a question that came at ``heard_at``, by its monotonic clock."""
     ranks = [
         {
             **vars(rank),
@@ -52,7 +52,7 @@ def answer(record: FlightRecord, heard_at: float) -> bytes:
 
 
 def understand(text: bytes, asked_at: float, received_at: float) -> Answer:
-    """What :func:`answer` has written, for who asked at one time of this clock and got it at another."""
+    """Read the output of :func:`answer`; asked and received at these times of this host's clock."""
     times, _, packed = text.partition(b"\n")
     heard_at, answered = map(float, times.split())
     words: dict[str, Any] = json.loads(zlib.decompress(packed))
@@ -77,7 +77,7 @@ def _entries(rows: Sequence[Sequence[Any]]) -> tuple[FlightEntry, ...]:
 
 
 def put_together(own: FlightRecord, host: int, answers: Mapping[int, Answer], hosts: Hosts) -> FlightRecord:
-    """The record of all ranks, by the clock of one host.
+    """Return the record of all ranks, by the clock of one host.
 
     Args:
         own: of the ranks of that host.

@@ -33,7 +33,7 @@ _EXPLANATION_BOUNDS = 1.5
 
 
 class Entered(Protocol):
-    """What a rank holds of a group that it has entered."""
+    """A rank's part in a group that it has entered."""
 
     def close(self) -> None:
         """Leave it."""
@@ -46,7 +46,7 @@ Enter = Callable[[Store, int, Hosts, float], E]
 
 @dataclass(frozen=True)
 class ShrunkHosts(Generic[E]):
-    """What a survivor gets.
+    """A survivor's part in the new group.
 
     Attributes:
         entered: what :data:`Enter` returned.

@@ -16,7 +16,7 @@ __all__ = ["ThreadBridge"]
 
 
 class _Rail:
-    """What the ends share: by sender and receiver, what has been sent. ``left`` are those that are closed."""
+    """The ends' common state: the tensors sent, by sender and receiver, and the ends that have left."""
 
     def __init__(self, size: int) -> None:
         self.size = size

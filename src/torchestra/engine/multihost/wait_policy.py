@@ -1,4 +1,4 @@
-"""Whether a message to or from another host may still be waited for."""
+"""Decide whether to go on waiting for a message to or from another host."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class WaitPolicy:
             )
 
     def failure(self, request: P2PRequest, why: str) -> DistBackendError:
-        """What to raise if the way to the other rank has failed."""
+        """Return the error to raise if the way to the other rank has failed."""
         peer = request.peer if request.partner is None else request.partner
         name = "another host" if peer is None else self._hosts.describe(peer)
         return DistBackendError(f"{request}: the way to {name} failed: {why}")

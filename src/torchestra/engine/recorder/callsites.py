@@ -1,4 +1,4 @@
-"""Where in the user's program a rank is: the innermost line outside of torchestra and torch."""
+"""Find where in the user's program a rank is: the innermost line outside of torchestra and torch."""
 
 from __future__ import annotations
 

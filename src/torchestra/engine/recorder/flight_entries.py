@@ -1,4 +1,4 @@
-"""What the flight record consists of: an operation or a message, a rank, a host."""
+"""The parts of a flight record: an operation or a message, a rank, a host."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FlightEntry:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank did last, oldest first, and what it did in all.
+    """The last entries of one rank, oldest first, and its totals.
 
     Attributes:
         rank: in the group's numbering.

@@ -123,7 +123,7 @@ def _numbering(arena: Readable) -> tuple[Sequence[int], int]:
 
 
 def _host_name(arena: Readable) -> str | None:
-    """Return what the group calls this host, if it has several."""
+    """Return this host's name in the group, if that has several."""
     if not arena.layout.size <= arena.word(at.HEADER_GROUP_SIZE) <= _MOST_RANKS:
         return None
     length = arena.word(at.HEADER_HOST_LENGTH)
@@ -137,7 +137,7 @@ def _group_name(arena: Readable) -> str:
 
 
 def _why_aborted(arena: Readable) -> str | None:
-    """Return what the rank that made the group unusable has said, or None."""
+    """Return why the group was aborted, or None."""
     if arena.word(at.HEADER_ABORT) == 0:
         return None
     length = min(max(0, arena.word(at.HEADER_ABORT_LENGTH)), at.HEADER_ABORT_TEXT_BYTES)
@@ -149,7 +149,7 @@ def _why_aborted(arena: Readable) -> str | None:
 
 
 def tick_scale(arena: Readable) -> TickScale:
-    """Return what turns the ticks in an arena into seconds, up to now."""
+    """Return the scale that turns the ticks in an arena into seconds, up to now."""
     clock = arena.word(at.HEADER_CLOCK)
     early = Moment(arena.word(at.HEADER_TICKS), arena.word(at.HEADER_NANOSECONDS))
     return TickScale(early, Moment.now(COUNTER if clock == COUNTER else NANOSECONDS))

@@ -27,7 +27,7 @@ Event = dict[str, Any]
 
 
 class GroupRecord(Protocol):
-    """What a trace tells of a group; see :class:`FlightRecord` for the attributes."""
+    """The record of a group; see :class:`FlightRecord` for the attributes."""
 
     @property
     def group(self) -> str: ...
@@ -77,7 +77,7 @@ def merged(traces: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _clock() -> str:
-    """Return what all processes have in common that have the same monotonic clock."""
+    """Return an id of this host's monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -12,7 +12,7 @@ __all__ = ["ActorInfo", "Event", "EventBatch", "Printed", "ResultChunk", "Starte
 
 @dataclass(frozen=True)
 class ActorInfo:
-    """Where an actor is, and what it has.
+    """The node of an actor, and its resources.
 
     Attributes:
         node: Ray's name of the node.

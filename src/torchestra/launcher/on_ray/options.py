@@ -28,7 +28,7 @@ _GIVEN_BY = {
 @checked_methods
 @dataclass(frozen=True)
 class RayOptions:
-    """How :func:`torchestra.launch` places its ranks on a Ray cluster, and on which.
+    """Options of :func:`torchestra.launch` on a Ray cluster.
 
     Args:
         num_cpus: of each rank, as Ray counts them.
@@ -69,7 +69,7 @@ class RayOptions:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Return what one rank takes, in Ray's words."""
+        """Return the resources of one rank, by Ray's names."""
         wanted = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus)}
         return {resource: amount for resource, amount in wanted.items() if amount}
 

@@ -90,7 +90,7 @@ def _check_reachable(address: str | None) -> None:
 
 
 class PlacedRank(NamedTuple):
-    """Where one rank is.
+    """The place of one rank.
 
     Attributes:
         actor: a handle on its :class:`RankActor`.

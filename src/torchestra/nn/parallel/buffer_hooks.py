@@ -14,7 +14,7 @@ _Futures = Union[Sequence["torch.futures.Future[Any]"], None]
 
 
 class BufferCommHookLocation(enum.Enum):
-    """When a buffer hook runs: before the module's forward, or after it."""
+    """The time of a buffer hook: before the module's forward, or after it."""
 
     PRE_FORWARD = 1
     POST_FORWARD = 2

@@ -321,7 +321,7 @@ class Controls(torch.nn.Module, Joinable):
         return self._counters.snapshot()
 
     def _get_ddp_logging_data(self) -> dict[str, LoggingValue]:
-        """Return what this wrapper is and has done, in torch's fields."""
+        """Describe this wrapper and its work, in torch's fields."""
         return self.logger.data()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:

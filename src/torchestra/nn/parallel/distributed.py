@@ -398,17 +398,17 @@ class DistributedDataParallel(Controls):
         )
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
-        """Return what shadows the steps of this wrapper in a join context."""
+        """Return the hook that shadows the steps of this wrapper in a join context."""
         return DDPJoinHook(self, divide_by_initial_world_size)
 
     @property
     def join_device(self) -> torch.device:
-        """The device of a join context, which is the module's."""
+        """Return the device of a join context, which is the module's."""
         return self.device
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The group of a join context."""
+        """Return the group of a join context."""
         return self.process_group
 
     # -- copies

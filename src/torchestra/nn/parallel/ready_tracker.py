@@ -146,7 +146,7 @@ class ReadyTracker:
     # -- gradients arrive
 
     def hook_for(self, index: int) -> Callable[[torch.Tensor], None]:
-        """Return what autograd calls when a parameter's gradient is ready: for every parameter and step."""
+        """Return the hook that autograd calls when a parameter's gradient is ready, in every step."""
         state, used, missing, bucket_of = self._state, self._used, self.missing, self._bucket_of
         bucket_ready, unexpected = self._bucket_ready, partial(self._arrived_unexpectedly, index)
 

@@ -34,12 +34,12 @@ class DDPStatistics:
 
     @property
     def overlap_seconds(self) -> float:
-        """The part of ``communication_seconds`` in which backward went on."""
+        """Return the part of ``communication_seconds`` in which backward went on."""
         return max(0.0, self.communication_seconds - self.wait_seconds)
 
     @property
     def communication_share(self) -> float:
-        """The share of forward and backward that waiting and copying took, from 0 to 1."""
+        """Return the share of forward and backward that waiting and copying took, from 0 to 1."""
         total = self.forward_seconds + self.backward_seconds
         return (self.wait_seconds + self.copy_seconds) / total if total else 0.0
 

@@ -88,7 +88,7 @@ class _BucketCapacityConfig:
 
     @property
     def bucket_cap_mb(self) -> int:
-        """The cap in MiB."""
+        """Return the cap in MiB."""
         return self.bucket_bytes_cap // _MB_TO_BYTES
 
     @property

@@ -28,7 +28,7 @@ _CHUNK = 1 << 18
 
 
 class Stage(enum.Enum):
-    """How far a connection has got."""
+    """The stage of a connection."""
 
     HELLO = enum.auto()
     PROOF = enum.auto()

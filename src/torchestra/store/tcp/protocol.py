@@ -82,7 +82,7 @@ class RefusedError(ProtocolError):
 
 
 class AuthMethod(enum.IntEnum):
-    """How the sides prove who they are."""
+    """The ways in which the sides prove who they are."""
 
     NONE = 0
     HMAC_SHA256 = 1
@@ -107,7 +107,7 @@ class Request(enum.IntEnum):
 
 
 class Reply(enum.IntEnum):
-    """How a request ended. The fields of OK are its results; a truth value is ``1`` or ``0``."""
+    """The outcome of a request. The fields of OK are its results; a truth value is ``1`` or ``0``."""
 
     OK = 1
     MISSING = 2  # the keys that did not come in time

@@ -111,12 +111,12 @@ class TCPStoreServer:
 
     @property
     def host(self) -> str:
-        """The host it was told to listen on."""
+        """Return the host it was told to listen on."""
         return self._address.host
 
     @property
     def port(self) -> int:
-        """The port it listens on; 0 for a Unix socket."""
+        """Return the port it listens on; 0 for a Unix socket."""
         return self._address.port
 
     @property

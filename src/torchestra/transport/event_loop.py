@@ -1,0 +1,388 @@
+"""The thread of a transport: receives, sends what callers could not, and looks after the connections.
+
+The thread never waits for a connection or for anybody's function, so large messages in both directions do not
+stop each other. What goes wrong with one rank (frames that make no sense, an error in here) ends that rank,
+and nothing else. Time in which this process itself was stopped does not count.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from torchestra.transport.endpoint import EndpointRecord, ZapAuthenticator
+from torchestra.transport.listener import Listener
+from torchestra.transport.message import Message
+from torchestra.transport.pair import (
+    ASK_TO_CONFIRM,
+    CONFIRM,
+    CONTROL_BYTES,
+    GOODBYE,
+    HELLO,
+    WELCOME,
+    PairConnection,
+)
+from torchestra.transport.sockets import incoming_socket, outgoing_socket
+
+__all__ = ["EventLoop", "Handlers"]
+
+TICK, _IDLE_TICK = 0.05, 0.2
+_MEETING_TICK = 0.002
+_LONGEST_TICK = 0.5
+_AGAIN_SECONDS = 0.25
+LINGER_SECONDS = 2.0
+_FRAMES_AT_ONCE = 256
+_MOST_EXPECTED_AT_ONCE = 64
+"""Of ranks that connect when they like: how many may be in their handshakes, besides strangers."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """The functions that the thread calls, see :class:`~torchestra.transport.transport.Transport`."""
+
+    arrived: Callable[[Message], None]
+    lost: Callable[[int, str], None]
+    broken: Callable[[int, str], None] | None
+
+
+class EventLoop:
+    """The sockets and connections of a transport, and the thread that serves them.
+
+    Args:
+        name, address, ports, heartbeat, grace: see :class:`~torchestra.transport.transport.Transport`.
+        handlers: what the thread calls.
+
+    Attributes:
+        peers: the connections, by rank, made or not; replaced as a whole, as other threads go through them.
+        unsent: connections with something that callers could not send.
+        closing: whether the thread ends, or has ended.
+        linger_s: for how long after the goodbye messages wait for peers that do not take them.
+
+    Raises:
+        DistNetworkError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        ports: tuple[int, int] | None,
+        heartbeat: float | None,
+        grace: float,
+        handlers: Handlers,
+    ) -> None:
+        self._name = name
+        self._heartbeat, self._grace, self._handlers = heartbeat, grace, handlers
+        self._endpoints: dict[int, EndpointRecord] = {}
+        self.peers: dict[int, PairConnection] = {}
+        self._senders: dict[str, tuple[PairConnection, int]] = {}
+        self.unsent: deque[PairConnection] = deque()
+        self._reported_lost: set[int] = set()
+        self._clock = 0.0
+        self._looked = time.monotonic()
+        self.closing = False
+        self._released = False
+        self._roused = False
+        # Nothing may be written to a closed descriptor; and a finaliser may interrupt a caller in here.
+        self._gate = threading.RLock()
+        self.linger_s = LINGER_SECONDS
+        self._thread: threading.Thread | None = None
+        self._listener: Listener | None = None
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._context.set(zmq.MAX_SOCKETS, 65536)
+            self._public, self._private = zmq.curve_keypair()
+            self.authenticator = ZapAuthenticator(self._context)
+            self._inbox = inbox = incoming_socket(self._context, address, self._private)
+            self._listener = listener = Listener(inbox, address, ports)
+            self.endpoint = EndpointRecord(listener.endpoint, self._public)
+        except BaseException:
+            self._release()
+            raise
+
+    # -- every thread
+
+    def expect(self, endpoints: Mapping[int, EndpointRecord], *, connect: bool) -> bool:
+        """Let ranks in, and start the thread; return False if the loop has been closed."""
+        with self._gate:
+            if self.closing:
+                return False
+            new = {rank: each for rank, each in endpoints.items() if rank not in self._endpoints}
+            self._endpoints |= new
+            self.authenticator.ranks = {each.key: rank for rank, each in self._endpoints.items()}
+            if connect:
+                for rank in new:
+                    self.peer(rank).wanted = True
+            if self._thread is None:
+                assert self._listener is not None
+                self._listener.open(self._expected())
+                name = f"transport of {self._name}"
+                self._thread = threading.Thread(target=self._serve, daemon=True, name=name)
+                self._thread.start()
+        self.wake()
+        return True
+
+    def peer(self, rank: int) -> PairConnection:
+        """Return the connection to a rank, which may not be made yet."""
+        peer = self.peers.get(rank)
+        if peer is None:
+            with self._gate:
+                peer = self.peers.get(rank)
+                if peer is None:
+                    reconnects = self._handlers.broken is not None
+                    peer = PairConnection(rank, self._endpoints[rank], reconnects=reconnects)
+                    self.peers = {**self.peers, rank: peer}
+        return peer
+
+    def send(self, to: PairConnection) -> None:
+        """Send what is queued for a rank now, or have the thread send it."""
+        if not to.try_flush():
+            self.unsent.append(to)
+            self.wake()
+
+    def lost(self) -> dict[int, str]:
+        """Return which ranks are gone, all that they had sent having come, and what has become of them."""
+        return {rank: peer.how for rank, peer in self.peers.items() if peer.how}
+
+    def wake(self) -> None:
+        """Have the thread look at what is to be done."""
+        if not self._roused:
+            with self._gate:
+                if not self._released:
+                    self._roused = True
+                    os.eventfd_write(self._wake, 1)
+
+    def close(self, linger_s: float, wait: float) -> None:
+        """End the thread after a goodbye to all; wait for it so long, in seconds."""
+        if self._released:
+            return
+        self.linger_s = linger_s
+        with self._gate:
+            self.closing = True
+            if self._thread is None:
+                self._release()
+                return
+        if self._thread is not threading.current_thread():
+            self.wake()
+            self._thread.join(wait)
+
+    def _expected(self) -> int:
+        """Return how many ranks may come now that have not; one at least if any may come again."""
+        peers = self.peers.values()
+        now = sum(peer.wanted and not (peer.greeted or peer.how) for peer in peers)
+        later = len(self._endpoints) - now - sum(bool(peer.greeted or peer.how) for peer in peers)
+        return max(self._handlers.broken is not None, now + min(later, _MOST_EXPECTED_AT_ONCE))
+
+    # -- the thread
+
+    def _serve(self) -> None:
+        try:
+            self._exchange()
+            self._say_goodbye()
+        except BaseException as error:
+            _log.exception("the connections of %s end after an error", self._name)
+            for peer in self.peers.values():
+                peer.how = peer.how or f"cannot be reached any more ({type(error).__name__}: {error})"
+            self._tell_lost()
+        finally:
+            self.closing = True
+            self._release()
+
+    def _exchange(self) -> None:
+        listener = self._listener
+        assert listener is not None
+        poller = zmq.Poller()
+        for source in (self._wake, self._inbox, self.authenticator.socket, listener.monitor):
+            poller.register(source, zmq.POLLIN)
+        blocked: dict[Any, PairConnection] = {}  # by socket
+        next_look = 0.0
+        while not self.closing:
+            meeting = any(peer.is_meeting for peer in self.peers.values())
+            watches = self._heartbeat is not None or any(peer.is_ending for peer in self.peers.values())
+            tick = TICK if watches else _IDLE_TICK
+            ready = dict(poller.poll(round(1000 * (_MEETING_TICK if meeting else tick))))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+                self._roused = False
+            if self._inbox in ready and self._receive(listener):
+                next_look = 0.0
+            for peer in self._to_flush(ready, blocked, meeting=meeting):
+                self._flush(peer, poller, blocked)
+            if self.authenticator.socket in ready:
+                self.authenticator.answer()
+            is_time = meeting or time.monotonic() >= next_look
+            if is_time or listener.monitor in ready:
+                self._look_at_port(poller, listener)
+            if is_time:
+                self._look(poller, blocked)
+                next_look = time.monotonic() + tick
+
+    def _look_at_port(self, poller: zmq.Poller, listener: Listener) -> None:
+        if not listener.is_shut:
+            listener.look(self._expected())
+            if listener.is_shut:
+                poller.unregister(listener.monitor)
+
+    def _to_flush(
+        self, ready: Mapping[Any, int], blocked: Mapping[Any, PairConnection], *, meeting: bool
+    ) -> set[PairConnection]:
+        """Return the connections that there is something to send over."""
+        peers = {peer for socket, peer in blocked.items() if socket in ready}
+        while self.unsent:
+            peer = self.unsent.popleft()
+            if not peer.blocked or peer.socket not in blocked:
+                peers.add(peer)
+        if meeting:
+            peers.update(peer for peer in self.peers.values() if peer.has_mail and peer.socket not in blocked)
+        return peers
+
+    def _flush(self, peer: PairConnection, poller: zmq.Poller, blocked: dict[Any, PairConnection]) -> None:
+        """Send what ZeroMQ takes; look out for room in a connection that has none, and only in such."""
+        if peer.how:
+            return
+        if peer.is_wanted:
+            self._connect(peer)
+            return
+        self._guarded(peer, peer.flush, self._clock)
+        socket = peer.socket
+        if peer.blocked and socket not in blocked:
+            poller.register(socket, zmq.POLLOUT)
+            blocked[socket] = peer
+        elif not peer.blocked and socket in blocked:
+            poller.unregister(socket)
+            del blocked[socket]
+
+    def _connect(self, peer: PairConnection) -> None:
+        socket = outgoing_socket(self._context, peer.endpoint, self._public, self._private)
+        self._guarded(peer, peer.connect, socket)
+
+    def _guarded(self, peer: PairConnection, action: Callable[..., None], *args: object) -> None:
+        """Do something for a rank; whatever goes wrong ends that rank here, and no other."""
+        try:
+            action(*args)
+        except ValueError as error:
+            peer.how = f"speaks another language than this rank ({error}): the versions differ"
+        except Exception as error:
+            _log.exception("the connection of %s to rank %d ends after an error", self._name, peer.rank)
+            peer.how = f"cannot be reached any more ({type(error).__name__}: {error})"
+
+    def _receive(self, listener: Listener) -> bool:
+        """Hand on what has come; return whether a rank has gone by it."""
+        gone = False
+        for _ in range(_FRAMES_AT_ONCE):
+            try:
+                frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            peer, accepted = self._sender(frame)
+            if peer.how or accepted < peer.accepted:
+                continue
+            peer.received_at = self._clock
+            if accepted > peer.accepted:
+                listener.prove(int(frame.get("__fd")))
+                peer.accept(accepted)
+            self._guarded(peer, self._hear, peer, frame)
+            gone |= bool(peer.how)
+        return gone
+
+    def _sender(self, frame: zmq.Frame) -> tuple[PairConnection, int]:
+        """Return whose connection a frame came over, and its number, as the authenticator gave them."""
+        user = str(frame.get("User-Id"))
+        sender = self._senders.get(user)
+        if sender is None:
+            rank, _, accepted = user.partition(" ")
+            sender = self._senders[user] = self.peer(int(rank)), int(accepted)
+        return sender
+
+    def _hear(self, peer: PairConnection, frame: zmq.Frame) -> None:
+        if not peer.assembler.under_way and len(frame) <= CONTROL_BYTES:
+            self._hear_control(peer, frame.bytes)
+            return
+        message = peer.assembler.feed(frame.buffer)
+        if message is not None:
+            if peer.note_received(peer.assembler.sequence, len(message.text)):
+                self._handlers.arrived(message)
+            if peer.has_mail:
+                self.unsent.append(peer)
+
+    def _hear_control(self, peer: PairConnection, control: bytes) -> None:
+        if control == HELLO:
+            peer.greeted = True
+            peer.say(WELCOME)
+        elif control == WELCOME:
+            peer.settled = True
+        elif control == GOODBYE:
+            peer.how = "has shut down"
+        elif control == ASK_TO_CONFIRM:
+            peer.confirm()
+        elif control.startswith(CONFIRM) and len(control) == CONTROL_BYTES:
+            peer.note_confirmed(int.from_bytes(control[len(CONFIRM) :], "little"))
+            return
+        self.unsent.append(peer)
+
+    def _look(self, poller: zmq.Poller, blocked: dict[Any, PairConnection]) -> None:
+        now = time.monotonic()
+        self._clock += min(_LONGEST_TICK, now - self._looked)
+        self._looked = now
+        for peer in self.peers.values():
+            if peer.is_wanted:
+                self._connect(peer)
+            if peer.socket is None:
+                continue
+            self._guarded(peer, peer.look, self._clock, self._heartbeat, self._grace)
+            if peer.broken and not peer.how and self._handlers.broken is not None:
+                how = peer.broken
+                self._guarded(peer, peer.break_off)
+                self._handlers.broken(peer.rank, how)
+            again = bool(peer.refused) and now - peer.began > _AGAIN_SECONDS and not peer.is_given_up
+            if (peer.how or again) and peer.socket in blocked:
+                poller.unregister(peer.socket)
+                del blocked[peer.socket]
+            if peer.how:
+                peer.close(linger=0)
+            elif again:
+                self._connect(peer)
+            elif peer.joined and self._heartbeat and self._clock - peer.sent_at > self._heartbeat / 4:
+                peer.show_life(self._clock)
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        for rank, how in self.lost().items():
+            if rank not in self._reported_lost:
+                self._reported_lost.add(rank)
+                self._handlers.lost(rank, how)
+
+    def _say_goodbye(self) -> None:
+        """Let all hear the rest and the goodbye, as far as they listen."""
+        there = [peer for peer in self.peers.values() if peer.settled and not peer.how]
+        for peer in there:
+            peer.say(GOODBYE)
+        deadline = time.monotonic() + self.linger_s
+        while any(peer.has_mail and not peer.how for peer in there):
+            for peer in there:
+                if not peer.how:
+                    self._guarded(peer, peer.flush, self._clock)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_MEETING_TICK)
+
+    def _release(self) -> None:
+        for peer in self.peers.values():
+            peer.close(linger=int(1000 * self.linger_s))
+        if self._listener is not None:
+            self._listener.close()
+        self._context.destroy()
+        with self._gate:
+            self._released = True
+            os.close(self._wake)
