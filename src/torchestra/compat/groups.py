@@ -15,7 +15,7 @@ from torchestra.process_group.starting import choose_backend
 from torchestra.store import Store
 from torchestra.types import Timeout, timeout_seconds
 from torchestra.world import init, new_groups, subgroups
-from torchestra.world.init import AnyGroup, default_group
+from torchestra.world.init import AnyGroup, GroupTerms, default_group
 from torchestra.world.registry import current_world
 
 __all__ = [
@@ -95,18 +95,8 @@ def init_process_group(
         DistBackendError: the backend is one that torchestra does not run.
     """
     maker = registered(backend, pg_options)
-    init.make_world(
-        None if maker else engine_of(backend),
-        init_method,
-        timeout,
-        world_size,
-        rank,
-        store,
-        group_name,
-        pg_options,
-        device_id,
-        maker=maker,
-    )
+    terms = GroupTerms(timeout, None if maker else engine_of(backend), pg_options, device_id, maker)
+    init.make_world(terms, init_method, world_size, rank, store, group_name)
     current_world().rename_backends({"native": "gloo", "threads": "gloo"})
 
 
@@ -124,17 +114,8 @@ def new_group(
 
     That is ``GroupMember.NON_GROUP_MEMBER``, or None with ``use_local_synchronization``.
     """
-    return _new_group_with_tag(
-        ranks,
-        timeout,
-        backend,
-        pg_options,
-        None,
-        use_local_synchronization,
-        group_desc,
-        device_id,
-        sort_ranks,
-    )
+    first, rest = (ranks, timeout, backend, pg_options), (use_local_synchronization, group_desc, device_id)
+    return _new_group_with_tag(*first, None, *rest, sort_ranks)
 
 
 def _new_group_with_tag(
@@ -155,14 +136,10 @@ def _new_group_with_tag(
         engine = choose_backend(None)  # asked for by name, where it is not what the default group has
     made = new_groups.make_group(
         new_groups.in_order(ranks) if sort_ranks else ranks,
-        timeout,
-        engine,
-        backend_options,
+        GroupTerms(timeout, engine, backend_options, device_id, maker),
         use_local_synchronization,
         group_desc,
-        device_id,
         tag=(pg_tag or "").removeprefix(_USER),
-        maker=maker,
     )
     if use_local_synchronization and isinstance(made, NonMember):
         return None

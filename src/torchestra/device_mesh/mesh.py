@@ -38,6 +38,7 @@ from torchestra.device_mesh.layout import (
 from torchestra.errors import InvalidArgumentError, UnknownDimensionError
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.world.init import (
+    GroupTerms,
     default_group,
     get_process_group_ranks,
     get_rank,
@@ -151,7 +152,9 @@ class DeviceMesh:
         """Enter the group along ``axes``; return its name."""
         ranks = self._ranks_along(axes)
         if ranks != range(get_world_size()):
-            return make_group(ranks, backend=backend, group_desc=f"mesh_{title}", deferred=True).group_name
+            return make_group(
+                ranks, GroupTerms(backend=backend), group_desc=f"mesh_{title}", deferred=True
+            ).group_name
         if backend not in (None, default_group().backend):
             raise InvalidArgumentError(f"backend_override: {backend!r} differs from the default group's")
         return default_group().group_name

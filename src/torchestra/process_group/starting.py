@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Union
 
 import torch
@@ -146,7 +147,12 @@ def start(
     card = None
     if agreement is None and not threads:
         card = announce(own, rank, request, launch_environment().local_rank)
-    communicator = _meet(own, rank, size, name, seconds, threads, program, hosts, bridge)
+    enter = partial(_enter, own, rank, size, name, seconds, threads, program, bridge)
+    if hosts is None and may_span_hosts(own, size):
+        with hosts_found(own, rank, size, name, seconds, threads=threads) as (found, residents):
+            communicator = enter(found, None if residents is None else residents.has_died)
+    else:
+        communicator = enter(hosts)
     try:
         agreed = agreement or agree(own, size, name, card, request)
     except BaseException:
@@ -170,24 +176,6 @@ def refuse(store: Store, name: str, hosts: Hosts | None, why: str) -> None:
         refuse_entry(own, why)
 
 
-def _meet(
-    own: Store,
-    rank: int,
-    size: int,
-    name: str,
-    seconds: float,
-    threads: bool,
-    program: threading.Thread | None,
-    hosts: Hosts | None,
-    bridge: str | None,
-) -> Communicator:
-    if hosts is None and may_span_hosts(own, size):
-        with hosts_found(own, rank, size, name, seconds, threads=threads) as (found, residents):
-            has_died = None if residents is None else residents.has_died
-            return _enter(own, rank, size, name, seconds, threads, program, found, bridge, has_died)
-    return _enter(own, rank, size, name, seconds, threads, program, hosts, bridge)
-
-
 def _enter(
     own: Store,
     rank: int,
@@ -196,25 +184,18 @@ def _enter(
     seconds: float,
     threads: bool,
     program: threading.Thread | None,
-    hosts: Hosts | None,
     bridge: str | None,
+    hosts: Hosts | None,
     has_died: Callable[[int], bool] | None = None,
 ) -> Communicator:
-    if hosts is not None and len(hosts) > 1:
-        if bridge is None:
-            mpiexec = launch_environment().source in ("mpich", "openmpi")
-            bridge = choose_bridge(threads=threads, mpiexec=mpiexec, has_secret=own.secret is not None)
-        engine = join_hosts(
-            own,
-            hosts,
-            rank,
-            name,
-            seconds,
-            threads=threads,
-            bridge=bridge,
-            thread=program,
-            has_died=has_died,
-        )
-        return Communicator(engine, name, seconds)
-    member = join(own, rank, size, name, seconds, threads=threads, thread=program, has_died=has_died)
-    return Communicator(LocalEngine(member), name, seconds)
+    """Join the other ranks, on one host or on several."""
+    if hosts is None or len(hosts) == 1:
+        context = join(own, rank, size, name, seconds, threads=threads, thread=program, has_died=has_died)
+        return Communicator(LocalEngine(context), name, seconds)
+    if bridge is None:
+        mpiexec = launch_environment().source in ("mpich", "openmpi")
+        bridge = choose_bridge(threads=threads, mpiexec=mpiexec, has_secret=own.secret is not None)
+    engine = join_hosts(
+        own, hosts, rank, name, seconds, threads=threads, bridge=bridge, thread=program, has_died=has_died
+    )
+    return Communicator(engine, name, seconds)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Union, cast
+from typing import Any, NamedTuple, Union, cast
 
 import torch
 
@@ -40,6 +40,31 @@ AnyGroup = Union[ProcessGroup, NonMember]
 DEFAULT_NAME = "default"
 _MOST_FAKE_RANKS = 1 << 31
 _NO_REQUEST = DeviceRequest()
+
+
+class GroupTerms(NamedTuple):
+    """What is asked of a group, by whichever function makes it.
+
+    Attributes:
+        timeout, backend, pg_options, device_id: as :func:`init_process_group` has them.
+        maker: what makes the group, instead of a backend; then its options may be anything.
+    """
+
+    timeout: Timeout | None = None
+    backend: str | None = None
+    pg_options: Any = None
+    device_id: int | torch.device | None = None
+    maker: GroupMaker | None = None
+
+    def timeout_s(self, otherwise: Timeout) -> float:
+        """Return the time-out in seconds: as given, or in the options, or else another one."""
+        options = self.pg_options if self.maker is None else None
+        if options is not None and not isinstance(options, GroupOptions):
+            raise InvalidArgumentError(f"pg_options must be a torchestra.GroupOptions, got {options!r}")
+        timeout = self.timeout
+        if timeout is None:
+            timeout = otherwise if options is None else options.timeout
+        return timeout_seconds(timeout)
 
 
 def default_group() -> ProcessGroup:
@@ -118,44 +143,29 @@ def init_process_group(
         DistBackendError: NCCL is asked for, and cannot be had.
         CollectiveTimeoutError, StoreTimeoutError: the others did not come in time.
     """
-    make_world(
-        backend,
-        init_method,
-        timeout,
-        world_size,
-        rank,
-        store,
-        group_name,
-        pg_options,
-        device_id,
-        secret=secret,
-    )
+    terms = GroupTerms(timeout, backend, pg_options, device_id)
+    make_world(terms, init_method, world_size, rank, store, group_name, secret)
 
 
 def make_world(
-    backend: str | None = None,
-    init_method: str | None = None,
-    timeout: Timeout | None = None,
-    world_size: int = -1,
-    rank: int = -1,
-    store: AnyStore | None = None,
-    group_name: str = "",
-    pg_options: GroupOptions | None = None,
-    device_id: int | torch.device | None = None,
-    *,
+    terms: GroupTerms,
+    init_method: str | None,
+    world_size: int,
+    rank: int,
+    store: AnyStore | None,
+    group_name: str,
     secret: Secret = None,
-    maker: GroupMaker | None = None,
 ) -> None:
-    """:func:`init_process_group` with the choice of what makes the default group, instead of a backend."""
+    """:func:`init_process_group`, on any terms."""
     world = own_world()
     if world.default is not None:
         raise InvalidArgumentError(
             "trying to initialize the default process group twice! Call destroy_process_group() first"
         )
-    request = device_request(backend, device_id)
-    timeout_s = time_limit(timeout, pg_options if maker is None else None, DEFAULT_TIMEOUT)
+    request = device_request(terms.backend, terms.device_id)
+    timeout_s = terms.timeout_s(DEFAULT_TIMEOUT)
     here = current_thread_rank()
-    chosen = choose_backend(backend)
+    chosen = choose_backend(terms.backend)
     if store is not None and init_method is not None:
         raise InvalidArgumentError("give `init_method` or `store`, not both")
     if here is not None and store is None and init_method is None:
@@ -183,7 +193,7 @@ def make_world(
             backend=chosen,
             timeout_s=timeout_s,
             description=group_name or "default_pg",
-            maker=maker,
+            maker=terms.maker,
             request=request,
         )
     world.default = group
@@ -226,15 +236,6 @@ def _fake_world(store: Store | None, rank: int, world_size: int) -> tuple[Store,
             f" rank {rank} and world_size {world_size}"
         )
     return FakeStore() if store is None else store, rank, world_size
-
-
-def time_limit(timeout: Timeout | None, options: Any, otherwise: Timeout) -> float:
-    """Return the time-out of a group in seconds: as given, or in its options, or else another one."""
-    if options is not None and not isinstance(options, GroupOptions):
-        raise InvalidArgumentError(f"pg_options must be a torchestra.GroupOptions, got {options!r}")
-    if timeout is None:
-        timeout = otherwise if options is None else options.timeout
-    return timeout_seconds(timeout)
 
 
 def start_group(

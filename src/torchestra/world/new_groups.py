@@ -17,10 +17,12 @@ from torchestra.process_group.starting import choose_backend, device_request
 from torchestra.system.forking import refusal
 from torchestra.types import Timeout
 from torchestra.world.group_agreement import GroupCall, checked_ranks, same_call
-from torchestra.world.init import DEFAULT_NAME, AnyGroup, default_group, register, start_group, time_limit
+from torchestra.world.init import DEFAULT_NAME, AnyGroup, GroupTerms, default_group, register, start_group
 from torchestra.world.registry import World, compact, current_world, label
 
 __all__ = ["in_order", "make_group", "make_groups", "make_parts", "new_group"]
+
+_DEFAULTS = GroupTerms()
 
 
 @checked
@@ -56,15 +58,8 @@ def new_group(
         CollectiveMismatchError: another rank has called it with other ranks, or makes groups by another
             function; on every rank that has not got its group yet. The other groups stay usable.
     """
-    return make_group(
-        in_order(ranks) if sort_ranks else ranks,
-        timeout,
-        backend,
-        pg_options,
-        use_local_synchronization,
-        group_desc,
-        device_id,
-    )
+    terms = GroupTerms(timeout, backend, pg_options, device_id)
+    return make_group(in_order(ranks) if sort_ranks else ranks, terms, use_local_synchronization, group_desc)
 
 
 def in_order(ranks: Sequence[int] | None) -> Sequence[int] | None:
@@ -74,17 +69,13 @@ def in_order(ranks: Sequence[int] | None) -> Sequence[int] | None:
 
 def make_group(
     ranks: Sequence[int] | None = None,
-    timeout: Timeout | None = None,
-    backend: str | None = None,
-    pg_options: GroupOptions | None = None,
+    asked: GroupTerms = _DEFAULTS,
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
-    device_id: int | torch.device | None = None,
     *,
     tag: str = "",
     deferred: bool = False,
     name: str = "",
-    maker: GroupMaker | None = None,
 ) -> AnyGroup:
     """:func:`new_group` with more choices, and with the ranks in the order in which they are given.
 
@@ -95,9 +86,8 @@ def make_group(
             as with ``use_local_synchronization``.
         name: of the group, the same on all members and never used before; default: made from how many groups
             there have been.
-        maker: what makes the group, instead of a backend; default: what made the default group.
     """
-    terms = _terms(timeout, backend, pg_options, device_id, maker)
+    terms = _terms(asked)
     world, parent = terms.world, terms.parent
     chosen = checked_ranks(range(parent.size()) if ranks is None else ranks, parent.size())
     if not name and not use_local_synchronization and not deferred:
@@ -112,13 +102,11 @@ def make_group(
 def make_groups(
     function: str,
     lists: Sequence[Sequence[int]],
-    timeout: Timeout | None = None,
-    backend: str | None = None,
-    pg_options: GroupOptions | None = None,
+    asked: GroupTerms,
     group_desc: str | None = None,
 ) -> list[AnyGroup]:
     """:func:`new_group` of each of several lists; ``function`` is what the caller calls this."""
-    terms = _terms(timeout, backend, pg_options)
+    terms = _terms(asked)
     size = terms.parent.size()
     chosen = [compact(sorted(checked_ranks(ranks, size))) for ranks in lists]
     return _make_together(terms, function, chosen, group_desc)
@@ -128,9 +116,7 @@ def make_parts(
     call: str,
     parent: ProcessGroup,
     parts: Sequence[Sequence[int]],
-    timeout: Timeout | None = None,
-    backend: str | None = None,
-    pg_options: GroupOptions | None = None,
+    asked: GroupTerms,
     group_desc: str | None = None,
 ) -> list[AnyGroup]:
     """Make a group of each of some parts of a group. Must be called by all ranks of that, and by no other.
@@ -141,7 +127,7 @@ def make_parts(
         parts: the global ranks of each.
         group_desc: a description; default: the group's, ``:split:`` and how often it has been cut before.
     """
-    terms = _terms(timeout, backend, pg_options)
+    terms = _terms(asked)
     counted = f"split {parent.group_name}"
     number = terms.world.made_locally[counted] = terms.world.made_locally.get(counted, 0) + 1
     key = _name_in(terms.parent, f"{parent.group_name}.{number}")
@@ -151,7 +137,7 @@ def make_parts(
 
 
 class _Terms(NamedTuple):
-    """The terms that all groups of one call have in common."""
+    """The terms that all groups of one call have in common, with what was not asked for chosen."""
 
     world: World
     parent: ProcessGroup
@@ -161,18 +147,13 @@ class _Terms(NamedTuple):
     request: DeviceRequest
 
 
-def _terms(
-    timeout: Timeout | None,
-    backend: str | None,
-    pg_options: GroupOptions | None,
-    device_id: int | torch.device | None = None,
-    maker: GroupMaker | None = None,
-) -> _Terms:
+def _terms(asked: GroupTerms) -> _Terms:
+    backend, maker = asked.backend, asked.maker
     world = current_world()
     parent = default_group()
     if world.inherited:
         raise refusal(f"no group can be made of the world of rank {parent.rank()}")
-    request = device_request(backend, device_id)
+    request = device_request(backend, asked.device_id)
     if maker is None and backend is None:
         maker = parent.maker
     own = parent.backend if parent.maker is None else choose_backend(backend if maker is None else None)
@@ -180,7 +161,7 @@ def _terms(
         raise InvalidArgumentError(
             f"new_group: backend {backend!r} differs from the default group's {parent.backend!r}"
         )
-    timeout_s = time_limit(timeout, pg_options if maker is None else None, parent.timeout)
+    timeout_s = asked._replace(maker=maker).timeout_s(parent.timeout)
     return _Terms(world, parent, own, timeout_s, maker, request)
 
 

@@ -11,7 +11,7 @@ from torchestra.arguments.options import GroupOptions
 from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.types import Timeout
-from torchestra.world.init import AnyGroup, default_group
+from torchestra.world.init import AnyGroup, GroupTerms, default_group
 from torchestra.world.new_groups import make_groups, make_parts
 from torchestra.world.registry import current_world
 
@@ -61,11 +61,11 @@ def new_subgroups(
             f"new_subgroups: The world size ({size}) must be divisible by '{group_size=}'"
         )
     parts = [sorted(parent.ranks[start : start + group_size]) for start in range(0, size, group_size)]
+    terms = GroupTerms(timeout, backend, pg_options)
     if parent is current_world().default:
-        subgroups = make_groups("new_subgroups", parts, timeout, backend, pg_options, group_desc)
+        subgroups = make_groups("new_subgroups", parts, terms, group_desc)
     else:  # other groups may be cut at the same time, by other ranks
-        description = group_desc or "undefined"
-        subgroups = make_parts("new_subgroups", parent, parts, timeout, backend, pg_options, description)
+        subgroups = make_parts("new_subgroups", parent, parts, terms, group_desc or "undefined")
     return subgroups[parent.rank() // group_size], subgroups
 
 
@@ -108,9 +108,8 @@ def new_subgroups_by_enumeration(
                     f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})"
                 )
             seen[rank] = ranks
-    subgroups = make_groups(
-        "new_subgroups_by_enumeration", ranks_per_subgroup_list, timeout, backend, pg_options, group_desc
-    )
+    terms = GroupTerms(timeout, backend, pg_options)
+    subgroups = make_groups("new_subgroups_by_enumeration", ranks_per_subgroup_list, terms, group_desc)
     own = next((group for group in subgroups if not isinstance(group, NonMember)), None)
     return own, subgroups
 
@@ -166,7 +165,7 @@ def split_group(
             )
         seen |= set(part)
     parts = [[parent.to_global_rank(rank) for rank in sorted(part)] for part in split_ranks]
-    made = make_parts("split_group", parent, parts, timeout, backend, pg_options, group_desc)
+    made = make_parts("split_group", parent, parts, GroupTerms(timeout, backend, pg_options), group_desc)
     own = next((group for group in made if not isinstance(group, NonMember)), None)
     if own is None:
         return NonMember([parent.to_global_rank(rank) for rank in seen], made[0].group_name)
