@@ -138,7 +138,8 @@ def _run_threads(
         try:
             with thread_rank(rank, size, store, hosts[rank]):
                 if init:
-                    dist.init_process_group(timeout=timeout)
+                    dist.init_process_group(timeout=OP_SECONDS)
+                    set_timeout(timeout)
                 ended[rank] = Outcome(fn(*args))
         except BaseException as error:
             ended[rank] = Outcome(error=error)
@@ -381,7 +382,8 @@ def _be_rank(
         torch.set_num_threads(1)
         store = FileStore(os.path.join(directory, "store"), size)
         if init:
-            dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout)
+            dist.init_process_group(store=store, rank=rank, world_size=size, timeout=OP_SECONDS)
+            set_timeout(timeout)
             value = fn(*args)
         else:
             value = fn(store, rank, size, *args)
@@ -402,6 +404,18 @@ def _be_rank(
 
 
 # -- for functions that run on ranks
+
+
+def set_timeout(timeout: float) -> None:
+    """Give the default group its time-out, once the ranks have met: on a busy machine that takes longer."""
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(timeout)
+
+
+def meet_and_set_timeout(timeout: float) -> None:
+    """Meet in a barrier, and give the default group a short time-out for the operations after it."""
+    dist.barrier()
+    set_timeout(timeout)
 
 
 def leave_note(name: str, text: str = "") -> None:

@@ -30,6 +30,7 @@ from worlds import (
     descriptors,
     leave_note,
     mappings,
+    meet_and_set_timeout,
     outcomes,
     processes,
     results,
@@ -157,7 +158,7 @@ def test_a_death_is_seen_while_waiting_for_another_rank_that_lives() -> None:
 
 def stand_still() -> str:
     """Rank 1 is stopped by a signal, so that it can neither call nor say where it is."""
-    dist.barrier()
+    meet_and_set_timeout(0.3)
     leave_note(f"ready {dist.get_rank()}")
     if dist.get_rank() == 1:
         await_note("continued")
@@ -170,7 +171,7 @@ def stand_still() -> str:
 
 
 def test_a_rank_that_is_stopped_is_named_when_the_time_is_over() -> None:
-    with processes(2, stand_still, timeout=0.3) as world:
+    with processes(2, stand_still) as world:
         world.await_file("ready 1")
         world.signal(1, signal.SIGSTOP)
         open(world.path("stopped"), "w").close()
@@ -356,7 +357,7 @@ def test_a_rank_may_leave_as_soon_as_its_last_operation_is_done(kind: str, count
 
 def one_rank_is_late(step: threading.Event, asynchronous: bool) -> str:
     """Rank 1 comes when rank 0 has given up."""
-    dist.barrier()
+    meet_and_set_timeout(0.3)
     if dist.get_rank() == 1:
         assert step.wait(SOON)  # here rank 1 is found
         with pytest.raises(GroupAbortedError) as caught:
@@ -375,7 +376,7 @@ def one_rank_is_late(step: threading.Event, asynchronous: bool) -> str:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_time_out_names_who_is_missing_and_where_its_program_is(asynchronous: bool) -> None:
-    zero, one = run("threads", 2, one_rank_is_late, threading.Event(), asynchronous, timeout=0.3)
+    zero, one = run("threads", 2, one_rank_is_late, threading.Event(), asynchronous)
     assert "all_reduce(SUM, float32, 300000 elements) of group 'default' timed out after " in zero
     assert "rank 1 had not arrived" in zero
     waiting, missing = zero.splitlines()[-2:]
@@ -388,7 +389,7 @@ def test_a_time_out_names_who_is_missing_and_where_its_program_is(asynchronous: 
 
 
 def one_process_is_late() -> str:
-    dist.barrier()
+    meet_and_set_timeout(0.3)
     if dist.get_rank() == 1:
         while not os.path.exists(os.path.join(os.environ["WORLD_DIRECTORY"], "timed out")):
             pass  # here rank 1 is found
@@ -402,7 +403,7 @@ def one_process_is_late() -> str:
 
 
 def test_a_time_out_tells_where_the_program_of_another_process_is() -> None:
-    zero, _ = run("processes", 2, one_process_is_late, timeout=0.3)
+    zero, _ = run("processes", 2, one_process_is_late)
     assert "rank 1 had not arrived" in zero
     missing = zero.splitlines()[-1]
     assert "rank 1 last called operation 2, barrier(), " in missing
@@ -411,7 +412,7 @@ def test_a_time_out_tells_where_the_program_of_another_process_is() -> None:
 
 def use_after_failure(step: threading.Event) -> list[str]:
     """Rank 0 gives up in an operation; whatever it calls then must not find the pieces of that one."""
-    dist.barrier()
+    meet_and_set_timeout(0.2)
     if dist.get_rank() == 1:
         assert step.wait(SOON)
         return []
@@ -429,14 +430,14 @@ def use_after_failure(step: threading.Event) -> list[str]:
 
 
 def test_every_operation_is_refused_after_one_was_left_halfway() -> None:
-    messages, _ = run("threads", 2, use_after_failure, threading.Event(), timeout=0.2)
+    messages, _ = run("threads", 2, use_after_failure, threading.Event())
     assert len(messages) == 2 * len(ONE_OF_EACH)
     assert all("can no longer be used: all_reduce(SUM, float32, 10 elements)" in text for text in messages)
 
 
 def give_up_on_shared_tensors(step: threading.Event, length: int) -> str:
     """Rank 0 has arrived in an operation on tensors of the arena and given it up; then rank 1 comes."""
-    dist.barrier()
+    meet_and_set_timeout(0.2)
     tensor = dist.ones(length)
     if dist.get_rank() == 1:
         assert step.wait(SOON)
@@ -457,12 +458,13 @@ def give_up_on_shared_tensors(step: threading.Event, length: int) -> str:
 
 @pytest.mark.parametrize("length", [4, 1_000_000])
 def test_who_comes_too_late_does_not_touch_the_tensors_of_who_gave_up(length: int) -> None:
-    run("threads", 2, give_up_on_shared_tensors, threading.Event(), length, timeout=0.2)
+    run("threads", 2, give_up_on_shared_tensors, threading.Event(), length)
 
 
 def give_up_one_group(step: threading.Event) -> None:
     """A group that cannot be used any more does not concern the others, and a new one can be made."""
-    group = dist.new_group(timeout=0.2)
+    group = dist.new_group()
+    group.set_timeout(0.2)
     if dist.get_rank() == 0:
         with pytest.raises(CollectiveTimeoutError, match=f"of group '{group.group_name}' timed out"):
             dist.barrier(group)
@@ -581,7 +583,7 @@ def test_worlds_of_threads_leave_nothing() -> None:
 
 def give_up_though_yielding_takes_long(wait: str, step: threading.Event) -> None:
     """A yield may take as long as another program's time slice: here a wait would yield for hours."""
-    dist.barrier()
+    meet_and_set_timeout(0.3)
     if dist.get_rank() == 1:
         assert step.wait(60)
         return
@@ -595,4 +597,4 @@ def give_up_though_yielding_takes_long(wait: str, step: threading.Event) -> None
 
 @pytest.mark.parametrize("wait", ["all_reduce", "recv"])
 def test_a_wait_looks_around_though_each_of_its_yields_may_take_long(wait: str) -> None:
-    run("threads", 2, give_up_though_yielding_takes_long, wait, threading.Event(), timeout=0.3)
+    run("threads", 2, give_up_though_yielding_takes_long, wait, threading.Event())

@@ -27,7 +27,7 @@ from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.operations import COLLECTIVES, Kind
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 from torchestra.types import ReduceOp
-from worlds import await_note, leave_note, processes, run
+from worlds import await_note, leave_note, meet_and_set_timeout, processes, run
 
 LENGTH = 1 << 20  # 4 MiB, which a rank reduces in many blocks
 _REDUCTION = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
@@ -77,7 +77,7 @@ def give_up_a_stopped_rank(kind: Kind, root: int | None) -> list[int]:
     rank = dist.get_rank()
     before, tensor, behind = dist.empty(3), dist.empty(LENGTH), dist.empty(3)
     tensor.fill_(1.0)
-    dist.barrier()
+    meet_and_set_timeout(1.0)
     if rank == 1:
         call_in_the_middle(engine_here(), kind, root, lambda: os.kill(os.getpid(), signal.SIGSTOP))
         with pytest.raises(GroupAbortedError):
@@ -99,7 +99,7 @@ def give_up_a_stopped_rank(kind: Kind, root: int | None) -> list[int]:
 def test_a_process_that_was_stopped_does_not_write_into_what_others_have_taken_back(
     kind: Kind, root: int | None
 ) -> None:
-    with processes(3, give_up_a_stopped_rank, kind, root, timeout=1.0) as world:
+    with processes(3, give_up_a_stopped_rank, kind, root) as world:
         for rank in (0, 2):
             world.await_file(f"used-{rank}")
         world.signal(1, signal.SIGCONT)
@@ -117,7 +117,7 @@ def give_up_a_slow_thread(gone_on: threading.Event) -> int:
     engine = engine_here()
     tensor = dist.empty(LENGTH)
     tensor.fill_(1.0)
-    dist.barrier()
+    meet_and_set_timeout(0.5)
     if dist.get_rank() == 1:
 
         def wait_for_the_other() -> None:
@@ -140,13 +140,13 @@ def give_up_a_slow_thread(gone_on: threading.Event) -> int:
 
 def test_a_thread_that_is_slow_is_waited_for() -> None:
     _thread_is_out.clear()
-    assert run("threads", 2, give_up_a_slow_thread, threading.Event(), timeout=0.5) == [0, 0]
+    assert run("threads", 2, give_up_a_slow_thread, threading.Event()) == [0, 0]
 
 
 def give_up_a_thread_for_ever(go_on: threading.Event) -> str:
     tensor = dist.empty(LENGTH)
     tensor.fill_(1.0)
-    dist.barrier()
+    meet_and_set_timeout(0.3)
     if dist.get_rank() == 1:
         call_in_the_middle(engine_here(), Kind.all_reduce, None, lambda: go_on.wait(20.0) and None)
         with pytest.raises(GroupAbortedError):
@@ -160,7 +160,7 @@ def give_up_a_thread_for_ever(go_on: threading.Event) -> str:
 
 def test_a_thread_that_is_not_waited_for_any_longer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reclaiming, "_SECONDS_FOR_THREADS", 0.1)
-    told, _ = run("threads", 2, give_up_a_thread_for_ever, threading.Event(), timeout=0.3)
+    told, _ = run("threads", 2, give_up_a_thread_for_ever, threading.Event())
     assert "do not use the tensor" in told
     assert "rank 1 may still write into it, and has been there for 0.1 s" in told
 

@@ -219,15 +219,18 @@ def test_a_rank_killed_amid_messages_is_named(network: Network) -> None:
 
 
 def come_late(rank: int) -> Any:
-    group = dist.new_group()
+    group, me = dist.new_group(), dist.get_rank()
     group.set_timeout(1.0)  # type: ignore[union-attr]
-    if dist.get_rank() == rank:
+    leave_note(f"comes-{me}")
+    if me == rank:
         await_note("go on")
         return None
+    for other in range(dist.get_world_size()):
+        await_note(f"comes-{other}")
     try:
         dist.all_reduce(torch.ones(1), group=group)
     finally:
-        leave_note(f"ended-{dist.get_rank()}")
+        leave_note(f"ended-{me}")
 
 
 def test_a_time_out_tells_where_the_ranks_of_all_hosts_are(network: Network) -> None:

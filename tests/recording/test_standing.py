@@ -12,7 +12,7 @@ import torch
 
 import torchestra as dist
 from torchestra.errors import CollectiveTimeoutError, GroupAbortedError, RankFailedError
-from worlds import KINDS, Outcome, await_note, leave_note, outcomes, processes, results
+from worlds import KINDS, Outcome, await_note, leave_note, outcomes, processes, results, set_timeout
 
 SOON = 30.0
 LINE = re.compile(r"^  rank (\d+) (.+); (.+)$")
@@ -31,6 +31,14 @@ def block(message: str) -> list[str]:
     return message.splitlines()[1:]
 
 
+def await_standing(rank: int, standing: str) -> None:
+    """Wait until another rank has come to where it is to be told of."""
+    assert dist.group.WORLD is not None
+    context = dist.group.WORLD.communicator.engine.context
+    while standing not in context.report([rank], "here"):
+        threading.Event().wait(0.01)
+
+
 def one_never_comes(late: threading.Event | None) -> str:
     """The last rank does not call the all_reduce before the others have given up."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -40,6 +48,9 @@ def one_never_comes(late: threading.Event | None) -> str:
             await_note("given up")
         else:
             assert late.wait(SOON)
+    if rank == 0:
+        await_standing(1, "is in operation 3")
+        set_timeout(0.8)
     with pytest.raises((CollectiveTimeoutError, GroupAbortedError)) as caught:
         dist.broadcast(torch.ones(700), 1)
     if rank == 0:
@@ -74,7 +85,7 @@ def check_that_one_never_came(told: list[str]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_time_out_says_the_same_on_every_rank(kind: str) -> None:
     late = threading.Event() if kind == "threads" else None
-    ended = outcomes(kind, 3, one_never_comes, late, timeout=0.8)
+    ended = outcomes(kind, 3, one_never_comes, late)
     check_that_one_never_came(results(ended))
 
 
@@ -128,6 +139,7 @@ def check_death(ended: list[Outcome], how: str) -> None:
 def a_receive_that_gets_nothing() -> str:
     """Rank 0 waits for a message; rank 1, whom nothing keeps, waits for rank 0 in a collective."""
     if dist.get_rank() == 0:
+        await_standing(1, "is in operation 2")
         with pytest.raises(CollectiveTimeoutError) as caught:
             dist.group.WORLD.communicator.recv(torch.ones(2), 1, tag=5, timeout_s=0.8)
         dist.barrier()
@@ -148,6 +160,8 @@ def test_a_message_that_does_not_come_tells_what_the_sender_does(kind: str) -> N
 def wait_beside_a_receive() -> str:
     """Rank 1 hangs in a receive while rank 0 waits for it."""
     if dist.get_rank() == 0:
+        await_standing(1, "is in recv")
+        set_timeout(0.8)
         with pytest.raises(CollectiveTimeoutError) as caught:
             dist.barrier()
         return str(caught.value)
@@ -158,7 +172,7 @@ def wait_beside_a_receive() -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_hangs_in_a_receive_is_told_of(kind: str) -> None:
-    zero, _ = outcomes(kind, 2, wait_beside_a_receive, timeout=0.8)
+    zero, _ = outcomes(kind, 2, wait_beside_a_receive)
     doing, _ = standing(zero.result())[1]
     assert re.fullmatch(
         r"has called nothing yet, and is in recv\(float32, from rank 0, 8 bytes, tag 5\) for \d+\.\d s", doing

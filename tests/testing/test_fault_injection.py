@@ -45,7 +45,7 @@ def test_kill_of_a_process_is_a_real_death() -> None:
 
 
 def stay_away() -> int:
-    dist.barrier()
+    worlds.meet_and_set_timeout(1.0)
     with faults.drop_out(rank=0, at="barrier", nth=2):
         dist.barrier()
         dist.barrier()
@@ -53,7 +53,7 @@ def stay_away() -> int:
 
 
 def test_a_rank_that_drops_out_is_missed_and_let_go() -> None:
-    ended = worlds.outcomes("threads", SIZE, stay_away, timeout=1.0)
+    ended = worlds.outcomes("threads", SIZE, stay_away)
     assert isinstance(ended[0].error, faults.DroppedOut)
     for rank in (1, 2):
         assert isinstance(ended[rank].error, dist.DistError)
