@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["available_memory", "busy_share", "describe_machine"]
 
-_PACKAGES = ("torchestra", "torch", "numba", "numpy")
+_PACKAGES = ("torchestra", "torch", "llvmlite", "numpy")
 
 
 def describe_machine() -> dict[str, Any]:

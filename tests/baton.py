@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-from numba import njit
-from numba.core.dispatcher import Dispatcher
-
-from torchestra.engine import kernel_registry, local
 from torchestra.engine import layout as at
+from torchestra.engine import local
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.rank_context import RankContext
-from torchestra.engine.native.compilation import entry_point
-
-Kernel = Callable[..., int]
+from torchestra.engine.native.atomics import kernel
+from torchestra.engine.native.kernel import Kernel, NativeKernel, entry_point
 
 # The attributes of an engine's kernels, and what they hold.
 KERNELS: dict[str, Any] = {
@@ -110,13 +105,9 @@ def rebuilt(module: ModuleType, name: str, **replaced: Any) -> Kernel:
     scope = {**vars(module), **replaced}
     for own, value in vars(module).items():
         if (
-            isinstance(value, Dispatcher)
-            and value.py_func.__module__ == module.__name__
+            isinstance(value, NativeKernel)
+            and value.function.__module__ == module.__name__
             and own not in replaced
         ):
-            function = FunctionType(value.py_func.__code__, scope, own)
-            scope[own] = njit(nogil=True, error_model="numpy")(function)
-    kernel = scope[name]
-    kernel.compile(kernel_registry.signature(vars(module)[name]))
-    kernel.disable_compile()
-    return entry_point(kernel)
+            scope[own] = kernel(FunctionType(value.function.__code__, scope, own))
+    return entry_point(scope[name])

@@ -106,7 +106,7 @@ def test_everything_a_package_offers_is_documented() -> None:
 def test_importing_torchestra_starts_no_thread_and_opens_nothing() -> None:
     """So that a process that has imported it may fork its ranks."""
     program = """
-import os, threading, torch, numba
+import os, threading, torch
 
 def state():
     files = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdecimal()

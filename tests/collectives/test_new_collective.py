@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from numba import types
 
 import torchestra as dist
 from torchestra.engine import layout as at
@@ -57,7 +56,6 @@ def _tables_are_as_before() -> Iterator[None]:
 def install() -> None:
     """In every process of the world, before its group is made."""
     operations.add(SHIFT)
-    shift.compile((types.int64,) * 3)
     local.KERNELS["shift"] = shift
     local.ALGORITHMS["shift"] = lambda engine, plan, inputs, outputs: (
         getattr(engine.kernels, "shift"),  # noqa: B009 - the class does not declare it

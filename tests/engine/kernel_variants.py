@@ -12,19 +12,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import linecache
 import sys
 from collections.abc import Iterator
 from enum import IntEnum
 from types import ModuleType
 from typing import Any
 
-import numba
 import numpy as np
-from numba import njit, types
 
 from torchestra.engine.kernels import buffers, iovec, move, reduce, waiting
 from torchestra.engine.native import atomics
-from torchestra.engine.native.compilation import Kernel, entry_point
+from torchestra.engine.native.atomics import External, kernel
+from torchestra.engine.native.kernel import Kernel, entry_point
 from torchestra.engine.recorder import recorder
 
 
@@ -47,8 +47,8 @@ class Rule(IntEnum):
 
 _switch = np.zeros(1, dtype=np.int64)
 _SWITCH: int = _switch.ctypes.data
-_rand = types.ExternalFunction("rand", types.int32())
-_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+_rand = External("rand", "i32")
+_usleep = External("usleep", "i32", "i32")
 _load, _memcpy, _call_reduction = atomics.load_acquire, atomics.memcpy, atomics.call_reduction
 
 
@@ -62,26 +62,26 @@ def broken(rule: Rule | None) -> Iterator[None]:
         _switch[0] = 0
 
 
-@njit(nogil=True)
+@kernel
 def is_broken(rule):
     return _load(_SWITCH) == rule
 
 
-@njit(nogil=True)
+@kernel
 def pause():
     """One time in three, let the other ranks run for a while."""
     if _rand() % 3 == 0:
         _usleep(60)
 
 
-@njit(nogil=True)
+@kernel
 def slow_memcpy(target, source, length):
     if length > 0:
         pause()
         _memcpy(target, source, length)
 
 
-@njit(nogil=True)
+@kernel
 def slow_reduction(function, target, sources, number, count):
     pause()
     _call_reduction(function, target, sources, number, count)
@@ -234,7 +234,9 @@ def _modules() -> dict[ModuleType, ModuleType]:
                 slow_reduction=slow_reduction,
             )
             sys.modules[copy.__name__] = copy
-            exec(compile(source, f"<{copy.__name__}>", "exec"), vars(copy))
+            place = f"<{copy.__name__}>"
+            linecache.cache[place] = (len(source), None, source.splitlines(keepends=True), place)
+            exec(compile(source, place, "exec"), vars(copy))
     finally:
         for name in names.values():
             sys.modules.pop(name, None)
@@ -245,11 +247,4 @@ def _modules() -> dict[ModuleType, ModuleType]:
 def edited(kernel: Any) -> Kernel:
     """The edited copy of a kernel (``move.share``), compiled. It takes only ints."""
     module = next(module for module in _EDITS if getattr(module, kernel.__name__, None) is kernel)
-    dispatcher: Any = getattr(_modules()[module], kernel.__name__)
-    level = numba.core.config.OPT
-    numba.core.config.OPT = 1  # half the time to compile, and the same protocol
-    try:
-        dispatcher.compile((types.int64,) * len(inspect.signature(kernel.py_func).parameters))
-    finally:
-        numba.core.config.OPT = level
-    return entry_point(dispatcher)
+    return entry_point(getattr(_modules()[module], kernel.__name__))

@@ -32,11 +32,6 @@ RING = layout.ring_bytes(2)
 LIMIT = 60.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    p2p.warm_up_channels()
-
-
 class Waiter:
     """Lets a call wait for ``timeout_s``, counts how often it was asked, and remembers aborts."""
 
@@ -70,7 +65,6 @@ class Ranks:
         self.contexts = np.zeros((size, at.CONTEXT_BYTES // 8), dtype=np.int64)
         record_bytes = at.Layout(size, 0, 0, 0, 0).record_bytes
         self.records = np.zeros((size, record_bytes // 8), dtype=np.int64)
-        package.warm_up_channels()
         self.mailboxes: list[p2p.Mailbox] = []
         for rank, context in enumerate(self.contexts):
             for offset, value in (
@@ -367,7 +361,8 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
         ),
         (
             "PIECES_AT_ONCE = 8\n",
-            'PIECES_AT_ONCE = 8\nusleep = types.ExternalFunction("usleep", types.int64(types.int64))\n',
+            "PIECES_AT_ONCE = 8\nfrom torchestra.engine.native.atomics import External\n"
+            'usleep = External("usleep", "i32", "i32")\n',
         ),
         (
             "    doorbell = load(state + w.DOORBELLS) + rank * w.DOORBELL_BYTES\n    if load",

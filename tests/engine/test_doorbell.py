@@ -43,8 +43,8 @@ class Actor(threading.Thread):
         }
         scope = {**vars(doorbell), **own}
         for name in ("ring", "start_now"):
-            scope[name] = FunctionType(getattr(doorbell, name).py_func.__code__, scope, name)
-        self._function: Callable[[int], int] = FunctionType(kernel.py_func.__code__, scope)
+            scope[name] = FunctionType(getattr(doorbell, name).function.__code__, scope, name)
+        self._function: Callable[[int], int] = FunctionType(kernel.function.__code__, scope)
         self.start()
         self._stands.acquire()
 

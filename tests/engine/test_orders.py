@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from numba import njit
 
 import torchestra as dist
 from baton import Baton, Kernel, Stuck, rebuilt
@@ -20,7 +19,7 @@ from thresholds import use_thresholds
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import buffers, move, reduce
 from torchestra.engine.kernels.waiting import wait_for_step
-from torchestra.engine.native.atomics import load
+from torchestra.engine.native.atomics import kernel, load
 from worlds import outcomes, run
 
 sys.path.append(str(Path(__file__).parent.parent / "collectives"))
@@ -84,7 +83,7 @@ SLOTS, SLOT_BYTES, CHUNK_BUFFERS, CHUNK_BUFFER_BYTES = (
 )
 
 
-@njit
+@kernel
 def one_slot(context, rank, chunk):
     """buffers.buffer_of with one slot instead of two: the first chunk is written where others still read."""
     if chunk == 0:
@@ -92,7 +91,7 @@ def one_slot(context, rank, chunk):
     return buffers.buffer_of(context, rank, chunk)
 
 
-@njit
+@kernel
 def one_pipe(context, rank, chunk):
     """buffers.buffer_of with one pipe instead of several: a chunk is written where others still read."""
     if chunk == 0:
@@ -100,7 +99,7 @@ def one_pipe(context, rank, chunk):
     return load(context + CHUNK_BUFFERS) + rank * 3 * load(context + CHUNK_BUFFER_BYTES)
 
 
-@njit
+@kernel
 def two_pipes(context, rank, chunk):
     """buffers.buffer_of with two pipes instead of three: the pieces of the last chunk begin elsewhere."""
     if chunk == 0:
@@ -108,7 +107,7 @@ def two_pipes(context, rank, chunk):
     return load(context + CHUNK_BUFFERS) + (rank * 3 + chunk % 2) * load(context + CHUNK_BUFFER_BYTES)
 
 
-@njit
+@kernel
 def wait_too_short(context, step):
     """waiting.wait_for_step as if every rank published a step before it has done it."""
     return wait_for_step(context, step - 1)

@@ -21,7 +21,7 @@ from torchestra.engine import layout as at
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.local import LocalEngine
-from torchestra.engine.native.compilation import Kernel
+from torchestra.engine.native.kernel import Kernel
 from torchestra.engine.operations import (
     ALL_GATHER,
     ALL_REDUCE,

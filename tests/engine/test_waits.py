@@ -16,7 +16,7 @@ from torchestra.engine.kernels import move
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.memory.arena import Arena
-from torchestra.engine.native.compilation import Kernel
+from torchestra.engine.native.kernel import Kernel
 from worlds import KINDS, await_note, leave_note, run
 
 # The first test compiles kernels, 6 seconds on an idle machine.

@@ -45,7 +45,7 @@ import sys
 import torch
 from torch import distributed as dist
 assert dist.is_backend_available("torchestra")
-heavy = ["numba", "torchestra.engine", "torchestra.process_group", "torchestra.interop.torch_distributed"]
+heavy = ["llvmlite", "torchestra.engine", "torchestra.process_group", "torchestra.interop.torch_distributed"]
 assert not [name for name in heavy if name in sys.modules]
 dist.init_process_group("torchestra", store=dist.HashStore(), rank=0, world_size=1)
 tensor = torch.ones(1)

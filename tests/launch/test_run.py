@@ -332,6 +332,6 @@ def test_the_command_line_answers_without_loading_torch(arguments) -> None:
         "from torchestra.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules or 'numba' in sys.modules)"
+        "sys.exit('torch' in sys.modules or 'llvmlite' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=60, capture_output=True)

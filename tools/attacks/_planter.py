@@ -32,7 +32,7 @@ class Planter:
         self.seen: Counter[str] = Counter(files=0, names=0)
 
     def plant(self, root: Path) -> None:
-        """Make a cache full of traps, with the names and modes that Numba's files would have."""
+        """Make a cache full of traps, with the names and modes that the files would have."""
         for name in self._files:
             with contextlib.suppress(OSError):
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ class Planter:
 
     def turn(self) -> None:
         """Plant wherever it may be, and take the names in directories for all."""
-        for name in ("theirs", "for-all", "for-a-group", "writable-files", "writable-data"):
+        for name in ("theirs", "for-all", "for-a-group", "writable-files"):
             self.plant(self._base / name)
         self._turn += 1
         replaceable, taken = self._base / "parent-for-all" / "cache", self._base / "sticky" / "cache"

@@ -24,7 +24,7 @@ from torchestra.engine.kernels import move, prefix, reduce
 from torchestra.engine.kernels.reductions import combine, reduction, scale, supports
 from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.membership.rank_context import RankContext
-from torchestra.engine.native.compilation import Kernel, entry_point
+from torchestra.engine.native.kernel import Kernel, entry_point
 from torchestra.engine.operations import BARRIER, DTYPE_NAMES, UNEVEN, Collective, Kind, pack
 from torchestra.engine.p2p import Mailbox, Transfer
 from torchestra.engine.reclaiming import reclaim

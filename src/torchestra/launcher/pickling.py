@@ -36,7 +36,7 @@ def dump_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, elsew
         if not isinstance(function, FunctionType):
             raise _cannot_pickle(error) from error
     # Lambdas, nested functions, and what a notebook or an interactive session defines.
-    from numba import cloudpickle
+    import cloudpickle
 
     try:
         return Call(cloudpickle.dumps((function, arguments)), main)
@@ -106,7 +106,7 @@ def dump_exception(error: BaseException) -> bytes | None:
 
 def _dumped_by_value(thing: object, file: BinaryIO) -> bool:
     """Write what refers to a class or function that came by value itself, if that is what is the matter."""
-    from numba import cloudpickle
+    import cloudpickle
 
     file.seek(0)
     file.truncate()

@@ -18,12 +18,12 @@ from torchestra.errors import DistBackendError
 from torchestra.launcher.cores import usable_cores
 from torchestra.store.secret import SECRET_VARIABLE, job_secret
 from torchestra.store.tcp.locality import peer_user
-from torchestra.system.cache_directories import ENGINE, can_be_trusted, choose
+from torchestra.system.cache_directories import choose
 from torchestra.system.memory_files import SHARED_MEMORY, is_sealable, make_memory_file
 
 __all__ = ["CheckResult", "add_arguments", "examine", "main"]
 
-_PACKAGES = ("torchestra", "torch", "numba", "numpy")
+_PACKAGES = ("torchestra", "torch", "llvmlite", "numpy")
 _FEW_FILES = 1024
 _SHORT_SECRET = 16
 _GIB = 1 << 30
@@ -38,7 +38,12 @@ class CheckResult(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Do nothing: the command has no arguments."""
+    """Add the command's arguments to its parser."""
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="first compile the kernels for this machine's processor and keep them, say in an image",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -46,6 +51,10 @@ def main(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    if options.compile:
+        from torchestra.engine import warm_up
+
+        warm_up()
     results = list(examine())
     table = Table("", "found", "remark", box=None, header_style="bold", pad_edge=False)
     for result in results:
@@ -55,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def examine() -> Iterator[CheckResult]:
-    """Look at the machine; imports neither torch nor numba."""
+    """Look at the machine; does not import torch."""
     yield CheckResult("python", f"{platform.python_version()} ({sys.executable})")
     for package in _PACKAGES:
         yield CheckResult(package, _version(package))
@@ -76,7 +85,7 @@ def examine() -> Iterator[CheckResult]:
     yield _supported(
         "users of connections", _knows_users, "without a secret, other users of this host may join"
     )
-    yield _kernel_cache()
+    yield _kernels()
 
 
 def _version(package: str) -> str:
@@ -183,16 +192,14 @@ def _knows_users() -> bool:
         return peer_user(end) == os.geteuid()
 
 
-def _kernel_cache() -> CheckResult:
+def _kernels() -> CheckResult:
+    from torchestra.engine.native.object_files import object_name, place_of
+
     place, refused = choose()
-    if place is None:
-        return CheckResult("kernel cache", "none: every process compiles in memory", "; ".join(refused))
-    directory = ENGINE if place.root is None else place.root
-    files = [os.lstat(each) for each in directory.rglob("*.nb[ci]")]
-    foreign = sum(1 for each in files if not can_be_trusted(each))
     remarks = [f"not used: {each}" for each in refused]
-    if foreign:
-        remarks.append(f"{foreign} files belong to other users, or others can write them: not used")
-    if not files:
-        remarks.append("the first run will compile them")
-    return CheckResult("kernel cache", f"{len(files) // 2} compiled in {directory}", "; ".join(remarks))
+    if found := place_of(object_name()):
+        return CheckResult("kernels", f"compiled, in {found}", "; ".join(remarks))
+    if place is None:
+        return CheckResult("kernels", "compiled by every process, in memory", "; ".join(remarks))
+    remarks.append("the first run compiles them, or torchestra doctor --compile now")
+    return CheckResult("kernels", f"to be compiled, into {place.folder}", "; ".join(remarks))

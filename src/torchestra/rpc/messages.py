@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
 
 
 def address_of(text: bytes) -> int:
-    """Return where the bytes of a bytes object lie (in CPython, which numba needs as well)."""
+    """Return where the bytes of a bytes object lie (in CPython, which torch needs as well)."""
     return id(text) + _BYTES_AT
 
 

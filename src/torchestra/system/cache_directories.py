@@ -1,10 +1,9 @@
 """Directories for compiled kernels, into which only this user, or root, can put anything.
 
-A compiled kernel is code, and a file of Numba's cache is unpickled. So a directory is used only if each part
-of its path belongs to this user or to root, no part can be written by others (but for directories with the
-sticky bit on the way, such as /tmp, in which only the owner of an entry can replace it), and it can be
-written. Otherwise the next one is asked for, and where there is none left kernels are compiled in memory: a
-cache is never a condition.
+A compiled kernel is code. So a directory is used only if each part of its path belongs to this user or to
+root, no part can be written by others (but for directories with the sticky bit on the way, such as /tmp, in
+which only the owner of an entry can replace it), and it can be written. Otherwise the next one is asked
+for, and where there is none left kernels are compiled in memory: a cache is never a condition.
 """
 
 from __future__ import annotations
@@ -18,47 +17,41 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ENGINE", "Directory", "can_be_trusted", "candidates", "choose", "distrust", "prepare"]
+__all__ = ["Directory", "can_be_trusted", "candidates", "choose", "distrust", "prepare"]
 
-ENGINE = Path(__file__).parents[1] / "engine"
+_NATIVE = Path(__file__).parents[1] / "engine" / "native"
 _MOST_LINKS = 40
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Directory(NamedTuple):
-    """A place for caches.
+    """A place for compiled kernels.
 
     Attributes:
-        root: the directory; None: the ``__pycache__`` beside each source file.
+        folder: the directory.
         why: what speaks for it, for people.
     """
 
-    root: Path | None
+    folder: Path
     why: str
-
-    def folder(self, source: Path) -> Path:
-        """Return where what is compiled of the functions of a source file is kept."""
-        if self.root is None:
-            return source.parent / "__pycache__"
-        digest = hashlib.sha256(str(source.parent).encode()).hexdigest()[:16]
-        return self.root / f"{source.parent.name}_{digest}"
 
 
 def candidates() -> Iterator[Directory]:
-    """Yield the places to try, best first: Numba's, and where all of these cannot be used, others."""
-    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
-        yield Directory(Path(chosen).absolute(), "NUMBA_CACHE_DIR")
-    yield Directory(None, "the installation")
+    """Yield the places to try, best first; each is of this installation only."""
+    own = f"native_{hashlib.sha256(str(_NATIVE).encode()).hexdigest()[:16]}"
+    if chosen := os.environ.get("TORCHESTRA_CACHE_DIR"):
+        yield Directory(Path(chosen).absolute() / own, "TORCHESTRA_CACHE_DIR")
+    yield Directory(_NATIVE / "__pycache__", "the installation")
     home = os.path.expanduser("~")  # as it is, where a user has none
     for cache, why in (
         (os.environ.get("XDG_CACHE_HOME", ""), "XDG_CACHE_HOME"),
         (os.path.join(home, ".cache"), "the home directory"),
     ):
         if os.path.isabs(cache):
-            yield Directory(Path(cache, "numba"), why)
+            yield Directory(Path(cache, "torchestra", own), why)
     with contextlib.suppress(OSError):  # none can be written
-        yield Directory(Path(tempfile.gettempdir(), _own_name()).absolute(), "temporary files")
-    yield Directory(Path("/dev/shm", _own_name()), "shared memory")
+        yield Directory(Path(tempfile.gettempdir(), _own_name(), own).absolute(), "temporary files")
+    yield Directory(Path("/dev/shm", _own_name(), own), "shared memory")
 
 
 def _own_name() -> str:
@@ -69,10 +62,9 @@ def choose() -> tuple[Directory | None, list[str]]:
     """Return the first place that can be used, made if missing, and why those before it cannot."""
     refused: list[str] = []
     for place in candidates():
-        folder = place.folder(ENGINE / "compilation.py")
-        if not (reason := prepare(folder)):
+        if not (reason := prepare(place.folder)):
             return place, refused
-        refused.append(f"{folder} ({place.why}): {reason}")
+        refused.append(f"{place.folder} ({place.why}): {reason}")
     return None, refused
 
 

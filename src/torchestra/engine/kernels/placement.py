@@ -20,14 +20,20 @@ from __future__ import annotations
 
 import platform
 
-from numba import types
-
 from torchestra.engine import layout as at
-from torchestra.engine.native.atomics import kernel, load, load_acquire, store, store_release, syscall
+from torchestra.engine.native.atomics import (
+    External,
+    kernel,
+    load,
+    load_acquire,
+    store,
+    store_release,
+    syscall,
+)
 
 _SET_AFFINITY = {"x86_64": 203, "aarch64": 122, "riscv64": 122, "ppc64le": 222}.get(platform.machine(), 122)
 _GET_AFFINITY = {"x86_64": 204, "aarch64": 123, "riscv64": 123, "ppc64le": 223}.get(platform.machine(), 123)
-_sched_getcpu = types.ExternalFunction("sched_getcpu", types.int32())
+_sched_getcpu = External("sched_getcpu", "i32")
 
 LOOK_EVERY = 64
 _RAREST = 1 << 14

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from torchestra.engine import layout as at
 from torchestra.engine.membership.rank_context import RankContext
-from torchestra.engine.native.compilation import entry_point
+from torchestra.engine.native.kernel import entry_point
 from torchestra.engine.recorder import message_records
 
 __all__ = ["MessageRecorder", "RecordedMessage"]

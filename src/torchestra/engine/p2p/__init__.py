@@ -11,8 +11,6 @@ of any length that nobody has announced a receive for, sent and received by many
 from __future__ import annotations
 
 from torchestra.engine.p2p.endpoint import Endpoint, LostPeerError
-from torchestra.engine.p2p.endpoint_kernels import warm_up_endpoint
-from torchestra.engine.p2p.kernels import warm_up_channels
 from torchestra.engine.p2p.layout import channel_area_bytes
 from torchestra.engine.p2p.mailbox import Mailbox
 from torchestra.engine.p2p.transfer import Transfer, Waiter
@@ -26,6 +24,4 @@ __all__ = [
     "Transfer",
     "Waiter",
     "channel_area_bytes",
-    "warm_up_channels",
-    "warm_up_endpoint",
 ]

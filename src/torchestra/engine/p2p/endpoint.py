@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from torchestra.engine.layout import DONE
-from torchestra.engine.native.compilation import entry_point
+from torchestra.engine.native.kernel import entry_point
 from torchestra.engine.p2p import endpoint_kernels
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.try_lock import TryLock

@@ -25,16 +25,13 @@ with a message looks when it has taken that, so that the follower sleeps on whil
 
 from __future__ import annotations
 
-from typing import Any
-
-from numba import types
-
 from torchestra.engine.kernels.placement import settle
 from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE, LONGEST_YIELDING
 from torchestra.engine.layout import DONE, PENDING, POLL_INTERVAL, SPINS, YIELDS
 from torchestra.engine.native.atomics import (
     compare_exchange,
     fetch_add,
+    full_fence,
     kernel,
     load,
     load_acquire,
@@ -72,7 +69,7 @@ INTERRUPTED = w.INTERRUPTED
 _WATCHES = 8
 
 put, take, take_header, next_header = ring.put, ring.take, ring.take_header, ring.next_header
-peer_of, full_fence = ring.peer_of, ring.full_fence
+peer_of = ring.peer_of
 
 
 @kernel
@@ -360,24 +357,3 @@ def rouse(state, everybody):
         _wake(doorbell + WATCH)
         _wake(doorbell + ROOM)
     return 0
-
-
-_WORD = types.int64
-_ENTRIES: tuple[tuple[Any, int], ...] = (
-    (begin_send, 7),
-    (continue_send, 3),
-    (look, 2),
-    (begin_receive, 4),
-    (continue_receive, 2),
-    (leave, 1),
-    (await_message, 3),
-    (watch, 1),
-    (abandon, 2),
-    (rouse, 2),
-)
-
-
-def warm_up_endpoint() -> None:
-    """Compile the kernels, or load them from Numba's cache."""
-    for entry, arguments in _ENTRIES:
-        entry.compile((_WORD,) * arguments)

@@ -8,8 +8,6 @@ A blocking call that has the mailbox to itself, nearly always, takes and leaves 
 
 from __future__ import annotations
 
-from numba import types
-
 from torchestra.engine.kernels.placement import settle
 from torchestra.engine.kernels.waiting import LONGEST_YIELDING
 from torchestra.engine.layout import (
@@ -42,8 +40,6 @@ from torchestra.engine.p2p.lists import append, remove, unlink
 from torchestra.engine.p2p.matching import advance, free_stored, receive_stored, send_to_self
 from torchestra.engine.recorder.clock import read_coarse_clock
 from torchestra.engine.recorder.recorder import close_message, open_message
-
-_WORD = types.int64
 
 _ROUNDS = 256  # after so many rounds that moved something a kernel lets Python look at signals
 _YIELDS_OF_THREAD = 20
@@ -266,22 +262,3 @@ def discard(state):
             unlink(store_of_peer, 0, stored)
             free_stored(state, stored)
     return load(state + w.STORED)
-
-
-_ENTRIES = (
-    (post, 9),
-    (transfer, 8),
-    (run, 3),
-    (cancel, 2),
-    (forget, 2),
-    (occupy, 2),
-    (vacate, 2),
-    (call_attention, 1),
-    (discard, 1),
-)
-
-
-def warm_up_channels() -> None:
-    """Compile the kernels, or load them from Numba's cache."""
-    for entry, arguments in _ENTRIES:
-        entry.compile((_WORD,) * arguments)

@@ -19,19 +19,16 @@ the first of its destination's list, or CURRENT of its source.
 
 from __future__ import annotations
 
-from numba import types
-
 from torchestra.engine.kernels.buffers import streams
 from torchestra.engine.layout import DONE
-from torchestra.engine.native.atomics import kernel, load, memcpy, store, stream_fence
+from torchestra.engine.native.atomics import External, kernel, load, memcpy, store, stream_fence
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p import ring
 from torchestra.engine.p2p.lists import append, find, unlink
 from torchestra.engine.recorder.recorder import close_message, message_came
 
-_WORD = types.int64
-_malloc = types.ExternalFunction("malloc", _WORD(_WORD))
-_free = types.ExternalFunction("free", types.void(_WORD))
+_malloc = External("malloc", "i64", "i64")
+_free = External("free", "void", "i64")
 
 _LACKING = -1
 

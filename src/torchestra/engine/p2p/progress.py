@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchestra.engine.layout import ABORTED, DONE
-from torchestra.engine.native.compilation import entry_point
+from torchestra.engine.native.kernel import entry_point
 from torchestra.engine.p2p import kernels
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p.error_texts import Wording

@@ -34,15 +34,13 @@ peer was killed between the two is made good when POLL_INTERVAL is over.
 
 from __future__ import annotations
 
-from numba import types
-from numba.extending import intrinsic
-
 from torchestra.engine.kernels.buffers import copy_out
 from torchestra.engine.kernels.waiting import FUTEX, FUTEX_WAIT, FUTEX_WAKE
 from torchestra.engine.layout import POLL_INTERVAL
 from torchestra.engine.native.atomics import (
     compare_exchange,
     fetch_add,
+    full_fence,
     kernel,
     load,
     load_acquire,
@@ -56,17 +54,6 @@ from torchestra.engine.native.atomics import (
 from torchestra.engine.p2p import layout as w
 
 PIECES_AT_ONCE = 8
-
-
-@intrinsic
-def full_fence(typing_context):
-    """Fence, sequentially consistent: later loads are not done before earlier stores are seen."""
-
-    def generate(context, builder, signature, arguments):
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @kernel

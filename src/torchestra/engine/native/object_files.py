@@ -1,0 +1,213 @@
+"""The object file of the kernels on the disk: which is right, who may have written it, and who makes it.
+
+Its name is made of all that it depends on: the contents of the sources, the version of LLVM, the processor.
+So what is found is right, loading takes no lock, and several versions, processors and users get along. A
+file is written under another name and renamed, begins with the digest of the rest, and is read only if
+nobody but this user and root can have written it. Where nothing can be kept each process compiles in
+memory.
+
+Who finds none compiles it. Several that come at once would all do the same work, so the first takes a lock,
+and the others look for what it makes; when that takes too long (it was stopped, or is on another host) they
+compile, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torchestra.system.cache_directories import can_be_trusted, candidates, choose, distrust
+
+__all__ = ["find", "find_or_make", "object_name", "open_own", "place_of", "say_once", "sources_digest"]
+
+_ENGINE = Path(__file__).parents[1]
+_SOURCES = ("layout.py", "kernels/*.py", "native/*.py", "p2p/*.py", "recorder/*.py")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_QUIET_SECONDS = 2.0
+_LOCK_SECONDS = 60.0
+_LOOK_SECONDS = 0.02
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Tell the user on stderr; of the ranks of a host, the first one does."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"torchestra: {text}", file=sys.stderr, flush=True)
+
+
+def sources_digest() -> str:
+    """Return a digest that changes whenever a file does that kernels, or their constants, are written in."""
+    digest = hashlib.sha256()
+    for source in sorted(source for pattern in _SOURCES for source in _ENGINE.glob(pattern)):
+        text = source.read_bytes()
+        digest.update(f"{source.relative_to(_ENGINE)} {len(text)}\n".encode() + text)
+    return digest.hexdigest()[:24]
+
+
+def object_name() -> str:
+    """Return the name of the file for these sources on this processor."""
+    import llvmlite  # not for commands that load nothing
+    import llvmlite.binding as llvm
+
+    features = llvm.get_host_cpu_features().flatten()
+    depends = (
+        llvmlite.__version__,
+        llvm.llvm_version_info,
+        platform.machine(),
+        llvm.get_host_cpu_name(),
+        features,
+    )
+    return f"{_stem()}{hashlib.sha256(repr(depends).encode()).hexdigest()[:16]}.o"
+
+
+def _stem() -> str:
+    return f"torchestra-kernels-{sources_digest()}-"
+
+
+def find_or_make(build: Callable[[], bytes]) -> bytes:
+    """Return the object file for this processor: read, or compiled by ``build`` and kept."""
+    name = object_name()
+    found = find(name)
+    return _make(name, build) if found is None else found
+
+
+def find(name: str) -> bytes | None:
+    """Return the contents of the first object file of a name that can be trusted."""
+    return next((data for _, data in _found(name)), None)
+
+
+def place_of(name: str) -> Path | None:
+    """Return where :func:`find` finds it."""
+    return next((folder for folder, _ in _found(name)), None)
+
+
+def _found(name: str) -> Iterator[tuple[Path, bytes]]:
+    for place in candidates():
+        with contextlib.suppress(OSError):
+            if not distrust(place.folder) and (data := _read(place.folder / name)) is not None:
+                yield place.folder, data
+
+
+def _make(name: str, build: Callable[[], bytes]) -> bytes:
+    place, refused = choose()
+    if place is None:
+        say_once(
+            "no directory can be used to keep compiled kernels, so every process compiles them in memory,"
+            f" which takes some seconds ({'; '.join(refused)})"
+        )
+        return build()
+    if place.why in ("temporary files", "shared memory"):
+        say_once(f"compiled kernels are kept in {place.folder} until that is cleared: {'; '.join(refused)}")
+    path = place.folder / name
+    with _alone(path) as made_meanwhile:
+        if made_meanwhile is not None:
+            return made_meanwhile
+        say_once("compiling its kernels for this machine (once, some 5 seconds)")
+        data = build()
+        _write(path, data)
+    return data
+
+
+def open_own(path: str | Path, flags: int) -> int:
+    """Open a file, made for this user alone where there is none.
+
+    Raises:
+        OSError: it cannot be, or others may have written it.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if can_be_trusted(os.fstat(descriptor)):
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(f"{path} belongs to another user, or others can write it")
+
+
+def _read(path: Path) -> bytes | None:
+    """Return what was written; None, if it is not there, not ours, or not whole."""
+    try:
+        with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+            content = file.read()
+    except OSError:
+        return None
+    data = content[_DIGEST_BYTES:]
+    return data if data and hashlib.sha256(data).digest() == content[:_DIGEST_BYTES] else None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Keep an object file, as a whole or not at all, and remove those of other sources."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:16]}.tmp")
+    try:
+        with os.fdopen(open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(hashlib.sha256(data).digest() + data)
+        os.replace(temporary, path)
+        for old in path.parent.glob("torchestra-kernels-*.o"):
+            if not old.name.startswith(_stem()):  # hosts with other processors may share the directory
+                old.unlink(missing_ok=True)
+    except OSError as error:
+        say_once(
+            f"compiled kernels cannot be kept in {path.parent} ({error.strerror or error}); the next process"
+            " compiles them anew"
+        )
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[bytes | None]:
+    """Hold the lock of whoever compiles, or get what another process has compiled meanwhile.
+
+    Without the lock, after a while, or where there are no such locks: nothing worse happens than that the
+    same is compiled twice.
+    """
+    try:
+        lock = open_own(path.with_name("torchestra-kernels.lock"), os.O_RDWR | os.O_CREAT)
+    except OSError:
+        yield None
+        return
+    try:
+        made = _lock_or_find(lock, path)
+        if made is None:
+            with contextlib.suppress(OSError):  # a full disk
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()} on {platform.node()}".encode(), 0)
+        yield made
+    finally:
+        with contextlib.suppress(OSError):
+            # Not only closed: a child that was forked meanwhile has the descriptor too.
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
+
+
+def _lock_or_find(lock: int, path: Path) -> bytes | None:
+    """Wait for the lock, or for what its holder makes; None: it is this process that compiles."""
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return _read(path)  # made between this process's look and its lock, perhaps
+        except BlockingIOError:
+            waited = time.monotonic() - began
+        except OSError:  # a file system without locks
+            return None
+        if (made := _read(path)) is not None:
+            return made
+        if waited > _LOCK_SECONDS:
+            say_once(f"process {_holder(lock)} still compiles the kernels; compiling beside it")
+            return None
+        if waited > _QUIET_SECONDS and not told:
+            told = True
+            say_once(f"waiting for process {_holder(lock)}, which compiles the kernels")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _holder(lock: int) -> str:
+    return os.pread(lock, 200, 0).decode("ascii", "replace") or "unknown"
