@@ -461,10 +461,12 @@ def test_a_rank_0_that_never_comes_back_is_an_error(port: int) -> None:
     place = f"tcp://127.0.0.1:{port}"
     first = Child(lambda: rendezvous(place, rank=0, world_size=3, timeout=LONG).rank)
     with ThreadPoolExecutor(1) as threads:
-        other = threads.submit(lambda: rendezvous(place, rank=1, world_size=3, timeout=1.0))
-        TCPStore("127.0.0.1", port, timeout=LONG).wait(["rendezvous/0/rank/1"], LONG)
+        store = TCPStore("127.0.0.1", port, timeout=LONG)
+        store.wait(["rendezvous/0/rank/0"], LONG)
+        other = threads.submit(lambda: rendezvous(place, rank=1, world_size=3, timeout=2.0))
+        store.wait(["rendezvous/0/rank/1"], LONG)
         first.kill()
-        with pytest.raises(DistNetworkError, match=r"while it waited for the others: lost .* within 1 s"):
+        with pytest.raises(DistNetworkError, match=r"while it waited for the others: lost .* within 2 s"):
             other.result(LONG)
 
 
