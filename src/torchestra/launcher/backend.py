@@ -13,8 +13,6 @@ from typing import BinaryIO, Protocol
 from torchestra.launcher.event_loop import EventLoop
 from torchestra.launcher.spec import Ended, Failure, JobSpec
 
-__all__ = ["JobListener", "LaunchBackend"]
-
 
 class JobListener(Protocol):
     """Hears from a launch backend what its ranks do; a :class:`~torchestra.launcher.job.Job` is one.

@@ -16,8 +16,6 @@ from typing import Any, BinaryIO, NamedTuple
 from torchestra.system.limits import no_descriptors
 from torchestra.system.memory_files import make_memory_file
 
-__all__ = ["Message", "anonymous_file", "channel", "receive", "send"]
-
 _INLINE = b"i"
 _IN_FILE = b"f"
 _LONGEST_PACKET = 60_000

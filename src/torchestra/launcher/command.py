@@ -30,8 +30,6 @@ from torchestra.launcher.signals import ENDING, open_standard_files, run_job
 from torchestra.launcher.spec import JobSpec, Script
 from torchestra.launcher.stdin import StandardInput
 
-__all__ = ["add_arguments", "count_argument", "main"]
-
 _NO_SUCH_FILE = 2
 
 _EPILOG = """\

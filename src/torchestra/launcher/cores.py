@@ -6,8 +6,6 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["usable_cores"]
-
 _QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 

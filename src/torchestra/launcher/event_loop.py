@@ -14,8 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["EventLoop"]
-
 
 class EventLoop:
     """Calls functions in the thread that runs it.

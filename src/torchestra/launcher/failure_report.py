@@ -10,15 +10,6 @@ from torchestra.launcher.job import Job
 from torchestra.launcher.output import colours_wanted
 from torchestra.launcher.root_cause import FailedRank, NodeFailure, describe_exit
 
-__all__ = [
-    "conclude",
-    "failure_abroad",
-    "failure_line",
-    "ranks_phrase",
-    "survived_report",
-    "tracebacks_report",
-]
-
 
 def conclude(job: Job, received: list[int], other: NodeFailure | None = None) -> int:
     """Say on standard error how a job ended; return its exit code.

@@ -13,8 +13,6 @@ from collections.abc import Iterable
 
 from torchestra.launcher.open_arenas import open_arenas
 
-__all__ = ["FlightDumps"]
-
 
 class FlightDumps:
     """Keeps records in a directory, or nothing where that is None."""

@@ -16,8 +16,6 @@ from torchestra.launcher.port_reservation import PortReservation
 from torchestra.launcher.spec import Ended, Failure, Forked, Ready, Returned, SignalRanks
 from torchestra.system.limits import check_free_descriptors, naming_limits
 
-__all__ = ["ForkBackend"]
-
 _READ_SIZE = 1 << 16
 _FINAL_READS = 17
 """Enough for the largest pipe, and an end to it if a child of a rank writes on for ever."""

@@ -33,8 +33,6 @@ from torchestra.launcher.channel import receive, send
 from torchestra.launcher.event_loop import EventLoop
 from torchestra.launcher.spec import Ended, Forked, JobSpec, Ready, SignalRanks
 
-__all__ = ["serve", "serve_descriptor"]
-
 _PR_SET_PDEATHSIG = 1
 _POLL_WITHOUT_PIDFD_S = 0.02
 

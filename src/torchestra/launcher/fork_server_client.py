@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from torchestra.launcher.channel import channel
 from torchestra.launcher.fork_server import serve
 
-__all__ = ["ForkServerClient"]
-
 
 class ForkServerClient:
     """A fork server that is this process's child.

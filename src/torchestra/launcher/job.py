@@ -26,8 +26,6 @@ from torchestra.launcher.output import OutputSink, OutputSource, colours_wanted,
 from torchestra.launcher.root_cause import FailedRank, root_cause
 from torchestra.launcher.spec import Call, Ended, Failure, JobSpec
 
-__all__ = ["AFTER_FAILURE", "SETTLE_S", "Job", "RankState", "StopPlan"]
-
 StopPlan = tuple[tuple[signal.Signals, float], ...]
 """Signals to the ranks, each with the seconds given to them before the next; SIGKILL follows the last."""
 

@@ -14,8 +14,6 @@ from torchestra.launcher.job import Job, RankState, StopPlan
 from torchestra.launcher.pickling import load_in_caller
 from torchestra.launcher.root_cause import FailedRank, describe_exit
 
-__all__ = ["LaunchedJob", "RemoteTraceback"]
-
 _INTERRUPT: StopPlan = ((signal.SIGINT, 2.0), (signal.SIGTERM, 0.5))
 _OVERTIME: StopPlan = ((signal.SIGINT, 0.5), (signal.SIGTERM, 0.25))
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from torchestra.launcher.spec import MainModule, Script
 
-__all__ = ["find_runnable", "import_callers_main", "load_script", "run_script"]
-
 
 def run_script(script: Script) -> None:
     """Run ``script`` as ``__main__`` in this process; returns when its last line has run.

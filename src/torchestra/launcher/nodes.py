@@ -35,8 +35,6 @@ from torchestra.store.process import ProcessIdentity
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
 from torchestra.system.deadline import RunningClock
 
-__all__ = ["Nodes", "parse_rendezvous"]
-
 _MEET_SECONDS = 600.0
 _OWN_SECONDS = 30.0
 """For node 0 to reach the store that it serves itself. If it does not, the address is not its host's."""

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from torchestra.engine.layout import MEMORY_FILE
 
-__all__ = ["PROC", "OpenArena", "open_arenas"]
-
 PROC = Path("/proc")
 _LINK = f"/memfd:{MEMORY_FILE}:"
 

@@ -14,8 +14,6 @@ import math
 import os
 from typing import Protocol, TextIO
 
-__all__ = ["OutputSink", "OutputSource", "colours_wanted", "open_sinks", "prefix"]
-
 _SILENCE_S = 0.2
 _PATIENCE_S = 0.5
 _LONGEST_LINE = 1 << 20

@@ -13,8 +13,6 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.launcher.main_script import import_callers_main
 from torchestra.launcher.spec import Call, MainModule
 
-__all__ = ["dump_call", "dump_exception", "dump_result", "load_call", "load_in_caller"]
-
 
 def dump_call(function: Callable[..., Any], arguments: tuple[Any, ...], *, elsewhere: bool = False) -> Call:
     """Pickle a call: by reference where ranks can import the function, else by value (cloudpickle).

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from torchestra.launcher.cores import usable_cores
 
-__all__ = ["PortReservation", "with_threads_per_rank"]
-
 _HOST = "127.0.0.1"
 _BACKLOG = 1024
 

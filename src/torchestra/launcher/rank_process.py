@@ -28,8 +28,6 @@ from torchestra.launcher.pickling import dump_exception, dump_result, load_call
 from torchestra.launcher.root_cause import failure_from, user_traceback
 from torchestra.launcher.spec import Call, Failure, JobSpec, Returned
 
-__all__ = ["SIGNALS", "run"]
-
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP})
 """The signals that a rank can get from its launcher, and that the fork server leaves alone."""
 

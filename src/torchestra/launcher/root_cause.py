@@ -21,8 +21,6 @@ from typing import NamedTuple
 from torchestra.errors import GroupAbortedError
 from torchestra.launcher.spec import Failure
 
-__all__ = ["FailedRank", "NodeFailure", "describe_exit", "failure_from", "root_cause", "user_traceback"]
-
 _OUR_FILES = str(Path(__file__).parent)
 
 

@@ -12,8 +12,6 @@ from types import FrameType
 from torchestra.errors import DistError
 from torchestra.launcher.job import Job, StopPlan
 
-__all__ = ["ENDING", "open_standard_files", "run_job"]
-
 _INTERRUPT: StopPlan = ((signal.SIGINT, 5.0), (signal.SIGTERM, 0.5))
 _TERMINATE: StopPlan = ((signal.SIGTERM, 5.0),)
 _KILL: StopPlan = ()

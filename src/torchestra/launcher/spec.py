@@ -14,20 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Union
 
-__all__ = [
-    "Call",
-    "Ended",
-    "Failure",
-    "Forked",
-    "JobSpec",
-    "MainModule",
-    "Ready",
-    "Returned",
-    "Script",
-    "SignalRanks",
-    "Target",
-]
-
 
 @dataclass(frozen=True)
 class Script:

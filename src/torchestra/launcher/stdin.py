@@ -13,8 +13,6 @@ import time
 
 from torchestra.launcher.event_loop import EventLoop
 
-__all__ = ["StandardInput"]
-
 _READ_SIZE = 4096
 _RETRY_S = 0.25
 

@@ -20,8 +20,6 @@ from torchestra.launcher.spec import Failure
 from torchestra.store import HashStore
 from torchestra.world.registry import thread_rank
 
-__all__ = ["ThreadRank", "ThreadRanks", "launch_threads"]
-
 T = TypeVar("T")
 
 _PEERS_GRACE_S = 0.8

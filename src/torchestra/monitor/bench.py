@@ -18,8 +18,6 @@ from torchestra.errors import DistError, InvalidArgumentError
 if TYPE_CHECKING:
     from torchestra.monitor.operation_timing import Cell, Timing
 
-__all__ = ["add_arguments", "main", "parse_size", "size_label"]
-
 _POWERS = {"": 0, "B": 0, "K": 10, "KB": 10, "M": 20, "MB": 20, "G": 30, "GB": 30}
 
 _EPILOG = """\

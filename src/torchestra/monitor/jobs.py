@@ -19,8 +19,6 @@ from torchestra.engine.memory.mapping import close
 from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.launcher.open_arenas import PROC, open_arenas
 
-__all__ = ["Group", "Job", "choose_job", "find_jobs"]
-
 _PROC = PROC
 
 

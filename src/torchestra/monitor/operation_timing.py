@@ -14,8 +14,6 @@ import torch
 import torchestra as dist
 from torchestra.engine.operations import COLLECTIVES, Collective, Shape
 
-__all__ = ["Cell", "Timing", "operations", "time_operations"]
-
 Call = Callable[[], object]
 Make = Callable[[int], torch.Tensor]
 

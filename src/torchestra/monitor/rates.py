@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from torchestra.engine.recorder.flight_entries import RankRecord
 from torchestra.engine.recorder.flight_record import FlightRecord
 
-__all__ = ["RankRates", "rates", "straggler"]
-
 _WORTH_TELLING = 0.01
 
 

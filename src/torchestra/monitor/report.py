@@ -18,8 +18,6 @@ from torchestra.engine.recorder.trace import merged, replacing, trace_of, write_
 from torchestra.errors import InvalidArgumentError
 from torchestra.monitor.jobs import choose_job
 
-__all__ = ["add_arguments", "main", "write_page"]
-
 _PLACEHOLDER = "/*TRACE*/null"
 _EPILOG = """\
 FILE.json is in Chrome's trace event format, for https://ui.perfetto.dev and chrome://tracing; FILE.html is a

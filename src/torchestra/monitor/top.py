@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-__all__ = ["Look", "add_arguments", "as_json", "main", "tables"]
-
 _EPILOG = """\
 WAITING is the share of the time that a rank has waited for others, and FOR the rank that it waited for most:
 the straggler, named below the table. Waits of some microseconds are not counted. FOR SO LONG tells how long

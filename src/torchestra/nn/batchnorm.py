@@ -26,8 +26,6 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup, default_group, is_initialized
 
-__all__ = ["SyncBatchNorm"]
-
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """BatchNorm whose statistics in training are those of all ranks' batches together.

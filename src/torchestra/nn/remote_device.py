@@ -8,8 +8,6 @@ import torch
 
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 
-__all__ = ["RemoteDevice"]
-
 
 @dataclass(frozen=True)
 class RemoteDevice:

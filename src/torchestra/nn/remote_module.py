@@ -18,8 +18,6 @@ from torchestra.rpc import RRef, get_worker_info, remote, rpc_async, rpc_sync
 from torchestra.rpc.current import agent_or_none
 from torchestra.tensors.serialization import reducer_in_progress
 
-__all__ = ["PICKLED_ATTRIBUTES", "RemoteModule"]
-
 M = TypeVar("M", bound="RemoteModule")
 
 PICKLED_ATTRIBUTES = ("on", "device", "is_device_map_set", "is_scriptable", "module_rref")

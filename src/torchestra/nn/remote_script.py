@@ -20,8 +20,6 @@ from torch.futures import Future
 
 from torchestra.errors import InvalidArgumentError
 
-__all__ = ["NOT_PICKLED", "Begin", "Home", "home_of", "scripted_methods"]
-
 NOT_PICKLED = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
 
 Home = Future[Any]

@@ -14,8 +14,6 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.optim.functional import FunctionalOptimizer
 from torchestra.rpc import RRef, WorkerInfo, rpc_async
 
-__all__ = ["DistributedOptimizer"]
-
 
 class DistributedOptimizer:
     """An optimizer of parameters on many workers.

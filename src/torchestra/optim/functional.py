@@ -15,8 +15,6 @@ import torch
 from torchestra.errors import InvalidArgumentError
 from torchestra.optim.subset import step_some
 
-__all__ = ["FunctionalOptimizer"]
-
 
 class FunctionalOptimizer:
     """Any optimizer of torch's whose steps are given gradients.

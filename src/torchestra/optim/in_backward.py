@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["apply_optimizer_in_backward", "get_in_backward_optimizers"]
-
 # Not as attributes of the parameters, which would be pickled with them.
 _handles = WeakTensorKeyDictionary()
 

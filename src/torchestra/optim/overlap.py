@@ -20,8 +20,6 @@ from torchestra.optim.shards import Partition, flattened
 from torchestra.optim.subset import step_some
 from torchestra.process_group import ProcessGroup
 
-__all__ = ["OverlapPlan"]
-
 
 class Cut(NamedTuple):
     """The place of a piece: its bucket, a range of the bucket's parameters, and the rank that updates it."""

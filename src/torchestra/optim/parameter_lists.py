@@ -9,8 +9,6 @@ import torch
 
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 
-__all__ = ["check_same_type", "listed"]
-
 
 def listed(params: Any) -> tuple[list[Any], list[torch.Tensor]]:
     """List the parameters, or parameter groups; and all parameters.

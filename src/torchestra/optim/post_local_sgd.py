@@ -11,8 +11,6 @@ import torch
 
 from torchestra.algorithms.model_averaging.averagers import ModelAverager
 
-__all__ = ["PostLocalSGDOptimizer"]
-
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
     """Steps as another optimizer does, and then lets an averager average parameters, if it is time.

@@ -14,8 +14,6 @@ from torch._utils import _unflatten_dense_tensors
 from torchestra.collectives.functions import all_gather, broadcast
 from torchestra.process_group import ProcessGroup
 
-__all__ = ["Shards", "flattened", "partition"]
-
 Partition = list[list[torch.Tensor]]
 
 _LARGE_BYTES = 64 << 10

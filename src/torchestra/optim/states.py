@@ -17,8 +17,6 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.process_group import ProcessGroup
 from torchestra.tensors import checks
 
-__all__ = ["collect_states", "global_state", "local_state"]
-
 
 def collect_states(state: dict[str, Any], to: int, group: ProcessGroup) -> list[dict[str, Any]]:
     """Return the states of all ranks on rank ``to``, an empty list elsewhere. All ranks must call it."""

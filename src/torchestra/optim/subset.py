@@ -9,8 +9,6 @@ import torch
 
 from torchestra.errors import InvalidArgumentError
 
-__all__ = ["check_steps_without_closure", "step_some"]
-
 
 def check_steps_without_closure(optimizer_class: type[torch.optim.Optimizer]) -> None:
     """Refuse an optimizer whose steps evaluate the model, and so concern all parameters at once.

@@ -23,8 +23,6 @@ from torchestra.optim.subset import check_steps_without_closure
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup, member_group
 
-__all__ = ["ZeroRedundancyOptimizer"]
-
 _log = logging.getLogger(__name__)
 
 

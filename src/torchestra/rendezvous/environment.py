@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from torchestra.errors import InvalidArgumentError
 from torchestra.rendezvous import slurm
 
-__all__ = ["LaunchEnvironment", "launch_environment"]
-
 
 @dataclass(frozen=True)
 class LaunchEnvironment:

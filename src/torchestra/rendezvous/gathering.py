@@ -29,8 +29,6 @@ from torchestra.store import PrefixStore, Store
 from torchestra.store.missing_keys import missing_indices
 from torchestra.store.process import ProcessIdentity
 
-__all__ = ["gather"]
-
 
 def gather(store: Store, rank: int, world_size: int, timeout_s: float, hint: str = "") -> Store:
     """Wait until all ranks have come, and returns a store that only these have.

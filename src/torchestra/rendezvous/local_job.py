@@ -20,8 +20,6 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.rendezvous import slurm
 from torchestra.store.process import parent_of, start_time
 
-__all__ = ["meeting_point"]
-
 _RANK_VARIABLES = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK", "slurm": "SLURM_PROCID"}
 _JOB_VARIABLES = ("PMIX_NAMESPACE", "I_MPI_HYDRA_UUID", "PMI_JOBID")
 

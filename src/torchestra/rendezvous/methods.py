@@ -22,8 +22,6 @@ from torchestra.store.tcp.shared_server import keep_server
 from torchestra.store.torch_agent import TorchStore, connect_to_agent
 from torchestra.types import Timeout, timeout_seconds
 
-__all__ = ["Rendezvous", "rendezvous"]
-
 _UNKNOWN = -1
 _MOST_RANKS = 1 << 16  # ten thousand have been tried; a larger number is a mistake, which would be waited for
 _BEFORE_TRYING_AGAIN = 0.1

@@ -26,8 +26,6 @@ from torchestra.store.tcp.address import Address, dial
 from torchestra.store.tcp.shared_server import keep_server
 from torchestra.transport.addresses import interface_address
 
-__all__ = ["open_over_mpi"]
-
 _BLOCK = 4096
 _POLL_SECONDS = 0.001
 _TRY_SECONDS = 2.0

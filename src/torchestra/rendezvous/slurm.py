@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 
 from torchestra.errors import InvalidArgumentError
 
-__all__ = ["derived_port", "first_host", "hosts", "job_name", "launched", "tasks_on_this_host"]
-
 # Steps from here up are not srun's: the batch script itself, an interactive shell, and the like.
 _FIRST_SPECIAL_STEP = 0xFFFFFF00
 _LOWEST_PORT, _PORTS = 10_000, 20_000

@@ -24,8 +24,6 @@ from torchestra.rpc.messages import CALL, Encoded
 from torchestra.rpc.options import RpcBackendOptions
 from torchestra.rpc.router import Endpoint, Parts, Router
 
-__all__ = ["MESSAGES", "FaultyAgent", "FaultyRpcBackendOptions"]
-
 _REPEATED = {
     rref_context._list: "RREF_FORK_REQUEST",
     rref_context._accept: "RREF_CHILD_ACCEPT",

@@ -20,8 +20,6 @@ from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup, member_group
 
-__all__ = ["Shard", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata", "init_from_local_shards"]
-
 _aten = torch.ops.aten
 
 

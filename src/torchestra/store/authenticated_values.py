@@ -12,8 +12,6 @@ import struct
 from torchestra.errors import DistStoreError
 from torchestra.system.authentication import is_proof, proof
 
-__all__ = ["UnauthenticatedValueError", "is_authenticated", "open_pieces", "prove"]
-
 _MAGIC = b"\0torchestra\0"
 _HEAD = struct.Struct("<Q32s")
 _PURPOSE = "store value"

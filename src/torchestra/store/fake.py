@@ -9,8 +9,6 @@ from torchestra.store.base import check_keys
 from torchestra.store.hash import HashStore
 from torchestra.types import Timeout
 
-__all__ = ["FakeStore"]
-
 
 @checked_methods
 class FakeStore(HashStore):

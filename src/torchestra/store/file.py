@@ -23,8 +23,6 @@ from torchestra.store.filelog import LONGEST, Kind
 from torchestra.store.sharedfile import SharedFile
 from torchestra.types import Timeout
 
-__all__ = ["FileStore"]
-
 
 @checked_methods
 class FileStore(Store):

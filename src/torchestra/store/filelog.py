@@ -20,8 +20,6 @@ import struct
 import zlib
 from collections.abc import Iterator
 
-__all__ = ["HEADER_SIZE", "LONGEST", "MAGIC", "DamagedLogError", "Kind", "encode", "scan"]
-
 MAGIC = b"TSTRFS\x00\x01"
 HEADER_SIZE = len(MAGIC) + 8
 LONGEST = 2**32 - 1

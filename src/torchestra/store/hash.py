@@ -22,8 +22,6 @@ from torchestra.store.base import (
 from torchestra.store.table import PendingPop, PendingWait, Table
 from torchestra.types import Timeout
 
-__all__ = ["HashStore"]
-
 
 @checked_methods
 class HashStore(Store):

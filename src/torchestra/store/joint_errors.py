@@ -16,8 +16,6 @@ from torchestra.store.base import Store
 from torchestra.store.prefix import PrefixStore
 from torchestra.store.tcp import TCPStore
 
-__all__ = ["raising_together"]
-
 _COUNT_SECONDS, _WAIT_SECONDS = 1.0, 5.0
 
 

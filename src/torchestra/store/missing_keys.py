@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from torchestra.store.base import Store
 
-__all__ = ["missing_indices"]
-
 
 def missing_indices(store: Store, keys: Sequence[str]) -> list[int]:
     """Return the indices of the keys that the store does not have, in ascending order.

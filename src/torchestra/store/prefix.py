@@ -11,8 +11,6 @@ from torchestra.store.base import Store, Value, check_key, check_keys
 from torchestra.store.secret import Secret, job_secret
 from torchestra.types import Timeout
 
-__all__ = ["PrefixStore"]
-
 
 @checked_methods
 class PrefixStore(Store):

@@ -7,8 +7,6 @@ import os
 import socket
 from dataclasses import dataclass
 
-__all__ = ["ProcessIdentity", "parent_of", "start_time"]
-
 
 @dataclass(frozen=True)
 class ProcessIdentity:

@@ -6,8 +6,6 @@ import logging
 import threading
 import time
 
-__all__ = ["RateLimitedWarnings"]
-
 _EVERY_SECONDS = 60.0
 
 

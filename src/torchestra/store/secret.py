@@ -7,8 +7,6 @@ from typing import Union
 
 from torchestra.errors import InvalidArgumentError
 
-__all__ = ["SECRET_ADVICE", "SECRET_VARIABLE", "Secret", "job_secret"]
-
 SECRET_VARIABLE = "TORCHESTRA_SECRET"
 SECRET_ADVICE = f"set {SECRET_VARIABLE} to the same random text on all ranks"
 

@@ -27,8 +27,6 @@ from torchestra.store.process import ProcessIdentity
 from torchestra.store.table import Table
 from torchestra.system.deadline import Deadline
 
-__all__ = ["SharedFile", "Writer"]
-
 _LOCK_SECONDS = 60.0
 _FAREWELL_SECONDS = 2.0
 

@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 
 from torchestra.store.base import INTERNAL_PREFIX, parse_number
 
-__all__ = ["PendingPop", "PendingWait", "Table"]
-
 
 class PendingWait:
     """A wait for several keys that are not all there yet."""

@@ -36,8 +36,6 @@ from torchestra.store.tcp.address import Address, dial
 from torchestra.store.tcp.pool import retried
 from torchestra.types import Timeout, timeout_seconds
 
-__all__ = ["TorchStore", "connect_to_agent"]
-
 _T = TypeVar("_T")
 _REQUEST_SECONDS = 60.0
 _LAST_SECONDS = 5.0

@@ -11,8 +11,6 @@ import hashlib
 import hmac
 import struct
 
-__all__ = ["NONCE_BYTES", "PROOF_BYTES", "is_proof", "proof"]
-
 NONCE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 

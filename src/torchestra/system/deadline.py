@@ -14,8 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-__all__ = ["Deadline", "RunningClock"]
-
 _LONGEST_STEP_S = 0.5
 _SHORTEST_STEP_S = 0.1
 _GROWTH = 1.5

@@ -17,8 +17,6 @@ from typing import Protocol
 
 from torchestra.errors import ForkedProcessError
 
-__all__ = ["forget_in_children", "forks_so_far", "refusal"]
-
 
 class Forgettable(Protocol):
     """Something that speaks for the rank."""

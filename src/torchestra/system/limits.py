@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 from torchestra.errors import DistBackendError
 
-__all__ = ["check_free_descriptors", "naming_limits", "no_descriptors", "start_thread"]
-
 
 def start_thread(thread: threading.Thread) -> None:
     """Start it.

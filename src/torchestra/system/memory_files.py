@@ -10,8 +10,6 @@ import secrets
 from torchestra.errors import DistBackendError
 from torchestra.system.limits import no_descriptors
 
-__all__ = ["SHARED_MEMORY", "is_sealable", "is_sealed", "make_memory_file"]
-
 SHARED_MEMORY = "/dev/shm"
 _MFD_NOEXEC_SEAL = 0x8  # since Linux 6.3; some systems refuse memory files without it, or warn of them
 

@@ -13,8 +13,6 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["AliasFinder", "AliasTable"]
-
 AliasTable = Mapping[str, Mapping[str, str]]
 """The names of each module by the modules that they come from.
 

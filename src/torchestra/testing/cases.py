@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DEFAULT_TIMEOUT_S", "DEFAULT_WORLD_SIZE", "RankTests", "TestCase"]
-
 DEFAULT_WORLD_SIZE = 4
 DEFAULT_TIMEOUT_S = 300.0
 _MAIN_RANK = -1

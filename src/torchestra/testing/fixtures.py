@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["fixture", "is_shared_by_the_world"]
-
 _MARK = "_torchestra_world"
 
 

@@ -29,8 +29,6 @@ import torch
 from torchestra.engine import warm_up
 from torchestra.testing.item_runner import ItemRequest, run_item
 
-__all__ = ["Child", "serve"]
-
 
 @dataclass(eq=False)
 class Child:

@@ -8,8 +8,6 @@ import pytest
 
 from torchestra.testing.outcomes import Outcome, first_failure
 
-__all__ = ["conclude"]
-
 _PASSED_ON = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exception, KeyboardInterrupt)
 
 

@@ -21,8 +21,6 @@ from torchestra.testing.marker import mark_as_rank
 from torchestra.testing.outcomes import Outcome, RankFailure
 from torchestra.world.init import destroy_process_group, init_process_group, is_initialized
 
-__all__ = ["ItemRequest", "run_item"]
-
 _PYTEST_OUTCOMES: dict[str, type[BaseException]] = {
     "skip": pytest.skip.Exception,
     "xfail": pytest.xfail.Exception,

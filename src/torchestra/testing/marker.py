@@ -10,18 +10,6 @@ import pytest
 
 from torchestra.testing.fixtures import is_shared_by_the_world
 
-__all__ = [
-    "ARGUMENT",
-    "MARKER",
-    "RanksSpec",
-    "is_per_rank",
-    "mark_as_rank",
-    "report_of",
-    "show_as",
-    "spec_of",
-    "specs_of",
-]
-
 MARKER = (
     "ranks(*sizes, kind='threads', timeout=30, init=True, may_die=()): run the test on so many ranks, as"
     " 'threads', 'processes' or both in turn; operations may wait for timeout seconds, and the whole test may"

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from torchestra.errors import GroupAbortedError
 from torchestra.testing.skips import skip_reason
 
-__all__ = ["Outcome", "RankFailure", "first_failure", "raise_for", "skip_of"]
-
 
 class RankFailure(RuntimeError):
     """One rank or more failed; the message has the traceback of each, the one that failed first at the top.

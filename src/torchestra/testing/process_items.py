@@ -18,8 +18,6 @@ from torchestra.testing.marker import RanksSpec
 from torchestra.testing.outcomes import Outcome
 from torchestra.testing.rank_pool import RankPool, RankWorld
 
-__all__ = ["run_on_processes"]
-
 _GRACE_S = 2.0  # for ranks that have been released by another's failure
 _POLL_INTERVAL_S = 0.5
 

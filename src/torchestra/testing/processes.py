@@ -16,8 +16,6 @@ from torchestra.testing.outcomes import RankFailure
 from torchestra.testing.skips import TEST_SKIPS, skip_reason
 from torchestra.world.init import destroy_process_group, is_initialized
 
-__all__ = ["MultiProcessTestCase", "MultiProcessTests"]
-
 _SETTLE_S = 2.0  # in which other ranks may fail too, and tell why, when one has
 LAUNCH_VARIABLES = (
     "RANK",

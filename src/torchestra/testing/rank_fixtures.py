@@ -16,8 +16,6 @@ import pytest
 
 from torchestra.testing.marker import is_per_rank
 
-__all__ = ["RankFixtures"]
-
 
 class RankFixtures:
     """The fixtures of one test on one rank. A context manager: leaving it takes them down.

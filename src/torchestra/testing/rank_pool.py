@@ -20,8 +20,6 @@ from torchestra.testing.item_runner import ItemRequest
 from torchestra.testing.marker import show_as
 from torchestra.testing.outcomes import Outcome, RankFailure
 
-__all__ = ["RankPool", "RankWorld"]
-
 _DUMP_S = 1.0
 
 

@@ -25,8 +25,6 @@ from torchestra.store import Store
 from torchestra.testing.faults import OPERATIONS, intercept
 from torchestra.world.init import default_group
 
-__all__ = ["Schedule", "shuffle"]
-
 _STUCK_SECONDS = 20.0
 
 

@@ -16,21 +16,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-__all__ = [
-    "TEST_SKIPS",
-    "TestSkip",
-    "requires_gloo",
-    "requires_mpi",
-    "requires_nccl",
-    "requires_ucc",
-    "requires_world_size",
-    "skip_if_lt_x_gpu",
-    "skip_if_no_gpu",
-    "skip_if_odd_worldsize",
-    "skip_if_small_worldsize",
-    "skip_reason",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SMALL_WORLD = 8

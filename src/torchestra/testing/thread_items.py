@@ -17,8 +17,6 @@ from torchestra.testing.marker import RanksSpec
 from torchestra.testing.rank_fixtures import RankFixtures
 from torchestra.testing.threads import join_ranks, start_ranks
 
-__all__ = ["run_on_threads"]
-
 _OUTPUT_FIXTURES = {"capsys", "capsysbinary", "capfd", "capfdbinary", "capteesys"}
 
 

@@ -12,14 +12,6 @@ from torchestra.testing.faults import RankKilled
 from torchestra.testing.outcomes import Outcome, raise_for
 from torchestra.world.init import destroy_process_group, init_process_group, is_initialized
 
-__all__ = [
-    "MultiThreadedTestCase",
-    "MultiThreadedTests",
-    "join_ranks",
-    "spawn_threads_and_init_comms",
-    "start_ranks",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _GRACE_S = 2.0  # for ranks that have been released by another's failure

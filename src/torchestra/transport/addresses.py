@@ -10,8 +10,6 @@ import struct
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import PrefixStore, Store
 
-__all__ = ["INTERFACE_VARIABLE", "interface_address", "own_address"]
-
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Names the network interface to use between hosts, as for torch.distributed."""
 

@@ -32,8 +32,6 @@ from torchestra.transport.pair import (
 )
 from torchestra.transport.sockets import incoming_socket, outgoing_socket
 
-__all__ = ["EventLoop", "Handlers"]
-
 TICK, _IDLE_TICK = 0.05, 0.2
 _MEETING_TICK = 0.002
 _LONGEST_TICK = 0.5

@@ -32,8 +32,6 @@ import zmq
 from torchestra.errors import DistNetworkError
 from torchestra.store.rate_limited import RateLimitedWarnings
 
-__all__ = ["HANDSHAKE_SECONDS", "MOST_STRANGERS", "TOLD_IN_ADVANCE", "Listener"]
-
 HANDSHAKE_SECONDS = 3
 """How long a connection has to prove its key."""
 MOST_STRANGERS = 64

@@ -9,8 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Message", "new_storage", "no_room"]
-
 
 class Message(NamedTuple):
     """A message that has come.

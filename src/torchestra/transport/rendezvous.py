@@ -18,8 +18,6 @@ from torchestra.store import PrefixStore
 from torchestra.transport.endpoint import read_endpoint
 from torchestra.transport.transport import Transport
 
-__all__ = ["meet"]
-
 _LOOK_SECONDS = 0.2
 _LENGTH = struct.Struct("<H")
 

@@ -14,8 +14,6 @@ from torchestra.transport.framing import LARGEST_FRAME
 from torchestra.transport.listener import HANDSHAKE_SECONDS
 from torchestra.transport.pair import FRAMES_IN_ADVANCE, PairConnection
 
-__all__ = ["await_confirmed", "await_met", "incoming_socket", "outgoing_socket"]
-
 _TICK = 0.002
 
 

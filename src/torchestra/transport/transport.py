@@ -33,8 +33,6 @@ from torchestra.transport.message import Message
 from torchestra.transport.pair import ASK_TO_CONFIRM, ENDED_SECONDS
 from torchestra.transport.sockets import await_confirmed, await_met
 
-__all__ = ["Transport"]
-
 _JOIN_SECONDS = 5.0
 
 

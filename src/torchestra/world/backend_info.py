@@ -19,26 +19,6 @@ from torchestra.types import DEFAULT_TIMEOUT, ReduceOp, Timeout
 from torchestra.world.init import AnyGroup, default_group, destroy_process_group
 from torchestra.world.registry import current_world
 
-__all__ = [
-    "abort_process_group",
-    "default_pg_timeout",
-    "get_backend",
-    "get_backend_config",
-    "get_default_backend_for_device",
-    "get_node_local_rank",
-    "get_pg_count",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_torchelastic_launched",
-    "is_ucc_available",
-    "is_xccl_available",
-    "set_pg_timeout",
-    "supports_complex",
-]
-
-
 default_pg_timeout = DEFAULT_TIMEOUT
 """The time-out of a default group that is given none."""
 

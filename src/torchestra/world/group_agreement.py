@@ -22,8 +22,6 @@ from torchestra.process_group.starting import refuse
 from torchestra.store.joint_errors import raising_together
 from torchestra.world.registry import compact
 
-__all__ = ["GroupCall", "checked_ranks", "same_call"]
-
 _FEW = 16
 _MISMATCH, _CALL = b"x", b"c"  # how what is in the store begins
 

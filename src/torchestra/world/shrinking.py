@@ -7,8 +7,6 @@ from torchestra.errors import DistError, InvalidArgumentError, InvalidArgumentTy
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup, default_group
 
-__all__ = ["SHRINK_ABORT", "SHRINK_DEFAULT", "shrink_group"]
-
 SHRINK_DEFAULT = 0x00
 """For :func:`shrink_group`: what this rank has begun in the group ends first."""
 

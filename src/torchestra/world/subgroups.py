@@ -15,8 +15,6 @@ from torchestra.world.init import AnyGroup, GroupTerms, default_group
 from torchestra.world.new_groups import make_groups, make_parts
 from torchestra.world.registry import current_world
 
-__all__ = ["new_subgroups", "new_subgroups_by_enumeration", "split_group"]
-
 
 @checked
 def new_subgroups(

@@ -8,8 +8,6 @@ from torchestra.engine import layout as at
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
 
-__all__ = ["abort_text", "write_abort_text"]
-
 _LEAST_TEXT = 100
 _CUT = " ..."
 

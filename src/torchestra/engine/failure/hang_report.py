@@ -12,8 +12,6 @@ from torchestra.engine.recorder.flight_entries import RankRecord
 from torchestra.engine.recorder.flight_record import read_rank, tick_scale
 from torchestra.system.deadline import Deadline
 
-__all__ = ["hang_report"]
-
 _ANSWER_SECONDS = 0.5
 _LOOK_SECONDS = 0.002
 _ENTRIES = 16  # of a rank, its last: enough to find the message that it hangs in

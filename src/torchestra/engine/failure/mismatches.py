@@ -7,8 +7,6 @@ from collections.abc import Callable
 from torchestra.engine import layout as at
 from torchestra.engine.memory.arena import Arena
 
-__all__ = ["differing_thresholds"]
-
 
 def differing_thresholds(arena: Arena, word: Callable[[int], int]) -> str:
     """Return this rank's thresholds, if another rank came to the current operation with others; or nothing.

@@ -10,8 +10,6 @@ from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.recorder.callsites import call_site
 
-__all__ = ["StackReporter"]
-
 
 class StackReporter(threading.Thread):
     """Answers peers that ask where this rank's program is: one sleeping thread per group and rank.

@@ -51,16 +51,6 @@ from typing import NamedTuple, Protocol
 from torchestra.errors import CollectiveTimeoutError, DistError, RankExcludedError
 from torchestra.system.deadline import Deadline
 
-__all__ = [
-    "Ballot",
-    "Entrance",
-    "MembershipAgreement",
-    "PollInterval",
-    "Registers",
-    "State",
-    "exclusion_error",
-]
-
 _GROWTH = 1.3
 
 

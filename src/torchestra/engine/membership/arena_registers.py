@@ -22,8 +22,6 @@ from torchestra.engine.membership.agreement import Ballot, Registers, State, exc
 from torchestra.engine.memory.arena import Arena
 from torchestra.errors import RankExcludedError
 
-__all__ = ["ArenaRegisters"]
-
 _STATE_BITS = 2
 _PROPOSER_BITS = 24
 

@@ -24,8 +24,6 @@ from torchestra.errors import DistBackendError, DistNetworkError
 from torchestra.store import HashStore, Store, TCPStore
 from torchestra.store.base import DEFAULT_STORE_TIMEOUT
 
-__all__ = ["ArenaTransfer", "Offer", "Request", "leave_store", "make_offer", "make_request"]
-
 _CONNECT_SECONDS = 1.0
 _FAREWELL_SECONDS = 3.0
 

@@ -26,8 +26,6 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.store import Store
 from torchestra.system.deadline import Deadline
 
-__all__ = ["Shrunk", "run_alone", "shrink"]
-
 _INTERVAL = PollInterval(0.0005, 0.02)
 T = TypeVar("T")
 

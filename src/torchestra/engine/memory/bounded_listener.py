@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator
 from torchestra.store.rate_limited import RateLimitedWarnings
 from torchestra.store.tcp.locality import peer_user
 
-__all__ = ["MOST_STRANGERS", "BoundedListener"]
-
 MOST_STRANGERS = 64
 _ACCEPTED_AT_ONCE = 64
 _BREATH = 0.05

@@ -41,14 +41,6 @@ from torchestra.store.tcp.locality import peer_user
 from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES, is_proof, proof
 from torchestra.system.deadline import Deadline
 
-__all__ = [
-    "DescriptorRequest",
-    "DescriptorServer",
-    "await_end",
-    "fetch",
-    "request_descriptor",
-]
-
 _MAGIC = b"TRC2"
 _HELLO = struct.Struct(f"<4sI{NONCE_BYTES}s")
 _CHALLENGE = struct.Struct(f"{NONCE_BYTES}s{PROOF_BYTES}s")

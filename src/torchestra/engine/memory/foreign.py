@@ -18,8 +18,6 @@ from torchestra.engine.p2p.layout import channel_area_bytes
 from torchestra.errors import DistBackendError
 from torchestra.system.memory_files import is_sealed
 
-__all__ = ["ForeignArena"]
-
 _MOST_RANKS = 1 << 14
 _MOST_BYTES = 1 << 50
 

@@ -19,8 +19,6 @@ import numpy.typing as npt
 
 from torchestra.system.memory_files import is_sealed
 
-__all__ = ["MemoryFile", "close", "holder", "leave_out_of_core_dumps", "map_to_read"]
-
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock, where off_t has 64 bits
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000

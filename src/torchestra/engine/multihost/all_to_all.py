@@ -18,8 +18,6 @@ from torchestra.engine.multihost.bridge import Pending
 from torchestra.engine.multihost.hierarchy import Call, Hierarchy, bytes_of
 from torchestra.engine.operations import ALL_TO_ALL
 
-__all__ = ["exchange"]
-
 Ranges = Sequence[tuple[int, int]]
 """By rank, an address and a number of bytes."""
 

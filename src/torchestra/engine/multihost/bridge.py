@@ -17,8 +17,6 @@ import torch
 
 from torchestra.errors import DistBackendError
 
-__all__ = ["Bridge", "BridgeError", "Pending", "Places"]
-
 Places = Sequence[tuple[int, torch.Tensor]]
 """Ends, and what comes from or goes to each of them."""
 

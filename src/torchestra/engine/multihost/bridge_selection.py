@@ -22,8 +22,6 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.store import Store
 from torchestra.store.secret import SECRET_ADVICE
 
-__all__ = ["BRIDGE_VARIABLE", "TRUST_VARIABLE", "choose_bridge", "open_bridge"]
-
 BRIDGE_VARIABLE = "TORCHESTRA_BRIDGE"
 """Names the bridge: ``curve``, ``gloo`` or ``mpi``; the same for all ranks."""
 

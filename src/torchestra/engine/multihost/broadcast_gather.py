@@ -12,8 +12,6 @@ from torchestra.engine.multihost.bridge import Pending
 from torchestra.engine.multihost.chunking import Cuts, Joined, chunk_ends
 from torchestra.engine.multihost.hierarchy import Call, Hierarchy, bytes_of, split_evenly
 
-__all__ = ["all_gather", "broadcast"]
-
 _CHUNK_BYTES = 1 << 20
 _ON_THE_WAY = 4
 

@@ -10,8 +10,6 @@ import torch
 
 from torchestra.engine.multihost.hierarchy import bytes_of, split_evenly
 
-__all__ = ["Cuts", "Joined", "chunk_ends"]
-
 _FIRST, _LEAST = 4, 8
 """The first chunk is this part of the longest, and the last is at least that."""
 

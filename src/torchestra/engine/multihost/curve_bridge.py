@@ -32,8 +32,6 @@ from torchestra.store.secret import SECRET_ADVICE
 from torchestra.transport.message import Message
 from torchestra.transport.rendezvous import meet
 
-__all__ = ["CurveBridge"]
-
 _ONE_FRAME_BYTES = 64 << 10
 _CLOSED = "this end is closed"
 

@@ -27,8 +27,6 @@ from torchestra.engine.recorder.recorder import close_multihost_entry, open_mult
 from torchestra.errors import CollectiveMismatchError
 from torchestra.types import ReduceOp
 
-__all__ = ["ALGORITHMS", "HostsPlan", "MultiHostEngine"]
-
 _LOOK_SECONDS, _LONGEST_WAIT = 0.0005, 0.02
 
 Tensors = Sequence[torch.Tensor]

@@ -43,8 +43,6 @@ from torchestra.errors import RankFailedError
 from torchestra.store import Store
 from torchestra.transport.message import Message
 
-__all__ = ["ControlMessage", "FailureDetector", "HeartbeatMonitor"]
-
 _UNREADABLE = (*UNREADABLE, zlib.error)
 
 _ANSWER_SECONDS = 3.0

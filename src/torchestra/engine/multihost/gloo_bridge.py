@@ -34,8 +34,6 @@ from torchestra.engine.multihost.gloo_store import store_for_gloo
 from torchestra.store import Store
 from torchestra.transport.addresses import own_address
 
-__all__ = ["GlooBridge"]
-
 _TAG, _NEVER_SENT = 0, 1
 _SLACK_SECONDS = 60.0  # whoever waits for an operation gives it up before Gloo does
 _CLOSE_SECONDS = 1.0

@@ -17,8 +17,6 @@ from torchestra.errors import StoreTimeoutError
 from torchestra.store import Store
 from torchestra.system.deadline import Deadline
 
-__all__ = ["store_for_gloo"]
-
 _LOOK_SECONDS = 0.2
 _ALL = "endpoints"
 

@@ -25,8 +25,6 @@ from torchestra.transport.endpoint import EndpointRecord
 from torchestra.transport.message import Message
 from torchestra.transport.transport import Transport
 
-__all__ = ["RECORD_BYTES", "Channel", "GroupTransport"]
-
 _ADVICE = f"See {INTERFACE_VARIABLE} in docs/guides/several-hosts.md"
 _PATIENCE_SECONDS, _CLOSE_SECONDS = 0.2, 1.0
 _ADDRESS_BYTES = 64

@@ -7,8 +7,6 @@ import os
 
 from torchestra.errors import InvalidArgumentError
 
-__all__ = ["HEARTBEAT_VARIABLE", "heartbeat_bound"]
-
 HEARTBEAT_VARIABLE = "TORCHESTRA_HEARTBEAT"
 """How many seconds a host may be silent before it is given up; the same for all ranks."""
 

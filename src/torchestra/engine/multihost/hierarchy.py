@@ -33,8 +33,6 @@ from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import CollectiveMismatchError, CollectiveTimeoutError
 from torchestra.system.deadline import Deadline, RunningClock
 
-__all__ = ["EARLY", "EXPLANATION_BOUNDS", "Call", "Hierarchy", "bytes_of", "split_evenly"]
-
 EARLY = 2
 """How often an end sends each other end something before it is known that all ranks have called the same."""
 

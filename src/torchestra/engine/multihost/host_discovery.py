@@ -52,8 +52,6 @@ from torchestra.system.deadline import Deadline
 from torchestra.system.limits import check_free_descriptors, naming_limits, start_thread
 from torchestra.system.memory_files import make_memory_file
 
-__all__ = ["find_hosts", "hosts_found", "may_span_hosts"]
-
 _SERVING_SECONDS = 1.0
 _GRACE_SECONDS = 3.0
 _ALL = b"yes"

@@ -12,8 +12,6 @@ import socket
 
 from torchestra.engine.thread_ranks import current_thread_rank
 
-__all__ = ["HOST_VARIABLE", "host_id", "host_name"]
-
 HOST_VARIABLE = "TORCHESTRA_HOST_ID"
 """Overrides what the system says: processes with different values are on different hosts."""
 

@@ -10,8 +10,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Hosts"]
-
 
 class Hosts:
     """The hosts of a group, in the order of their lowest ranks.

@@ -29,8 +29,6 @@ from torchestra.errors import InvalidArgumentError, StoreTimeoutError
 from torchestra.store import PrefixStore, Store
 from torchestra.system.deadline import Deadline
 
-__all__ = ["join_hosts", "refuse_hosts"]
-
 _AGREED = "agreed"
 _SETTLED_POLL_S = 0.5
 

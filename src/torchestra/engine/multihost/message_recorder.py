@@ -17,8 +17,6 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.native.kernel import entry_point
 from torchestra.engine.recorder import message_records
 
-__all__ = ["MessageRecorder", "RecordedMessage"]
-
 
 class RecordedMessage:
     """The record of one message. A context manager: an error that leaves it marks the message as failed.

@@ -28,8 +28,6 @@ from typing import Any
 from torchestra.engine.progress import let_tasks_end
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, DistError
 
-__all__ = ["close_at_exit", "doubt_end", "end_mpi", "mpi_module", "start_mpi", "why_no_mpi"]
-
 _LOOK_SECONDS = 0.05
 _GRACE_SECONDS = 10.0
 

@@ -30,8 +30,6 @@ from torchestra.engine.multihost.mpi import doubt_end, start_mpi
 from torchestra.errors import DistError, StoreTimeoutError
 from torchestra.store import Store
 
-__all__ = ["MPIBridge"]
-
 _AT_ONCE = 100
 """How often a wait polls before it sleeps in between."""
 

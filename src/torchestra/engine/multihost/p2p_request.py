@@ -16,8 +16,6 @@ from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p import Transfer
 from torchestra.system.deadline import Deadline, RunningClock
 
-__all__ = ["EAGER_BYTES", "EagerCredits", "P2PRequest", "Patient", "UnexpectedMessage"]
-
 EAGER_BYTES = 1 << 20  # of one message
 _AHEAD_BYTES = 4 << 20  # of all messages to one rank
 _LONGEST_LOOK = 2.0

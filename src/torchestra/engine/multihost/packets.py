@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from torchestra.store.rate_limited import RateLimitedWarnings
 
-__all__ = ["Packet", "PacketType", "head_of", "pack", "unpack", "warnings"]
-
 _HEAD = struct.Struct("<BBQQ")
 warnings = RateLimitedWarnings(logging.getLogger(__name__))
 

@@ -12,8 +12,6 @@ from collections.abc import Container, Iterator
 
 from torchestra.store.rate_limited import RateLimitedWarnings
 
-__all__ = ["UNREADABLE", "ranks_in", "ranks_in_words", "read_proposal", "read_text", "warnings"]
-
 UNREADABLE = (ValueError, TypeError, LookupError, RecursionError)
 """What reading comes to of what no rank can have written."""
 

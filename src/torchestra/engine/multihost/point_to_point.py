@@ -37,8 +37,6 @@ from torchestra.engine.p2p import Mailbox, Transfer
 from torchestra.errors import DistBackendError, DistError, GroupAbortedError, GroupDestroyedError
 from torchestra.transport.message import Message
 
-__all__ = ["PointToPoint"]
-
 _SMALL_BYTES = 64 << 10
 _LOOK_SECONDS = 0.05
 _LONGEST_PAUSE = 1.0

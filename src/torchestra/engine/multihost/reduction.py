@@ -31,8 +31,6 @@ from torchestra.engine.multihost.hierarchy import EARLY, Call, Hierarchy, bytes_
 from torchestra.engine.operations import ALL_REDUCE, REDUCE_SCATTER
 from torchestra.types import ReduceOp
 
-__all__ = ["Reducer"]
-
 _CHUNK_BYTES = 1 << 20
 """Of each rail."""
 

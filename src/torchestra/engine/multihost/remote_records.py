@@ -18,8 +18,6 @@ from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.recorder.flight_entries import FlightEntry, HostRecord, RankRecord
 from torchestra.engine.recorder.flight_record import FlightRecord
 
-__all__ = ["Answer", "answer", "put_together", "understand"]
-
 _ENTRY = tuple(FlightEntry.__dataclass_fields__)
 
 

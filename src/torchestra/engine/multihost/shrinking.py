@@ -25,8 +25,6 @@ from torchestra.errors import DistNetworkError, DistStoreError
 from torchestra.store import PrefixStore, Store
 from torchestra.system.deadline import Deadline
 
-__all__ = ["Entered", "ShrunkHosts", "shrink_hosts"]
-
 _FIRST_INTERVAL, _LONGEST_INTERVAL, _INTERVAL_PER_RANK = 0.005, 0.1, 0.001
 _EXPLANATION_BOUNDS = 1.5
 """In how many heartbeat bounds it is known whether entering has failed because another rank has died."""

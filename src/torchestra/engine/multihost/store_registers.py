@@ -25,8 +25,6 @@ from torchestra.errors import DistBackendError
 from torchestra.store import Store
 from torchestra.store.secret import SECRET_ADVICE
 
-__all__ = ["StoreRegisters"]
-
 _COMMITTED, _VOID = b"committed", b"void"
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from torchestra.system.deadline import RunningClock
 
-__all__ = ["PINGS_PER_BOUND", "SuspicionTimers"]
-
 PINGS_PER_BOUND = 8
 """How often a host is pinged within the time for which it may be silent."""
 

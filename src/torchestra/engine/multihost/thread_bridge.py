@@ -12,8 +12,6 @@ import torch
 from torchestra.engine.multihost.bridge import Bridge, BridgeError, Places
 from torchestra.store import Store
 
-__all__ = ["ThreadBridge"]
-
 
 class _Rail:
     """The ends' common state: the tensors sent, by sender and receiver, and the ends that have left."""

@@ -14,8 +14,6 @@ from torchestra.errors import (
 )
 from torchestra.system.deadline import RunningClock
 
-__all__ = ["WaitPolicy"]
-
 _ON_THE_WAY_SECONDS = 1.0
 """For how long what a rank that is gone has sent before may still be on its way."""
 

@@ -20,8 +20,6 @@ import numpy as np
 from torchestra.engine import layout as at
 from torchestra.engine.native.atomics import clock_gettime, counter, kernel, load
 
-__all__ = ["COUNTER", "NANOSECONDS", "Moment", "TickScale", "best_clock", "now", "read_clock"]
-
 COUNTER = 1
 NANOSECONDS = 2
 

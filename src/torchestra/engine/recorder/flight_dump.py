@@ -12,8 +12,6 @@ from torchestra.engine import layout as at
 from torchestra.engine.recorder.flight_record import Readable, read_flight_record
 from torchestra.engine.recorder.trace import trace_of, write_trace
 
-__all__ = ["dump_flight_record"]
-
 _NAME_LETTERS = 100
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["FlightEntry", "HostRecord", "Presence", "RankRecord", "State"]
-
 State = Literal["running", "done", "failed"]
 Presence = Literal["absent", "present", "left", "unknown"]
 

@@ -25,15 +25,6 @@ from torchestra.engine.recorder.flight_entries import FlightEntry, HostRecord, P
 from torchestra.engine.recorder.trace import trace_of, write_trace
 from torchestra.errors import InvalidArgumentError, shown
 
-__all__ = [
-    "FlightRecord",
-    "Readable",
-    "read_flight_record",
-    "read_rank",
-    "tick_scale",
-]
-
-
 _MOST_RANKS = 1 << 20  # of a group; if it says more, what says so is damaged
 _PRESENCE: dict[int, Presence] = {at.PRESENT: "present", at.LEFT: "left"}
 # Called with plain addresses; Numba's annotations are of another language.

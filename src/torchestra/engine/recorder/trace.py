@@ -21,8 +21,6 @@ from typing import Any, Protocol, TextIO
 
 from torchestra.engine.recorder.flight_entries import FlightEntry, HostRecord, RankRecord
 
-__all__ = ["GroupRecord", "merged", "replacing", "trace_of", "write_trace"]
-
 Event = dict[str, Any]
 
 

@@ -26,8 +26,6 @@ from torchestra.launcher.root_cause import failure_from
 from torchestra.launcher.spec import Ended, Failure, JobSpec, Script
 from torchestra.store import TCPStoreServer
 
-__all__ = ["CONCURRENT_CALLS", "RankActor"]
-
 CONCURRENT_CALLS = 4
 """One that listens, one that listens again after a broken connection, one that signals, one that closes."""
 _LISTEN_SECONDS = 10.0

@@ -26,8 +26,6 @@ from torchestra.launcher.on_ray.placement import PlacedRank, Placement
 from torchestra.launcher.spec import Ended, Failure
 from torchestra.store.secret import SECRET_VARIABLE
 
-__all__ = ["RayBackend"]
-
 _ASK_AGAIN_S = 0.5
 _UNREACHABLE_S = 30.0
 _LAST_WAIT_S = 5.0

@@ -24,8 +24,6 @@ from torchestra.launcher.pickling import dump_call
 from torchestra.launcher.signals import run_job
 from torchestra.launcher.spec import JobSpec, Script
 
-__all__ = ["launch_on_ray", "run_on_ray"]
-
 T = TypeVar("T")
 
 

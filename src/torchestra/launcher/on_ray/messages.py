@@ -7,8 +7,6 @@ from typing import Union
 
 from torchestra.launcher.spec import Ended, Failure
 
-__all__ = ["ActorInfo", "Event", "EventBatch", "Printed", "ResultChunk", "Started"]
-
 
 @dataclass(frozen=True)
 class ActorInfo:

@@ -12,8 +12,6 @@ from torchestra.arguments.annotations import checked_methods
 from torchestra.errors import InvalidArgumentError
 from torchestra.types import Timeout, timeout_seconds
 
-__all__ = ["RayOptions", "add_ray_arguments", "ray_arguments_given", "ray_options"]
-
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 _STRATEGIES: tuple[str, ...] = get_args(Strategy)
 _GIVEN_BY = {

@@ -18,8 +18,6 @@ from torchestra.launcher.on_ray.messages import ActorInfo
 from torchestra.launcher.on_ray.options import RayOptions
 from torchestra.types import timeout_seconds
 
-__all__ = ["Cluster", "Placement"]
-
 _SLICE_S = 0.1
 """How long the main thread is in Ray at a time, where Ctrl-C is not heard."""
 _NOTICE_AFTER_S = 3.0

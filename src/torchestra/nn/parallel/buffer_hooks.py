@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Union
 
 import torch
 
-__all__ = ["BufferCommHook", "BufferCommHookLocation"]
-
 _Futures = Union[Sequence["torch.futures.Future[Any]"], None]
 
 

@@ -55,8 +55,6 @@ from torchestra.nn.parallel.tracing import untraced
 from torchestra.process_group import ProcessGroup
 from torchestra.world.init import AnyGroup, default_group, is_initialized
 
-__all__ = ["DistributedDataParallel"]
-
 _NOT_COPIED = (
     "process_group",
     "device_mesh",

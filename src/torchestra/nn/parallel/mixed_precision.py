@@ -20,8 +20,6 @@ from torchestra.nn.parallel.comm_hooks.interface import CommHook, GradBucket
 from torchestra.nn.parallel.outputs import tensors_in
 from torchestra.process_group import ProcessGroup
 
-__all__ = ["MixedPrecision"]
-
 
 @dataclass
 class MixedPrecision:

@@ -14,8 +14,6 @@ import torch
 
 from torchestra.process_group import ProcessGroup
 
-__all__ = ["StartsAnew", "follow", "follow_in_modules"]
-
 
 @runtime_checkable
 class StartsAnew(Protocol):

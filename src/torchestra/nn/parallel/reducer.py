@@ -58,8 +58,6 @@ from torchestra.nn.parallel.statistics import Counters
 from torchestra.process_group import ProcessGroup
 from torchestra.types import ReduceOp
 
-__all__ = ["Reducer"]
-
 _CAP_BYTES = int(BUCKET_CAP_MB * (1 << 20))
 _now = time.perf_counter_ns
 

@@ -26,8 +26,6 @@ from torchestra.store.base import check_integer, interpreter_slice
 from torchestra.store.secret import SECRET_ADVICE, SECRET_VARIABLE
 from torchestra.store.tcp.locality import is_loopback, is_own, is_unspecified, loopback_of, peer_user
 
-__all__ = ["Address", "dial", "listen", "tune", "wait_ready"]
-
 _BACKLOG = 4096
 _UNIX = "unix:@"
 _LONGEST_UNIX = 107 + len("unix:@") - 1  # sun_path has room for as many bytes and the NUL

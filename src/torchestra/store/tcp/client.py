@@ -31,8 +31,6 @@ from torchestra.store.tcp.server import TCPStoreServer
 from torchestra.store.tcp.shared_server import ServerLease, serves
 from torchestra.types import Timeout
 
-__all__ = ["TCPStore"]
-
 _MOST_DESCRIPTORS = 1 << 31
 _WORKERS = f"{INTERNAL_PREFIX}workers"
 

@@ -26,8 +26,6 @@ from torchestra.store.tcp.protocol import (
 )
 from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES, is_proof, proof
 
-__all__ = ["Connection"]
-
 _CHUNK = 1 << 20
 _HANDSHAKE_SECONDS = 15.0
 

@@ -12,8 +12,6 @@ import socket
 import struct
 from typing import Any
 
-__all__ = ["CLOSED", "is_loopback", "is_own", "is_unspecified", "loopback_of", "peer_user"]
-
 CLOSED = -1
 """In place of a user: the end of a connection that its process has closed belongs to nobody."""
 

@@ -22,8 +22,6 @@ from torchestra.store.tcp.protocol import (
 )
 from torchestra.system.authentication import NONCE_BYTES, PROOF_BYTES, is_proof, proof
 
-__all__ = ["Peer", "Stage"]
-
 _CHUNK = 1 << 18
 
 

@@ -21,8 +21,6 @@ from torchestra.store.tcp.connection import Connection
 from torchestra.store.tcp.protocol import ProtocolError
 from torchestra.system.forking import forget_in_children
 
-__all__ = ["GRACE_SECONDS", "ConnectionPool", "invalid_reply", "retried"]
-
 GRACE_SECONDS = 10.0
 _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 0.5

@@ -38,24 +38,6 @@ from typing import Union
 
 from torchestra.system.authentication import PROOF_BYTES
 
-__all__ = [
-    "HELLO_SIZE",
-    "MAX_FIELDS",
-    "MAX_MESSAGE",
-    "REFUSAL",
-    "VERSION",
-    "AuthMethod",
-    "Buffer",
-    "Decoder",
-    "Hello",
-    "ProtocolError",
-    "RefusedError",
-    "Reply",
-    "Request",
-    "encode",
-    "number",
-]
-
 VERSION = 2
 MAX_MESSAGE = 1 << 30
 MAX_FIELDS = 1 << 20

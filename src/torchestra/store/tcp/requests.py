@@ -10,8 +10,6 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.store.table import PendingPop, PendingWait, Table
 from torchestra.store.tcp.protocol import ProtocolError, Reply, Request, number
 
-__all__ = ["Outcome", "Waiting", "answer"]
-
 Outcome = tuple[Reply, list[bytes]]
 """A reply's code and fields."""
 

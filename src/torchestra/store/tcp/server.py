@@ -41,8 +41,6 @@ from torchestra.store.tcp.protocol import ProtocolError, RefusedError, Reply, en
 from torchestra.store.tcp.requests import Outcome, Waiting, answer
 from torchestra.system.forking import forget_in_children
 
-__all__ = ["TCPStoreServer"]
-
 HANDSHAKE_SECONDS = 30.0
 MOST_STRANGERS = 256
 _ACCEPTED_AT_ONCE = 64

@@ -10,8 +10,6 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.store.tcp.address import Address
 from torchestra.store.tcp.server import TCPStoreServer
 
-__all__ = ["ServerLease", "keep_server", "serves"]
-
 _FAREWELL_SECONDS = 3.0
 
 _lock = threading.RLock()

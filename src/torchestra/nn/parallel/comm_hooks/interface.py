@@ -19,8 +19,6 @@ from torchestra.errors import (
 )
 from torchestra.nn.parallel.buckets import views_of
 
-__all__ = ["BuiltinCommHookType", "CommHook", "GradBucket"]
-
 CommHook = Callable[[Any, "GradBucket"], "torch.futures.Future[torch.Tensor]"]
 """``hook(state, bucket)`` returns a future of a tensor that has the averages, laid out as the bucket's."""
 
