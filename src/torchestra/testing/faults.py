@@ -16,6 +16,7 @@ import functools
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -228,24 +229,41 @@ def _intercepted(group: ProcessGroup) -> list[Fault]:
     return active
 
 
-def intercept(communicator: object, before: Callable[[str], object], after: Callable[[str], object]) -> None:
-    """Call functions with an operation's name before and after each operation of a communicator."""
-    for name in OPERATIONS:
-        setattr(communicator, name, _intercepting(name, getattr(communicator, name), before, after))
+def intercept(
+    communicator: object, before: Callable[[str], object], after: Callable[[str], object]
+) -> Callable[[], None]:
+    """Call functions with an operation's name before and after each operation of a communicator.
 
+    Returns:
+        A function that undoes it.
+    """
+    inside = threading.local()  # an operation that another one consists of is none of its own
 
-def _intercepting(
-    name: str,
-    operation: Callable[..., Any],
-    before: Callable[[str], object],
-    after: Callable[[str], object],
-) -> Callable[..., Any]:
-    @functools.wraps(operation)
-    def intercepting(*args: Any, **kwargs: Any) -> Any:
-        before(name)
-        try:
-            return operation(*args, **kwargs)
-        finally:
-            after(name)
+    def intercepting(method: str) -> Callable[..., Any]:
+        operation = getattr(communicator, method)
 
-    return intercepting
+        @functools.wraps(operation)
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
+            if getattr(inside, "operation", None) is not None:
+                return operation(*args, **kwargs)
+            inside.operation = name = args[0].name if method == "collective" else method
+            before(name)
+            try:
+                return operation(*args, **kwargs)
+            finally:
+                inside.operation = None
+                after(name)
+
+        return intercepted
+
+    own = vars(communicator)
+    methods = [method for method in ("collective", *OPERATIONS) if hasattr(communicator, method)]
+    saved = {method: own[method] for method in methods if method in own}
+    own.update({method: intercepting(method) for method in methods})
+
+    def undo() -> None:
+        for method in methods:
+            del own[method]
+        own.update(saved)
+
+    return undo

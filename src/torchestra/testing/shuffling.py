@@ -22,7 +22,7 @@ from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import CollectiveTimeoutError, InvalidArgumentError
 from torchestra.process_group import ProcessGroup
 from torchestra.store import Store
-from torchestra.testing.faults import OPERATIONS, intercept
+from torchestra.testing.faults import intercept
 from torchestra.world.init import default_group
 
 _STUCK_SECONDS = 20.0
@@ -164,8 +164,7 @@ def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Itera
         schedule.step(rank, waits=True)
         return check(*args, **kwargs)
 
-    saved: dict[str, Any] = {name: communicator.__dict__.get(name) for name in OPERATIONS}
-    intercept(communicator, lambda _: schedule.step(rank), lambda _: schedule.step(rank))
+    undo = intercept(communicator, lambda _: schedule.step(rank), lambda _: schedule.step(rank))
     for offset in words:
         context.set_word(offset, 0)
     context.poll_interval_s = 1e-9
@@ -177,8 +176,4 @@ def _stepping_group(group: ProcessGroup, schedule: Schedule, rank: int) -> Itera
         context.poll_interval_s = poll_interval_s
         for offset, value in words.items():
             context.set_word(offset, value)
-        for name, before in saved.items():
-            if before is None:
-                communicator.__dict__.pop(name, None)
-            else:
-                setattr(communicator, name, before)
+        undo()
