@@ -178,10 +178,7 @@ class Join:
             joinable._join_config = JoinConfig(self._enable, self._throw, index == 0, self)
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
             if not self._enable:

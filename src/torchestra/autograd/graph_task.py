@@ -161,9 +161,7 @@ class GraphTask:
         try:
             with self._landing_here(reached.reentrant):
                 torch.autograd.backward(
-                    [*roots, *tokens],
-                    [None] * len(roots) + [_ONE] * len(tokens),
-                    retain_graph=self._retain,
+                    [*roots, *tokens], [None] * len(roots) + [_ONE] * len(tokens), retain_graph=self._retain
                 )
         finally:
             with self._lock:

@@ -12,11 +12,7 @@ from functools import partial
 from torchestra.engine.layout import RECORD_VARIABLE
 from torchestra.errors import DistError
 from torchestra.launcher.cores import usable_cores
-from torchestra.launcher.failure_report import (
-    conclude,
-    failure_abroad,
-    survived_report,
-)
+from torchestra.launcher.failure_report import conclude, failure_abroad, survived_report
 from torchestra.launcher.flight_dumps import FlightDumps
 from torchestra.launcher.fork_backend import ForkBackend
 from torchestra.launcher.fork_server_client import ForkServerClient
@@ -96,16 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many hosts the job has; the same command is run on each, with another --node-rank",
     )
     parser.add_argument(
-        "--node-rank",
-        type=count_argument,
-        default=0,
-        metavar="K",
-        help="which of the hosts this is, from 0",
+        "--node-rank", type=count_argument, default=0, metavar="K", help="which of the hosts this is, from 0"
     )
     parser.add_argument(
-        "--rendezvous",
-        metavar="HOST:PORT",
-        help="where node 0 listens for the others; the same on all",
+        "--rendezvous", metavar="HOST:PORT", help="where node 0 listens for the others; the same on all"
     )
     parser.add_argument(
         "--max-failures",

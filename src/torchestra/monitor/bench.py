@@ -39,10 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", action="store_true", help="ranks are threads of one process")
     parser.add_argument("--ops", metavar="OP,…", help="operations (default: all)")
     parser.add_argument(
-        "--sizes",
-        default=_SIZES,
-        metavar="SIZE,…",
-        help="bytes that each rank puts in (%(default)s)",
+        "--sizes", default=_SIZES, metavar="SIZE,…", help="bytes that each rank puts in (%(default)s)"
     )
     parser.add_argument("--dtypes", default=_DTYPES, metavar="DTYPE,…", help="data types (%(default)s)")
     parser.add_argument(

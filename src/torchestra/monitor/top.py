@@ -87,11 +87,7 @@ class Watch:
         """Return all groups, with their rates since the look before."""
         records = self._records()
         looks = [
-            Look(
-                after,
-                rates(before, after),
-                [group.is_alive(rank) for rank in range(len(after.ranks))],
-            )
+            Look(after, rates(before, after), [group.is_alive(rank) for rank in range(len(after.ranks))])
             for group, before, after in zip(self._job.groups, self._before, records, strict=True)
         ]
         self._before = records

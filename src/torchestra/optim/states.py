@@ -58,9 +58,7 @@ def global_state(
 
 
 def local_state(
-    groups: Sequence[dict[str, Any]],
-    share: Sequence[Sequence[torch.Tensor]],
-    state_dict: dict[str, Any],
+    groups: Sequence[dict[str, Any]], share: Sequence[Sequence[torch.Tensor]], state_dict: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the part of the global state that one rank's optimizer loads.
 

@@ -14,11 +14,7 @@ from torchestra.rpc.api import (
     rpc_sync,
     set_rpc_timeout,
 )
-from torchestra.rpc.constants import (
-    DEFAULT_RPC_TIMEOUT_SEC,
-    DEFAULT_SHUTDOWN_TIMEOUT,
-    UNSET_RPC_TIMEOUT,
-)
+from torchestra.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC, DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from torchestra.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchestra.rpc.rref import RRef
 from torchestra.rpc.starting import init_rpc, shutdown

@@ -63,12 +63,7 @@ class CallExecutor:
         self._answer(source, call_id, owned, scope, result)
 
     def _answer_later(
-        self,
-        source: int,
-        call_id: int,
-        owned: OwnerRRef | None,
-        scope: CallScope | None,
-        future: Future[Any],
+        self, source: int, call_id: int, owned: OwnerRRef | None, scope: CallScope | None, future: Future[Any]
     ) -> None:
         try:
             value = future.value()

@@ -55,12 +55,7 @@ def connect(
     others = {peer: f"worker {names[peer]!r} (rank {peer})" for peer in far}
     try:
         transport = Transport(
-            f"worker {names[rank]!r}",
-            address,
-            ports,
-            options.heartbeat_timeout,
-            arrived,
-            advice=_ADVICE,
+            f"worker {names[rank]!r}", address, ports, options.heartbeat_timeout, arrived, advice=_ADVICE
         )
         try:
             meet(transport, PrefixStore("wire", store), secret, rank, range(len(names)), others, timeout_s)

@@ -119,6 +119,5 @@ def too_late(call: PendingCall, now: float, agent: Agent) -> RpcTimeoutError:
 def gone(call: PendingCall, agent: Agent) -> WorkerFailedError:
     """Return the error of a call that worker ``agent`` has made to a worker that is gone."""
     return agent.liveness.failure_of(
-        call.peer,
-        f"before it answered the call of {name_of(call.function)} from worker {agent.info.name!r}",
+        call.peer, f"before it answered the call of {name_of(call.function)} from worker {agent.info.name!r}"
     )

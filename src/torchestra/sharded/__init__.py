@@ -10,10 +10,4 @@ from torchestra.sharded.tensor import (
     init_from_local_shards,
 )
 
-__all__ = [
-    "Shard",
-    "ShardMetadata",
-    "ShardedTensor",
-    "ShardedTensorMetadata",
-    "init_from_local_shards",
-]
+__all__ = ["Shard", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata", "init_from_local_shards"]

@@ -140,10 +140,7 @@ class ShardedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[ShardedTensor],
-        shards: list[Shard],
-        metadata: ShardedTensorMetadata,
-        group: ProcessGroup,
+        cls: type[ShardedTensor], shards: list[Shard], metadata: ShardedTensorMetadata, group: ProcessGroup
     ) -> ShardedTensor:
         made: ShardedTensor = torch.Tensor._make_wrapper_subclass(
             cls, metadata.size, dtype=metadata.dtype, requires_grad=metadata.requires_grad

@@ -21,11 +21,7 @@ from torchestra.communicator.lazy import LazyCommunicator
 from torchestra.engine.device.agreement import Agreement, DeviceRequest
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.thread_ranks import current_thread_rank
-from torchestra.errors import (
-    InvalidArgumentError,
-    NothingToDestroyError,
-    NotInitializedError,
-)
+from torchestra.errors import InvalidArgumentError, NothingToDestroyError, NotInitializedError
 from torchestra.process_group import GroupOptions, NonMember, ProcessGroup
 from torchestra.process_group.group import GroupMaker
 from torchestra.process_group.starting import AnyStore, choose_backend, device_request, start

@@ -100,10 +100,7 @@ def make_group(
 
 
 def make_groups(
-    function: str,
-    lists: Sequence[Sequence[int]],
-    asked: GroupTerms,
-    group_desc: str | None = None,
+    function: str, lists: Sequence[Sequence[int]], asked: GroupTerms, group_desc: str | None = None
 ) -> list[AnyGroup]:
     """:func:`new_group` of each of several lists; ``function`` is what the caller calls this."""
     terms = _terms(asked)
@@ -172,11 +169,7 @@ def _name_in(parent: ProcessGroup, name: str) -> str:
 
 
 def _make_together(
-    terms: _Terms,
-    function: str,
-    lists: Sequence[Sequence[int]],
-    group_desc: str | None,
-    tag: str = "",
+    terms: _Terms, function: str, lists: Sequence[Sequence[int]], group_desc: str | None, tag: str = ""
 ) -> list[AnyGroup]:
     """Make groups that all ranks of the world make."""
     terms.world.made += 1  # by calls, so that ranks which differ in a call still agree on the next one
@@ -206,12 +199,7 @@ def _make_all(
 
 
 def _make_named(
-    terms: _Terms,
-    ranks: Sequence[int],
-    name: str,
-    group_desc: str | None,
-    tag: str,
-    deferred: bool = False,
+    terms: _Terms, ranks: Sequence[int], name: str, group_desc: str | None, tag: str, deferred: bool = False
 ) -> AnyGroup:
     world, parent = terms.world, terms.parent
     if parent.rank() not in ranks:

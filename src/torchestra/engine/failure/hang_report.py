@@ -18,11 +18,7 @@ _ENTRIES = 16  # of a rank, its last: enough to find the message that it hangs i
 
 
 def hang_report(
-    arena: Arena,
-    peers: Peers | None,
-    ranks: Iterable[int],
-    dead: Collection[int],
-    own: tuple[int, str],
+    arena: Arena, peers: Peers | None, ranks: Iterable[int], dead: Collection[int], own: tuple[int, str]
 ) -> str:
     """Return a line for each of the ranks: what it does or did last, for whom it waits, where its program is.
 

@@ -75,12 +75,7 @@ class MultiHostEngine(Engine):
         return HostsPlan(row, pack(row.kind, dtype, op, root), dtype, op, root)
 
     def collective(
-        self,
-        plan: HostsPlan,
-        inputs: Tensors,
-        outputs: Tensors,
-        timeout_s: float,
-        site: str | None = None,
+        self, plan: HostsPlan, inputs: Tensors, outputs: Tensors, timeout_s: float, site: str | None = None
     ) -> None:
         count, lengths = _count(plan, inputs, outputs)
         nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (inputs, outputs))

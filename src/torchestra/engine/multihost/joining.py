@@ -168,13 +168,7 @@ def _exchange_endpoints(hierarchy: Hierarchy, transport: GroupTransport, timeout
 
 
 def _agree(
-    store: Store,
-    bridge: str,
-    bound: float,
-    hosts: Hosts,
-    rank: int,
-    context: RankContext,
-    timeout_s: float,
+    store: Store, bridge: str, bound: float, hosts: Hosts, rank: int, context: RankContext, timeout_s: float
 ) -> None:
     """Make sure that all ranks use the same bridge and heartbeat bound: those of the first to come.
 

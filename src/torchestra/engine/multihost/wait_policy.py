@@ -6,12 +6,7 @@ from collections.abc import Callable
 
 from torchestra.engine.multihost.hierarchy import EXPLANATION_BOUNDS, Hierarchy
 from torchestra.engine.multihost.p2p_request import P2PRequest
-from torchestra.errors import (
-    CollectiveTimeoutError,
-    DistBackendError,
-    GroupAbortedError,
-    RankFailedError,
-)
+from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError, RankFailedError
 from torchestra.system.deadline import RunningClock
 
 _ON_THE_WAY_SECONDS = 1.0

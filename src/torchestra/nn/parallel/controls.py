@@ -12,11 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from torchestra.algorithms.join import Joinable
-from torchestra.errors import (
-    DistError,
-    InvalidArgumentError,
-    InvalidArgumentTypeError,
-)
+from torchestra.errors import DistError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.nn.parallel.arguments import choose_group
 from torchestra.nn.parallel.buffer_hooks import BufferCommHook, BufferCommHookLocation
 from torchestra.nn.parallel.coalesced import BufferBroadcast, broadcast_coalesced

@@ -201,9 +201,7 @@ class DistributedDataParallel(Controls):
             self._set_static_graph()
 
     def _check_parameters(
-        self,
-        delayed: Sequence[tuple[str, torch.nn.Parameter]] | None,
-        trigger: torch.nn.Parameter | None,
+        self, delayed: Sequence[tuple[str, torch.nn.Parameter]] | None, trigger: torch.nn.Parameter | None
     ) -> list[torch.Tensor]:
         """Check what is to be trained; return the parameters whose gradients are averaged together later."""
         named = check_delayed(delayed, trigger)

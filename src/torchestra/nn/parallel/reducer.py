@@ -45,11 +45,7 @@ from torchestra.nn.parallel.buckets import (
     make_bucket,
 )
 from torchestra.nn.parallel.comm_hooks.default_hooks import BUILTIN_HOOKS
-from torchestra.nn.parallel.comm_hooks.interface import (
-    BuiltinCommHookType,
-    CommHook,
-    await_future,
-)
+from torchestra.nn.parallel.comm_hooks.interface import BuiltinCommHookType, CommHook, await_future
 from torchestra.nn.parallel.gradient_store import GradientStore, ThreadGradientStore
 from torchestra.nn.parallel.outputs import tensors_in, unused_parameters
 from torchestra.nn.parallel.ready_tracker import ReadyTracker

@@ -70,10 +70,7 @@ class _BucketCapacityConfig:
 
     @classmethod
     def create(
-        cls,
-        bucket_cap_mb: float | None,
-        bucket_cap_mb_list: Sequence[float] | None,
-        use_python_reducer: bool,
+        cls, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, use_python_reducer: bool
     ) -> _BucketCapacityConfig:
         """Make it from a cap in MiB, or a list of them, which wins; a reducer in Python knows no lists."""
         if bucket_cap_mb_list and use_python_reducer:

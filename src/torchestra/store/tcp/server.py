@@ -76,12 +76,7 @@ class TCPStoreServer:
     """
 
     def __init__(
-        self,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        *,
-        secret: Secret = None,
-        listen_fd: int | None = None,
+        self, host: str = "127.0.0.1", port: int = 0, *, secret: Secret = None, listen_fd: int | None = None
     ) -> None:
         self._secret = job_secret(secret)
         wanted = Address.checked(host, port, listening=True)

@@ -276,10 +276,7 @@ def _report(state: PowerSGDState, bucket: GradBucket) -> None:
 
 
 def _compress(
-    state: PowerSGDState,
-    bucket: GradBucket,
-    matrices: Sequence[torch.Tensor],
-    rest: Sequence[torch.Tensor],
+    state: PowerSGDState, bucket: GradBucket, matrices: Sequence[torch.Tensor], rest: Sequence[torch.Tensor]
 ) -> torch.futures.Future[None]:
     """Average the matrices by one step of the power method, and the rest in full, all in place."""
     group = member(state.process_group)

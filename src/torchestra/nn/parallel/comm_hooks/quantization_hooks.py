@@ -77,10 +77,7 @@ def quantize(tensor: torch.Tensor, channel: int) -> torch.Tensor:
     low, high = (
         (bound.squeeze(1) for bound in rows.aminmax(dim=1, keepdim=True))
         if rows.numel()
-        else (
-            rows.new_zeros(0),
-            rows.new_zeros(0),
-        )
+        else (rows.new_zeros(0), rows.new_zeros(0))
     )
     low, high = low.clamp_max(0), high.clamp_min(0)
     # Divided first, so that the difference does not overflow.
