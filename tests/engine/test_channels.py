@@ -315,8 +315,8 @@ def test_random_messages_arrive_between_processes(size: int) -> None:
 
 # -- that the stress finds what it is for: the same code with its invariant broken
 
-BREAK = 152  # an unused word of the private state
-NOTHING, EARLY_HEAD, EARLY_STAMP, EARLY_TAIL, NO_BELL, LATE_LOOK = (4 * code for code in range(6))
+BREAK = 176  # an unused word of the private state
+NOTHING, EARLY_HEAD, EARLY_STAMP, EARLY_TAIL, NO_BELL, LATE_LOOK, OVERTAKING = (4 * code for code in range(7))
 # Added to it: who waits a little at the worst moment, before it copies a piece or while it goes to sleep.
 SLOW_SENDER, SLOW_RECEIVER, SLOW_SLEEPER = 1, 2, 3
 
@@ -388,6 +388,10 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
         assert text.count(old) == 1, "the source no longer looks as this test expects"
         text = text.replace(old, new)
     ring.write_text(text)
+    immediate = folder / "breakable" / "immediate.py"
+    text, old = immediate.read_text(), "load(known + w.STORE + w.FIRST) == 0"
+    assert text.count(old) == 1, "the source no longer looks as this test expects"
+    immediate.write_text(text.replace(old, f"(load(state + {BREAK}) & 28 == {OVERTAKING} or {old})"))
     sys.path.insert(0, str(folder))
     try:
         yield import_module("breakable")
@@ -516,6 +520,25 @@ def test_messages_are_taken_by_tag(pair: Ranks) -> None:
     await_all([sent])
     equal(first, one, "the first")
     equal(second, two, "the second")
+
+
+def receive_after_an_unexpected_message(ranks: Ranks) -> None:
+    sent = [(1, numbers(8)), (2, numbers(8, 20)), (1, numbers(8, 40))]
+    try:
+        for tag, data in sent:
+            ranks[0].send(data, 1, tag)
+        for tag, data in (sent[1], sent[0], sent[2]):
+            received = like(data)
+            ranks[1].recv(received, 0, tag)
+            equal(received, data, f"tag {tag}")
+    finally:
+        ranks.close()
+
+
+def test_a_message_that_is_there_does_not_overtake_one_in_the_store(breakable: ModuleType) -> None:
+    receive_after_an_unexpected_message(Ranks(2))
+    with pytest.raises(AssertionError, match=r"tag 1: \d+ of 8 bytes differ"):
+        receive_after_an_unexpected_message(broken(breakable, OVERTAKING))
 
 
 def test_a_receive_gets_a_message_that_is_still_arriving_in_the_store(pair: Ranks) -> None:

@@ -5,13 +5,23 @@ from __future__ import annotations
 from torchestra.engine.kernels import doorbell, move, prefix, reduce, shared_words
 from torchestra.engine.native.declarations import Intrinsic, KernelSource
 from torchestra.engine.native.kernel import declared
-from torchestra.engine.p2p import endpoint_kernels, kernels
+from torchestra.engine.p2p import endpoint_kernels, immediate, kernels
 from torchestra.engine.recorder import message_records
 
 __all__ = ["build", "kernels_of_engine"]
 
 # To import them declares their kernels, and those that they call.
-_MODULES = (doorbell, endpoint_kernels, kernels, message_records, move, prefix, reduce, shared_words)
+_MODULES = (
+    doorbell,
+    endpoint_kernels,
+    immediate,
+    kernels,
+    message_records,
+    move,
+    prefix,
+    reduce,
+    shared_words,
+)
 
 
 def kernels_of_engine() -> list[KernelSource | Intrinsic]:

@@ -29,6 +29,7 @@ from torchestra.engine.operations import BARRIER, DTYPE_NAMES, UNEVEN, Collectiv
 from torchestra.engine.p2p import Mailbox, Transfer
 from torchestra.engine.reclaiming import reclaim
 from torchestra.engine.recorder.flight_record import FlightRecord, read_flight_record
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.system.deadline import Deadline
 from torchestra.system.forking import forget_in_children, refusal
 from torchestra.types import ReduceOp
@@ -264,6 +265,7 @@ class LocalEngine(Engine):
             context.size,
             context.name,
             kind_name=DTYPE_NAMES.__getitem__,
+            peers_are_threads=current_thread_rank() is not None,
         )
         self.kernels = Kernels()
         self.iovec = array("q")  # the tables of the last operation on several tensors

@@ -54,7 +54,9 @@ QUEUEING = 128  # not 0: a blocking call must not go ahead of what is under way
 SPIN_BUDGET = 136  # how often a wait spins now, SPINS at most
 WAITS = 144  # how many waits there have been
 YIELD_TIMESPEC = 152  # scratch of a wait that yields, two words
-PEERS_AT = 192
+MOST_SPINS = 168  # how often a wait may spin that keeps the interpreter
+OWN_RECORD = 192  # of a message that is sent at once
+PEERS_AT = 320
 
 # Of each peer, in the private state.
 PEER_BYTES = 128
@@ -109,6 +111,7 @@ UNUSED = 4  # not in the kernels' hands yet
 INTERRUPTED = 4
 NO_MEMORY = 5
 OCCUPIED = 6  # nothing was done: BUSY or QUEUEING
+QUEUED_MEANWHILE = 7  # done, and somebody has queued a transfer who found the state BUSY
 
 _LARGEST_RING = 1 << 18
 _SMALLEST_RING = 1 << 14

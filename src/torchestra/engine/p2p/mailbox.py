@@ -1,6 +1,7 @@
 """A rank's mailbox: what the engine sends and receives messages with.
 
-A blocking call finds nothing under way, nearly always: then it runs one kernel, to the end, on its thread.
+A blocking call finds nothing under way, nearly always: then it runs one kernel, to the end, on its thread; a
+short message needs no record for that (immediate.py).
 Otherwise, and for asynchronous calls, there is a :class:`Transfer`, and progress.py.
 
 A wait looks at signals, the deadline and the peers through its waiter, some 20 times a second.
@@ -46,6 +47,7 @@ class Mailbox(Traffic):
         rank, size: the place of this rank in the group.
         name: of the group, for messages.
         kind_name: what to call a ``kind`` in messages.
+        peers_are_threads: whether another rank may be a thread of this process, and need the interpreter.
     """
 
     def send(self, address: int, nbytes: int, kind: int, destination: int, tag: int, waiter: Waiter) -> None:
@@ -57,6 +59,12 @@ class Mailbox(Traffic):
             BaseException: what the waiter raised. If a part of the message had been sent by then, the waiter
                 was told to abort the group; otherwise nothing was.
         """
+        code = self._send_now(self._state, address, nbytes, kind, destination, tag)
+        if code == DONE:
+            return
+        if code == w.QUEUED_MEANWHILE:
+            self._have_posted()
+            return
         own = self._spare_record()
         transfer = None
         try:
@@ -83,6 +91,12 @@ class Mailbox(Traffic):
                 waiter was told to abort the group; otherwise everything stays as it was.
         """
         peer = -1 if source is None else source
+        code = self._receive_now(self._state, address, nbytes, kind, peer, tag)
+        if code == DONE:
+            return peer
+        if code == w.QUEUED_MEANWHILE:
+            self._have_posted()
+            return peer
         own = self._spare_record()
         transfer = None
         try:

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from torchestra.engine.layout import ABORTED, DONE
 from torchestra.engine.native.kernel import entry_point
-from torchestra.engine.p2p import kernels
+from torchestra.engine.p2p import immediate, kernels
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p.error_texts import Wording
 from torchestra.engine.p2p.transfer import ReceiveCancelled, Record, Transfer, Waiter
@@ -51,6 +51,7 @@ CLOSE_SECONDS = 10.0
 _GRACE_SECONDS = 0.001
 _LINGER_SECONDS = 0.05
 _RECORDS_AT_ONCE = 64
+_MOST_SPINS = 100  # some 3 µs
 
 
 class Traffic:
@@ -64,6 +65,8 @@ class Traffic:
         size: int,
         name: str = "",
         kind_name: Callable[[int], str] = "kind {}".format,
+        *,
+        peers_are_threads: bool = False,
     ) -> None:
         assert area % w.PAGE == 0, "the channels must begin at a page"
         self._wording = Wording(rank, name, kind_name)
@@ -78,9 +81,12 @@ class Traffic:
             (w.PIECE_BYTES, w.piece_bytes(size)),
             (w.RANK, rank),
             (w.SIZE, size),
+            (w.MOST_SPINS, 0 if peers_are_threads else _MOST_SPINS),
         ):
             self._words[offset // 8] = value
         self._transfer = entry_point(kernels.transfer)
+        self._send_now = entry_point(immediate.send_now)
+        self._receive_now = entry_point(immediate.receive_now)
         self._tokens = itertools.count(-1, -1)
         self._free: list[Record] = []
         self._pending: dict[int, Transfer] = {}  # by the address of the record
@@ -110,6 +116,7 @@ class Traffic:
         Nothing is told of what was under way: it goes on in the parent.
         """
         self._closed = self._inherited = True
+        self._words[w.QUEUEING // 8] = 1  # nothing goes at once any more
         self._gate = threading.RLock()  # a thread that does not exist here may have had it
         self._inbox.clear()
         self._pending.clear()

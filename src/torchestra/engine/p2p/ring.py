@@ -121,7 +121,7 @@ def _put_piece(state, known, channel, record, limit):
 
 
 @kernel
-def _put_header(state, known, channel, record):
+def put_header(state, known, channel, record):
     """Publish the header of a message, with the first piece of the payload: whether there was room."""
     sent = load(known + w.SENT)
     if sent - load(known + w.SEEN_TAKEN) >= w.SLOTS:
@@ -159,7 +159,7 @@ def put(state, peer, record):
     length = load(record + w.LENGTH)
     sent = False
     if load(record + w.STAGE) != w.RUNNING:
-        if not _put_header(state, known, channel, record):
+        if not put_header(state, known, channel, record):
             return False
         ring_doorbell(state, peer)
         if load(record + w.MOVED) == length:
