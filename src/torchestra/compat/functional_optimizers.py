@@ -40,49 +40,20 @@ class _Functional(FunctionalOptimizer):
         super().__init__(self.of, params, *args, **kwargs)
 
 
-class _FunctionalAdadelta(_Functional):
-    of = optim.Adadelta
+def _functional(of: type[optim.Optimizer]) -> type[_Functional]:
+    return type(f"_Functional{of.__name__}", (_Functional,), {"of": of})
 
 
-class _FunctionalAdagrad(_Functional):
-    of = optim.Adagrad
+_FunctionalAdadelta = _functional(optim.Adadelta)
+_FunctionalAdagrad = _functional(optim.Adagrad)
+_FunctionalAdam = _functional(optim.Adam)
+_FunctionalAdamW = _functional(optim.AdamW)
+_FunctionalAdamax = _functional(optim.Adamax)
+_FunctionalRMSprop = _functional(optim.RMSprop)
+_FunctionalRprop = _functional(optim.Rprop)
+_FunctionalSGD = _functional(optim.SGD)
 
-
-class _FunctionalAdam(_Functional):
-    of = optim.Adam
-
-
-class _FunctionalAdamW(_Functional):
-    of = optim.AdamW
-
-
-class _FunctionalAdamax(_Functional):
-    of = optim.Adamax
-
-
-class _FunctionalRMSprop(_Functional):
-    of = optim.RMSprop
-
-
-class _FunctionalRprop(_Functional):
-    of = optim.Rprop
-
-
-class _FunctionalSGD(_Functional):
-    of = optim.SGD
-
-
-_OURS = (
-    _FunctionalAdadelta,
-    _FunctionalAdagrad,
-    _FunctionalAdam,
-    _FunctionalAdamW,
-    _FunctionalAdamax,
-    _FunctionalRMSprop,
-    _FunctionalRprop,
-    _FunctionalSGD,
-)
-functional_optim_map: dict[Any, Callable[..., Any]] = {each.of: each for each in _OURS}
+functional_optim_map: dict[Any, Callable[..., Any]] = {each.of: each for each in _Functional.__subclasses__()}
 """The functional optimizer of each of torch's."""
 
 

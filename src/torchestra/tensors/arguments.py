@@ -68,8 +68,11 @@ def check_call(
     given = output
     if row.moves:
         output, input = checks.in_reals(output, input)  # noqa: A001
-    check = _check_rooted if row.output.on_root or row.input.on_root else _check_pair
-    outputs, inputs = check(row, row.output, row.input, output, input, op, root, rank, size, real)
+    pair = _Given(row.output, output, True), _Given(row.input, input, False)
+    if row.root:
+        outputs, inputs = _check_rooted(row, *pair, rank == root, size, real)
+    else:
+        outputs, inputs = _check_pair(row, *pair, op, rank, size, real)
     dtype = (outputs or inputs)[0].dtype
     lengths = None
     if row.splits:
@@ -82,72 +85,59 @@ def check_call(
     return Call(inputs, outputs, [given], dtype, lengths)
 
 
+class _Given(NamedTuple):
+    """What was given as a parameter, and whether it is to be filled."""
+
+    parameter: Parameter
+    value: Any
+    written: bool
+
+    def checked(self, name: str, size: int, real: bool) -> list[torch.Tensor]:
+        """Return the tensors, one by one."""
+        parameter, value, written = self
+        if parameter.is_list:
+            return checks.check_list(value, parameter.name, size, name, written=written, real=real)
+        return [checks.check_tensor(value, parameter.name, name, written=written, real=real)]
+
+
 def _check_rooted(
-    row: Collective,
-    output_parameter: Parameter,
-    input_parameter: Parameter,
-    output: Any,
-    input: Any,  # noqa: A002
-    op: ReduceOp | None,
-    root: int | None,
-    rank: int,
-    size: int,
-    real: bool,
+    row: Collective, output: _Given, given: _Given, is_root: bool, size: int, real: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Check a tensor of every rank, and a list of such tensors of the root."""
-    gathers = output_parameter.on_root
-    one, listed = (input, output) if gathers else (output, input)
-    ones, lists = (input_parameter, output_parameter) if gathers else (output_parameter, input_parameter)
-    tensor = checks.check_tensor(one, ones.name, row.name, written=not gathers, real=real)
+    gathers = output.parameter.on_root
+    one, listed = (given, output) if gathers else (output, given)
+    (tensor,) = one.checked(row.name, size, real)
+    parameter, value, written = listed
     role = "destination" if gathers else "source"
     tensors = checks.check_rooted_list(
-        listed, lists.name, rank == root, role, tensor, size, row.name, written=gathers, real=real
+        value, parameter.name, is_root, role, tensor, size, row.name, written=written, real=real
     )
     return (tensors or [], [tensor]) if gathers else ([tensor], tensors or [])
 
 
 def _check_pair(
-    row: Collective,
-    output_parameter: Parameter,
-    input_parameter: Parameter,
-    output: Any,
-    input: Any,  # noqa: A002
-    op: ReduceOp | None,
-    root: int | None,
-    rank: int,
-    size: int,
-    real: bool,
+    row: Collective, output: _Given, given: _Given, op: ReduceOp | None, rank: int, size: int, real: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Check the tensors to fill and those to read, each a tensor or one for each rank."""
     name = row.name
-    outputs = _tensors(output_parameter, output, name, size, written=True, real=real)
+    outputs = output.checked(name, size, real)
     if op is not None:
         checks.check_reducible(outputs[0], op, name)
-    inputs = _tensors(input_parameter, input, name, size, written=False, real=real)
+    inputs = given.checked(name, size, real)
     dtype = (outputs if row.reduces else inputs)[0].dtype
-    for parameter, tensors in ((input_parameter, inputs), (output_parameter, outputs)):
+    for parameter, tensors in ((given.parameter, inputs), (output.parameter, outputs)):
         if parameter.is_list:
             checks.check_same_dtype(tensors, dtype, parameter.name, name)
         else:
             checks.check_dtype(tensors[0], dtype, parameter.name, name)
     if row.shape is Shape.OWN:
-        if row.reduces:
-            checks.check_own_numel(inputs, rank, outputs[0].numel(), input_parameter.name, name)
-        else:
-            checks.check_own_numel(outputs, rank, inputs[0].numel(), output_parameter.name, name)
+        listed, of_all, own = (given, inputs, outputs) if row.reduces else (output, outputs, inputs)
+        checks.check_own_numel(of_all, rank, own[0].numel(), listed.parameter.name, name)
     elif row.shape is Shape.OUTPUT_IS_WHOLE:
-        _check_whole(outputs[0], output_parameter.name, inputs[0], "input", size, name)
+        _check_whole(outputs[0], output.parameter.name, inputs[0], "input", size, name)
     elif row.shape is Shape.INPUT_IS_WHOLE:
-        _check_whole(inputs[0], input_parameter.name, outputs[0], "output", size, name)
+        _check_whole(inputs[0], given.parameter.name, outputs[0], "output", size, name)
     return outputs, inputs
-
-
-def _tensors(
-    parameter: Parameter, value: Any, name: str, size: int, *, written: bool, real: bool
-) -> list[torch.Tensor]:
-    if parameter.is_list:
-        return checks.check_list(value, parameter.name, size, name, written=written, real=real)
-    return [checks.check_tensor(value, parameter.name, name, written=written, real=real)]
 
 
 def _check_whole(
