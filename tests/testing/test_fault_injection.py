@@ -60,6 +60,15 @@ def test_a_rank_that_drops_out_is_missed_and_let_go() -> None:
         assert "rank 0" in ended[rank].message
 
 
+@pytest.mark.ranks(2)
+def test_operations_without_a_method_of_their_own_are_counted_once_too() -> None:
+    with faults.delay(rank=1, seconds=0.0, at="gather", nth=2) as fault:
+        for _ in range(2):
+            dist.gather(torch.ones(1), [torch.ones(1) for _ in range(2)] if dist.get_rank() == 0 else None)
+        dist.all_reduce(torch.ones(2, 2).t())
+    assert fault.calls == (2 if dist.get_rank() == 1 else 0)
+
+
 def late_for_one() -> tuple[int, int]:
     with faults.delay(rank=1, seconds=0.01, at="all_reduce", nth=2) as fault:
         done = reduce_until(3)
