@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchestra.communicator import fast_path, point_to_point
+from torchestra.communicator import fast_path, persistent, point_to_point
 from torchestra.communicator.device_routing import Delegation, any_device
 from torchestra.communicator.host_staging import on_cpu
 from torchestra.communicator.queue import OperationQueue
@@ -41,7 +41,7 @@ from torchestra.engine.operations import (
 )
 from torchestra.system.forking import forget_in_children
 from torchestra.tensors import checks, sparse
-from torchestra.tensors.arguments import Call, check_call, check_in_place_list
+from torchestra.tensors.arguments import Call, check_call, check_in_place_list, pieces
 from torchestra.tensors.contiguity import made_plain, write_back
 from torchestra.tensors.override import OverriddenError
 from torchestra.types import ReduceOp
@@ -168,18 +168,17 @@ class Communicator:
         self.queue.refuse_if_closed(row.name)
         engine = self.engine
         plan = engine.plan(row, call.dtype, op, root)
-        # Whether there is something to be copied back: of reduce on the root, of broadcast elsewhere.
-        writes = not row.in_place or root is None or (root == self.rank) == row.reduces
+        writes = row.fills(root, self.rank)
 
         def operation(site: str | None) -> list[Any]:
             limit = self.timeout_s if timeout_s is None else timeout_s
             if engine.is_fake:
-                inputs, outputs = _pieces(call, call.inputs, call.outputs)
+                inputs, outputs = pieces(call, call.inputs, call.outputs)
                 engine.collective(plan, inputs, outputs, limit, site)
                 return call.result
             inputs = [self._prepared(tensor, op) for tensor in call.inputs]
             outputs = inputs if row.in_place else [made_plain(tensor) for tensor in call.outputs]
-            engine.collective(plan, *_pieces(call, inputs, outputs), limit, site)
+            engine.collective(plan, *pieces(call, inputs, outputs), limit, site)
             if writes:
                 write_back(call.outputs, outputs)
             return call.result
@@ -350,6 +349,26 @@ class Communicator:
         """Begin to receive a message from a rank, or from any (None), into the tensor."""
         return point_to_point.irecv(self, tensor, rank, tag, timeout_s)
 
+    # -- what is set up once, and started many times
+
+    def persistent_collective(
+        self,
+        row: Collective,
+        output: Any = None,
+        input: Any = None,  # noqa: A002 - the row's word
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        splits: tuple[Any, Any] = _NO_SPLITS,
+    ) -> persistent.PersistentOperation:
+        """Return :meth:`collective` as a persistent operation."""
+        return persistent.persistent_collective(self, row, output, input, op, root, splits)
+
+    def persistent_message(
+        self, name: str, tensor: torch.Tensor, rank: int | None, tag: int
+    ) -> persistent.PersistentOperation:
+        """Return :meth:`send` or :meth:`recv` (``name``) as a persistent operation."""
+        return persistent.persistent_message(self, name, tensor, rank, tag)
+
     # -- the group
 
     def drain(self, timeout_s: float) -> None:
@@ -375,20 +394,3 @@ class Communicator:
         if self.delegation is not None:
             self.delegation.close()
         self.queue.close()
-
-
-def _pieces(
-    call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Return the tensors that go to and come from each rank; equal parts of tensors alike stay together."""
-    if call.splits is None:
-        return inputs, outputs
-    sent, expected = call.splits
-    if sent == expected and len({*sent}) == 1 and inputs[0].shape == outputs[0].shape:
-        return inputs, outputs
-    return _rows(inputs[0], sent), _rows(outputs[0], expected)
-
-
-def _rows(tensor: torch.Tensor, splits: list[int]) -> Sequence[torch.Tensor]:
-    whole = tensor if tensor.dim() else tensor.view(1)
-    return list(torch.split(whole, splits))

@@ -45,7 +45,7 @@ def send(
     if communicator.engine.delegates:
         communicator.isend(tensor, rank, tag, timeout_s).wait()
         return None
-    buffer, tag = _checked(communicator, send_buffer(tensor), tag, name, written=False)
+    buffer, tag = checked(communicator, send_buffer(tensor), tag, name, written=False)
     communicator.engine.send(buffer, rank, tag, communicator.limit(timeout_s))
     return None
 
@@ -65,7 +65,7 @@ def recv(
         work.wait()
         return work._source_rank() if rank is None else rank
     target, copy_back = receive_buffer(tensor)
-    buffer, tag = _checked(communicator, target, tag, name, written=True)
+    buffer, tag = checked(communicator, target, tag, name, written=True)
     source = communicator.engine.receive(buffer, rank, tag, communicator.limit(timeout_s))
     if not communicator.engine.is_fake:
         write_back([target], [buffer])
@@ -85,12 +85,23 @@ def isend(
         return work
     if engine.delegates:
         return engine.begin_send(tensor, rank, tag, communicator.limit(timeout_s), _ignore)  # type: ignore[no-any-return]
-    buffer, tag = _checked(communicator, send_buffer(tensor), tag, name, written=False)
+    buffer, tag = checked(communicator, send_buffer(tensor), tag, name, written=False)
+    return begin_send(communicator, tensor, buffer, rank, tag, timeout_s)
+
+
+def begin_send(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    buffer: torch.Tensor,
+    rank: int,
+    tag: int,
+    timeout_s: float | None = None,
+) -> Work:
+    """Begin to send what was checked, and is in the buffer."""
     work = Work(f"isend to rank {rank} of group {communicator.name!r}")
     end = partial(_end, work, tensor, buffer, None)
-    return _waitable(
-        communicator, work, engine.begin_send(buffer, rank, tag, communicator.limit(timeout_s), end)
-    )
+    limit = communicator.limit(timeout_s)
+    return _waitable(communicator, work, communicator.engine.begin_send(buffer, rank, tag, limit, end))
 
 
 def irecv(
@@ -106,18 +117,32 @@ def irecv(
     if engine.delegates:
         return engine.begin_receive(tensor, rank, tag, communicator.limit(timeout_s), _ignore)  # type: ignore[no-any-return]
     target, copy_back = receive_buffer(tensor)
-    buffer, tag = _checked(communicator, target, tag, name, written=True)
-    source = "any rank" if rank is None else f"rank {rank}"
-    work = Work(f"irecv from {source} of group {communicator.name!r}")
+    buffer, tag = checked(communicator, target, tag, name, written=True)
 
     def put() -> None:
         write_back([target], [buffer])
         copy_back()
 
-    end = partial(_end, work, tensor, buffer, None if engine.is_fake else put)
-    return _waitable(
-        communicator, work, engine.begin_receive(buffer, rank, tag, communicator.limit(timeout_s), end)
-    )
+    return begin_receive(communicator, tensor, buffer, rank, tag, timeout_s, put)
+
+
+def begin_receive(
+    communicator: Communicator,
+    tensor: torch.Tensor,
+    buffer: torch.Tensor,
+    rank: int | None,
+    tag: int,
+    timeout_s: float | None = None,
+    put: Callable[[], object] | None = None,
+) -> Work:
+    """Begin to receive into a buffer that was checked; ``put`` copies from it, by default to the tensor."""
+    source = "any rank" if rank is None else f"rank {rank}"
+    work = Work(f"irecv from {source} of group {communicator.name!r}")
+    if put is None:
+        put = partial(write_back, [tensor], [buffer])
+    end = partial(_end, work, tensor, buffer, None if communicator.engine.is_fake else put)
+    limit = communicator.limit(timeout_s)
+    return _waitable(communicator, work, communicator.engine.begin_receive(buffer, rank, tag, limit, end))
 
 
 def _by_device(
@@ -135,7 +160,7 @@ def _by_device(
     return messages.batch([("send" in name, tensor, rank)], timeout_s)[0]  # type: ignore[no-any-return]
 
 
-def _checked(
+def checked(
     communicator: Communicator, tensor: torch.Tensor, tag: int, name: str, *, written: bool
 ) -> tuple[torch.Tensor, int]:
     """Return the contiguous memory of a message's tensor, and its tag."""
@@ -154,7 +179,7 @@ def _waitable(communicator: Communicator, work: Work, transfer: Any) -> Work:
 
 
 def _end(
-    work: Work, tensor: torch.Tensor, buffer: torch.Tensor, put: Callable[[], None] | None, transfer: Any
+    work: Work, tensor: torch.Tensor, buffer: torch.Tensor, put: Callable[[], object] | None, transfer: Any
 ) -> None:
     if transfer.error is not None:
         work.fail(transfer.error)

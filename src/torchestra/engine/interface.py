@@ -12,6 +12,7 @@ which it is called, and returns when it is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
     from torchestra.engine.multihost.hosts import Hosts
     from torchestra.engine.recorder.flight_record import FlightRecord
 
-__all__ = ["Ended", "Engine", "Plan"]
+__all__ = ["Ended", "Engine", "Plan", "Prepared"]
 
 Ended = Callable[[Any], None]
 """Called at the end of a message with its transfer, which has ``error`` and ``source``."""
+
+
+Prepared = Callable[..., None]
+"""Runs a collective on the tensors that it was prepared for; takes ``timeout_s`` and ``site``."""
 
 
 class Plan(Protocol):
@@ -88,6 +93,13 @@ class Engine(Protocol):
             timeout_s: how long it may wait for the other ranks.
             site: the calling line where that is not on the thread's stack (asynchronous operations).
         """
+
+    def prepare(self, plan: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Prepared:
+        """Return what does :meth:`collective` with these arguments, again and again, in few steps.
+
+        To be called by whoever may call :meth:`collective`. The tensors must not be moved afterwards.
+        """
+        return partial(self.collective, plan, inputs, outputs)
 
     def barrier(self, timeout_s: float, site: str | None = None) -> None:
         """Return when all ranks have called."""

@@ -19,7 +19,7 @@ import torch
 
 from torchestra.engine import layout as at
 from torchestra.engine.dtypes import DTYPE_CODE
-from torchestra.engine.interface import Engine
+from torchestra.engine.interface import Engine, Prepared
 from torchestra.engine.kernels import move, prefix, reduce
 from torchestra.engine.kernels.reductions import combine, reduction, scale, supports
 from torchestra.engine.kernels.selection import Choices
@@ -86,6 +86,9 @@ KERNELS: dict[str, Any] = {
     "scan": prefix.scan,
 }
 """The kernels of collectives, compiled when an engine is made."""
+
+_WITH_TABLES = frozenset({"share", "exchange", "reduce_scatter"})
+"""The kernels that read the tables by peer, besides their arguments."""
 
 
 class Kernels:
@@ -329,6 +332,26 @@ class LocalEngine(Engine):
         except BaseException as error:
             self.leave_halfway(error)
             raise
+
+    def prepare(self, plan: LocalPlan, inputs: Tensors, outputs: Tensors) -> Prepared:
+        member, kernels = self.member, self.kernels
+        kernel, arguments = ALGORITHMS[plan.row.algorithm](self, plan, inputs, outputs)
+        name = next(name for name, each in vars(kernels).items() if each is kernel)
+        tables = member.tables() if name in _WITH_TABLES else None
+
+        def run(timeout_s: float, site: str | None = None) -> None:
+            # Found by its name, as another function is in its place when the group cannot be used any more.
+            kernel = getattr(kernels, name)
+            try:
+                if tables is not None:
+                    member.set_tables(tables)
+                if code := kernel(*arguments):
+                    member.finish(code, kernel, arguments, timeout_s, site)
+            except BaseException as error:
+                self.leave_halfway(error)
+                raise
+
+        return run
 
     def call(self, kernel: Kernel, arguments: Arguments, timeout_s: float, site: str | None = None) -> None:
         """Call a kernel until it is done."""

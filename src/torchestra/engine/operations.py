@@ -135,6 +135,10 @@ class Collective:
         moves = self.output is not None and not self.reduces and not in_place
         object.__setattr__(self, "moves", moves)
 
+    def fills(self, root: int | None, rank: int) -> bool:
+        """Return whether a rank's outputs change: by reduce the root's, by broadcast all but the root's."""
+        return not self.in_place or root is None or (root == rank) == self.reduces
+
 
 COLLECTIVES: dict[str, Collective] = {}
 """Every collective of a whole group, by its public name."""

@@ -12,7 +12,7 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.tensors import checks
 from torchestra.types import ReduceOp
 
-__all__ = ["Call", "check_call", "check_in_place_list"]
+__all__ = ["Call", "check_call", "check_in_place_list", "pieces"]
 
 
 class Call(NamedTuple):
@@ -162,3 +162,20 @@ def check_in_place_list(
             checks.check_reducible(tensor, op, row.name)
     given = list(tensors)
     return Call(given, given, given, tensors[0].dtype)
+
+
+def pieces(
+    call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return the tensors that go to and come from each rank; equal parts of tensors alike stay together."""
+    if call.splits is None:
+        return inputs, outputs
+    sent, expected = call.splits
+    if sent == expected and len({*sent}) == 1 and inputs[0].shape == outputs[0].shape:
+        return inputs, outputs
+    return _rows(inputs[0], sent), _rows(outputs[0], expected)
+
+
+def _rows(tensor: torch.Tensor, splits: list[int]) -> Sequence[torch.Tensor]:
+    whole = tensor if tensor.dim() else tensor.view(1)
+    return list(torch.split(whole, splits))

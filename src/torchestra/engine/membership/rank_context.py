@@ -138,6 +138,14 @@ class RankContext:
         """Fill one of the tables by peer (at.SOURCES, …)."""
         self._tables[at.TABLES.index(table), :] = values
 
+    def tables(self) -> npt.NDArray[np.int64]:
+        """Return a copy of all tables by peer, for :meth:`set_tables`."""
+        return self._tables.copy()
+
+    def set_tables(self, tables: npt.NDArray[np.int64]) -> None:
+        """Fill all tables by peer."""
+        self._tables[:] = tables
+
     def finish(
         self,
         code: int,

@@ -1,0 +1,190 @@
+"""The operations that MPI-4 calls persistent: set up once, and started again and again on the same tensors.
+
+``plan = dist.all_reduce_init(tensor)`` checks its arguments as :func:`torchestra.all_reduce` does, and sends
+nothing. ``plan.start()`` begins the operation, ``plan.wait()`` waits for its end, and ``plan()`` does both. A
+start takes the place among the group's operations that a call of the ordinary one would. So all ranks start
+in the same order, and a rank may also call the ordinary operation there.
+
+Arguments are those of the ordinary functions, but for ``async_op``. The tensors keep their memory: a start
+refuses one whose storage was resized, or that was given another. Tensors that are not contiguous are copied
+on every start. On a rank that is not in the group the functions warn, and return what does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchestra.collectives.functions import _member, _root, _sender
+from torchestra.communicator.persistent import PersistentOperation
+from torchestra.engine.operations import (
+    ALL_GATHER,
+    ALL_GATHER_INTO_TENSOR,
+    ALL_REDUCE,
+    ALL_TO_ALL_SINGLE,
+    BROADCAST,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_TENSOR,
+    Collective,
+)
+from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
+from torchestra.tensors import checks
+from torchestra.types import ReduceOp
+from torchestra.world.init import AnyGroup, default_group
+
+__all__ = [
+    "PersistentOperation",
+    "all_gather_init",
+    "all_gather_into_tensor_init",
+    "all_reduce_init",
+    "all_to_all_single_init",
+    "broadcast_init",
+    "recv_init",
+    "reduce_scatter_init",
+    "reduce_scatter_tensor_init",
+    "send_init",
+    "start_all",
+]
+
+
+def _collective(
+    row: Collective,
+    output: Any,
+    input: Any,  # noqa: A002 - the row's word
+    group: AnyGroup | None,
+    op: ReduceOp | None = None,
+    root: tuple[int | None, int | None] = (None, None),
+    splits: tuple[Any, Any] = (None, None),
+) -> PersistentOperation:
+    """Set up any collective; ``root`` is the global rank, or that in the group."""
+    name = f"{row.name}_init"
+    member = default_group() if group is None else _member(group, name, 5)
+    if member is None:
+        return PersistentOperation(row.name)
+    chosen = _root(member, *root, row.root, name, row.default_root) if row.root else None
+    plan = member.communicator.persistent_collective(row, output, input, op, chosen, splits)
+    plan.group = member
+    return plan
+
+
+def all_reduce_init(
+    tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, group: AnyGroup | None = None
+) -> PersistentOperation:
+    """Set up :func:`torchestra.all_reduce`."""
+    return _collective(ALL_REDUCE, tensor, tensor, group, op)
+
+
+def broadcast_init(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    group_src: int | None = None,
+) -> PersistentOperation:
+    """Set up :func:`torchestra.broadcast`."""
+    return _collective(BROADCAST, tensor, tensor, group, root=(src, group_src))
+
+
+def all_gather_init(
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: AnyGroup | None = None
+) -> PersistentOperation:
+    """Set up :func:`torchestra.all_gather`."""
+    return _collective(ALL_GATHER, tensor_list, tensor, group)
+
+
+def all_gather_into_tensor_init(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: AnyGroup | None = None
+) -> PersistentOperation:
+    """Set up :func:`torchestra.all_gather_into_tensor`."""
+    return _collective(ALL_GATHER_INTO_TENSOR, output_tensor, input_tensor, group)
+
+
+def reduce_scatter_init(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+) -> PersistentOperation:
+    """Set up :func:`torchestra.reduce_scatter`."""
+    return _collective(REDUCE_SCATTER, output, input_list, group, op)
+
+
+def reduce_scatter_tensor_init(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch.distributed's name
+    op: ReduceOp = ReduceOp.SUM,
+    group: AnyGroup | None = None,
+) -> PersistentOperation:
+    """Set up :func:`torchestra.reduce_scatter_tensor`."""
+    return _collective(REDUCE_SCATTER_TENSOR, output, input, group, op)
+
+
+def all_to_all_single_init(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch.distributed's name
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: AnyGroup | None = None,
+) -> PersistentOperation:
+    """Set up :func:`torchestra.all_to_all_single`."""
+    splits = (output_split_sizes, input_split_sizes)
+    return _collective(ALL_TO_ALL_SINGLE, output, input, group, splits=splits)
+
+
+def send_init(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> PersistentOperation:
+    """Set up :func:`torchestra.send`; to be called by the sender only."""
+    member = default_group() if group is None else _member(group, "send_init")
+    if member is None:
+        return PersistentOperation("send")
+    root = _root(member, dst, group_dst, "dst", "send_init")
+    plan = member.communicator.persistent_message("send", tensor, root, checks.check_tag(tag, "send_init"))
+    plan.group = member
+    return plan
+
+
+def recv_init(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: AnyGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> PersistentOperation:
+    """Set up :func:`torchestra.recv`; to be called by the receiver only. ``source_rank()`` says who sent."""
+    member = default_group() if group is None else _member(group, "recv_init")
+    if member is None:
+        return PersistentOperation("recv")
+    source = _sender(member, src, group_src, "recv_init")
+    plan = member.communicator.persistent_message("recv", tensor, source, checks.check_tag(tag, "recv_init"))
+    plan.group = member
+    return plan
+
+
+def start_all(plans: Sequence[PersistentOperation]) -> None:
+    """Start persistent operations, in the order of the list, or none of them.
+
+    Each is to be waited for. Of messages the order does not matter; of the collectives of a group it is that
+    in which they run, the same on all ranks.
+
+    Raises:
+        InvalidArgumentError: something else is in the list, or one of them twice. Nothing was started.
+        NotReadyError: one of them is active. Nothing was started.
+        DistError: what :meth:`PersistentOperation.start` raises; those before it in the list were started.
+    """
+    for place, plan in enumerate(plans):
+        if not isinstance(plan, PersistentOperation):
+            raise InvalidArgumentTypeError(
+                f"start_all: `plans[{place}]` is no PersistentOperation, but {shown(plan)}"
+            )
+    if len({id(plan) for plan in plans}) < len(plans):
+        raise InvalidArgumentError("start_all: `plans` has an operation twice; make two to have it run twice")
+    for plan in plans:
+        plan.check()
+    for plan in plans:
+        plan.start()

@@ -1,0 +1,346 @@
+"""Operations that are set up once and started again and again (MPI-4, "Persistent Communication").
+
+What an ordinary operation does on every call is done once: its arguments are checked, the engine's plan is
+looked up, tensors that are not contiguous get buffers, and where the engine has kernels, kernel and arguments
+are fixed (:meth:`~torchestra.engine.interface.Engine.prepare`). What is left of a synchronous one with
+nothing pending is a lock and the call of the kernel. Other ranks cannot tell it from an ordinary operation.
+
+An engine prepares when the operation's turn first comes, not before: what the kernels share (the tables by
+peer) belongs to the operation that runs then.
+
+The addresses that are kept are good as long as no storage is resized, which takes other memory for it. So
+every start compares addresses and lengths; and so does an operation that had to wait for its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import profiler
+
+from torchestra.communicator import point_to_point, profiling
+from torchestra.communicator.host_staging import is_on_gpu, tensors_in
+from torchestra.communicator.work import Work
+from torchestra.engine.interface import Prepared
+from torchestra.engine.operations import Collective
+from torchestra.errors import DistError, InvalidArgumentError, NotReadyError
+from torchestra.tensors.arguments import Call, check_call, pieces
+from torchestra.tensors.contiguity import made_plain, write_back
+from torchestra.tensors.override import OverriddenError
+from torchestra.types import ReduceOp, Timeout
+
+if TYPE_CHECKING:
+    from torchestra.communicator.communicator import Communicator
+
+__all__ = ["PersistentOperation", "persistent_collective", "persistent_message"]
+
+
+class PersistentOperation:
+    """An operation on fixed tensors that can be started many times; made by ``all_reduce_init`` and its like.
+
+    It is *inactive* at first, *active* from its start until somebody has waited for it, and then inactive
+    again. To be used by one thread at a time. It may be dropped: what has been started runs all the same.
+    One that was made on a rank that is not in the group does nothing.
+
+    Args:
+        name: of the operation, for messages.
+        tensors: those whose memory must stay as it is.
+        communicator: of the group; None on a rank that is not in it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor] = (),
+        communicator: Communicator | None = None,
+    ) -> None:
+        self.name = name
+        self.group: object = None
+        """The group, which is not left for want of references while there is something to start in it."""
+        self._communicator: Any = communicator
+        self._memory = [
+            (tensor, tensor.data_ptr(), storage, storage.nbytes())
+            for tensor in tensors
+            for storage in (tensor.untyped_storage(),)
+        ]
+        self._work: Work | None = None
+        self._source = -1
+
+    def start(self) -> None:
+        """Begin the operation; its tensors must not be touched until :meth:`wait` has returned.
+
+        Raises:
+            NotReadyError: it is active. Nothing was sent.
+            InvalidArgumentError: a tensor has other memory than when the operation was set up. Nothing was
+                sent.
+            DistError: what the ordinary operation raises when it is called.
+        """
+        self.check()
+        self._work = self._begin()
+
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        """Block until the operation is done, at once if it is inactive; then it can be started again.
+
+        Args:
+            timeout: how long to wait here; default: as long as the operation itself may take.
+
+        Returns:
+            True.
+
+        Raises:
+            CollectiveTimeoutError: ``timeout`` has passed; the operation goes on, and stays active.
+            DistError: what the operation failed with; it is inactive.
+        """
+        work = self._work
+        if work is None:
+            return True
+        try:
+            return work.wait() if timeout is None else work.wait(timeout)
+        finally:
+            if work.is_completed():
+                self._work = None
+                self._end(work)
+
+    def __call__(self) -> None:
+        """Do what :meth:`start` and :meth:`wait` do, and raise what they raise."""
+        self.start()
+        self.wait()
+
+    def is_active(self) -> bool:
+        """Return whether it was started and nobody has waited for it since."""
+        return self._work is not None
+
+    def is_completed(self) -> bool:
+        """Return whether :meth:`wait` would not block."""
+        return self._work is None or self._work.is_completed()
+
+    def source_rank(self) -> int:
+        """Return, of a receive that was waited for, the rank that sent, in the group's numbering; else -1."""
+        return self._source
+
+    def check(self) -> None:
+        """Raise what keeps the operation from being started, as :meth:`start` does."""
+        if self._work is not None:
+            raise NotReadyError(
+                f"{self.name}: this persistent operation was started before; call its wait() first"
+            )
+        if self._communicator is not None:
+            self._communicator.queue.refuse_if_closed(self.name)
+        if moved := self._moved():
+            raise InvalidArgumentError(f"{self.name}: {moved}")
+
+    def _moved(self) -> str:
+        """Return in words which tensor has other memory than it had; "" if none has."""
+        for tensor, address, storage, nbytes in self._memory:
+            if tensor.data_ptr() != address or storage.nbytes() != nbytes:
+                return (
+                    f"a tensor, now of shape {tuple(tensor.shape)}, has been given other memory, or its"
+                    f" storage was resized (from {nbytes} to {storage.nbytes()} bytes), since the persistent"
+                    " operation was made; make a new one for it"
+                )
+        return ""
+
+    def _begin(self) -> Work:
+        """Begin it in the group's order."""
+        return Work.finished(self.name, [])
+
+    def _end(self, work: Work) -> None:
+        """Note what its Work says when it is over."""
+
+    def __repr__(self) -> str:
+        state = "active" if self.is_active() else "inactive"
+        return f"<{type(self).__name__.lstrip('_')} {self.name}, {state}>"
+
+
+class _Collective(PersistentOperation):
+    """A collective of the tensors of ``call``, which were checked."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        row: Collective,
+        call: Call,
+        given: Sequence[torch.Tensor],
+        op: ReduceOp | None,
+        root: int | None,
+    ) -> None:
+        engine = communicator.engine
+        name = row.name if op is None else f"{row.name}({op.name})"
+        super().__init__(name, () if engine.is_fake else given, communicator)
+        self._plan = engine.plan(row, call.dtype, op, root)
+        self._factor = None if op is None else op.factor
+        self._reads = call.inputs or call.outputs
+        inputs, outputs = call.inputs, call.outputs
+        if not engine.is_fake:
+            inputs = [made_plain(tensor) for tensor in inputs]
+            if self._factor is not None:
+                inputs = [torch.empty_like(tensor) for tensor in inputs]
+            outputs = inputs if row.in_place else [made_plain(tensor) for tensor in outputs]
+        self._pieces = pieces(call, inputs, outputs)
+        self._copied_in = _copies(inputs, call.inputs)
+        self._copied_out = _copies(call.outputs, outputs) if row.fills(root, self._communicator.rank) else []
+        self._queue = communicator.queue
+        self._prepared: Prepared | None = None
+        self._direct: Prepared | None = None
+
+    def _begin(self) -> Work:
+        work = self._queue.run(self._perform, self.name, True, reads=self._reads)
+        assert work is not None
+        return work
+
+    def _perform(self, site: str | None) -> list[Any]:
+        """Run the operation, whose turn it is."""
+        communicator = self._communicator
+        if moved := self._moved():
+            raise DistError(f"{self.name}: {moved}")
+        if self._prepared is None:
+            self._prepared = communicator.engine.prepare(self._plan, *self._pieces)
+            if not (self._copied_in or self._copied_out):
+                self._direct = self._prepared
+        for buffer, tensor in self._copied_in:
+            buffer.copy_(tensor.detach())
+            if self._factor is not None:
+                communicator.engine.scale(buffer, self._factor)
+        self._prepared(communicator.timeout_s, site)
+        for tensor, buffer in self._copied_out:
+            tensor.detach().copy_(buffer)
+        return []
+
+    def __call__(self) -> None:
+        """See :meth:`PersistentOperation.__call__`. Here in as few steps as there can be to the kernel."""
+        communicator = self._communicator
+        if (
+            (direct := self._direct) is not None
+            and self._work is None
+            and not communicator.thread.pending
+            and not self._queue.closed
+            and not profiler._is_profiler_enabled
+        ):
+            for tensor, address, storage, nbytes in self._memory:
+                if tensor.data_ptr() != address or storage.nbytes() != nbytes:
+                    break
+            else:
+                with communicator.lock:
+                    direct(communicator.timeout_s)
+                return
+        self.check()
+        self._queue.run(self._perform, self.name, reads=self._reads)
+
+
+class _Message(PersistentOperation):
+    """A message from or to the memory of a tensor, which was checked."""
+
+    def __init__(
+        self, communicator: Communicator, name: str, tensor: torch.Tensor, rank: int | None, tag: int
+    ) -> None:
+        super().__init__(name, () if communicator.engine.is_fake else [tensor], communicator)
+        self._sends = name == "send"
+        self._tensor, self._rank = tensor, rank
+        self._buffer, self._tag = point_to_point.checked(
+            communicator, tensor, tag, f"{name}_init", written=not self._sends
+        )
+
+    def _begin(self) -> Work:
+        communicator = self._communicator
+        begin: Callable[..., Work] = point_to_point.begin_receive
+        description = "recvAnySource" if self._rank is None else "recv"
+        if self._sends:
+            write_back([self._buffer], [self._tensor])
+            begin, description = point_to_point.begin_send, "send"
+        start = partial(begin, communicator, self._tensor, self._buffer, self._rank, self._tag)
+        if profiler._is_profiler_enabled and profiling.wanted():
+            with profiling.recorded(description, [self._tensor]):
+                return start()
+        return start()
+
+    def _end(self, work: Work) -> None:
+        self._source = work.source_rank()
+
+    def __call__(self) -> None:
+        """See :meth:`PersistentOperation.__call__`."""
+        if profiler._is_profiler_enabled:
+            super().__call__()
+            return
+        self.check()
+        communicator = self._communicator
+        message = (self._buffer, self._rank, self._tag, communicator.timeout_s)
+        if self._sends:
+            write_back([self._buffer], [self._tensor])
+            communicator.engine.send(*message)
+            return
+        self._source = communicator.engine.receive(*message)
+        if not communicator.engine.is_fake:
+            write_back([self._tensor], [self._buffer])
+
+
+class _Ordinary(PersistentOperation):
+    """An ordinary operation, called on every start: where tensors are not in the memory of this host."""
+
+    def __init__(self, communicator: Communicator, name: str, begin: Callable[[], Work | None]) -> None:
+        super().__init__(name, (), communicator)
+        self._start = begin
+
+    def _begin(self) -> Work:
+        return self._start() or Work.finished(self.name, [])
+
+    def _end(self, work: Work) -> None:
+        if self.name == "recv":
+            self._source = work._source_rank()
+
+
+def persistent_collective(
+    communicator: Communicator,
+    row: Collective,
+    output: Any,
+    input: Any,  # noqa: A002 - the row's word
+    op: ReduceOp | None,
+    root: int | None,
+    splits: tuple[Any, Any],
+) -> PersistentOperation:
+    """Return a persistent operation of any row of the table; arguments as of Communicator.collective()."""
+    engine, name = communicator.engine, f"{row.name}_init"
+    communicator.queue.refuse_if_closed(name)
+    ordinary = partial(communicator.collective, row, output, input, op, root, splits, async_op=True)
+    if engine.delegates:
+        return _Ordinary(communicator, row.name, ordinary)
+    try:
+        call = check_call(
+            replace(row, name=name),
+            output,
+            input,
+            op,
+            root,
+            splits,
+            engine.rank,
+            engine.size,
+            not engine.is_fake,
+        )
+    except OverriddenError:
+        return _Ordinary(communicator, row.name, ordinary)
+    given = list(tensors_in([output, input]))
+    if not engine.is_fake and not all(tensor.is_cpu for tensor in given):
+        return _Ordinary(communicator, row.name, ordinary)
+    return _Collective(communicator, row, call, given, op, root)
+
+
+def persistent_message(
+    communicator: Communicator, name: str, tensor: torch.Tensor, rank: int | None, tag: int
+) -> PersistentOperation:
+    """Return a persistent ``send`` or ``recv`` (its ``name``); ``rank`` is None to receive from any."""
+    communicator.queue.refuse_if_closed(f"{name}_init")
+    if communicator.engine.delegates or (isinstance(tensor, torch.Tensor) and is_on_gpu(tensor)):
+        begin = communicator.isend if name == "send" else communicator.irecv
+        return _Ordinary(communicator, name, partial(begin, tensor, rank, tag))  # type: ignore[arg-type]
+    return _Message(communicator, name, tensor, rank, tag)
+
+
+def _copies(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what is to be copied where: the pairs of tensors that are not in the same memory."""
+    pairs = zip(targets, sources, strict=True)
+    return [(target, source) for target, source in pairs if target.data_ptr() != source.data_ptr()]
