@@ -12,7 +12,7 @@ import torch
 import torchestra as dist
 from worlds import run
 
-FAST, GENERAL = 5, 10
+PERSISTENT, FAST, GENERAL = 2, 5, 10
 
 
 def frames_above_the_kernel(call: Callable[[], object]) -> tuple[int, int]:
@@ -56,6 +56,13 @@ def measure() -> None:
         assert work is not None
         work.wait()
 
+    plan = dist.all_reduce_init(tensor)
+    plan()
+
+    def start_a_persistent_one() -> None:
+        plan()
+
+    assert frames_above_the_kernel(start_a_persistent_one) == (PERSISTENT, PERSISTENT)
     first, _ = frames_above_the_kernel(reduce_plain)
     fast, entered = frames_above_the_kernel(reduce_plain)
     assert fast <= entered <= FAST

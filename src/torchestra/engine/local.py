@@ -334,19 +334,19 @@ class LocalEngine(Engine):
             raise
 
     def prepare(self, plan: LocalPlan, inputs: Tensors, outputs: Tensors) -> Prepared:
-        member, kernels = self.member, self.kernels
+        context, kernels = self.context, self.kernels
         kernel, arguments = ALGORITHMS[plan.row.algorithm](self, plan, inputs, outputs)
         name = next(name for name, each in vars(kernels).items() if each is kernel)
-        tables = member.tables() if name in _WITH_TABLES else None
+        tables = context.tables() if name in _WITH_TABLES else None
 
         def run(timeout_s: float, site: str | None = None) -> None:
             # Found by its name, as another function is in its place when the group cannot be used any more.
             kernel = getattr(kernels, name)
             try:
                 if tables is not None:
-                    member.set_tables(tables)
+                    context.set_tables(tables)
                 if code := kernel(*arguments):
-                    member.finish(code, kernel, arguments, timeout_s, site)
+                    context.finish(code, kernel, arguments, timeout_s, site)
             except BaseException as error:
                 self.leave_halfway(error)
                 raise
