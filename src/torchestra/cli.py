@@ -13,8 +13,6 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["COMMANDS", "Command", "main"]
-
 
 class Command(NamedTuple):
     """Where a command is implemented, and its line in the overview."""

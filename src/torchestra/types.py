@@ -8,8 +8,6 @@ from typing import Any, ClassVar, Union
 
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
 
-__all__ = ["DEFAULT_TIMEOUT", "LONGEST_TIMEOUT", "ReduceOp", "Timeout", "timeout_seconds"]
-
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long an operation of a group may wait for the other ranks when nothing else is said."""
 

@@ -26,8 +26,6 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, Union
 from torchestra.errors import InvalidArgumentTypeError, shown
 from torchestra.types import timeout_seconds
 
-__all__ = ["check_flag", "check_integer", "checked", "checked_methods", "is_integer", "refuse_type"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Class = TypeVar("_Class", bound=type)

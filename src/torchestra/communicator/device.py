@@ -27,8 +27,6 @@ from torchestra.tensors import checks
 from torchestra.tensors.contiguity import made_plain, write_back
 from torchestra.types import ReduceOp, Timeout
 
-__all__ = ["Devices", "agreement_of", "delegate"]
-
 _CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 

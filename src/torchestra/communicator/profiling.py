@@ -26,8 +26,6 @@ import torch
 from torch._C._autograd import _profiler_type
 from torch._C._profiler import ActiveProfilerType, _RecordFunctionFast
 
-__all__ = ["recorded", "wanted"]
-
 # torch names operations after what Gloo does.
 _FORM = re.compile(r"(_coalesced|_into_tensor|_tensor|_single)+$")
 

@@ -16,8 +16,6 @@ from torchestra.errors import CollectiveTimeoutError, DistError
 from torchestra.system.forking import forks_so_far, refusal
 from torchestra.types import Timeout, timeout_seconds
 
-__all__ = ["Work"]
-
 _LOOK_SECONDS = 1.0  # how long one who waits may miss the end that an interrupt has kept from being told
 
 

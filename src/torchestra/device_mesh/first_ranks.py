@@ -9,8 +9,6 @@ from torchestra.device_mesh.layout import check_lengths
 from torchestra.device_mesh.mesh import DeviceMesh
 from torchestra.errors import InvalidArgumentError, shown
 
-__all__ = ["init_device_mesh"]
-
 
 @checked
 def init_device_mesh(

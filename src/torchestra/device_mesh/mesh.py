@@ -49,8 +49,6 @@ from torchestra.world.init import (
 from torchestra.world.new_groups import make_group
 from torchestra.world.registry import compact, current_world
 
-__all__ = ["DeviceMesh", "Dimension"]
-
 Dimension = Union[int, str]
 """A dimension by number or name."""
 

@@ -6,8 +6,6 @@ import torch
 
 from torchestra.engine.operations import DTYPE_BYTES
 
-__all__ = ["DTYPES", "DTYPE_CODE"]
-
 DTYPE_CODE: dict[torch.dtype, int] = {
     getattr(torch, name): code for code, name in enumerate(DTYPE_BYTES) if hasattr(torch, name)
 }

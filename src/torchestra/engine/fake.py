@@ -32,8 +32,6 @@ from torchestra.engine.local import combine_tensors
 from torchestra.engine.operations import Collective, Shape
 from torchestra.types import ReduceOp
 
-__all__ = ["FakeEngine"]
-
 Tensors = Sequence[torch.Tensor]
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torchestra.engine.multihost.hosts import Hosts
     from torchestra.engine.recorder.flight_record import FlightRecord
 
-__all__ = ["Ended", "Engine", "Plan", "Prepared"]
 
 Ended = Callable[[Any], None]
 """Called at the end of a message with its transfer, which has ``error`` and ``source``."""

@@ -8,8 +8,6 @@ from torchestra.engine.native.kernel import declared
 from torchestra.engine.p2p import endpoint_kernels, immediate, kernels
 from torchestra.engine.recorder import message_records
 
-__all__ = ["build", "kernels_of_engine"]
-
 # To import them declares their kernels, and those that they call.
 _MODULES = (
     doorbell,

@@ -29,8 +29,6 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.operations import Kind
 from torchestra.errors import DistBackendError
 
-__all__ = ["reclaim"]
-
 _WRITTEN_BY_PEERS = (Kind.all_reduce, Kind.reduce)
 _SECONDS_FOR_PROCESSES = 0.05
 _SECONDS_FOR_THREADS = 60.0

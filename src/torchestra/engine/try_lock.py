@@ -11,8 +11,6 @@ Here who has the lock is one attribute, which is set to the caller's own object 
 
 from __future__ import annotations
 
-__all__ = ["TryLock"]
-
 
 class TryLock:
     """To be used so::

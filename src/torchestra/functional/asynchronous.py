@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from torchestra.functional.operators import ops
 
-__all__ = ["AsyncCollectiveTensor", "awaited_later"]
-
 
 class AsyncCollectiveTensor(torch.Tensor):
     """A tensor whose contents a collective is still writing.

@@ -29,8 +29,6 @@ from torchestra.engine.operations import COLLECTIVES, Collective
 from torchestra.types import ReduceOp
 from torchestra.world.registry import current_world
 
-__all__ = ["CommTensor", "wait_comm"]
-
 
 class Begun(NamedTuple):
     """A collective that a traced program has begun: the tensors that it fills, and its Work."""

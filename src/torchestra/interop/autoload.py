@@ -12,8 +12,6 @@ from typing import Any
 
 from torchestra.interop.registration import BACKEND, register_backend
 
-__all__ = ["autoload", "register"]
-
 
 def autoload() -> None:
     """Register the backend if this torch has torch.distributed; a failure is only warned of."""

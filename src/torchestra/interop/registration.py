@@ -8,8 +8,6 @@ from typing import Any
 BACKEND = "torchestra"
 """The name of the backend."""
 
-__all__ = ["BACKEND", "register_backend"]
-
 
 def register_backend(creator: Callable[[Any, Any], Any]) -> None:
     """Make ``"torchestra"`` known to torch.distributed as a backend; doing it again changes nothing.

@@ -21,8 +21,6 @@ from torchestra.store.tcp.locality import peer_user
 from torchestra.system.cache_directories import choose
 from torchestra.system.memory_files import SHARED_MEMORY, is_sealable, make_memory_file
 
-__all__ = ["CheckResult", "add_arguments", "examine", "main"]
-
 _PACKAGES = ("torchestra", "torch", "llvmlite", "numpy")
 _FEW_FILES = 1024
 _SHORT_SECRET = 16

@@ -2,8 +2,6 @@
 
 from torchestra.process_group.forms import FORMS
 
-__all__ = ["CollectiveMethods"]
-
 
 class CollectiveMethods:
     """The collectives in torch's C++ form, by all of torch's names; they run on ``communicator``."""

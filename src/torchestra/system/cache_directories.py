@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Directory", "can_be_trusted", "candidates", "choose", "distrust", "prepare"]
-
 _NATIVE = Path(__file__).parents[1] / "engine" / "native"
 _MOST_LINKS = 40
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

@@ -12,8 +12,6 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.tensors import checks
 from torchestra.types import ReduceOp
 
-__all__ = ["Call", "check_call", "check_in_place_list", "pieces"]
-
 
 class Call(NamedTuple):
     """A call of a collective whose arguments have been checked.

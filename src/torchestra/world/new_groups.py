@@ -20,8 +20,6 @@ from torchestra.world.group_agreement import GroupCall, checked_ranks, same_call
 from torchestra.world.init import DEFAULT_NAME, AnyGroup, GroupTerms, default_group, register, start_group
 from torchestra.world.registry import World, compact, current_world, label
 
-__all__ = ["in_order", "make_group", "make_groups", "make_parts", "new_group"]
-
 _DEFAULTS = GroupTerms()
 
 

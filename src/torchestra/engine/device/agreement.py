@@ -22,8 +22,6 @@ from torchestra.engine.device.nccl import why_no_nccl
 from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.store import Store
 
-__all__ = ["ENGINE_VARIABLE", "Agreement", "DeviceRequest", "agree", "announce"]
-
 ENGINE_VARIABLE = "TORCHESTRA_DEVICE_ENGINE"
 """``staging``: have operations on CUDA tensors go through the host, though NCCL could do them."""
 

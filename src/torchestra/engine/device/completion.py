@@ -23,8 +23,6 @@ from torchestra.engine.membership.rank_context import RankContext
 from torchestra.errors import CollectiveTimeoutError, DistBackendError
 from torchestra.system.deadline import Deadline
 
-__all__ = ["PendingOperation", "Watch"]
-
 _LOOK_SECONDS = 1e-3
 _LIVENESS_SECONDS = 0.05
 _CLOSE_SECONDS = 5.0

@@ -22,8 +22,6 @@ from torchestra.engine.interface import Engine
 from torchestra.engine.operations import REDUCE, Collective, Kind, describe, even_parts, pack
 from torchestra.types import ReduceOp
 
-__all__ = ["DeviceEngine", "Joint"]
-
 Tensors = Sequence[torch.Tensor]
 
 _SLACK_SECONDS = 60.0  # the watch gives an operation up before torch does

@@ -19,8 +19,6 @@ from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import DistError
 from torchestra.system.deadline import Deadline
 
-__all__ = ["EVERYBODY", "LateBackend"]
-
 EVERYBODY = "everybody"
 """With whom an operation of the whole group connects."""
 

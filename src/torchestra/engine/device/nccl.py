@@ -13,8 +13,6 @@ import torch
 from torchestra.engine.device.torch_store import store_for_torch
 from torchestra.store import Store
 
-__all__ = ["is_nccl_built", "open_nccl", "why_no_nccl"]
-
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CudaScheduler", "DeviceEvent", "StreamScheduler"]
-
 Refuse = Callable[[], None]
 """Raises why there is nothing more to wait for, if there is not."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torchestra.store import Store
 
-__all__ = ["store_for_torch"]
-
 
 def store_for_torch(store: Store, seconds: float) -> Any:
     """A store of torch.distributed over one of ours, which may be used from any thread.

@@ -8,8 +8,6 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-__all__ = ["at", "flat", "raw", "spanning"]
-
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor."""

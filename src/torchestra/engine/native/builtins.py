@@ -17,8 +17,6 @@ from llvmlite import ir
 
 from torchestra.engine.native.machine_code import definition_name
 
-__all__ = ["BYTES", "OBJECT", "Interface", "define_method", "write_builtin"]
-
 OBJECT = ir.IntType(8).as_pointer()
 """PyObject *."""
 BYTES = ir.IntType(8).as_pointer()

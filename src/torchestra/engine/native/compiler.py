@@ -29,8 +29,6 @@ from torchestra.engine.native import intrinsic_code
 from torchestra.engine.native.builtins import write_builtin
 from torchestra.engine.native.declarations import External, Intrinsic, KernelSource
 
-__all__ = ["KernelError", "Program"]
-
 _WORD, _TRUTH = ir.IntType(64), ir.IntType(1)
 _TYPES = {"i64": _WORD, "i32": ir.IntType(32), "void": ir.VoidType()}
 _COMPARISONS: dict[type[ast.cmpop], str] = {

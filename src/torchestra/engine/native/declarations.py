@@ -10,8 +10,6 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["External", "Intrinsic", "KernelSource"]
-
 _C_TYPES: dict[str, Any] = {"i64": ctypes.c_int64, "i32": ctypes.c_int32, "void": None}
 
 

@@ -18,21 +18,6 @@ from torchestra.engine.native.declarations import Intrinsic, KernelSource
 from torchestra.engine.native.machine_code import MachineCode
 from torchestra.engine.native.object_files import find_or_make
 
-__all__ = [
-    "Kernel",
-    "NativeIntrinsic",
-    "NativeKernel",
-    "address_in_object",
-    "address_of",
-    "declared",
-    "entry_point",
-    "intrinsic",
-    "kernel",
-    "load_object",
-    "set_builder",
-    "short_kernel",
-]
-
 Kernel = Callable[..., int]
 """A kernel as Python calls it: with ints."""
 

@@ -8,8 +8,6 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["PYTHON_SYMBOLS", "MachineCode", "definition_name"]
-
 PYTHON_SYMBOLS = (
     "PyErr_Occurred",
     "PyErr_SetString",

@@ -27,8 +27,6 @@ from pathlib import Path
 
 from torchestra.system.cache_directories import can_be_trusted, candidates, choose, distrust
 
-__all__ = ["find", "find_or_make", "object_name", "open_own", "place_of", "say_once", "sources_digest"]
-
 _ENGINE = Path(__file__).parents[1]
 _SOURCES = ("layout.py", "kernels/*.py", "native/*.py", "p2p/*.py", "recorder/*.py")
 _DIGEST_BYTES = hashlib.sha256().digest_size

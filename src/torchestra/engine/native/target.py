@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 
-__all__ = ["Target"]
-
 
 class Target(NamedTuple):
     """A kind of processor.

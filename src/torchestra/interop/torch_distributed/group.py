@@ -24,8 +24,6 @@ from torchestra.interop.torch_distributed.rendezvous import rendezvous
 from torchestra.process_group import ProcessGroup
 from torchestra.types import Timeout
 
-__all__ = ["TorchestraGroup", "create_group"]
-
 _Base: Any = distributed.ProcessGroup  # whose annotations leave out half of what its methods take
 
 

@@ -10,8 +10,6 @@ from torchestra.errors import InvalidArgumentError
 from torchestra.interop.torch_distributed.group import TorchestraGroup
 from torchestra.process_group import ProcessGroup
 
-__all__ = ["inner_group", "monitored_barrier"]
-
 
 def inner_group(group: distributed.ProcessGroup | None = None) -> ProcessGroup:
     """Return the :class:`torchestra.ProcessGroup` that a group of torch.distributed runs on.

@@ -28,8 +28,6 @@ from torchestra.process_group import ProcessGroup
 from torchestra.process_group.forms import FORMS
 from torchestra.types import ReduceOp, Timeout
 
-__all__ = ["Operations"]
-
 _SUM: Any = c10d.ReduceOp.SUM
 _UNSET = timedelta(milliseconds=-1)
 

@@ -17,8 +17,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from torchestra.errors import InvalidArgumentError
 
-__all__ = ["Membership", "backends_by_device", "group_on"]
-
 
 class Membership(NamedTuple):
     """What a backend needs to know to make a group.

@@ -13,8 +13,6 @@ from torchestra.process_group import ProcessGroup
 from torchestra.store.secret import job_secret
 from torchestra.store.torch_agent import TorchStore
 
-__all__ = ["rendezvous"]
-
 
 def rendezvous(options: Any) -> ProcessGroup:
     """Meet the other ranks.
