@@ -10,7 +10,6 @@ from torchestra.communicator.device import agreement_of, delegate
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.shrinking import shrink
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.multihost.shrinking import shrink_hosts
 from torchestra.errors import GroupDestroyedError, InvalidArgumentError, InvalidArgumentTypeError, shown
 from torchestra.process_group.starting import start
 from torchestra.store import Store
@@ -73,6 +72,8 @@ def _within_host(
 def _between_hosts(
     communicator: Communicator, name: str, exclude: Sequence[int], seconds: float, backend: str
 ) -> _Made:
+    from torchestra.engine.multihost.shrinking import shrink_hosts
+
     engine, hierarchy = communicator.engine, communicator.engine.hierarchy
     # MPI does not promise to outlive a rank. Where it was used the network is trusted, so Gloo may be.
     bridge = "gloo" if engine.bridge_kind == "mpi" else engine.bridge_kind

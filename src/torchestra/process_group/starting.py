@@ -18,10 +18,8 @@ from torchestra.engine.fake import FakeEngine
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.joining import join
 from torchestra.engine.membership.joining import refuse as refuse_entry
-from torchestra.engine.multihost.bridge_selection import choose_bridge
 from torchestra.engine.multihost.host_discovery import hosts_found, may_span_hosts
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.engine.multihost.joining import join_hosts, refuse_hosts
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import DistBackendError, InvalidArgumentError, InvalidArgumentTypeError
 from torchestra.rendezvous import launch_environment
@@ -171,6 +169,8 @@ def refuse(store: Store, name: str, hosts: Hosts | None, why: str) -> None:
     """
     own = PrefixStore(f"group/{name}", store)
     if hosts is not None and len(hosts) > 1:
+        from torchestra.engine.multihost.joining import refuse_hosts
+
         refuse_hosts(own, hosts, why)
     else:
         refuse_entry(own, why)
@@ -192,6 +192,10 @@ def _enter(
     if hosts is None or len(hosts) == 1:
         context = join(own, rank, size, name, seconds, threads=threads, thread=program, has_died=has_died)
         return Communicator(LocalEngine(context), name, seconds)
+    # Ranks of one host start quicker without what goes between hosts.
+    from torchestra.engine.multihost.bridge_selection import choose_bridge
+    from torchestra.engine.multihost.joining import join_hosts
+
     if bridge is None:
         mpiexec = launch_environment().source in ("mpich", "openmpi")
         bridge = choose_bridge(threads=threads, mpiexec=mpiexec, has_secret=own.secret is not None)
