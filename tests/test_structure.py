@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import inspect
 import pkgutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import torchestra
+from torchestra.system.quick_import import without_collection
 
 SOURCE = Path(torchestra.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -120,6 +122,24 @@ for name in dir(torchestra):
 assert state() == before, (before, state())
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_import_leaves_the_garbage_collector_as_it_was(enabled: bool) -> None:
+    def load(name: str) -> bool:
+        if name == "missing":
+            raise AttributeError(name)
+        return gc.isenabled()
+
+    get, before = without_collection(load), gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert get("name") is False
+        with pytest.raises(AttributeError):
+            get("missing")
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_test_modules_have_names_of_their_own() -> None:

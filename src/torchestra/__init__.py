@@ -7,8 +7,10 @@ torch.
 import lazy_loader
 
 from torchestra.system.module_aliases import AliasFinder
+from torchestra.system.quick_import import without_collection
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__ = without_collection(_load)
 
 AliasFinder({"torchestra.options": {"torchestra.arguments.options": "*"}}).install()  # as it was called
 

@@ -1,0 +1,31 @@
+"""Imports during which Python's garbage collector rests.
+
+An import makes many objects that stay. The collector sees their number grow and looks at every object of the
+process for garbage, torch's half a million included: 0.1 s, half of all the time that torchestra takes to be
+imported, in vain.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["without_collection"]
+
+
+def without_collection(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a module's ``__getattr__`` that imports, and only then lets the collector go on."""
+
+    @functools.wraps(load)
+    def get(name: str) -> Any:
+        if not gc.isenabled():
+            return load(name)
+        gc.disable()
+        try:
+            return load(name)
+        finally:
+            gc.enable()
+
+    return get
