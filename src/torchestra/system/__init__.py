@@ -1,1 +1,1 @@
-"""Services of the system: forks, limits, memory files, deadlines, proofs of the secret, cache directories, imports."""
+"""Services of the system: forks, limits, memory files, deadlines, proofs of the secret, caches, imports."""
