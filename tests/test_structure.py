@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import graphlib
 import importlib
 import inspect
 import pkgutil
@@ -66,6 +67,37 @@ def test_the_search_for_torch_distributed_finds_it(text: str, expected: bool) ->
 def test_torch_distributed_is_used_where_torchestra_meets_it_and_nowhere_else() -> None:
     users = [name_of(path) for path in FILES if uses_torch_distributed(ast.parse(path.read_text()))]
     assert [name for name in users if not name.startswith(SPEAKS_TO_TORCH_DISTRIBUTED)] == []
+
+
+MODULES = {
+    ".".join(("torchestra", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+    for path in FILES
+}
+KNOW_EACH_OTHER = ("communicator/", "process_group/", "rpc/")
+"""Whose modules name each other's classes in annotations; nowhere else do two."""
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of the package that one imports, in functions too."""
+    tree = ast.parse(path.read_text())
+    if name_of(path).startswith(KNOW_EACH_OTHER):
+        tree.body = [part for part in tree.body if not isinstance(part, ast.If)]  # TYPE_CHECKING
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names & MODULES) | ({node.module} & MODULES if names - MODULES else set())
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & MODULES
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {}
+    for path in FILES:
+        if path.name != "__init__.py":
+            graph["torchestra." + name_of(path)[:-3].replace("/", ".")] = imports_of(path)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_no_file_is_too_long_to_read() -> None:

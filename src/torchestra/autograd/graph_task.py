@@ -27,19 +27,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from torchestra.autograd import graph
 from torchestra.autograd.errors import ErrorRecord, describe, located, rebuild
+from torchestra.autograd.gradients import Gradients
+from torchestra.autograd.send_recv import RecvRpc, SendRpc
 from torchestra.errors import RpcTimeoutError, WorkerFailedError
+from torchestra.rpc.agent import Agent
 from torchestra.rpc.thread_state import thread_state
 from torchestra.system.deadline import RunningClock
-
-if TYPE_CHECKING:
-    from torchestra.autograd.contexts import Context
-    from torchestra.autograd.send_recv import RecvRpc, SendRpc
 
 Key: TypeAlias = tuple[int, int]
 """Of a pass: the rank of its origin, and how many had begun there before."""
@@ -72,6 +71,36 @@ class _Wait:
         self.finished = False
         self.leading = False
         self.latch: threading.Lock | None = None
+
+
+class Contexts(Protocol):
+    """The contexts of this worker, as a pass uses them."""
+
+    agent: Agent
+
+    def tell(self, rank: int, note: Note) -> None:
+        """Send a note to a worker."""
+
+
+class Context(Protocol):
+    """A context, as a pass uses it; :class:`torchestra.autograd.contexts.Context` is one."""
+
+    @property
+    def contexts(self) -> Contexts: ...
+
+    number: int
+    lock: threading.Lock
+    sends: dict[int, SendRpc]
+    receipts: dict[int, RecvRpc]
+    seen: int
+    neighbours: set[int]
+    gradients: Gradients
+
+    def end_task(self, key: Key) -> object:
+        """End a pass here."""
+
+    def retire(self, sends: Sequence[SendRpc], receipts: Sequence[RecvRpc]) -> None:
+        """Forget messages whose graph has been freed."""
 
 
 class GraphTask:

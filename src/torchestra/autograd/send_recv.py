@@ -7,16 +7,13 @@ the message. *SendRpc* is a source of the graph of the worker that sent them: gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import FunctionMeta
 
 from torchestra.rpc.thread_state import thread_state
-
-if TYPE_CHECKING:
-    from torchestra.autograd.contexts import Context
 
 _EARLY = 1 << 62  # in the order in which autograd runs nodes that are ready
 
@@ -126,59 +123,3 @@ def record_receipt(message: int, peer: int, order: int, tensors: list[torch.Tens
     node = tensors[0].grad_fn
     node._set_sequence_nr(_EARLY)  # type: ignore[union-attr]
     return RecvRpc(message, peer, order, node)
-
-
-class ContextMark(NamedTuple):
-    """The mark of a message: the context, and its own number if tensors within are attached to the graph."""
-
-    context: int
-    message: int | None
-
-
-class SendRecorder:
-    """The tensors in a message that is being pickled, within a context.
-
-    A parameter takes part if it is an argument or result itself, or in a list, tuple or dict that is; the
-    parameters of a module that is sent are copied with it.
-    """
-
-    __slots__ = ("_content", "_context", "_direct", "_is_call", "_tensors", "_to")
-
-    def __init__(self, context: Context, to: int, content: object, is_call: bool) -> None:
-        self._context = context
-        self._to = to
-        self._content = content
-        self._is_call = is_call
-        self._tensors: list[torch.Tensor] = []
-        self._direct: set[int] | None = None
-
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor that requires gradients takes part; then it will get those that come."""
-        if isinstance(tensor, torch.nn.Parameter):
-            if self._direct is None:
-                self._direct = {id(each) for each in _parameters(self._content)}
-            if id(tensor) not in self._direct:
-                return False
-        self._tensors.append(tensor)
-        return True
-
-    def close(self) -> ContextMark | None:
-        """All is pickled: return the mark of the message, None where there is no need."""
-        tensors, self._tensors, self._content = self._tensors, [], None
-        if not tensors:
-            return ContextMark(self._context.number, None) if self._is_call else None
-        return ContextMark(self._context.number, self._context.note_send(self._to, tensors))
-
-    def sent(self) -> None:
-        """Note that the message was sent."""
-        self._context.see_release(self._to)
-
-
-def _parameters(content: object) -> Iterator[torch.nn.Parameter]:
-    if isinstance(content, torch.nn.Parameter):
-        yield content
-    elif isinstance(content, (tuple, list)):
-        for each in content:
-            yield from _parameters(each)
-    elif isinstance(content, dict):
-        yield from _parameters(list(content.values()))

@@ -27,8 +27,8 @@ class Hosts:
         size: how many ranks there are.
         host_of: by rank, the index of its host.
         local_rank_of: by rank, its number among the ranks of its host.
-        rails: how many ranks the smallest host has. Rail ``r`` joins rank ``r`` of every host; the ranks
-            that a larger host has beyond move nothing between hosts.
+        rails: how many ranks the smallest host has. Rail ``r`` joins local rank ``r`` of every host (NCCL's
+            word); the ranks that a larger host has beyond move nothing between hosts.
     """
 
     def __init__(self, members: Sequence[Sequence[int]], names: Sequence[str]) -> None:
