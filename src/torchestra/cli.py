@@ -24,6 +24,7 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "run": Command("torchestra.launcher.command", "start a script on several ranks of this host"),
     "bench": Command("torchestra.monitor.bench", "time torchestra's operations on this machine"),
+    "tune": Command("torchestra.monitor.tune", "measure this machine once, so that operations suit it"),
     "top": Command("torchestra.monitor.top", "show what the ranks of a running job do"),
     "report": Command("torchestra.monitor.report", "write what the ranks of a job did last, as a trace"),
     "doctor": Command("torchestra.monitor.doctor", "show what torchestra finds on this machine"),

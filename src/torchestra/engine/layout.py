@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
-VERSION = 7
+VERSION = 8
 MEMORY_FILE = "torchestra"  # what the names of all arenas' memory files begin with
 RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for what is left of arenas (flight_dump.py)
 PAGE = 4096
@@ -59,7 +59,8 @@ HEADER_HOST = 144  # what the group calls this host, if it has several
 HEADER_HOST_BYTES = 112
 HEADER_NAME = 256  # the group's name
 HEADER_NAME_BYTES = 256
-HEADER_ABORT_TEXT = 512
+HEADER_CHOICES = 512  # a word for each of the group's thresholds (selection.py)
+HEADER_ABORT_TEXT = 576
 HEADER_BYTES = 16 * PAGE
 HEADER_ABORT_TEXT_BYTES = HEADER_BYTES - HEADER_ABORT_TEXT
 ABORT_EXPLAINED = 1  # a rank is finding out what to write; another may write instead

@@ -276,7 +276,7 @@ class LocalEngine(Engine):
         self._barrier_plan = LocalPlan(context.address, pack(Kind.barrier), 0, 0, -1)
         self._plans: dict[tuple[str, int, torch.dtype, str, int | None], LocalPlan] = {}
         self._waiter = MessageWaiter(context, 0.0)  # the last one: most calls want the same
-        self.choices = Choices.for_group(context.size, context.arena.layout.slot_bytes)
+        self.choices = context.arena.choices
         forget_in_children(self)
 
     def forget(self) -> None:
@@ -295,8 +295,7 @@ class LocalEngine(Engine):
 
     @choices.setter
     def choices(self, choices: Choices) -> None:
-        layout = self.context.arena.layout
-        choices.check(min(layout.slot_bytes, layout.chunk_buffer_bytes))
+        choices.check(self.context.arena.buffer_bytes)
         self._choices = choices
         self.context.set_word(at.THRESHOLDS, choices.digest << at.DIGEST_BIT)
         self.context.set_word(at.DIRECT, choices.direct)

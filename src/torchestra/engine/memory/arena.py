@@ -29,16 +29,18 @@ import os
 import resource
 import struct
 import threading
-from dataclasses import replace
+from dataclasses import astuple, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import shared_words
+from torchestra.engine.kernels.selection import Choices
 from torchestra.engine.memory.mapping import MemoryFile, leave_out_of_core_dumps
 from torchestra.engine.p2p import channel_area_bytes
 from torchestra.engine.recorder.clock import Moment, best_clock
+from torchestra.engine.tuned_thresholds import choices_for_group
 from torchestra.errors import DistBackendError
 from torchestra.system.limits import no_descriptors
 from torchestra.system.memory_files import SHARED_MEMORY, make_memory_file
@@ -104,6 +106,16 @@ class Arena:
         self._words = (ctypes.c_int64 * (layout.slots // 8)).from_address(self.address)
         self._heaps: npt.NDArray[np.uint8] | None = None
         self._mapping = threading.Lock()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return how much fits into each of the buffers of a rank."""
+        return min(self.layout.slot_bytes, self.layout.chunk_buffer_bytes)
+
+    @property
+    def choices(self) -> Choices:
+        """Return the thresholds of the group, as whoever made the arena has them."""
+        return Choices(*(self.word(at.HEADER_CHOICES + 8 * n) for n in range(len(fields(Choices)))))
 
     @property
     def heaps(self) -> npt.NDArray[np.uint8]:
@@ -224,6 +236,8 @@ class Arena:
             ) from error
         for offset, value in cls._header(layout):
             arena.set_word(offset, value)
+        for number, value in enumerate(astuple(choices_for_group(layout.size, arena.buffer_bytes))):
+            arena.set_word(at.HEADER_CHOICES + 8 * number, value)
         clock = best_clock()
         moment = Moment.now(clock)
         arena.set_word(at.HEADER_CLOCK, clock)
