@@ -79,6 +79,21 @@ def _learn(state, idle, spins):
 
 
 @kernel
+def _sleep_until_moved(state, record):
+    """Sleep until something of a record (0: of any) moves, or ATTENTION is set: DONE, PENDING, NO_MEMORY."""
+    rung = prepare_sleep(state)
+    moved = advance(state, record)
+    if moved == 0 and load_ordered(state + w.ATTENTION) == 0:
+        sleep(state, rung)
+        moved = advance(state, record)
+        if moved == 0:
+            wake_up(state)
+            return PENDING
+    wake_up(state)
+    return w.NO_MEMORY if moved < 0 else DONE
+
+
+@kernel
 def run(state, record, eager):
     """Work until a record is finished (0: until any that is to be notified is).
 
@@ -128,17 +143,9 @@ def run(state, record, eager):
         else:
             if load_acquire(load(context + ABORT)) != 0:
                 return ABORTED
-            rung = prepare_sleep(state)
-            moved = advance(state, record)
-            if moved == 0 and load_ordered(state + w.ATTENTION) == 0:
-                sleep(state, rung)
-                moved = advance(state, record)
-                if moved == 0:
-                    wake_up(state)
-                    return PENDING
-            wake_up(state)
-            if moved < 0:
-                return w.NO_MEMORY
+            code = _sleep_until_moved(state, record)
+            if code != DONE:
+                return code
             idle = 0
 
 
