@@ -220,8 +220,10 @@ def mismatch_and_end() -> None:
     with pytest.raises(CollectiveTimeoutError):
         late.wait(0.01)
     assert late.is_active()
+    dist.barrier()  # neither sends before both have waited in vain
     dist.send(tensor, 1 - rank)
     assert late.wait()
+    dist.barrier()
     dist.destroy_process_group()
     for ended in (plan, late):
         for start in (ended, ended.start):
