@@ -67,6 +67,7 @@ from .collectives.persistent import (
     start_all,
 )
 from .collectives.shared_tensors import empty, full, ones, zeros
+from .collectives.sharing import share_, share_module_, use_shared_allocator
 from .communicator.work import Work
 from .device_mesh import DeviceMesh, init_device_mesh
 from .errors import (
@@ -299,10 +300,13 @@ __all__ = [
     "send_object_list",
     "set_pg_timeout",
     "sharded",
+    "share_",
+    "share_module_",
     "shrink_group",
     "split_group",
     "start_all",
     "supports_complex",
+    "use_shared_allocator",
     "zeros",
 ]
 

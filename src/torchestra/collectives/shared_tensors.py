@@ -7,12 +7,21 @@ from collections.abc import Sequence
 import torch
 
 from torchestra.arguments.annotations import checked
+from torchestra.engine.interface import Engine
 from torchestra.engine.local import moves
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group import NonMember
 from torchestra.world.init import AnyGroup, default_group
 
 __all__ = ["empty", "full", "ones", "zeros"]
+
+
+def sharing_engine(group: AnyGroup | None, name: str) -> Engine:
+    """Return the engine whose ranks share memory; InvalidArgumentError on a rank that is not in the group."""
+    chosen = default_group() if group is None else group
+    if isinstance(chosen, NonMember):
+        raise InvalidArgumentError(f"{name}: this rank is {chosen!r}")
+    return chosen.communicator.engine
 
 
 @checked
@@ -28,9 +37,7 @@ def empty(
     Raises:
         InvalidArgumentError: this rank is not in the group, or the group's memory is full.
     """
-    chosen = default_group() if group is None else group
-    if isinstance(chosen, NonMember):
-        raise InvalidArgumentError(f"empty: this rank is {chosen!r}")
+    engine = sharing_engine(group, "empty")
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     lengths = tuple(torch.Size(shape))  # type: ignore[arg-type]
     if any(length < 0 for length in lengths):
@@ -38,7 +45,7 @@ def empty(
     chosen_dtype = dtype or torch.get_default_dtype()
     if not moves(chosen_dtype):
         raise InvalidArgumentError(f"empty: `dtype` is {chosen_dtype}, of which tensors cannot be sent")
-    return chosen.communicator.engine.empty(lengths, chosen_dtype)
+    return engine.empty(lengths, chosen_dtype)
 
 
 @checked

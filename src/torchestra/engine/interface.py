@@ -167,6 +167,10 @@ class Engine(Protocol):
         """Return an uninitialised tensor, where the engine moves it fastest."""
         return torch.empty(shape, dtype=dtype)
 
+    def is_in_heap(self, address: int) -> bool:
+        """Return whether an address is in the memory that :meth:`empty` gives out, and ranks share."""
+        return False
+
     def combine(self, target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
         """Reduce tensors of this rank, as the engine does those of several: same order, same rounding."""
 

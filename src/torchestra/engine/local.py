@@ -420,6 +420,9 @@ class LocalEngine(Engine):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.context.heap.empty(shape, dtype)
 
+    def is_in_heap(self, address: int) -> bool:
+        return self.context.heap.offset_of(address) != at.NOT_SHARED
+
     def combine(self, target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
         combine_tensors(target, sources, op)
 

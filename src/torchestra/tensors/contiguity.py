@@ -60,7 +60,7 @@ def what_is_missing(tensor: torch.Tensor) -> str:
         return f"has no memory of its own ({_described(tensor)}); give a plain tensor"
     if not tensor.numel():
         return ""
-    needed = (tensor.storage_offset() + _span(tensor)) * tensor.itemsize
+    needed = (tensor.storage_offset() + span(tensor)) * tensor.itemsize
     if room < needed:
         return (
             f"needs {needed} bytes of its storage, which has been freed or resized to {room}; resize it back,"
@@ -80,7 +80,7 @@ def _described(tensor: torch.Tensor) -> str:
     return "it is a zero tensor, unlike its .clone()" if tensor._is_zerotensor() else "it is not a plain one"
 
 
-def _span(tensor: torch.Tensor) -> int:
+def span(tensor: torch.Tensor) -> int:
     """Return how many elements there are from the first to the last in memory, of a tensor that has any."""
     if tensor.is_contiguous():
         return tensor.numel()
@@ -126,7 +126,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
         if length == 1:
             continue
         if step <= reach:
-            marks = torch.zeros(_span(tensor), dtype=torch.uint8)
+            marks = torch.zeros(span(tensor), dtype=torch.uint8)
             marks.as_strided(tensor.shape, tensor.stride()).fill_(1)
             return int(marks.count_nonzero()) < tensor.numel()
         reach += step * (length - 1)
@@ -136,7 +136,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 def overlapping(tensors: Sequence[torch.Tensor]) -> int | None:
     """The place in the list of a tensor that shares memory with one before it; None if none does."""
     ranges = sorted(
-        (each.data_ptr(), each.data_ptr() + _span(each) * each.itemsize, place)
+        (each.data_ptr(), each.data_ptr() + span(each) * each.itemsize, place)
         for place, each in enumerate(tensors)
         if each.numel()
     )

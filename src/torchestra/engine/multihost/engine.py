@@ -117,6 +117,9 @@ class MultiHostEngine(Engine):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.hierarchy.local.empty(shape, dtype)
 
+    def is_in_heap(self, address: int) -> bool:
+        return self.hierarchy.local.is_in_heap(address)
+
     def combine(self, target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:
         combine_tensors(target, sources, op)
 
