@@ -18,7 +18,10 @@ from torchestra.engine.multihost.heartbeat_bound import HEARTBEAT_VARIABLE
 from torchestra.engine.multihost.p2p_request import P2PRequest
 from torchestra.engine.multihost.wait_policy import WaitPolicy
 from torchestra.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
+from torchestra.transport.endpoint import EndpointRecord
 from torchestra.transport.message import Message
+from torchestra.transport.pair import PairConnection
+from torchestra.transport.sockets import await_confirmed
 from torchestra.transport.transport import Transport
 
 SMALL, LARGE, HUGE = 5, 50_000, 700_000
@@ -285,3 +288,20 @@ def test_messages_of_one_that_has_left_are_received_however_slowly_they_are_take
     monkeypatch.setattr(WaitPolicy, "check", counted_check)
     monkeypatch.setattr(GroupTransport, "_deliver", slow_deliver)
     on_threads((1, 1), receive_from_one_that_has_left)
+
+
+def test_who_leaves_waits_for_what_it_has_sent_before_and_not_for_later_pings() -> None:
+    """Of which there is always another one: groups took seconds to leave."""
+    peer = PairConnection(1, EndpointRecord("tcp://127.0.0.1:1", b""), reconnects=True)
+    peer.post_text(Channel.p2p, 0, b"bye")
+
+    def send_and_confirm(asked: PairConnection) -> None:
+        asked._unconfirmed.append(asked._queue.popleft())
+        asked.note_confirmed(1)
+
+    def ping(_: int) -> bool:
+        peer.post_text(Channel.control, 0, b"ping")
+        return False
+
+    assert await_confirmed({peer: peer.posted}, 20.0, send_and_confirm, ping)
+    assert peer.is_owed(peer.posted)

@@ -149,6 +149,13 @@ class EventLoop:
             self.unsent.append(to)
             self.wake()
 
+    def ask_to_confirm(self, peer: PairConnection) -> None:
+        """Have a rank say now what has come of the messages sent to it."""
+        if peer.settled:
+            peer.say(ASK_TO_CONFIRM)
+            self.unsent.append(peer)
+            self.wake()
+
     def lost(self) -> dict[int, str]:
         """Return which ranks are gone, all that they had sent having come, and what has become of them."""
         return {rank: peer.how for rank, peer in self.peers.items() if peer.how}

@@ -207,11 +207,16 @@ class PairConnection:
             self._queue.append(_Control(control))
 
     @property
-    def is_owed(self) -> bool:
-        """Return whether it may still confirm reliable messages."""
+    def posted(self) -> int:
+        """Return the number of the last message that has been posted."""
+        return self._sequence
+
+    def is_owed(self, last: int) -> bool:
+        """Return whether it may still confirm reliable messages, of those up to a number."""
         if self.how:
             return False
-        return bool(self._unconfirmed) or any(each.reliable for each in tuple(self._queue))
+        with self._lock:
+            return any(each.reliable and each.sequence <= last for each in (*self._unconfirmed, *self._queue))
 
     def try_flush(self) -> bool:
         """Send what is queued, if short, on the thread of a caller; return whether all has been sent."""

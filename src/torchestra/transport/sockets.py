@@ -15,6 +15,7 @@ from torchestra.transport.listener import HANDSHAKE_SECONDS
 from torchestra.transport.pair import FRAMES_IN_ADVANCE, PairConnection
 
 _TICK = 0.002
+_ASK_AGAIN_SECONDS = 0.25
 
 
 def incoming_socket(context: zmq.Context[Any], address: str, private: bytes) -> zmq.Socket[Any]:
@@ -83,17 +84,30 @@ def await_met(
         time.sleep(_TICK)
 
 
-def await_confirmed(owed: Sequence[PairConnection], timeout_s: float, is_vain: Callable[[int], bool]) -> bool:
-    """Wait until others have confirmed all reliable messages; return whether they have.
+def await_confirmed(
+    posted: Mapping[PairConnection, int],
+    timeout_s: float,
+    ask: Callable[[PairConnection], None],
+    is_vain: Callable[[int], bool],
+) -> bool:
+    """Wait until others have confirmed reliable messages; return whether they have.
 
     Args:
-        owed: the connections to them.
+        posted: by the connection to a rank, the number of the last message to wait for. Messages that are
+            posted meanwhile (there is always another ping) are not.
         timeout_s: how long to wait.
+        ask: asks a rank to confirm what has come. It is asked again, as a question overtakes messages.
         is_vain: tells of a rank whether it confirms nothing more.
     """
-    deadline = time.monotonic() + timeout_s
-    while owed := [peer for peer in owed if peer.is_owed and not is_vain(peer.rank)]:
-        if time.monotonic() > deadline:
+    began, next_question = time.monotonic(), 0.0
+    owed = list(posted)
+    while owed := [peer for peer in owed if peer.is_owed(posted[peer]) and not is_vain(peer.rank)]:
+        passed = time.monotonic() - began
+        if passed > timeout_s:
             return False
+        if passed >= next_question:
+            next_question = passed + min(passed + _TICK, _ASK_AGAIN_SECONDS)
+            for peer in owed:
+                ask(peer)
         time.sleep(_TICK)
     return True

@@ -30,7 +30,7 @@ from torchestra.errors import DistNetworkError
 from torchestra.transport.endpoint import EndpointRecord
 from torchestra.transport.event_loop import LINGER_SECONDS, TICK, EventLoop, Handlers
 from torchestra.transport.message import Message
-from torchestra.transport.pair import ASK_TO_CONFIRM, ENDED_SECONDS
+from torchestra.transport.pair import ENDED_SECONDS
 from torchestra.transport.sockets import await_confirmed, await_met
 
 _JOIN_SECONDS = 5.0
@@ -152,18 +152,23 @@ class Transport:
             loop.send(to)
 
     def flush(self, timeout_s: float, is_vain: Callable[[int], bool]) -> bool:
-        """Wait until all reliable messages have come; return whether they have in time.
+        """Wait until the reliable messages posted before have come; return whether they have in time.
 
         Args:
             timeout_s: how long to wait.
             is_vain: returns whether a rank will receive nothing more.
         """
         loop = self._loop
-        owed = [peer for peer in loop.peers.values() if peer.is_owed]
-        for peer in owed:
-            peer.say(ASK_TO_CONFIRM)
-            loop.send(peer)
-        return await_confirmed(owed, timeout_s, lambda rank: loop.closing or is_vain(rank))
+        return await_confirmed(
+            {peer: peer.posted for peer in loop.peers.values()},
+            timeout_s,
+            loop.ask_to_confirm,
+            lambda rank: loop.closing or is_vain(rank),
+        )
+
+    def is_refused(self, peer: int) -> bool:
+        """Return whether the last attempt to connect to a rank has failed."""
+        return bool(self._loop.peers[peer].refused)
 
     @property
     def is_closed(self) -> bool:

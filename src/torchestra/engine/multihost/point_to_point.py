@@ -158,9 +158,12 @@ class PointToPoint:
         self._link.flush(self._hierarchy.detector.bound, self._is_vain)
 
     def _is_vain(self, rank: int) -> bool:
-        """Return whether a rank receives nothing more."""
+        """Return whether a rank receives nothing more; one that has only been pinged may be gone already."""
         return (
-            self._context.is_aborted or rank in self._left or self._hierarchy.detector.fate(rank) is not None
+            rank in self._left
+            or (rank not in self._peers and self._link.is_refused(rank))
+            or self._context.is_aborted
+            or self._hierarchy.detector.fate(rank) is not None
         )
 
     # -- beginning
