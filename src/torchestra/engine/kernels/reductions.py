@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import platform
 import struct
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,7 @@ def reduction(dtype: torch.dtype, op: ReduceOp) -> int:
     return _function(dtype, _OPERATION[op.name])
 
 
+@functools.cache
 def _function(dtype: torch.dtype, operation: int) -> int:
     return address_in_object(symbol(_name(dtype), operation))
 

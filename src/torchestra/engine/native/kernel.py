@@ -44,15 +44,18 @@ class _Native:
     """What is compiled, and called from Python."""
 
     name: str
-    _entry: Callable[..., int] | None = None
+    _entry: Callable[..., int]
     _code: MachineCode | None = None
 
     @property
     def entry(self) -> Callable[..., int]:
         """The builtin function: takes ints, returns an int."""
-        if self._entry is None:
+        if self._entry == self._call_first:
             self._entry = self._load().builtin(self.name)
         return self._entry
+
+    def _call_first(self, *words: int) -> int:
+        return self.entry(*words)
 
     @property
     def address(self) -> int:
@@ -60,7 +63,7 @@ class _Native:
         return self._load().address(self.name)
 
     def __call__(self, *words: int) -> int:
-        return self.entry(*words)
+        return self._entry(*words)
 
     def _load(self) -> MachineCode:
         return load_object()
@@ -71,6 +74,7 @@ class NativeIntrinsic(_Native, Intrinsic):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
+        self._entry = self._call_first
         _declared[self.name] = self
 
 
@@ -84,8 +88,7 @@ class NativeKernel(_Native, KernelSource):
 
     def __init__(self, function: Callable[..., Any], keeps_interpreter: bool) -> None:
         super().__init__(function, keeps_interpreter)
-        if _interpreted:
-            self._entry = function
+        self._entry = function if _interpreted else self._call_first
         if self.__module__.startswith("torchestra.engine."):
             _declared.setdefault(self.name, self)
 
