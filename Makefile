@@ -11,7 +11,7 @@ DEFINED_BY := pyproject.toml constraints.txt
 # Constraints for the builds that pip runs in environments of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: attack demo test test-interop test-ray lint docs bench bench-hosts bench-join conformance clean
+.PHONY: attack demo test test-interop test-ray lint docs bench bench-hosts bench-join conformance wheel clean
 
 demo: $(VENV)/.examples
 	$(RUN) -m torchestra run --nproc 2 examples/digits.py
@@ -57,6 +57,12 @@ conformance: $(VENV)/.conformance
 # Two hosts that are network namespaces: needs root and iproute2.
 bench-hosts: $(VENV)/.bench
 	$(RUN) -m benchmarks.hosts $(ARGS)
+
+# Into dist. It brings the kernels compiled for x86-64-v3, for any x86-64 and for aarch64; what pip makes of the
+# sources by itself brings none, and compiles them in its first run.
+wheel: $(VENV)/.test
+	$(RUN) -m tools.prebuild
+	$(RUN) -m pip wheel -q --no-deps --wheel-dir dist .
 
 # Ten thousand simulated ranks join one store: requests and seconds.
 bench-join: $(VENV)/.bench

@@ -17,6 +17,7 @@ import pytest
 import torchestra.engine
 from torchestra.engine.native import object_files
 from torchestra.engine.native.object_files import find, find_or_make
+from torchestra.engine.native.target import LEVELS, Target
 from torchestra.system import cache_directories
 from torchestra.system.cache_directories import Directory, prepare
 
@@ -42,6 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert not prepare(place.folder)
     for module in (object_files, cache_directories):
         monkeypatch.setattr(module, "candidates", lambda: iter([place]))
+    monkeypatch.setattr(object_files, "PREBUILT", tmp_path / "none")
     yield place.folder
     object_files.say_once.cache_clear()
 
@@ -150,6 +152,27 @@ def test_an_object_in_a_directory_that_cannot_be_written_is_found(
     assert is_compiled()
     monkeypatch.setattr(object_files, "choose", lambda: pytest.fail("looked for a place to write"))
     assert not is_compiled()
+
+
+def test_the_best_object_of_the_wheel_that_the_processor_runs_is_taken(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_files, "PREBUILT", tmp_path / "objects")
+    for level in LEVELS:
+        object_files.keep_prebuilt(level, level.encode())
+    host = LEVELS["x86-64-v3"]._replace(cpu="skylake", features=f"+sse,{LEVELS['x86-64-v3'].features},+xyz")
+    old, arm = host._replace(features="+sse,+avx"), LEVELS["aarch64"]._replace(features="+neon")
+    for processor, level in ((host, "x86-64-v3"), (old, "x86-64"), (arm, "aarch64")):
+        monkeypatch.setattr(Target, "host", lambda processor=processor: processor)
+        assert object_files.prebuilt_level() == level
+        assert find_or_make(pytest.fail) == level.encode()
+    monkeypatch.setattr(Target, "host", lambda: host._replace(machine="riscv64"))
+    assert is_compiled()
+    monkeypatch.setattr(Target, "host", lambda: host)
+    object_files.make(Compiler())
+    assert not is_compiled(), "one for the very processor is preferred"
+    monkeypatch.setattr(object_files, "sources_digest", lambda: "other")
+    assert object_files.prebuilt_level() is None
 
 
 def test_an_error_or_a_signal_in_the_midst_leaves_nothing_half_made(folder: Path) -> None:

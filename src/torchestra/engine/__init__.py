@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 
 from torchestra.engine.native.kernel import load_object, set_builder
+from torchestra.engine.native.object_files import make
 
-__all__ = ["warm_up"]
+__all__ = ["compile_kernels", "warm_up"]
 
 if sys.byteorder != "little":
     # Ranks wait by futex for the lower half of 64-bit words, which is taken to come first.
@@ -27,6 +28,11 @@ def warm_up() -> None:
     nothing.
     """
     load_object()
+
+
+def compile_kernels() -> None:
+    """Compile the kernels for exactly this processor and keep them, where that has not been done."""
+    make(_build)
 
 
 def _build() -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchestra.engine.kernels import doorbell, move, prefix, reduce, shared_words
 from torchestra.engine.native.declarations import Intrinsic, KernelSource
 from torchestra.engine.native.kernel import declared
+from torchestra.engine.native.target import Target
 from torchestra.engine.p2p import endpoint_kernels, immediate, kernels
 from torchestra.engine.recorder import message_records
 
@@ -27,13 +28,16 @@ def kernels_of_engine() -> list[KernelSource | Intrinsic]:
     return [each for each in declared() if isinstance(each, Intrinsic) or not each.is_private]
 
 
-def build() -> bytes:
-    """Compile all kernels and reductions for this processor; return the object file."""
+def build(target: Target | None = None) -> bytes:
+    """Compile all kernels and reductions; return the object file.
+
+    Args:
+        target: the processor; default: that of this process.
+    """
     from torchestra.engine.kernels.reduction_code import write_reductions
     from torchestra.engine.native.compiler import Program
-    from torchestra.engine.native.target import Target
 
-    target = Target.host()
+    target = target or Target.host()
     program = Program(target.machine)
     for each in kernels_of_engine():
         program.add(each)

@@ -50,9 +50,9 @@ def main(options: argparse.Namespace) -> int:
     from rich.table import Table
 
     if options.compile:
-        from torchestra.engine import warm_up
+        from torchestra.engine import compile_kernels
 
-        warm_up()
+        compile_kernels()
     results = list(examine())
     table = Table("", "found", "remark", box=None, header_style="bold", pad_edge=False)
     for result in results:
@@ -191,12 +191,14 @@ def _knows_users() -> bool:
 
 
 def _kernels() -> CheckResult:
-    from torchestra.engine.native.object_files import object_name, place_of
+    from torchestra.engine.native.object_files import object_name, place_of, prebuilt_level
 
     place, refused = choose()
     remarks = [f"not used: {each}" for each in refused]
     if found := place_of(object_name()):
         return CheckResult("kernels", f"compiled, in {found}", "; ".join(remarks))
+    if level := prebuilt_level():
+        return CheckResult("kernels", f"of the wheel, for {level} processors", "; ".join(remarks))
     if place is None:
         return CheckResult("kernels", "compiled by every process, in memory", "; ".join(remarks))
     remarks.append("the first run compiles them, or torchestra doctor --compile now")

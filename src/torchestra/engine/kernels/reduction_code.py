@@ -29,7 +29,7 @@ from torchestra.engine.kernels.reduction_table import (
     functions,
     symbol,
 )
-from torchestra.engine.native.intrinsic_code import ARM, X86
+from torchestra.engine.native.intrinsic_code import ARM, X86, call_intrinsic
 from torchestra.engine.native.target import Target
 
 __all__ = ["write_reductions"]
@@ -139,7 +139,7 @@ def _write_range(builder, element, code, half_by_integers):
 def _read_mode(machine, builder):
     """Write code that returns the thread's floating-point mode: MXCSR on x86, FPCR on 64-bit ARM."""
     if machine not in X86:
-        return builder.asm(ir.FunctionType(_I64, []), "mrs $0, fpcr", "=r", [], True)
+        return call_intrinsic(builder, "llvm.aarch64.get.fpcr", _I64)
     word = _variable(builder, _I32)
     _mode_instruction(builder, "llvm.x86.sse.stmxcsr", word)
     return builder.load(word)
@@ -147,7 +147,7 @@ def _read_mode(machine, builder):
 
 def _write_mode(machine, builder, mode):
     if machine not in X86:
-        builder.asm(ir.FunctionType(_VOID, [_I64]), "msr fpcr, $0", "r,~{memory}", [mode], True)
+        call_intrinsic(builder, "llvm.aarch64.set.fpcr", _VOID, mode)
         return
     word = _variable(builder, _I32)
     builder.store(mode, word)
@@ -155,11 +155,7 @@ def _write_mode(machine, builder, mode):
 
 
 def _mode_instruction(builder, name, word):
-    byte = ir.IntType(8).as_pointer()
-    function = builder.module.globals.get(name) or ir.Function(
-        builder.module, ir.FunctionType(_VOID, [byte]), name
-    )
-    builder.call(function, [builder.bitcast(word, byte)])
+    call_intrinsic(builder, name, _VOID, builder.bitcast(word, ir.IntType(8).as_pointer()))
 
 
 def _call_in_default_mode(machine, builder, function, arguments):

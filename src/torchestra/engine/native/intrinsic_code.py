@@ -9,7 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 
-__all__ = ["ARM", "X86", "names", "write"]
+__all__ = ["ARM", "X86", "call_intrinsic", "names", "write"]
 
 X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 
@@ -31,12 +31,13 @@ def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _I64.as_pointer())
 
 
-def _call(builder: Any, name: str, result: Any) -> Any:
-    """Call a function of LLVM's own that takes nothing."""
+def call_intrinsic(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Write the call of a function of LLVM's own, which is one instruction or a few."""
     function = builder.module.globals.get(name)
     if function is None:
-        function = ir.Function(builder.module, ir.FunctionType(result, []), name)
-    return builder.call(function, [])
+        kind = ir.FunctionType(result, [each.type for each in arguments])
+        function = ir.Function(builder.module, kind, name)
+    return builder.call(function, arguments)
 
 
 def _load(ordering: str) -> Callable[..., Any]:
@@ -72,16 +73,17 @@ def _compare_exchange(_: str, builder: Any, address: Any, expected: Any, desired
 
 def _spin_hint(machine: str, builder: Any) -> None:
     if machine in X86:
-        _call(builder, "llvm.x86.sse2.pause", _VOID)
+        call_intrinsic(builder, "llvm.x86.sse2.pause", _VOID)
     elif machine in ARM:
-        builder.asm(ir.FunctionType(_VOID, []), "isb", "~{memory}", [], True)
+        call_intrinsic(builder, "llvm.aarch64.isb", _VOID, ir.IntType(32)(15))
 
 
 def _counter(machine: str, builder: Any) -> Any:
     if machine in X86:
-        return _call(builder, "llvm.readcyclecounter", _I64)
+        return call_intrinsic(builder, "llvm.readcyclecounter", _I64)
     if machine in ARM:
-        return builder.asm(ir.FunctionType(_I64, []), "mrs $0, cntvct_el0", "=r", [], True)
+        register = builder.module.add_metadata([ir.MetaDataString(builder.module, "cntvct_el0")])
+        return call_intrinsic(builder, "llvm.read_volatile_register.i64", _I64, register)
     return _I64(0)
 
 
@@ -94,7 +96,7 @@ def _stream_line(_: str, builder: Any, target: Any, source: Any) -> None:
 
 def _stream_fence(machine: str, builder: Any) -> None:
     if machine in X86:
-        _call(builder, "llvm.x86.sse.sfence", _VOID)
+        call_intrinsic(builder, "llvm.x86.sse.sfence", _VOID)
     else:
         builder.fence("seq_cst")
 

@@ -6,6 +6,8 @@ file is written under another name and renamed, begins with the digest of the re
 nobody but this user and root can have written it. Where nothing can be kept each process compiles in
 memory.
 
+A wheel brings such files for kinds of processors, and these do where none was compiled for the very one.
+
 Who finds none compiles it. Several that come at once would all do the same work, so the first takes a lock,
 and the others look for what it makes; when that takes too long (it was stopped, or is on another host) they
 compile, too.
@@ -25,8 +27,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from torchestra.engine.native.target import LEVELS, Target
 from torchestra.system.cache_directories import can_be_trusted, candidates, choose, distrust
 
+PREBUILT = Path(__file__).parent / "objects"
+"""Where a wheel has object files for several kinds of processors."""
 _ENGINE = Path(__file__).parents[1]
 _SOURCES = ("layout.py", "kernels/*.py", "native/*.py", "p2p/*.py", "recorder/*.py")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -56,14 +61,7 @@ def object_name() -> str:
     import llvmlite  # not for commands that load nothing
     import llvmlite.binding as llvm
 
-    features = llvm.get_host_cpu_features().flatten()
-    depends = (
-        llvmlite.__version__,
-        llvm.llvm_version_info,
-        platform.machine(),
-        llvm.get_host_cpu_name(),
-        features,
-    )
+    depends = (llvmlite.__version__, llvm.llvm_version_info, *Target.host())
     return f"{_stem()}{hashlib.sha256(repr(depends).encode()).hexdigest()[:16]}.o"
 
 
@@ -72,10 +70,40 @@ def _stem() -> str:
 
 
 def find_or_make(build: Callable[[], bytes]) -> bytes:
-    """Return the object file for this processor: read, or compiled by ``build`` and kept."""
+    """Return the object file for this processor: read, or that of the wheel, or compiled and kept."""
     name = object_name()
-    found = find(name)
-    return _make(name, build) if found is None else found
+    return find(name) or _prebuilt() or _make(name, build)
+
+
+def make(build: Callable[[], bytes]) -> None:
+    """Compile the object file for exactly this processor and keep it, where that has not been done."""
+    name = object_name()
+    if find(name) is None:
+        _make(name, build)
+
+
+def keep_prebuilt(level: str, data: bytes) -> Path:
+    """Write an object file for a kind of processors, which a wheel brings; return where."""
+    PREBUILT.mkdir(exist_ok=True)
+    path = PREBUILT / f"{_stem()}{level}.o"
+    path.write_bytes(hashlib.sha256(data).digest() + data)
+    return path
+
+
+def prebuilt_level() -> str | None:
+    """Return the best kind of processors, this one among them, that the wheel has an object file for."""
+    host = Target.host()
+    with contextlib.suppress(OSError):
+        if not distrust(PREBUILT):
+            for level, target in LEVELS.items():
+                if host.runs(target) and _read(PREBUILT / f"{_stem()}{level}.o") is not None:
+                    return level
+    return None
+
+
+def _prebuilt() -> bytes | None:
+    level = prebuilt_level()
+    return None if level is None else _read(PREBUILT / f"{_stem()}{level}.o")
 
 
 def find(name: str) -> bytes | None:

@@ -1,13 +1,13 @@
-"""The processor that is compiled for, and LLVM's passes over what is compiled."""
+"""The processors that are compiled for, and LLVM's passes over what is compiled."""
 
 # mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
 import platform
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import llvmlite.binding as llvm
+__all__ = ["LEVELS", "Target"]
 
 
 class Target(NamedTuple):
@@ -15,7 +15,8 @@ class Target(NamedTuple):
 
     Attributes:
         machine: its architecture, as ``platform.machine()`` names it.
-        triple, cpu, features: as LLVM has them.
+        triple, cpu: as LLVM has them.
+        features: what it has besides what every processor of the kind ``cpu`` has, as LLVM lists it.
     """
 
     machine: str
@@ -26,20 +27,19 @@ class Target(NamedTuple):
     @classmethod
     def host(cls) -> Target:
         """Return the processor of this process."""
+        import llvmlite.binding as llvm  # not for commands that load nothing
+
         features = llvm.get_host_cpu_features().flatten()
         return cls(platform.machine(), llvm.get_process_triple(), llvm.get_host_cpu_name(), features)
 
     def has(self, feature: str) -> bool:
-        """Return whether LLVM knows that it has a feature ("f16c")."""
+        """Return whether it lists a feature ("f16c")."""
         return f"+{feature}" in self.features.split(",")
 
-    def machine_of_llvm(self) -> Any:
-        """Return LLVM's code generator for it."""
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        return llvm.Target.from_triple(self.triple).create_target_machine(
-            cpu=self.cpu, features=self.features, opt=2, reloc="pic", codemodel="jitdefault", jit=True
-        )
+    def runs(self, other: Target) -> bool:
+        """Return whether it has all that machine code for another asks for."""
+        needed = [feature.removeprefix("+") for feature in other.features.split(",") if feature]
+        return self.machine == other.machine and all(map(self.has, needed))
 
     def compile(self, text: str) -> bytes:
         """Return the object file of a module in LLVM's intermediate representation.
@@ -47,7 +47,13 @@ class Target(NamedTuple):
         Raises:
             RuntimeError: LLVM refuses it.
         """
-        generator = self.machine_of_llvm()
+        import llvmlite.binding as llvm
+
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+        generator = llvm.Target.from_triple(self.triple).create_target_machine(
+            cpu=self.cpu, features=self.features, opt=2, reloc="pic", codemodel="jitdefault", jit=True
+        )
         module = llvm.parse_assembly(text)
         module.triple = self.triple
         module.data_layout = str(generator.target_data)
@@ -57,3 +63,13 @@ class Target(NamedTuple):
         passes.getModulePassManager().run(module, passes)
         result: bytes = generator.emit_object(module)
         return result
+
+
+_LINUX = "unknown-linux-gnu"
+_V3 = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse4.2"
+LEVELS = {
+    "x86-64-v3": Target("x86_64", f"x86_64-{_LINUX}", "x86-64-v3", _V3),
+    "x86-64": Target("x86_64", f"x86_64-{_LINUX}", "x86-64", ""),
+    "aarch64": Target("aarch64", f"aarch64-{_LINUX}", "generic", ""),
+}
+"""What a wheel brings object files for (tools/prebuild.py), of one architecture the best first."""
