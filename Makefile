@@ -63,6 +63,7 @@ bench-hosts: $(VENV)/.bench
 wheel: $(VENV)/.test
 	$(RUN) -m tools.prebuild
 	$(RUN) -m pip wheel -q --no-deps --wheel-dir dist .
+	rm -r src/torchestra/engine/native/objects  # what is run from here is compiled for this processor
 
 # Ten thousand simulated ranks join one store: requests and seconds.
 bench-join: $(VENV)/.bench

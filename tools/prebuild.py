@@ -11,6 +11,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from torchestra.engine.native.object_files import PREBUILT
 from torchestra.engine.native.target import LEVELS
 
 _PROGRAM = """
@@ -28,7 +29,9 @@ print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
 
 def main() -> None:
-    """Compile for all."""
+    """Compile for all, and remove what was compiled of other sources."""
+    for old in PREBUILT.glob("*.o"):
+        old.unlink()
     for level in LEVELS:
         subprocess.run([sys.executable, "-c", _PROGRAM, level], check=True)
 
