@@ -11,6 +11,7 @@ import torch
 
 import torchestra as dist
 from torchestra.store import HashStore
+from torchestra.world.init import GroupTerms
 from torchestra.world.new_groups import make_group
 from torchestra.world.registry import World, current_world, label, thread_rank
 from worlds import KINDS, WORLD_SECONDS, outcomes, run
@@ -201,7 +202,7 @@ def test_a_deferred_group_outlives_the_thread_that_first_used_it() -> None:
 
 
 def used_by_one_only() -> None:
-    group = make_group([0, 1], timeout=0.3, deferred=True)
+    group = make_group([0, 1], GroupTerms(timeout=0.3), deferred=True)
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1), group=group)
     else:
