@@ -165,7 +165,8 @@ class Communicator:
         description: str = "",
     ) -> Work | None:
         """Run a call that has been checked, in the queue's order."""
-        self.queue.refuse_if_closed(row.name)
+        if self.queue.closed:
+            self.queue.refuse_if_closed(row.name)
         engine = self.engine
         plan = engine.plan(row, call.dtype, op, root)
         writes = row.fills(root, self.rank)
@@ -176,9 +177,15 @@ class Communicator:
                 inputs, outputs = pieces(call, call.inputs, call.outputs)
                 engine.collective(plan, inputs, outputs, limit, site)
                 return call.result
-            inputs = [self._prepared(tensor, op) for tensor in call.inputs]
-            outputs = inputs if row.in_place else [made_plain(tensor) for tensor in call.outputs]
-            engine.collective(plan, *pieces(call, inputs, outputs), limit, site)
+            if op is None or op.factor is None:
+                inputs = [*map(made_plain, call.inputs)]
+            else:
+                inputs = [self._scaled(tensor, op.factor) for tensor in call.inputs]
+            outputs = inputs if row.in_place else [*map(made_plain, call.outputs)]
+            if call.splits is None:
+                engine.collective(plan, inputs, outputs, limit, site)
+            else:
+                engine.collective(plan, *pieces(call, inputs, outputs), limit, site)
             if writes:
                 write_back(call.outputs, outputs)
             return call.result
@@ -186,12 +193,10 @@ class Communicator:
         name = f"{row.name}({op.name}{description})" if op is not None else row.name
         return self.queue.run(operation, name, async_op, reads=call.inputs or call.outputs)
 
-    def _prepared(self, tensor: torch.Tensor, op: ReduceOp | None) -> torch.Tensor:
-        """Return the tensor in contiguous memory, and a copy multiplied by the operation's factor if any."""
-        if op is None or op.factor is None:
-            return made_plain(tensor)
+    def _scaled(self, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return a copy of the tensor, in contiguous memory, multiplied by a factor."""
         scaled = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
-        self.engine.scale(scaled, op.factor)
+        self.engine.scale(scaled, factor)
         return scaled
 
     @fast_path.all_reduce

@@ -103,7 +103,8 @@ class OperationQueue:
             operations: how many of the engine's it consists of, at most.
             reads: the tensors that it reads, for profilers.
         """
-        self.refuse_if_closed(description)
+        if self.closed:
+            self.refuse_if_closed(description)
         if async_op is not False and async_op is not True:
             async_op = check_flag(async_op, "async_op", description)
         if self._coalesced and (steps := self._coalesced.get(threading.get_ident())) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 
 from torchestra.arguments.annotations import check_integer, is_integer, refuse_type
+from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.local import moves, reduces
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
-from torchestra.tensors.contiguity import overlapping, overlaps_itself, what_is_missing
+from torchestra.tensors.contiguity import overlapping, overlaps_itself, plain_address, what_is_missing
 from torchestra.tensors.override import look_for_override
 from torchestra.types import ReduceOp
 
@@ -77,6 +79,13 @@ def check_tensor(
 
     Nor may it lack memory of its own: see contiguity.py.
     """
+    if (
+        isinstance(tensor, torch.Tensor)
+        and plain_address(tensor)
+        and tensor.dtype in DTYPE_CODE
+        and not tensor.is_quantized
+    ):
+        return tensor  # as most are; of those nothing else is to be asked
     tensor = check_is_tensor(tensor, parameter, name)
     if not real:
         return tensor
@@ -105,12 +114,18 @@ def check_tensor(
 
 def check_reducible(tensor: torch.Tensor, op: ReduceOp, name: str) -> None:
     """Refuse a reduce operation that the dtype does not have."""
-    if tensor.dtype.is_complex and not reduces(tensor.dtype, op):
+    if _is_reducible(tensor.dtype, op.name):
+        return
+    if tensor.dtype.is_complex:
         raise InvalidArgumentError(
             f"{name}: {name} does not support {op} on complex tensors, which have SUM and AVG only"
         )
-    if not reduces(tensor.dtype, op):
-        raise InvalidArgumentError(f"{name}: {op.name} is not defined for tensors of dtype {tensor.dtype}")
+    raise InvalidArgumentError(f"{name}: {op.name} is not defined for tensors of dtype {tensor.dtype}")
+
+
+@functools.cache
+def _is_reducible(dtype: torch.dtype, op: str) -> bool:
+    return reduces(dtype, ReduceOp(op))
 
 
 def check_list(

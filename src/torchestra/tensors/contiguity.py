@@ -84,7 +84,7 @@ def span(tensor: torch.Tensor) -> int:
     """Return how many elements there are from the first to the last in memory, of a tensor that has any."""
     if tensor.is_contiguous():
         return tensor.numel()
-    return 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum([(length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True)])
 
 
 def check_memory(tensor: torch.Tensor) -> None:
