@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from torchestra.engine.kernels.selection import SpinPolicy
 from torchestra.engine.membership import joining
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory import fd_passing
@@ -172,7 +173,7 @@ class Rank:
                 store.set("arena", f"processes {server.invitation}")
                 while server.waited_for:
                     server.serve(arena.descriptor)
-            return RankContext(arena, 0, "default", spins=0, yields=1)
+            return RankContext(arena, 0, "default", SpinPolicy(0, 1))
         _, invitation = joining._ask_for_arena(store, local_rank, size, "default", deadline)
         descriptor, connection = request_descriptor(invitation, store.secret, local_rank, "default", deadline)
         connection.close()

@@ -27,6 +27,7 @@ from __future__ import annotations
 import pickle
 import reprlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
@@ -92,6 +93,12 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__}>"
     text = " ".join(text.split()).encode(errors="backslashreplace").decode()
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
+
+
+def named(ranks: Sequence[int], most: int | None = None) -> str:
+    """Return ranks as messages name them: ``rank 3``, ``ranks 0, 2``; of more than ``most`` only how many."""
+    rest = f" and {len(ranks) - most} more" if most is not None and len(ranks) > most else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{rest}"
 
 
 class DistError(RuntimeError):

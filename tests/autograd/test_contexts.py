@@ -42,7 +42,7 @@ def numbers() -> None:
     seen = []
     for _ in range(20):
         with autograd.context() as context_id:
-            assert current_context().number == context_id
+            assert current_context().context_id == context_id
             assert context_id >> 48 == current_agent().rank
             seen.append(context_id)
     assert len(set(seen)) == 20
@@ -80,7 +80,7 @@ def fail(_: torch.Tensor) -> None:
 
 
 def is_in(context_id: int) -> bool:
-    return thread_state.scope is not None and thread_state.scope.number == context_id
+    return thread_state.scope is not None and thread_state.scope.context_id == context_id
 
 
 def calls_that_fail() -> None:
@@ -241,7 +241,7 @@ def across_threads() -> None:
     def end() -> None:
         with pytest.raises(RuntimeError):
             current_context()  # a context belongs to the thread that made it
-        contexts_of(agent).release(context.number)
+        contexts_of(agent).release(context.context_id)
         ended.append(True)
 
     thread = threading.Thread(target=end)
@@ -249,9 +249,9 @@ def across_threads() -> None:
     thread.join()
     assert ended
     with pytest.raises(RuntimeError, match="Could not find autograd context"):
-        autograd.backward(context.number, [loss])
+        autograd.backward(context.context_id, [loss])
     assert torch.equal(rpc.rpc_sync(1, add, (torch.ones(1), 1)), torch.full((1,), 2.0))
-    release_context(context.number)
+    release_context(context.context_id)
     with autograd.context():
         pass
     await_nothing(0, 1)

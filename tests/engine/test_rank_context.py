@@ -22,6 +22,7 @@ from torchestra.engine.failure.hang_report import hang_report
 from torchestra.engine.failure.liveness import PeerProcesses, PeerThreads
 from torchestra.engine.failure.stack_reporter import StackReporter
 from torchestra.engine.kernels import shared_words
+from torchestra.engine.kernels.selection import SpinPolicy
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.recorder import callsites
@@ -35,7 +36,7 @@ SOON = 20.0
 def contexts() -> tuple[RankContext, RankContext]:
     arena, descriptor = Arena.create(layout_for(2), "pair")
     os.close(descriptor)
-    zero, one = (RankContext(arena, rank, "pair", spins=0, yields=0) for rank in range(2))
+    zero, one = (RankContext(arena, rank, "pair", SpinPolicy(0, 0)) for rank in range(2))
     return zero, one
 
 
@@ -151,7 +152,7 @@ def test_two_ranks_that_abort_at_once_agree_about_the_reason() -> None:
         for _ in range(50):
             arena, descriptor = Arena.create(at.Layout(2, 4096, 4096, 0, 4096), "pair")
             os.close(descriptor)
-            pair = [RankContext(arena, rank, "pair", spins=0, yields=0) for rank in range(2)]
+            pair = [RankContext(arena, rank, "pair", SpinPolicy(0, 0)) for rank in range(2)]
             start = threading.Barrier(2)
 
             def abort(context: RankContext, start: threading.Barrier = start) -> str:
@@ -188,7 +189,7 @@ def child(arena: Arena, rank: int, *, leaves: bool = False) -> int:
         # Whatever the tests before have left: a signal must end this process, not raise in a copy of pytest.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            context = RankContext(arena, rank, "group", spins=0, yields=0)
+            context = RankContext(arena, rank, "group", SpinPolicy(0, 0))
             context.announce()
             if leaves:
                 context.leave()

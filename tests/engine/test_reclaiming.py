@@ -21,6 +21,7 @@ from torchestra.engine import layout as at
 from torchestra.engine import reclaiming
 from torchestra.engine.kernels.buffers import SHARED_PATH
 from torchestra.engine.kernels.reductions import reduction
+from torchestra.engine.kernels.selection import SpinPolicy
 from torchestra.engine.local import LocalEngine
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
@@ -185,7 +186,7 @@ def test_who_has_read_others_tensors_does_not_succeed_once_they_may_have_changed
     codes = []
     calls = []
     for rank in range(2):
-        context = RankContext(arena, rank, "pair", spins=0, yields=0)
+        context = RankContext(arena, rank, "pair", SpinPolicy(0, 0))
         context.poll_interval_s = 0.001
         engine = LocalEngine(context)
         tensor, output = engine.empty((LENGTH,), torch.float32).fill_(1.0), torch.empty(2 * LENGTH)

@@ -26,12 +26,12 @@ class context:
 
     def __enter__(self) -> int:
         self._context = new_context()
-        return self._context.number
+        return self._context.context_id
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        release_context(self._context.number)
+        release_context(self._context.context_id)
 
 
 def new_context() -> Context:
@@ -44,21 +44,21 @@ def new_context() -> Context:
     before = _context_of_thread()
     if before is not None:
         raise RpcError(
-            f"Already have an autograd context id for this thread: {before.number}. A context cannot be"
+            f"Already have an autograd context id for this thread: {before.context_id}. A context cannot be"
             " within another one"
         )
     context = thread_state.scope = contexts.new()
     return context
 
 
-def release_context(number: int) -> None:
+def release_context(context_id: int) -> None:
     """End a context on all workers that know it; also this thread's being in it."""
     scope = cast("Context | None", thread_state.scope)
-    if scope is not None and scope.number == number:
-        scope.contexts.release(number)
+    if scope is not None and scope.context_id == context_id:
+        scope.contexts.release(context_id)
         thread_state.scope = None
     elif (agent := agent_or_none()) is not None:
-        contexts_of(agent).release(number)
+        contexts_of(agent).release(context_id)
 
 
 def _context_of_thread() -> Context | None:
@@ -115,13 +115,13 @@ def current_context() -> Context:
     Raises:
         RpcError: it is in none.
     """
-    found = _context_of_thread()
-    if found is None:
+    context_of_thread = _context_of_thread()
+    if context_of_thread is None:
         raise RpcError(
             "Current thread doesn't have a valid autograd context. Please wrap your code using:"
             " `with torchestra.autograd.context() as context_id`"
         )
-    return found
+    return context_of_thread
 
 
 def is_available() -> bool:
@@ -131,4 +131,4 @@ def is_available() -> bool:
 
 def debug_info() -> dict[str, Any]:
     """Return how many contexts and running backward passes this worker has, by torch.distributed's names."""
-    return {name: str(number) for name, number in contexts_of(current_agent()).counts().items()}
+    return {name: str(count) for name, count in contexts_of(current_agent()).counts().items()}

@@ -32,7 +32,7 @@ class Context:
     """A context on one worker.
 
     Attributes:
-        number: the rank of the worker that made it, in the upper 16 of 64 bits, and how many it had made.
+        context_id: the rank of the worker that made it, in the upper 16 of 64 bits, and how many it had made.
         gradients: those that have accumulated on this worker.
         called: the ranks that were called from here, within it.
         neighbours: these and those that have called.
@@ -42,9 +42,9 @@ class Context:
         turn: held by the thread that runs a pass that begins here.
     """
 
-    def __init__(self, contexts: ContextContainer, number: int) -> None:
+    def __init__(self, contexts: ContextContainer, context_id: int) -> None:
         self.contexts = contexts
-        self.number = number
+        self.context_id = context_id
         self.gradients = Gradients()
         self.called: set[int] = set()
         self.neighbours: set[int] = set()
@@ -83,7 +83,7 @@ class Context:
     def see_release(self, to: int) -> None:
         """Tell a worker that was called if the context was released meanwhile."""
         if self.released:
-            self.contexts.tell(to, Note(self.number, "release"))
+            self.contexts.tell(to, Note(self.context_id, "release"))
 
     def note_receipt(self, source: int, message: int, tensors: list[torch.Tensor]) -> None:
         """Record tensors that have come from a worker; none if they could not be read."""
@@ -101,7 +101,7 @@ class Context:
             late = [*self.tasks, *list(self.finished)[-1:]]
         for key in late:
             # Its sender may wait for its gradients already.
-            self.contexts.tell(source, Note(self.number, "late", key, (message,)))
+            self.contexts.tell(source, Note(self.context_id, "late", key, (message,)))
 
     # -- backward passes
 
@@ -144,14 +144,14 @@ class Context:
             self.receipts.clear()
             self.gradients = Gradients()
         for task in tasks:
-            task.fail(self.contexts.not_found(self.number))
+            task.fail(self.contexts.not_found(self.context_id))
         del sends
         return True
 
     # By these names torch.distributed's users look into contexts.
 
     def _context_id(self) -> int:
-        return self.number
+        return self.context_id
 
     def _known_worker_ids(self) -> set[int]:
         with self.lock:
@@ -163,7 +163,7 @@ class Context:
 
     def _recv_functions(self) -> dict[int, Any]:
         with self.lock:
-            return {number: receipt.node for number, receipt in self.receipts.items() if receipt.node}
+            return {context_id: receipt.node for context_id, receipt in self.receipts.items() if receipt.node}
 
 
 class ContextMark(NamedTuple):
@@ -204,8 +204,8 @@ class SendRecorder:
         """All is pickled: return the mark of the message, None where there is no need."""
         tensors, self._tensors, self._content = self._tensors, [], None
         if not tensors:
-            return ContextMark(self._context.number, None) if self._is_call else None
-        return ContextMark(self._context.number, self._context.note_send(self._to, tensors))
+            return ContextMark(self._context.context_id, None) if self._is_call else None
+        return ContextMark(self._context.context_id, self._context.note_send(self._to, tensors))
 
     def sent(self) -> None:
         """Note that the message was sent."""
@@ -243,7 +243,7 @@ class ContextContainer(message_scope.MessageScope):
     def new(self) -> Context:
         """Return a context that begins here."""
         context = Context(self, next(self._numbers))
-        self._all[context.number] = context
+        self._all[context.context_id] = context
         return context
 
     def new_message(self) -> int:
@@ -254,19 +254,19 @@ class ContextContainer(message_scope.MessageScope):
         """Return a name for a backward pass."""
         return (self.rank, next(self._passes))
 
-    def find(self, number: int) -> Context | None:
+    def find(self, context_id: int) -> Context | None:
         """Return the context of a number, if it is here."""
-        return self._all.get(number)
+        return self._all.get(context_id)
 
-    def get(self, number: int) -> Context:
+    def get(self, context_id: int) -> Context:
         """Return the context of a number.
 
         Raises:
             RpcError: it is not here.
         """
-        context = self._all.get(number)
+        context = self._all.get(context_id)
         if context is None:
-            raise self.not_found(number)
+            raise self.not_found(context_id)
         return context
 
     def enter(self, mark: ContextMark, source: int, *, is_call: bool) -> Context | None:
@@ -292,13 +292,13 @@ class ContextContainer(message_scope.MessageScope):
             for tensor in tensors:
                 tensor.requires_grad_()
 
-    def release(self, number: int) -> None:
+    def release(self, context_id: int) -> None:
         """End a context, here and wherever calls within it have come from here."""
         with self._lock:
-            context = self._all.pop(number, None)
+            context = self._all.pop(context_id, None)
         if context is not None and context.release():
             for rank in context.called:
-                self.tell(rank, Note(number, "release"))
+                self.tell(rank, Note(context_id, "release"))
 
     def backward(self, scope_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
         """Run a backward pass that begins here; see :func:`torchestra.autograd.backward`."""
@@ -317,7 +317,7 @@ class ContextContainer(message_scope.MessageScope):
         try:
             task = context.task_of(key, bool(retain_graph), key[0])
             if task is None:
-                raise self.not_found(context.number)
+                raise self.not_found(context.context_id)
             task.run_at_origin(roots)
         finally:
             context.turn.release()
@@ -332,13 +332,13 @@ class ContextContainer(message_scope.MessageScope):
 
     def receive(self, source: int, note: Note) -> None:
         """See :class:`~torchestra.rpc.message_scope.MessageScope`."""
-        number, what, key, content = note
+        context_id, what, key, content = note
         if key is None:
-            self.release(number)
+            self.release(context_id)
             return
-        context = self._all.get(number)
+        context = self._all.get(context_id)
         if what in ("gradients", "start"):
-            self._engage(source, number, context, key, *content)
+            self._engage(source, context_id, context, key, *content)
         elif context is not None and what == "abort":
             self._abort(context, source, key, *content)
         elif context is not None and (task := context.tasks.get(key)) is not None:
@@ -350,7 +350,7 @@ class ContextContainer(message_scope.MessageScope):
     def _engage(
         self,
         source: int,
-        number: int,
+        context_id: int,
         context: Context | None,
         key: Key,
         retain: bool,
@@ -358,8 +358,8 @@ class ContextContainer(message_scope.MessageScope):
         gradients: Any = None,
     ) -> None:
         if context is None:
-            error = (self.rank, str(self.not_found(number)), None, "")
-            self.tell(key[0], Note(number, "done", key, ((), error)))
+            error = (self.rank, str(self.not_found(context_id)), None, "")
+            self.tell(key[0], Note(context_id, "done", key, ((), error)))
             return
         task = context.task_of(key, retain, source)
         if task is not None and message is not None:
@@ -373,20 +373,20 @@ class ContextContainer(message_scope.MessageScope):
             task.fail(RpcError(text))
         for rank in tuple(context.neighbours):
             if rank not in (source, self.rank):
-                self.tell(rank, Note(context.number, "abort", key, (text,)))
+                self.tell(rank, Note(context.context_id, "abort", key, (text,)))
 
     # -- ends
 
     def remove_lost(self, rank: int) -> None:
         """End the contexts that a worker has made which is gone."""
-        for number in tuple(self._all):
-            if number >> _COUNT_BITS == rank:
-                self.release(number)
+        for context_id in tuple(self._all):
+            if context_id >> _COUNT_BITS == rank:
+                self.release(context_id)
 
     def close(self) -> None:
         """Forget everything."""
-        for number in tuple(self._all):
-            self.release(number)
+        for context_id in tuple(self._all):
+            self.release(context_id)
 
     def counts(self) -> dict[str, int]:
         """Return how many contexts and running backward passes there are, by torch.distributed's names."""
@@ -400,16 +400,16 @@ class ContextContainer(message_scope.MessageScope):
 def _check_roots(roots: Sequence[torch.Tensor]) -> None:
     if not roots:
         raise BackwardError("No tensors provided for gradient computation.")
-    for number, root in enumerate(roots):
+    for context_id, root in enumerate(roots):
         if not root.requires_grad:
-            raise BackwardError(f"requires_grad not set on root {number}")
+            raise BackwardError(f"requires_grad not set on root {context_id}")
         if root.numel() != 1:
             raise BackwardError(
-                f"Root {number} is not a scalar, all roots need to be scalar; its shape is"
+                f"Root {context_id} is not a scalar, all roots need to be scalar; its shape is"
                 f" {tuple(root.shape)}"
             )
         if root.grad_fn is None:
-            raise BackwardError(f"Root {number} does not have a valid gradient function.")
+            raise BackwardError(f"Root {context_id} does not have a valid gradient function.")
 
 
 def contexts_of(agent: Agent) -> ContextContainer:

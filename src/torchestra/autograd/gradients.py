@@ -21,7 +21,7 @@ class Gradients:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: dict[torch.Tensor, torch.Tensor] = {}
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor, *, shared: bool) -> None:
         """Add a gradient of a parameter.
@@ -30,37 +30,37 @@ class Gradients:
             shared: its memory belongs to others, too.
         """
         with self._lock:
-            before = self._found.get(parameter)
+            before = self._gradients.get(parameter)
             if before is None:
-                self._found[parameter] = _own(gradient, shared)
+                self._gradients[parameter] = _own(gradient, shared)
             elif before.is_sparse and not gradient.is_sparse:
-                self._found[parameter] = gradient + before
+                self._gradients[parameter] = gradient + before
             else:
-                self._found[parameter] = before + gradient
+                self._gradients[parameter] = before + gradient
 
     def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of a parameter, if it has one."""
-        return self._found.get(parameter)
+        return self._gradients.get(parameter)
 
     def put(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Make a tensor the gradient of a parameter; with None, it has none."""
         with self._lock:
             if gradient is None:
-                self._found.pop(parameter, None)
+                self._gradients.pop(parameter, None)
             else:
-                self._found[parameter] = gradient
+                self._gradients[parameter] = gradient
 
     def own_views(self) -> None:
         """Copy gradients that lie in the memory of others, which goes on to use it."""
         with self._lock:
-            for parameter, gradient in self._found.items():
+            for parameter, gradient in self._gradients.items():
                 if gradient._is_view():
-                    self._found[parameter] = gradient.clone()
+                    self._gradients[parameter] = gradient.clone()
 
     def all(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return all of them."""
         with self._lock:
-            return dict(self._found)
+            return dict(self._gradients)
 
 
 def _own(gradient: torch.Tensor, shared: bool) -> torch.Tensor:

@@ -88,7 +88,7 @@ class Context(Protocol):
     @property
     def contexts(self) -> Contexts: ...
 
-    number: int
+    context_id: int
     lock: threading.Lock
     sends: dict[int, SendRpc]
     receipts: dict[int, RecvRpc]
@@ -263,10 +263,10 @@ class GraphTask:
         return is_first
 
     def _send(self, receipt: RecvRpc, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        found = [each for each in gradients or () if each is not None]
-        for each in found:
+        present = [each for each in gradients or () if each is not None]
+        for each in present:
             self.is_first_use_of(each)
-        detached = [None if each is None else each.detach() for each in gradients or ()] if found else None
+        detached = [None if each is None else each.detach() for each in gradients or ()] if present else None
         if receipt.peer in self._agent.liveness.gone:
             raise self._gone(receipt.peer, "it could be sent gradients")
         if receipt.peer != self._agent.rank:
@@ -274,7 +274,7 @@ class GraphTask:
         self._tell(receipt.peer, "gradients", self._retain, receipt.message, detached)
 
     def _tell(self, rank: int, what: str, *content: Any) -> None:
-        self._contexts.tell(rank, Note(self.context.number, what, self._key, content))
+        self._contexts.tell(rank, Note(self.context.context_id, what, self._key, content))
 
     # -- what others tell
 
@@ -353,7 +353,7 @@ class GraphTask:
         agent = self._agent
         return agent.liveness.failure_of(
             rank,
-            f"in a backward pass of context {self.context.number}, before {before} on worker"
+            f"in a backward pass of context {self.context.context_id}, before {before} on worker"
             f" {agent.info.name!r}",
         )
 
@@ -361,6 +361,6 @@ class GraphTask:
         names = ", ".join(repr(self._agent.workers[rank].name) for rank in sorted(ranks))
         return RpcTimeoutError(
             f"worker {self._agent.info.name!r} (rank {self._agent.rank}) has waited {seconds:g} s in a"
-            f" backward pass of context {self.context.number} for {doing}, from {names}; set_rpc_timeout()"
-            " changes how long it waits"
+            f" backward pass of context {self.context.context_id} for {doing}, from {names};"
+            " set_rpc_timeout() changes how long it waits"
         )

@@ -52,14 +52,14 @@ Ctrl-C interrupts all ranks; SIGTERM and SIGHUP are passed on; a second one kill
 """
 
 
-def count_argument(text: str, least: int = 0, wanted: str = "a number, 0 or more") -> int:
+def count_argument(text: str, least: int = 0, expected: str = "a number, 0 or more") -> int:
     """Read a number of the command line: an integer that is not less than ``least``.
 
     Raises:
         argparse.ArgumentTypeError: it is something else.
     """
     if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
     return int(text)
 
 
@@ -140,8 +140,8 @@ def _contradiction(options: argparse.Namespace) -> str | None:
         return "--nnodes needs --rendezvous HOST:PORT of node 0"
     if options.on == "ray" and options.nnodes > 1:
         return "--nnodes is for hosts on which this command is run; with --on ray, Ray chooses the nodes"
-    if options.on is None and (given := ray_arguments_given(options)):
-        return f"{given[0]} is for --on ray"
+    if options.on is None and (names := ray_arguments_given(options)):
+        return f"{names[0]} is for --on ray"
     return None
 
 

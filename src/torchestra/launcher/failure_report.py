@@ -65,8 +65,8 @@ def survived_report(job: Job, failed: FailedRank) -> str:
 def _survivors_report(job: Job) -> str:
     """Return the last line of a job that ended well though ranks had failed."""
     lost = [job.first_rank + failed.rank for failed in job.survived]
-    numbers = [job.first_rank + state.rank for state in job.ranks]
-    well = [rank for rank in numbers if rank not in lost]
+    ranks = [job.first_rank + state.rank for state in job.ranks]
+    well = [rank for rank in ranks if rank not in lost]
     if not well:
         return "torchestra: no rank is left on this host; those on other hosts go on\n"
     return f"torchestra: {ranks_phrase(well)} ended well, without {ranks_phrase(sorted(lost))}\n"

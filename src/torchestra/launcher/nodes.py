@@ -130,8 +130,8 @@ class Nodes:
         self._store.set(key, json.dumps(mine))
         try:
             self._await_all(rendezvous, key, mine)
-            said = self._store.multi_get([f"node/{other}" for other in range(self.nnodes)])
-            first = self._store.compare_set("members", "", json.dumps([json.loads(text) for text in said]))
+            texts = self._store.multi_get([f"node/{other}" for other in range(self.nnodes)])
+            first = self._store.compare_set("members", "", json.dumps([json.loads(text) for text in texts]))
         except KeyboardInterrupt:
             with contextlib.suppress(DistError, OSError):
                 self._store.delete_key(key)
@@ -248,7 +248,7 @@ class Nodes:
 
     def _await_the_others(self) -> None:
         """Wait for the others; time in which this process, and the store in it, was stopped is no silence."""
-        heard: dict[int, bytes] = {}
+        beats: dict[int, bytes] = {}
         since: dict[int, float] = {}
         waiting = set(range(1, self.nnodes))
         clock = RunningClock(_LONGEST_LOOK)
@@ -257,8 +257,8 @@ class Nodes:
             for other in tuple(waiting):
                 key = f"heartbeat/{other}"
                 beat = self._store.get(key) if self._store.check([key]) else b""
-                if heard.get(other) != beat:
-                    heard[other], since[other] = beat, now
+                if beats.get(other) != beat:
+                    beats[other], since[other] = beat, now
                 if self._store.check([f"done/{other}"]) or now - since[other] > _SILENT_SECONDS:
                     waiting.discard(other)
             if waiting:

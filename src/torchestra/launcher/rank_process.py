@@ -60,8 +60,8 @@ def run(spec: JobSpec, rank: int, files: list[int]) -> NoReturn:
 
 
 def _take_standard_files(files: list[int]) -> None:
-    for number, descriptor in enumerate(files):
-        os.dup2(descriptor, number)
+    for fd, descriptor in enumerate(files):
+        os.dup2(descriptor, fd)
         os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

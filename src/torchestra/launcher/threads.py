@@ -127,11 +127,11 @@ def launch_threads(fn: Callable[..., T], nproc: int, args: tuple[Any, ...], time
         raise RankError(message, cause.rank, traceback=cause.failure.traceback) from error
     late = [each for each in threads.ranks if not each.done]
     if late:
-        numbers = [each.rank for each in late]
+        ranks = [each.rank for each in late]
         raise LaunchTimeoutError(
-            f"launch: {ranks_phrase(numbers)} of {nproc} had not finished after {timeout:g} s, and a thread"
+            f"launch: {ranks_phrase(ranks)} of {nproc} had not finished after {timeout:g} s, and a thread"
             " cannot be ended; raise timeout= if that is not a hang",
-            tuple(numbers),
+            tuple(ranks),
             "".join(
                 f"[rank {each.rank}] {line}"
                 for each in late

@@ -60,86 +60,88 @@ def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvi
         InvalidArgumentError: a variable that should be a number is something else.
     """
     source = os.environ if variables is None else variables
-    given = {name: value for name, value in source.items() if value}
-    if "RANK" in given:
-        found = _from_torch(given)
-    elif "OMPI_COMM_WORLD_RANK" in given:
-        found = _from_openmpi(given)
-    elif "PMI_RANK" in given and not _is_slurm_with_pmi(given):
-        found = _from_mpich(given)
-    elif slurm.launched(given):
-        found = _from_slurm(given)
-    else:
-        found = _from_torch(given)
-    return found
+    variables = {name: value for name, value in source.items() if value}
+    if "RANK" not in variables:
+        if "OMPI_COMM_WORLD_RANK" in variables:
+            return _from_openmpi(variables)
+        if "PMI_RANK" in variables and not _is_slurm_with_pmi(variables):
+            return _from_mpich(variables)
+        if slurm.launched(variables):
+            return _from_slurm(variables)
+    return _from_torch(variables)
 
 
-def _from_torch(given: Mapping[str, str]) -> LaunchEnvironment:
-    if "TORCHELASTIC_RUN_ID" in given or given.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+def _from_torch(variables: Mapping[str, str]) -> LaunchEnvironment:
+    if "TORCHELASTIC_RUN_ID" in variables or variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         source = "torchrun"
-    elif "TORCHESTRA_STORE" in given:
+    elif "TORCHESTRA_STORE" in variables:
         source = "torchestra"
     else:
         source = "environment"
-    return _launch(given, source, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return _launch(variables, source, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def _from_openmpi(given: Mapping[str, str]) -> LaunchEnvironment:
+def _from_openmpi(variables: Mapping[str, str]) -> LaunchEnvironment:
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    return _launch(given, "openmpi", *(f"OMPI_COMM_WORLD_{name}" for name in names))
+    return _launch(variables, "openmpi", *(f"OMPI_COMM_WORLD_{name}" for name in names))
 
 
-def _from_mpich(given: Mapping[str, str]) -> LaunchEnvironment:
-    return _launch(given, "mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+def _from_mpich(variables: Mapping[str, str]) -> LaunchEnvironment:
+    return _launch(variables, "mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
-def _from_slurm(given: Mapping[str, str]) -> LaunchEnvironment:
-    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given else "SLURM_NTASKS"
-    world_size = number(given, size)
+def _from_slurm(variables: Mapping[str, str]) -> LaunchEnvironment:
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
+    world_size = number(variables, size)
     # With MASTER_ADDR alone, the port is still one that all ranks can derive.
     return LaunchEnvironment(
-        rank=number(given, "SLURM_PROCID"),
+        rank=number(variables, "SLURM_PROCID"),
         world_size=world_size,
-        local_rank=number(given, "SLURM_LOCALID"),
-        local_world_size=slurm.tasks_on_this_host(given, world_size),
-        master_addr=given.get("MASTER_ADDR") or slurm.first_host(given),
-        master_port=number(given, "MASTER_PORT") or slurm.derived_port(given),
+        local_rank=number(variables, "SLURM_LOCALID"),
+        local_world_size=slurm.tasks_on_this_host(variables, world_size),
+        master_addr=variables.get("MASTER_ADDR") or slurm.first_host(variables),
+        master_port=number(variables, "MASTER_PORT") or slurm.derived_port(variables),
         source="slurm",
     )
 
 
 def _launch(
-    given: Mapping[str, str], source: str, rank: str, world_size: str, local_rank: str, local_world_size: str
+    variables: Mapping[str, str],
+    source: str,
+    rank: str,
+    world_size: str,
+    local_rank: str,
+    local_world_size: str,
 ) -> LaunchEnvironment:
     return LaunchEnvironment(
-        rank=number(given, rank),
-        world_size=number(given, world_size),
-        local_rank=number(given, local_rank),
-        local_world_size=number(given, local_world_size),
-        master_addr=given.get("MASTER_ADDR"),
-        master_port=number(given, "MASTER_PORT"),
+        rank=number(variables, rank),
+        world_size=number(variables, world_size),
+        local_rank=number(variables, local_rank),
+        local_world_size=number(variables, local_world_size),
+        master_addr=variables.get("MASTER_ADDR"),
+        master_port=number(variables, "MASTER_PORT"),
         source=source,
     )
 
 
-def _is_slurm_with_pmi(given: Mapping[str, str]) -> bool:
+def _is_slurm_with_pmi(variables: Mapping[str, str]) -> bool:
     """Return whether srun itself set the PMI variables, so that the richer SLURM ones are about the same
     ranks.
     """
     return (
-        slurm.launched(given)
-        and given["PMI_RANK"] == given["SLURM_PROCID"]
-        and "MPI_LOCALRANKID" not in given
+        slurm.launched(variables)
+        and variables["PMI_RANK"] == variables["SLURM_PROCID"]
+        and "MPI_LOCALRANKID" not in variables
     )
 
 
-def number(given: Mapping[str, str], name: str) -> int | None:
+def number(variables: Mapping[str, str], name: str) -> int | None:
     """Return the integer in a variable, None if it is not set."""
-    if name not in given:
+    if name not in variables:
         return None
     try:
-        return int(given[name])
+        return int(variables[name])
     except ValueError:
         raise InvalidArgumentError(
-            f"environment variable {name} must be an integer, got {given[name]!r}"
+            f"environment variable {name} must be an integer, got {variables[name]!r}"
         ) from None

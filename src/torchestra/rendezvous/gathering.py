@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from torchestra.errors import InvalidArgumentError, StoreTimeoutError
+from torchestra.errors import InvalidArgumentError, StoreTimeoutError, named
 from torchestra.store import PrefixStore, Store
 from torchestra.store.missing_keys import missing_indices
 from torchestra.store.process import ProcessIdentity
@@ -65,17 +65,17 @@ def gather(store: Store, rank: int, world_size: int, timeout_s: float, hint: str
         _sign_off(here, rank)
         if len(missing) == world_size - 1:
             _open(worlds, generation, generation, world_size)
-        told = _who_is_missing(missing, dead, store, rank, world_size, timeout_s)
-        raise StoreTimeoutError(told + hint) from None
+        message = _who_is_missing(missing, dead, store, rank, world_size, timeout_s)
+        raise StoreTimeoutError(message + hint) from None
     return PrefixStore(str(generation), store)
 
 
 def _current(worlds: Store, world_size: int) -> tuple[int, int]:
     """Return the generation to join, and the number of its ranks, which is this rank's if it is the first."""
-    said = worlds.compare_set("current", "", f"0 {world_size}").decode()
-    while said.endswith(" 0"):
-        said = worlds.compare_set("current", said, f"{said[:-2]} {world_size}").decode()
-    generation, agreed = said.split()
+    current = worlds.compare_set("current", "", f"0 {world_size}").decode()
+    while current.endswith(" 0"):
+        current = worlds.compare_set("current", current, f"{current[:-2]} {world_size}").decode()
+    generation, agreed = current.split()
     return int(generation), int(agreed)
 
 
@@ -130,16 +130,10 @@ def _who_is_missing(
     waited = f"rank {rank} of {world_size} waited {round(timeout_s, 2):g} s at {store}"
     if not missing and not dead:
         return f"{waited}; the last ranks came just then, so the time-out is too short"
-    told = []
+    reasons = []
     if missing:
-        told.append(f"for {_named(missing)} to come")
+        reasons.append(f"for {named(missing, 16)} to come")
     if dead:
-        told.append(f"with {_named(dead)}, whose process has died")
-    return (
-        f"{waited} {' and '.join(told)}; are all running, and do all look for the others at the same place?"
-    )
-
-
-def _named(ranks: list[int]) -> str:
-    listed = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+        reasons.append(f"with {named(dead, 16)}, whose process has died")
+    why = " and ".join(reasons)
+    return f"{waited} {why}; are all running, and do all look for the others at the same place?"

@@ -24,7 +24,7 @@ _RANK_VARIABLES = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK", "slur
 _JOB_VARIABLES = ("PMIX_NAMESPACE", "I_MPI_HYDRA_UUID", "PMI_JOBID")
 
 
-def meeting_point(given: Mapping[str, str], source: str) -> str:
+def meeting_point(variables: Mapping[str, str], source: str) -> str:
     """Return the ``unix:@name`` at which the ranks that the launcher ``source`` started on this host meet.
 
     Raises:
@@ -35,11 +35,11 @@ def meeting_point(given: Mapping[str, str], source: str) -> str:
             f"ranks started by {source} can meet without further ado on Linux only; "
             "set MASTER_ADDR and MASTER_PORT for all of them"
         )
-    job = slurm.job_name(given) if source == "slurm" else None
+    job = slurm.job_name(variables) if source == "slurm" else None
     if job is None:
         launcher = _launcher(_RANK_VARIABLES[source])
-        numbers = (given.get(name, "") for name in _JOB_VARIABLES)
-        job = " ".join((source, *numbers, str(launcher), str(start_time(launcher))))
+        jobs = (variables.get(name, "") for name in _JOB_VARIABLES)
+        job = " ".join((source, *jobs, str(launcher), str(start_time(launcher))))
     digest = hashlib.sha256(job.encode()).hexdigest()[:32]
     return f"unix:@torchestra-{os.getuid()}-{digest}"
 

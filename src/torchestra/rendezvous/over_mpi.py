@@ -73,7 +73,7 @@ def open_over_mpi(rank: int, world_size: int, secret: bytes | None, timeout_s: f
     with _lock:
         if _place is None:
             own = _serve(secret) if rank == 0 else None
-            _place = _told(mpi, own, deadline)
+            _place = _from_rank_0(mpi, own, deadline)
     shared = _place.secret.encode() or secret
     if shared is None:
         raise InvalidArgumentError(f"rank 0 has a secret, and rank {rank} has none; {SECRET_ADVICE}")
@@ -91,16 +91,16 @@ def own_addresses() -> list[str]:
     """Return the IPv4 addresses of this host, those that its name stands for first, and loopback addresses
     last.
     """
-    found: list[str] = []
+    addresses: list[str] = []
     with contextlib.suppress(OSError):
-        found += socket.gethostbyname_ex(socket.gethostname())[2]
+        addresses += socket.gethostbyname_ex(socket.gethostname())[2]
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):
-            found.append(interface_address(name))
-    return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127."))
+            addresses.append(interface_address(name))
+    return sorted(dict.fromkeys(addresses), key=lambda address: address.startswith("127."))
 
 
-def _told(mpi: Any, own: _Place | None, deadline: float) -> _Place:
+def _from_rank_0(mpi: Any, own: _Place | None, deadline: float) -> _Place:
     """Return rank 0's message to all."""
     block = bytearray(_BLOCK)
     if own is not None:

@@ -13,25 +13,24 @@ _FIRST_SPECIAL_STEP = 0xFFFFFF00
 _LOWEST_PORT, _PORTS = 10_000, 20_000
 
 
-def launched(given: Mapping[str, str]) -> bool:
+def launched(variables: Mapping[str, str]) -> bool:
     """Return whether srun started this process as one of its tasks.
 
     A batch script, and what it runs without srun, also sees SLURM_PROCID (0) and SLURM_NTASKS (of the whole
     allocation), but no step.
     """
-    if "SLURM_PROCID" not in given:
+    if "SLURM_PROCID" not in variables:
         return False
-    step = _step(given)
+    step = _step(variables)
     if step is not None:
         return step < _FIRST_SPECIAL_STEP
-    return "SLURM_STEP_NUM_TASKS" in given or "SLURM_STEP_NODELIST" in given
+    return "SLURM_STEP_NUM_TASKS" in variables or "SLURM_STEP_NODELIST" in variables
 
 
-def first_host(given: Mapping[str, str]) -> str | None:
+def first_host(variables: Mapping[str, str]) -> str | None:
     """Return the host that task 0 is on, None if no list of hosts is given."""
-    listed = (
-        given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST") or given.get("SLURM_NODELIST")
-    )
+    lists = (f"SLURM_{what}NODELIST" for what in ("STEP_", "JOB_", ""))
+    listed = next(filter(None, map(variables.get, lists)), None)
     return next(hosts(listed), None) if listed else None
 
 
@@ -46,9 +45,9 @@ def hosts(nodelist: str) -> Iterator[str]:
     for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         parts = re.split(r"\[([^\]]*)\]", entry)
         # Every second part was in brackets.
-        choices = [list(_numbers(part)) if place % 2 else [part] for place, part in enumerate(parts)]
-        for chosen in itertools.product(*choices):
-            yield "".join(chosen)
+        choices = [list(_numbers(part)) if index % 2 else [part] for index, part in enumerate(parts)]
+        for parts_of_name in itertools.product(*choices):
+            yield "".join(parts_of_name)
 
 
 def _numbers(ranges: str) -> Iterator[str]:
@@ -62,41 +61,41 @@ def _numbers(ranges: str) -> Iterator[str]:
             yield str(value).zfill(len(low))
 
 
-def tasks_on_this_host(given: Mapping[str, str], tasks: int | None) -> int | None:
+def tasks_on_this_host(variables: Mapping[str, str], tasks: int | None) -> int | None:
     """Return how many of the step's tasks are on this host; None if Slurm does not say.
 
     Slurm lists the counts by host, in the form ``2(x3),1``; a step on one host has one count.
     """
     counts: list[int] = []
-    listed = given.get("SLURM_STEP_TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE") or ""
+    listed = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE") or ""
     for entry in listed.split(",") if listed else []:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
         if match is None:
             return None
         counts += [int(match[1])] * int(match[2] or 1)
-    node = given.get("SLURM_NODEID", "0")
+    node = variables.get("SLURM_NODEID", "0")
     if counts and sum(counts) == tasks and node.isdigit() and int(node) < len(counts):
         return counts[int(node)]
     return None
 
 
-def job_name(given: Mapping[str, str]) -> str | None:
+def job_name(variables: Mapping[str, str]) -> str | None:
     """Return a name for this step that no other of the cluster has, None if there is no job number."""
-    job = given.get("SLURM_JOB_ID") or given.get("SLURM_JOBID")
-    return f"slurm {job} {_step(given) or 0}" if job else None
+    job = variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID")
+    return f"slurm {job} {_step(variables) or 0}" if job else None
 
 
-def derived_port(given: Mapping[str, str]) -> int | None:
+def derived_port(variables: Mapping[str, str]) -> int | None:
     """Return a port that all tasks of the step compute alike, and other steps, as a rule, otherwise.
 
     It is below the range that systems give to outgoing connections.
     """
-    job = given.get("SLURM_JOB_ID") or given.get("SLURM_JOBID")
+    job = variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID")
     if job is None or not job.isdigit():
         return None
-    return _LOWEST_PORT + (int(job) * 131 + (_step(given) or 0)) % _PORTS
+    return _LOWEST_PORT + (int(job) * 131 + (_step(variables) or 0)) % _PORTS
 
 
-def _step(given: Mapping[str, str]) -> int | None:
-    step = given.get("SLURM_STEP_ID") or given.get("SLURM_STEPID") or ""
+def _step(variables: Mapping[str, str]) -> int | None:
+    step = variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID") or ""
     return int(step) if step.isdigit() else None

@@ -16,7 +16,13 @@ from torchestra.engine import warm_up
 from torchestra.engine.membership.joining import join
 from torchestra.engine.multihost.host_discovery import hosts_found
 from torchestra.engine.thread_ranks import ThreadRank, current_thread_rank, leave_thread_rank
-from torchestra.errors import InvalidArgumentTypeError, RemoteReferenceError, RpcError, StoreTimeoutError
+from torchestra.errors import (
+    InvalidArgumentTypeError,
+    RemoteReferenceError,
+    RpcError,
+    StoreTimeoutError,
+    named,
+)
 from torchestra.process_group.starting import choose_backend
 from torchestra.rendezvous import rendezvous
 from torchestra.rpc import leaks, torchscript
@@ -151,9 +157,9 @@ def _meet(store: PrefixStore, name: str, rank: int, size: int, timeout_s: float)
     except StoreTimeoutError:
         missing = missing_indices(store, keys)
         raise StoreTimeoutError(
-            f"init_rpc: {_named(missing) if missing else 'the last worker'} of {size} did not come to {store}"
-            f" within {timeout_s:g} s (seen from worker {name!r}, rank {rank}): are all running, and do all"
-            " use the same rendezvous?"
+            f"init_rpc: {named(missing, 16) if missing else 'the last worker'} of {size} did not come to"
+            f" {store} within {timeout_s:g} s (seen from worker {name!r}, rank {rank}): are all running, and"
+            " do all use the same rendezvous?"
         ) from None
     for peer, other in enumerate(names):
         if names.index(other) != peer:
@@ -161,11 +167,6 @@ def _meet(store: PrefixStore, name: str, rank: int, size: int, timeout_s: float)
                 f"RPC worker name {other!r} is not unique: ranks {names.index(other)} and {peer} both have it"
             )
     return names
-
-
-def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 @checked

@@ -36,14 +36,14 @@ def open_pieces(secret: bytes, key: str, value: bytes) -> bytes | None:
 
     A value of no pieces is nobody's: an empty one is written as a piece, too.
     """
-    found, start, head = [], 0, len(_MAGIC) + _HEAD.size
+    pieces, start, head = [], 0, len(_MAGIC) + _HEAD.size
     while start < len(value):
         if not value.startswith(_MAGIC, start) or len(value) < start + head:
             return None
-        length, given = _HEAD.unpack_from(value, start + len(_MAGIC))
+        length, their_proof = _HEAD.unpack_from(value, start + len(_MAGIC))
         content = value[start + head : start + head + length]
-        if not is_proof(given, secret, _PURPOSE, key.encode(), content):
+        if not is_proof(their_proof, secret, _PURPOSE, key.encode(), content):
             return None
-        found.append(content)
+        pieces.append(content)
         start += head + length
-    return b"".join(found) if found else None
+    return b"".join(pieces) if pieces else None

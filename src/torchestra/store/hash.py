@@ -90,20 +90,20 @@ class HashStore(Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         keys = check_keys(keys)
         came = threading.Event()
-        found: list[bytes] = []
+        values: list[bytes] = []
 
         def collect() -> None:
             # Runs under the lock, so no value can be deleted between its coming and its being read.
-            found.extend(value for value in map(self._table.get, keys) if value is not None)
+            values.extend(value for value in map(self._table.get, keys) if value is not None)
             came.set()
 
         with self._lock:
             if not self._table.missing_values(keys):
                 collect()
-                return found
+                return values
             wait = self._table.add_wait(keys, collect, values_only=True)
         self._await(came, wait, self._seconds(None))
-        return found
+        return values
 
     def queue_push(self, key: str, value: Value) -> None:
         check_key(key)

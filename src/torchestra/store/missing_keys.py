@@ -13,15 +13,15 @@ def missing_indices(store: Store, keys: Sequence[str]) -> list[int]:
     A store only says whether all of some keys are there, so they are halved where they are not: m absent ones
     of n cost O(m log n) requests.
     """
-    found: list[int] = []
+    missing: list[int] = []
     ranges = [(0, len(keys))]
     while ranges:
         start, stop = ranges.pop()
         if start == stop or store.check(keys[start:stop]):
             continue
         if stop - start == 1:
-            found.append(start)
+            missing.append(start)
         else:
             middle = (start + stop) // 2
             ranges += [(middle, stop), (start, middle)]
-    return found
+    return missing

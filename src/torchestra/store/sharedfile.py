@@ -155,20 +155,20 @@ class SharedFile:
             os.close(descriptor)
 
     def _check_owner(self, descriptor: int) -> None:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         wrong = None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             wrong = "it is no regular file"
-        elif found.st_uid != os.geteuid():
-            wrong = f"it belongs to another user (number {found.st_uid}), who could write anything into it"
-        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        elif status.st_uid != os.geteuid():
+            wrong = f"it belongs to another user (number {status.st_uid}), who could write anything into it"
+        elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             wrong = (
-                f"other users may write to it (its mode is {stat.S_IMODE(found.st_mode):03o}); "
+                f"other users may write to it (its mode is {stat.S_IMODE(status.st_mode):03o}); "
                 "delete it if it is left from an earlier job, or `chmod 600` it"
             )
         if wrong:
             raise InvalidArgumentError(f"FileStore does not use {self.path}: {wrong}, or name a new file")
-        if found.st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        if status.st_mode & (stat.S_IRGRP | stat.S_IROTH):
             os.fchmod(descriptor, 0o600)
 
     def _unusable(self, error: OSError) -> InvalidArgumentError:

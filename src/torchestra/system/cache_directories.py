@@ -37,8 +37,8 @@ class Directory(NamedTuple):
 def candidates() -> Iterator[Directory]:
     """Yield the places to try, best first; each is of this installation only."""
     own = f"native_{hashlib.sha256(str(_NATIVE).encode()).hexdigest()[:16]}"
-    if chosen := os.environ.get("TORCHESTRA_CACHE_DIR"):
-        yield Directory(Path(chosen).absolute() / own, "TORCHESTRA_CACHE_DIR")
+    if directory := os.environ.get("TORCHESTRA_CACHE_DIR"):
+        yield Directory(Path(directory).absolute() / own, "TORCHESTRA_CACHE_DIR")
     yield Directory(_NATIVE / "__pycache__", "the installation")
     home = os.path.expanduser("~")  # as it is, where a user has none
     for cache, why in (
@@ -59,10 +59,10 @@ def _own_name() -> str:
 def choose() -> tuple[Directory | None, list[str]]:
     """Return the first place that can be used, made if missing, and why those before it cannot."""
     refused: list[str] = []
-    for place in candidates():
-        if not (reason := prepare(place.folder)):
-            return place, refused
-        refused.append(f"{place.folder} ({place.why}): {reason}")
+    for candidate in candidates():
+        if not (reason := prepare(candidate.folder)):
+            return candidate, refused
+        refused.append(f"{candidate.folder} ({candidate.why}): {reason}")
     return None, refused
 
 
@@ -95,18 +95,18 @@ def distrust(folder: Path, *, on_the_way: bool = False) -> str:
     here, rest = Path("/"), list(folder.absolute().parts[1:])
     links = 0
     while True:
-        found = os.lstat(here)
-        if stat.S_ISLNK(found.st_mode):
-            if not _is_ours(found.st_uid):
-                return f"{here} is a link that belongs to user {found.st_uid}"
+        status = os.lstat(here)
+        if stat.S_ISLNK(status.st_mode):
+            if not _is_ours(status.st_uid):
+                return f"{here} is a link that belongs to user {status.st_uid}"
             links += 1
             if links > _MOST_LINKS:
                 return f"{here} is a link to itself"
             target = Path(os.readlink(here))
             here, rest = (Path("/") if target.is_absolute() else here.parent), [*_parts(target), *rest]
-        elif not stat.S_ISDIR(found.st_mode):
+        elif not stat.S_ISDIR(status.st_mode):
             return f"{here} is no directory"
-        elif reason := _distrusted(here, found, is_last=not rest and not on_the_way):
+        elif reason := _distrusted(here, status, is_last=not rest and not on_the_way):
             return reason
         if not rest:
             return ""
@@ -118,20 +118,20 @@ def _parts(path: Path) -> list[str]:
     return list(path.parts[1:] if path.is_absolute() else path.parts)
 
 
-def _distrusted(path: Path, found: os.stat_result, *, is_last: bool) -> str:
-    owner = found.st_uid
+def _distrusted(path: Path, status: os.stat_result, *, is_last: bool) -> str:
+    owner = status.st_uid
     if not _is_ours(owner) and (is_last or owner != _unmapped_root()):
         return f"{path} belongs to user {owner}"
-    is_sticky = bool(found.st_mode & stat.S_ISVTX) and not is_last
-    if found.st_mode & _OTHERS_WRITE and not is_sticky:
-        return f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    is_sticky = bool(status.st_mode & stat.S_ISVTX) and not is_last
+    if status.st_mode & _OTHERS_WRITE and not is_sticky:
+        return f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):04o})"
     return ""
 
 
-def can_be_trusted(found: os.stat_result) -> bool:
+def can_be_trusted(status: os.stat_result) -> bool:
     """Return whether nobody but this user and root can have written a file."""
-    mode = found.st_mode
-    return stat.S_ISREG(mode) and _is_ours(found.st_uid) and not mode & _OTHERS_WRITE
+    mode = status.st_mode
+    return stat.S_ISREG(mode) and _is_ours(status.st_uid) and not mode & _OTHERS_WRITE
 
 
 def _is_ours(owner: int) -> bool:

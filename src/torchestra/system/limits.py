@@ -25,7 +25,8 @@ def start_thread(thread: threading.Thread) -> None:
             raise  # it was started before
         raise DistBackendError(
             f"thread {thread.name!r} cannot be started ({error}): this user has as many processes and threads"
-            f" as it may (ulimit -u: {_told(resource.RLIMIT_NPROC)}), or the container has (its pids limit)"
+            f" as it may (ulimit -u: {_limit_text(resource.RLIMIT_NPROC)}), or the container has (its pids"
+            " limit)"
         ) from error
 
 
@@ -33,7 +34,7 @@ def no_descriptors(what: str) -> DistBackendError:
     """Return the error for ``what``, for which no file descriptor is left."""
     return DistBackendError(
         f"{what}: process {os.getpid()} has as many files open as it may (ulimit -n:"
-        f" {_told(resource.RLIMIT_NOFILE)}); raise the limit, or have fewer ranks or groups"
+        f" {_limit_text(resource.RLIMIT_NOFILE)}); raise the limit, or have fewer ranks or groups"
     )
 
 
@@ -48,7 +49,7 @@ def naming_limits(what: str) -> Iterator[None]:
         raise no_descriptors(what) from error
 
 
-def check_free_descriptors(number: int) -> None:
+def check_free_descriptors(count: int) -> None:
     """Make sure that so many files can be opened, while there may still be one to tell others so with.
 
     Raises:
@@ -56,13 +57,13 @@ def check_free_descriptors(number: int) -> None:
     """
     found: list[int] = []
     try:
-        for _ in range(number):
+        for _ in range(count):
             found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     finally:
         for descriptor in found:
             os.close(descriptor)
 
 
-def _told(limit: int) -> str:
+def _limit_text(limit: int) -> str:
     soft, _ = resource.getrlimit(limit)
     return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)

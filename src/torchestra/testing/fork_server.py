@@ -82,8 +82,8 @@ def _run_world(
     for rank in range(request.size):
         worker = _assign(idle.pop(), rank, request) if idle else None
         if worker is None:
-            known = [connection, *running, *(each.connection for each in idle)]
-            worker = _assign(Child.fork(partial(_work, items), known), rank, request)
+            paths = [connection, *running, *(each.connection for each in idle)]
+            worker = _assign(Child.fork(partial(_work, items), paths), rank, request)
         assert worker is not None, "a process that was forked just now does not listen"
         running[worker.connection] = (rank, worker)
     connection.send([worker.pid for _, worker in running.values()])

@@ -57,8 +57,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the server of process ranks while no test has started a thread yet."""
     items = {item.nodeid: item for item in session.items if isinstance(item, pytest.Function)}
-    wanted = (spec_of(item) for item in items.values())
-    if not session.config.option.collectonly and any(spec and spec.kind == "processes" for spec in wanted):
+    selected = (spec_of(item) for item in items.values())
+    if not session.config.option.collectonly and any(spec and spec.kind == "processes" for spec in selected):
         from torchestra.testing.rank_pool import RankPool
 
         # Made here once, or every rank that wants a temporary directory would make it.

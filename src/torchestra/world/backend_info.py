@@ -85,10 +85,10 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 @checked
 def get_backend(group: AnyGroup | None = None) -> str:
     """Return the backend's name: ``"native"``, ``"threads"`` or ``"fake"``."""
-    chosen = default_group() if group is None else group
-    if isinstance(chosen, NonMember):
-        raise InvalidArgumentError(f"get_backend: Invalid process group specified: this rank is {chosen!r}")
-    return chosen.backend
+    names = default_group() if group is None else group
+    if isinstance(names, NonMember):
+        raise InvalidArgumentError(f"get_backend: Invalid process group specified: this rank is {names!r}")
+    return names.backend
 
 
 @checked
@@ -100,8 +100,8 @@ def get_backend_config(group: AnyGroup | None = None) -> str:
         InvalidArgumentError: this rank is not in the group.
     """
     own = f"cpu:{get_backend(group)}"
-    chosen = default_group() if group is None else group
-    delegates = isinstance(chosen, ProcessGroup) and agreement_of(chosen.communicator) is not None
+    names = default_group() if group is None else group
+    delegates = isinstance(names, ProcessGroup) and agreement_of(names.communicator) is not None
     return f"{own},cuda:nccl" if delegates else own
 
 
@@ -148,18 +148,18 @@ def abort_process_group(group: AnyGroup | None = None) -> None:
         NotInitializedError: there is no such group.
         InvalidArgumentError: this rank is not in the group.
     """
-    chosen = _member(group)
+    names = _member(group)
     world = current_world()
-    for each in world.groups.values() if chosen is world.default else (chosen,):
+    for each in world.groups.values() if names is world.default else (names,):
         each.abort()
-    destroy_process_group(chosen)
+    destroy_process_group(names)
 
 
 def _member(group: AnyGroup | None) -> ProcessGroup:
-    chosen = default_group() if group is None else group
-    if isinstance(chosen, NonMember) or not isinstance(chosen, ProcessGroup):
-        raise InvalidArgumentError(f"Invalid process group specified: {chosen!r}")
-    return chosen
+    names = default_group() if group is None else group
+    if isinstance(names, NonMember) or not isinstance(names, ProcessGroup):
+        raise InvalidArgumentError(f"Invalid process group specified: {names!r}")
+    return names
 
 
 @checked

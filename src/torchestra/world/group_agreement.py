@@ -116,8 +116,8 @@ def _check_same(parent: ProcessGroup, key: str, call: GroupCall) -> None:
         _mismatch(verdict)
 
 
-def _mismatch(said: bytes, cause: BaseException | None = None) -> NoReturn:
-    raise CollectiveMismatchError(said[len(_MISMATCH) :].decode()) from cause
+def _mismatch(theirs: bytes, cause: BaseException | None = None) -> NoReturn:
+    raise CollectiveMismatchError(theirs[len(_MISMATCH) :].decode()) from cause
 
 
 def _text(lists: Sequence[Sequence[int]]) -> str:

@@ -169,7 +169,7 @@ def make_world(
     if chosen == "fake":
         store, rank, world_size = _fake_world(store, rank, world_size)
     else:
-        met = rendezvous(
+        meeting = rendezvous(
             init_method,
             rank=rank,
             world_size=world_size,
@@ -177,7 +177,7 @@ def make_world(
             store=store,
             secret=secret,
         )
-        store, rank, world_size = PrefixStore("torchestra", met.store), met.rank, met.world_size
+        store, rank, world_size = PrefixStore("torchestra", meeting.store), meeting.rank, meeting.world_size
     if world.thread is None:
         world.thread = threading.current_thread()
     with raising_together(store, "init", world_size):

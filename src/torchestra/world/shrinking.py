@@ -48,13 +48,13 @@ def shrink_group(
         raise InvalidArgumentError(
             f"shrink_group: pg_options: this backend has no options, got {shown(pg_options)}"
         )
-    chosen = default_group() if group is None else group
-    if not isinstance(chosen, ProcessGroup):
-        raise InvalidArgumentError(f"shrink_group: this rank is {chosen!r}")
-    _check_ranks(ranks_to_exclude, chosen)
+    shrunk_group = default_group() if group is None else group
+    if not isinstance(shrunk_group, ProcessGroup):
+        raise InvalidArgumentError(f"shrink_group: this rank is {shrunk_group!r}")
+    _check_ranks(ranks_to_exclude, shrunk_group)
     if shrink_flags == SHRINK_ABORT:
-        return chosen.shrink(ranks_to_exclude)
-    return chosen.shrink_when_idle(ranks_to_exclude)
+        return shrunk_group.shrink(ranks_to_exclude)
+    return shrunk_group.shrink_when_idle(ranks_to_exclude)
 
 
 def _check_form(ranks_to_exclude: object, shrink_flags: int) -> None:

@@ -16,9 +16,9 @@ def abort_text(why: str, failed: tuple[int, ...], report: str) -> str:
     """Return the text for the arena, cut to the room there: the lines first, then the reason."""
     whole = why, report
     while True:
-        told = json.dumps({"failed": failed, "why": why, "report": report}, ensure_ascii=False)
-        if len(told.encode(errors="replace")) <= at.HEADER_ABORT_TEXT_BYTES:
-            return told
+        text = json.dumps({"failed": failed, "why": why, "report": report}, ensure_ascii=False)
+        if len(text.encode(errors="replace")) <= at.HEADER_ABORT_TEXT_BYTES:
+            return text
         if len(report) > _LEAST_TEXT:
             report = _cut(report, whole[1])
         else:
@@ -34,8 +34,8 @@ def write_abort_text(arena: Arena, why: str, failed: tuple[int, ...], report: st
     claim = arena.address + at.HEADER_ABORT_CLAIM
     if shared_words.compare_exchange(claim, at.ABORT_EXPLAINED, at.ABORT_WRITTEN) != at.ABORT_EXPLAINED:
         return False
-    told = abort_text(why, failed, report)
-    length = arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, told)
+    text = abort_text(why, failed, report)
+    length = arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, text)
     shared_words.store_ordered(arena.address + at.HEADER_ABORT_LENGTH, length)
     return True
 

@@ -42,12 +42,12 @@ def hang_report(
         record = read_rank(arena, rank, scale, _ENTRIES)
         if rank in dead:
             how = "its process is gone" if peers is None else peers.how(rank)
-            place = f"has died ({how})"
+            state = f"has died ({how})"
         elif record.presence == "left":
-            place = "has destroyed the group"
+            state = "has destroyed the group"
         else:
-            place = where[rank]
-        lines.append(f"\n  rank {record.rank} {_doing(record, scale.now, crosses)}; {place}")
+            state = where[rank]
+        lines.append(f"\n  rank {record.rank} {_doing(record, scale.now, crosses)}; {state}")
     return "".join(lines)
 
 
@@ -74,9 +74,9 @@ def _doing(record: RankRecord, now: float, crosses: bool) -> str:
 
 def _places(arena: Arena, peers: Peers | None, ranks: list[int]) -> dict[int, str]:
     """Return where the programs of other ranks are, as far as they say in time."""
-    places = {rank: peers.site(rank) if peers is not None else None for rank in ranks}
-    silent = [rank for rank in ranks if places[rank] is None and not _has_left(arena, rank)]
-    asked = {
+    sites = {rank: peers.site(rank) if peers is not None else None for rank in ranks}
+    silent = [rank for rank in ranks if sites[rank] is None and not _has_left(arena, rank)]
+    tickets = {
         rank: shared_words.increment_and_wake(arena.address + arena.control(rank) + at.ASKED)
         for rank in silent
     }
@@ -84,13 +84,13 @@ def _places(arena: Arena, peers: Peers | None, ranks: list[int]) -> dict[int, st
     for _ in Deadline(_ANSWER_SECONDS, _LOOK_SECONDS).polls(_LOOK_SECONDS):
         for rank in tuple(silent):
             block = arena.control(rank)
-            if shared_words.load_acquire(arena.address + block + at.ANSWERED) >= asked[rank]:
+            if shared_words.load_acquire(arena.address + block + at.ANSWERED) >= tickets[rank]:
                 length = shared_words.load_acquire(arena.address + block + at.ANSWER_LENGTH)
-                places[rank] = arena.text(block + at.ANSWER, length)
+                sites[rank] = arena.text(block + at.ANSWER, length)
                 silent.remove(rank)
         if not silent:
             break
-    return {rank: place or "did not say where it is" for rank, place in places.items()}
+    return {rank: place or "did not say where it is" for rank, place in sites.items()}
 
 
 def _has_left(arena: Arena, rank: int) -> bool:

@@ -35,11 +35,11 @@ class StackReporter(threading.Thread):
         block = arena.address + offset
         answered = 0
         while not self._is_closed():
-            asked = shared_words.sleep_while(block + at.ASKED, answered)
-            if asked == answered or self._is_closed():
+            ticket = shared_words.sleep_while(block + at.ASKED, answered)
+            if ticket == answered or self._is_closed():
                 continue
             text = f"is at {call_site(self._program.ident)}"
             length = arena.set_text(offset + at.ANSWER, at.ANSWER_BYTES, text)
             shared_words.store_ordered(block + at.ANSWER_LENGTH, length)
-            shared_words.store_ordered(block + at.ANSWERED, asked)
-            answered = asked
+            shared_words.store_ordered(block + at.ANSWERED, ticket)
+            answered = ticket

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import zlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchestra.errors import InvalidArgumentError
 
@@ -76,14 +77,21 @@ def cores_in_affinity() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def waiting_policy(ranks_here: int) -> tuple[int, int]:
-    """Return how often a wait spins, and how often it then yields, for so many ranks on this host.
+class SpinPolicy(NamedTuple):
+    """The way in which a wait begins: so many spins, then so many yields, before it sleeps."""
+
+    spins: int
+    yields: int
+
+
+def spin_policy(ranks_here: int) -> SpinPolicy:
+    """Return the policy of waits where ``ranks_here`` ranks share this host.
 
     Spinning is of use only while every rank has a core of its own, and is kept short (some 3 µs) even then:
     where the system has put two ranks on one core, nothing happens until the spinning one yields. A yield
     with nobody else to run costs 0.3 µs, so little is lost.
     """
-    return (100 if ranks_here <= cores_in_affinity() else 0), 1000
+    return SpinPolicy(100 if ranks_here <= cores_in_affinity() else 0, 1000)
 
 
 def spare_cores(ranks_here: int) -> int:

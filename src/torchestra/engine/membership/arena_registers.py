@@ -71,8 +71,10 @@ class ArenaRegisters(Registers):
         return {rank for rank in range(self.size) if shared_words.load_acquire(self._word(rank, at.COMES))}
 
     def excluded(self) -> dict[int, int]:
-        said = {rank: shared_words.load_acquire(self._word(rank, at.EXCLUDED)) for rank in range(self.size)}
-        return {rank: excluder - 1 for rank, excluder in said.items() if excluder}
+        excluders = {
+            rank: shared_words.load_acquire(self._word(rank, at.EXCLUDED)) for rank in range(self.size)
+        }
+        return {rank: excluder - 1 for rank, excluder in excluders.items() if excluder}
 
     def unready(self, ballot: Ballot) -> set[int]:
         return {
@@ -98,9 +100,9 @@ class ArenaRegisters(Registers):
         return self._exchange(ballot, State.OPEN, ballot.epoch + 1, 0)
 
     def _exchange(self, ballot: Ballot, state: State, epoch: int, proposer: int) -> bool:
-        wanted = (((epoch - 1) << _PROPOSER_BITS) + proposer << _STATE_BITS) + state
-        found: int = shared_words.compare_exchange(self._decision, ballot.word, wanted)
-        return found == ballot.word
+        desired = (((epoch - 1) << _PROPOSER_BITS) + proposer << _STATE_BITS) + state
+        previous: int = shared_words.compare_exchange(self._decision, ballot.word, desired)
+        return previous == ballot.word
 
     def _block(self, rank: int) -> int:
         layout = self._arena.layout

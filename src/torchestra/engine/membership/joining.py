@@ -30,7 +30,7 @@ import numpy as np
 
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import move
-from torchestra.engine.kernels.selection import waiting_policy
+from torchestra.engine.kernels.selection import spin_policy
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.engine.memory.fd_passing import DescriptorServer, request_descriptor
@@ -42,6 +42,7 @@ from torchestra.errors import (
     DistStoreError,
     GroupAbortedError,
     RankFailedError,
+    named,
 )
 from torchestra.store import Store
 from torchestra.system.deadline import Deadline
@@ -150,8 +151,7 @@ class _Entering:
 
     def place(self, arena: Arena, threads: dict[int, threading.Thread] | None = None) -> RankContext:
         """Take the rank's place, and let the others see so."""
-        spins, yields = waiting_policy(self.size)
-        context = RankContext(arena, self.rank, self.name, spins=spins, yields=yields)
+        context = RankContext(arena, self.rank, self.name, spin_policy(self.size))
         context.group_ranks = self._group_ranks
         if threads is not None:
             threads[self.rank] = self._program
@@ -354,9 +354,9 @@ def _lead(
                 if deadline.expired():
                     missing = context.to_group_ranks(sorted(waiting))
                     message = (
-                        f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of group"
-                        f" {name!r} did not come within {deadline.elapsed():.1f} s (seen from rank 0"
-                        f" of {size}): are they running, on this host, and do they use the same rendezvous?"
+                        f"{named(missing)} of group {name!r} did not come within {deadline.elapsed():.1f} s"
+                        f" (seen from rank 0 of {size}): are they running, on this host, and do they use the"
+                        " same rendezvous?"
                     )
                     context.abort(message)
                     raise CollectiveTimeoutError(message, missing)

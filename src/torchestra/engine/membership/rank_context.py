@@ -1,13 +1,13 @@
-"""One rank's place in an arena: its private kernel context, and how its waits end.
+"""One rank's context in an arena: the words that its kernels read, and the ends of its waits.
 
-A kernel that has waited for a while returns PENDING, with the rank it waits for in BLOCKED.
-:meth:`RankContext.run` then looks, in Python: signals have been handled by the time it runs, so Ctrl-C gets
-through; a peer that has died or left, an abort by another rank or the deadline end the operation with an
-error that names the rank. An operation that is left halfway cannot be taken back, so whoever leaves one
-aborts the group: it writes why into the arena's header, and every other rank raises that.
+A kernel that has waited for a while returns PENDING, with the rank it waits for in BLOCKED. Then
+:meth:`RankContext.finish` looks around, in Python: signals have been handled by then, so Ctrl-C gets through;
+a peer that has died or left, an abort by another rank or the deadline end the operation with an error that
+names the rank. Nobody can take back an operation that was left halfway, so a rank that leaves one aborts the
+group: it writes why into the arena's header, and every other rank raises that.
 
-A mismatch is different: it is found when everybody has arrived and before anything was moved, so all ranks
-raise it together and the group stays usable.
+A mismatch is different: the ranks find it when all have arrived and before anything was moved, so all raise
+it together and the group stays usable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchestra.engine.failure.mismatches import differing_thresholds
 from torchestra.engine.failure.stack_reporter import StackReporter
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.kernels.placement import LOOK_EVERY
-from torchestra.engine.kernels.selection import cores_in_affinity
+from torchestra.engine.kernels.selection import SpinPolicy, cores_in_affinity
 from torchestra.engine.membership.arena_registers import ArenaRegisters
 from torchestra.engine.memory.arena import Arena
 from torchestra.engine.memory.heap import Heap
@@ -46,6 +46,7 @@ from torchestra.errors import (
     GroupAbortedError,
     GroupDestroyedError,
     RankFailedError,
+    named,
 )
 from torchestra.system.deadline import Deadline
 from torchestra.system.forking import forget_in_children
@@ -65,7 +66,7 @@ class RankContext:
         ask_elsewhere: where the ranks of other hosts stand, in lines.
     """
 
-    def __init__(self, arena: Arena, rank: int, name: str, *, spins: int, yields: int) -> None:
+    def __init__(self, arena: Arena, rank: int, name: str, policy: SpinPolicy) -> None:
         self.arena = arena
         self.rank = rank
         self.size = arena.layout.size
@@ -98,8 +99,8 @@ class RankContext:
             (at.CHUNK_BUFFERS, base + layout.chunk_buffers),
             (at.CHUNK_BUFFER_BYTES, layout.chunk_buffer_bytes),
             (at.ABORT, base + at.HEADER_ABORT),
-            (at.SPINS, spins),
-            (at.YIELDS, yields),
+            (at.SPINS, policy.spins),
+            (at.YIELDS, policy.yields),
             (at.POLL_INTERVAL, self._poll_interval.ctypes.data),
             (at.RECORD, base + arena.record(rank)),
             (at.CLOCK, arena.word(at.HEADER_CLOCK)),
@@ -151,18 +152,17 @@ class RankContext:
         code: int,
         kernel: Callable[..., int],
         arguments: tuple[int, ...],
-        seconds: float,
+        timeout_s: float,
         site: str | None,
     ) -> None:
         """Bring an operation to its end whose kernel has not returned DONE.
 
         Args:
-            code: what the kernel returned.
             kernel, arguments: to call it again with; a plan and a count come first.
-            seconds: how long the operation may wait for other ranks, from now on.
+            timeout_s: how long the operation may wait for other ranks, from now on.
             site: the line of the program that called, where it is not on this thread's stack.
         """
-        deadline = Deadline(seconds)
+        deadline = Deadline(timeout_s)
         spins, yields = self.word(at.SPINS), self.word(at.YIELDS)
         suspect: int | None = None
         try:
@@ -183,7 +183,7 @@ class RankContext:
         if code == at.MISMATCH:
             self.set_word(at.RESUME, 0)
             meta, count = shared_words.load_acquire(arguments[0] + at.PLAN_META), arguments[1]
-            self._raise_mismatch(meta, count, site, seconds)
+            self._raise_mismatch(meta, count, site, timeout_s)
 
     def note_failure(self) -> None:
         """Mark the current operation as failed in the record, if it was not brought to its end."""
@@ -237,9 +237,8 @@ class RankContext:
                 return gone
             if gone in dead:
                 died = ", ".join(f"{self.describe(rank)} died ({self.how(rank)})" for rank in dead)
-                self.abort(
-                    f"{died}; rank {self.group_rank} saw it in {doing}", self.to_group_ranks(dead), explain
-                )
+                why = f"{died}; rank {self.group_rank} saw it in {doing}"
+                self.abort(why, self.to_group_ranks(dead), explain)
             else:
                 self.abort(
                     f"{self.describe(gone)} has destroyed the group, and rank {self.group_rank} waits for"
@@ -255,12 +254,12 @@ class RankContext:
 
     def _message_timeout(self, doing: str, blocked: int | None, deadline: Deadline) -> CollectiveTimeoutError:
         """Return the error of a message whose time is over; the group stays usable."""
-        asked = tuple(range(self.size)) if blocked is None else (blocked,)
+        ranks = tuple(range(self.size)) if blocked is None else (blocked,)
         return CollectiveTimeoutError(
             f"{doing} of group {self.name!r} timed out after {deadline.elapsed():.1f} s on rank"
             f" {self.group_rank} (the timeout is {deadline.timeout_s:g} s); the group stays"
-            f" usable.{self.report(asked)}",
-            self.to_group_ranks(asked),
+            f" usable.{self.report(ranks)}",
+            self.to_group_ranks(ranks),
         )
 
     def _timeout(self, doing: str, deadline: Deadline, explain: Callable[[], str]) -> CollectiveTimeoutError:
@@ -268,13 +267,13 @@ class RankContext:
         missing = self.to_group_ranks(self.missing())
         message = (
             f"{doing} of group {self.name!r} timed out after {deadline.elapsed():.1f} s on rank"
-            f" {self.group_rank}: {_ranks(missing) + self._here() if missing else 'no rank'} had not arrived"
+            f" {self.group_rank}: {named(missing) + self._here() if missing else 'no rank'} had not arrived"
             f" (the timeout is {deadline.timeout_s:g} s)."
         )
         elsewhere = self.ask_elsewhere()
         self.abort(message, explain=lambda: elsewhere + explain())
         # The same lines on every rank, though several may have come to the end of their time at once.
-        return CollectiveTimeoutError(message + self._told()["report"], missing)
+        return CollectiveTimeoutError(message + self._abort_text()["report"], missing)
 
     @property
     def group_rank(self) -> int:
@@ -311,20 +310,17 @@ class RankContext:
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has destroyed the group."""
-        return self._state_of(rank) == at.LEFT
+        return self.arena.word(self.arena.control(rank) + at.STATE) == at.LEFT
 
     def _gone(self, blocked: int | None, dead: tuple[int, ...], alone: bool) -> int | None:
         """Return a rank that is gone and that the wait cannot end without, or None."""
         if blocked is None:
-            left = [rank for rank in range(self.size) if self._state_of(rank) == at.LEFT]
+            left = [rank for rank in range(self.size) if self.has_left(rank)]
             return dead[0] if dead else left[0] if len(left) == self.size - 1 else None
         for rank in (blocked,) if alone else (blocked, *self.missing()):
-            if rank in dead or self._state_of(rank) == at.LEFT:
+            if rank in dead or self.has_left(rank):
                 return rank
         return None
-
-    def _state_of(self, rank: int) -> int:
-        return self.arena.word(self.arena.control(rank) + at.STATE)
 
     def missing(self) -> tuple[int, ...]:
         """Return the ranks that have not arrived in this rank's current operation."""
@@ -339,7 +335,7 @@ class RankContext:
         """Make the group unusable because this rank is shrinking it; ranks that have died are named."""
         if dead := self._dead():
             died = self.to_group_ranks(dead)
-            self.abort(f"{_ranks(died)} died; rank {self.group_rank} saw it in shrink()", failed=died)
+            self.abort(f"{named(died)} died; rank {self.group_rank} saw it in shrink()", failed=died)
         else:
             self.abort(f"rank {self.group_rank} has called shrink()")
 
@@ -347,7 +343,6 @@ class RankContext:
         """Make the group unusable for all ranks, unless one of them has done so already.
 
         Args:
-            why: in a line.
             failed: the ranks that died, if that is why.
             explain: tells where every rank stands. Called only if nobody else has aborted the group.
         """
@@ -384,18 +379,18 @@ class RankContext:
         if (exclusion := self.registers.exclusion(self.name)) is not None:
             return exclusion
         if self._aborted is None:
-            told = self._told()
-            self._aborted = self._error_for(told["why"] + told["report"], tuple(told["failed"]))
+            text = self._abort_text()
+            self._aborted = self._error_for(text["why"] + text["report"], tuple(text["failed"]))
         # A new object each time: a traceback must not grow over repeated raises.
         return copy.copy(self._aborted)
 
-    def _told(self) -> dict[str, Any]:
+    def _abort_text(self) -> dict[str, Any]:
         """Return the text by the rank that aborted the group."""
         length = shared_words.load_acquire(self.arena.address + at.HEADER_ABORT_LENGTH)
         if length == 0:
             return {"why": "a rank died while it said why", "failed": (), "report": ""}
-        told: dict[str, Any] = json.loads(self.arena.text(at.HEADER_ABORT_TEXT, length))
-        return told
+        text: dict[str, Any] = json.loads(self.arena.text(at.HEADER_ABORT_TEXT, length))
+        return text
 
     def how(self, rank: int) -> str:
         """Return how a rank that is dead ended, as far as it can be known."""
@@ -412,8 +407,8 @@ class RankContext:
         self.arena.set_word(self._control + at.PROCESS, pid)
         self.arena.set_word(self._control + at.STARTED, process_start(pid))
         self.arena.set_word(self._control + at.PID_NAMESPACE, process_space())
-        for rank, number in enumerate(self.group_ranks):
-            self.arena.set_word(self.arena.control(rank) + at.GROUP_RANK, number)
+        for rank, group_rank in enumerate(self.group_ranks):
+            self.arena.set_word(self.arena.control(rank) + at.GROUP_RANK, group_rank)
         shared_words.store_ordered(self.arena.address + self._control + at.STATE, at.PRESENT)
 
     def meet_peers(self, threads: dict[int, threading.Thread] | None, program: threading.Thread) -> None:
@@ -421,7 +416,6 @@ class RankContext:
 
         Args:
             threads: by rank, the threads that are ranks, filled as they join; None where ranks are processes.
-            program: the thread that this rank's program runs in.
         """
         self.program = program
         if threads is not None:
@@ -447,7 +441,7 @@ class RankContext:
 
     # -- telling each other what one is doing
 
-    def _raise_mismatch(self, meta: int, count: int, site: str | None, seconds: float) -> None:
+    def _raise_mismatch(self, meta: int, count: int, site: str | None, timeout_s: float) -> None:
         """Tell the others what this rank called, hear what they called, and raise it all."""
         sent, expected = (
             self._tables[at.TABLES.index(table)].tolist() for table in (at.SOURCE_BYTES, at.TARGET_BYTES)
@@ -455,7 +449,7 @@ class RankContext:
         mine = f"{operations.describe(meta, count)}{operations.describe_lengths(meta, count, sent, expected)}"
         mine += f"{differing_thresholds(self.arena, self.word)} at {site or call_site()}"
         self._tell_call(mine)
-        deadline = Deadline(min(seconds, 10))
+        deadline = Deadline(min(timeout_s, 10))
         for step in (2, 3):
             shared_words.publish_step(self.address, step)
             suspect: int | None = None
@@ -469,7 +463,8 @@ class RankContext:
             if step == 2:
                 calls = [mine if rank == self.rank else self._call_of(rank) for rank in range(self.size)]
         lines = "".join(
-            f"\n  rank {number} called {call}" for number, call in zip(self.group_ranks, calls, strict=True)
+            f"\n  rank {group_rank} called {call}"
+            for group_rank, call in zip(self.group_ranks, calls, strict=True)
         )
         raise CollectiveMismatchError(
             f"the ranks of group {self.name!r} called different operations (number"
@@ -502,7 +497,3 @@ def _find_heaps(arena: Arena, context: npt.NDArray[np.int64]) -> None:
     """Let the kernels, one of which may be running, know where the heaps are, and after that how long."""
     shared_words.store_ordered(context.ctypes.data + at.HEAPS, arena.heaps.ctypes.data)
     shared_words.store_ordered(context.ctypes.data + at.HEAP_BYTES, arena.layout.heap_bytes)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from torchestra.engine.failure.liveness import PeerThreads
-from torchestra.engine.kernels.selection import waiting_policy
+from torchestra.engine.kernels.selection import spin_policy
 from torchestra.engine.membership.agreement import Ballot, MembershipAgreement, PollInterval
 from torchestra.engine.membership.arena_transfer import (
     ArenaTransfer,
@@ -45,7 +45,7 @@ class Shrunk:
     survivors: tuple[int, ...]
 
 
-def shrink(context: RankContext, name: str, exclude: Sequence[int], seconds: float) -> Shrunk:
+def shrink(context: RankContext, name: str, exclude: Sequence[int], timeout_s: float) -> Shrunk:
     """Agree with the other survivors who goes on, and enter a new group with them.
 
     Must be called by every rank that shall go on. The old group is left as it is: unusable for operations, if
@@ -55,7 +55,7 @@ def shrink(context: RankContext, name: str, exclude: Sequence[int], seconds: flo
         context: this rank's, in the old group.
         name: of the new group, for messages; the same on all ranks.
         exclude: ranks to go on without, whether they live or not.
-        seconds: how long to wait for the others.
+        timeout_s: how long to wait for the others.
 
     Raises:
         RankExcludedError: the others go on without this rank.
@@ -67,7 +67,7 @@ def shrink(context: RankContext, name: str, exclude: Sequence[int], seconds: flo
         context.registers,
         entrance,
         context.name,
-        Deadline(seconds),
+        Deadline(timeout_s),
         _INTERVAL,
         context.describe,
         context.report,
@@ -136,8 +136,7 @@ class _ArenaEntrance:
         return self._new is not None
 
     def _enter(self, transfer: ArenaTransfer, rank: int, size: int) -> None:
-        spins, yields = waiting_policy(size)
-        self._new = RankContext(transfer.arena, rank, self._name, spins=spins, yields=yields)
+        self._new = RankContext(transfer.arena, rank, self._name, spin_policy(size))
         if transfer.threads is not None:
             transfer.threads[rank] = self._old.program
         self._new.announce()

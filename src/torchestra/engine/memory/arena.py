@@ -160,10 +160,10 @@ class Arena:
         first, last = start // page * page, at.align(start + length, page)
         begin = int(self.heaps.ctypes.data)
         self._file.make_private(begin + first, self.layout.heaps + first, last - first)
-        for place in range(first, last, _AT_ONCE):
-            end = min(place + _AT_ONCE, last)
-            shared_words.write_to_pages(begin + place, (end - place) // page, page)
-            inner, outer = max(place, at.align(start, page)), min(end, (start + length) // page * page)
+        for offset in range(first, last, _AT_ONCE):
+            end = min(offset + _AT_ONCE, last)
+            shared_words.write_to_pages(begin + offset, (end - offset) // page, page)
+            inner, outer = max(offset, at.align(start, page)), min(end, (start + length) // page * page)
             if inner < outer and not keep:
                 self.release_heap(inner, outer - inner)
 
@@ -254,13 +254,13 @@ class Arena:
         Args:
             layout: the one expected, but for the size of the heaps, which whoever made the arena decides.
         """
-        found = os.fstat(descriptor).st_size
+        nbytes = os.fstat(descriptor).st_size
         (heap_bytes,) = struct.unpack("=q", os.pread(descriptor, 8, at.HEADER_HEAP_BYTES).ljust(8, b"\0"))
         if heap_bytes >= 0:
             layout = replace(layout, heap_bytes=heap_bytes)
-        if found != layout.total:
+        if nbytes != layout.total:
             raise DistBackendError(
-                f"the group's arena has {found} bytes, expected {layout.total}: do all ranks run the same"
+                f"the group's arena has {nbytes} bytes, expected {layout.total}: do all ranks run the same"
                 " version of torchestra?"
             )
         arena = cls(descriptor, layout)
@@ -294,9 +294,9 @@ class Arena:
     def text(self, offset: int, length: int) -> str:
         return bytes(self.bytes[offset : offset + length]).decode(errors="replace")
 
-    def set_text(self, offset: int, limit: int, text: str) -> int:
+    def set_text(self, offset: int, most: int, text: str) -> int:
         """Write as much of the text as fits; the number of bytes written."""
-        raw = text.encode(errors="replace")[:limit]
+        raw = text.encode(errors="replace")[:most]
         self.bytes[offset : offset + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
         return len(raw)
 

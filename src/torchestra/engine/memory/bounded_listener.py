@@ -29,7 +29,7 @@ class BoundedListener:
     Args:
         name: of the socket, without the leading zero byte.
         what: what is listened for, for the log, such as ``"group 'default'"``.
-        seconds: how long a connection has to prove itself.
+        timeout_s: how long a connection has to prove itself.
         expected: asked for how many processes of the job are still to come; they have room besides
             :data:`MOST_STRANGERS`.
         refusals: where to log who is turned away.
@@ -39,10 +39,15 @@ class BoundedListener:
     """
 
     def __init__(
-        self, name: str, what: str, seconds: float, expected: Callable[[], int], refusals: RateLimitedWarnings
+        self,
+        name: str,
+        what: str,
+        timeout_s: float,
+        expected: Callable[[], int],
+        refusals: RateLimitedWarnings,
     ) -> None:
         self._what = what
-        self._seconds = seconds
+        self._timeout_s = timeout_s
         self._expected = expected
         self._refusals = refusals
         # When the time of each is over. They are in the order in which they came, so in that of their times.
@@ -63,18 +68,18 @@ class BoundedListener:
             self.close()
             raise
 
-    def ready(self, seconds: float) -> Iterator[socket.socket]:
+    def ready(self, timeout_s: float) -> Iterator[socket.socket]:
         """Yield the connections (non-blocking) on which something has come, or that have ended.
 
         Takes in new ones, and ends those whose time is over. The caller reads from each, and calls
         :meth:`drop` or :meth:`release` once it knows who it is.
 
         Args:
-            seconds: how long to wait for something to do; 0 to return at once.
+            timeout_s: how long to wait for something to do; 0 to return at once.
         """
         if self._rest_until:
-            self._rest(seconds)
-        came = [key.fileobj for key, _ in self._selector.select(seconds)]
+            self._rest(timeout_s)
+        came = [key.fileobj for key, _ in self._selector.select(timeout_s)]
         for connection in came:
             assert isinstance(connection, socket.socket)
             if connection in self._deadlines:
@@ -126,7 +131,7 @@ class BoundedListener:
                 continue
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ)
-            self._deadlines[connection] = time.monotonic() + self._seconds
+            self._deadlines[connection] = time.monotonic() + self._timeout_s
             if len(self._deadlines) > MOST_STRANGERS + self._expected():
                 self.drop(next(iter(self._deadlines)))
 
@@ -139,10 +144,10 @@ class BoundedListener:
         self._selector.unregister(self._listener)
         self._rest_until = time.monotonic() + _BREATH
 
-    def _rest(self, seconds: float) -> None:
+    def _rest(self, timeout_s: float) -> None:
         """Take in nobody for a moment; without it, a caller who waits for newcomers would spin."""
-        if seconds:
-            time.sleep(max(0.0, min(seconds, self._rest_until - time.monotonic())))
+        if timeout_s:
+            time.sleep(max(0.0, min(timeout_s, self._rest_until - time.monotonic())))
         if time.monotonic() >= self._rest_until:
             self._rest_until = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)

@@ -133,23 +133,23 @@ class DescriptorServer:
             with contextlib.suppress(OSError):
                 caller.connect(self._address)
 
-    def serve(self, descriptor: int, seconds: float = _TICK) -> None:
+    def serve(self, descriptor: int, timeout_s: float = _TICK) -> None:
         """Do what can be done; wait for something to do for 50 ms at most, or for so many seconds."""
-        for connection in self._listener.ready(seconds):
+        for connection in self._listener.ready(timeout_s):
             self._hear(connection, descriptor)
 
     def ended(self) -> list[int]:
         """Return the ranks that have ended their connection, or have died, since this was called last."""
-        found = []
+        ended = []
         for descriptor, _ in self._ends.poll(0):
             self._ends.unregister(descriptor)
             rank, connection = self._kept.pop(descriptor)
             connection.close()
-            found.append(rank)
-        return found
+            ended.append(rank)
+        return ended
 
     def _hear(self, connection: socket.socket, descriptor: int) -> None:
-        given = False
+        has_given = False
         try:
             packet = connection.recv(_LONGEST)
             peer = self._challenged.pop(connection, None)
@@ -158,12 +158,12 @@ class DescriptorServer:
                     self._listener.renew(connection)
                     return
             else:
-                given = self._judge(connection, peer, packet, descriptor)
+                has_given = self._judge(connection, peer, packet, descriptor)
         except BlockingIOError:
             return
         except OSError as error:
             _log.debug("group %r: lost a process that wanted the group's memory: %s", self._name, error)
-        if given and self._keeps:
+        if has_given and self._keeps:
             self._listener.release(connection)
             self._kept[connection.fileno()] = self.given[-1], connection
             self._ends.register(connection, select.POLLIN)
@@ -181,9 +181,9 @@ class DescriptorServer:
         self._challenged[connection] = peer
         return True
 
-    def _judge(self, connection: socket.socket, peer: _Challenged, given: bytes, descriptor: int) -> bool:
+    def _judge(self, connection: socket.socket, peer: _Challenged, answer: bytes, descriptor: int) -> bool:
         """Give the descriptor, or say why not; whether it was given."""
-        if not _is_proof(given, self._key, "rank", peer.rank, peer.nonces):
+        if not _is_proof(answer, self._key, "rank", peer.rank, peer.nonces):
             self._refusals.warn(
                 "group %r: a process that says it is rank %s does not know the group's key: %s",
                 self._name,
@@ -214,8 +214,8 @@ class DescriptorRequest:
     def __init__(self, invitation: str, secret: bytes | None, rank: int, name: str) -> None:
         address, _, token = invitation.partition(":")
         self._address, self._key, self._rank = "\0" + address, _key(token, secret), rank
-        self.who = f"rank {rank} of group {name!r}"
-        self._impostor = f"{self.who}: what answers in rank 0's place"
+        self.name = f"rank {rank} of group {name!r}"
+        self._impostor = f"{self.name}: what answers in rank 0's place"
         self._nonces = b""
         self._proved = False
         self.connection: socket.socket | None = None
@@ -241,8 +241,8 @@ class DescriptorRequest:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
             raise DistBackendError(
-                f"{self.who} cannot reach rank 0 on this host ({error}): either rank 0 has failed, or the two"
-                " are on different hosts, whose ranks must meet by env:// or tcp://"
+                f"{self.name} cannot reach rank 0 on this host ({error}): either rank 0 has failed, or the"
+                " two are on different hosts, whose ranks must meet by env:// or tcp://"
             ) from error
         except BaseException:
             self.close()
@@ -254,14 +254,14 @@ class DescriptorRequest:
             self.connection.close()
             self.connection = None
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, timeout_s: float) -> None:
         """Sleep until the server has answered, or for so long."""
         if self.connection is None:
-            time.sleep(min(seconds, _TICK))
+            time.sleep(min(timeout_s, _TICK))
         else:
             poll = select.poll()
             poll.register(self.connection, select.POLLIN)
-            poll.poll(1000 * interpreter_slice(seconds))
+            poll.poll(1000 * interpreter_slice(timeout_s))
 
     def _connect(self) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -293,10 +293,10 @@ class DescriptorRequest:
         _close(descriptors)
         if verdict == _TAKEN:
             raise DistBackendError(
-                f"{self.who} was refused by rank 0, which has given the group's memory to a rank {self._rank}"
-                " already, or knows no such rank: do two processes claim the same rank?"
+                f"{self.name} was refused by rank 0, which has given the group's memory to a rank"
+                f" {self._rank} already, or knows no such rank: do two processes claim the same rank?"
             )
-        raise DistBackendError(f"{self.who} was refused by rank 0: {verdict!r}")
+        raise DistBackendError(f"{self.name} was refused by rank 0: {verdict!r}")
 
     def _answer(self, challenge: bytes) -> bytes:
         """Check what the server has proved, and return this rank's own proof."""
@@ -338,7 +338,7 @@ def request_descriptor(
         while (descriptor := request.advance()) is None:
             if deadline.expired():
                 raise CollectiveTimeoutError(
-                    f"{request.who}: rank 0 did not give it the group's memory in time", (0,)
+                    f"{request.name}: rank 0 did not give it the group's memory in time", (0,)
                 )
             request.sleep(_TICK)
     except BaseException:
@@ -371,16 +371,16 @@ def _packet(connection: socket.socket) -> tuple[bytes, list[int]]:
         ConnectionResetError: the connection was ended.
         OSError: EMFILE, where the system had no room for a descriptor.
     """
-    packet, found, flags, _ = socket.recv_fds(connection, _LONGEST, 4)
+    packet, descriptors, flags, _ = socket.recv_fds(connection, _LONGEST, 4)
     # Python before 3.12 passes no flags on to the kernel, so not MSG_CMSG_CLOEXEC.
-    for descriptor in found:
+    for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     if flags & socket.MSG_CTRUNC:  # the system had no room for a descriptor
-        _close(found)
+        _close(descriptors)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if not packet:
         raise ConnectionResetError("rank 0 ended the connection")
-    return packet, list(found)
+    return packet, list(descriptors)
 
 
 def _close(descriptors: Iterable[int]) -> None:
@@ -392,8 +392,8 @@ def _key(token: str, secret: bytes | None) -> bytes:
     return proof(secret or b"", "arena", token.encode())
 
 
-def _is_proof(given: bytes, key: bytes, side: str, rank: int, nonces: bytes) -> bool:
-    return is_proof(given, key, side, struct.pack("<I", rank), nonces)
+def _is_proof(answer: bytes, key: bytes, side: str, rank: int, nonces: bytes) -> bool:
+    return is_proof(answer, key, side, struct.pack("<I", rank), nonces)
 
 
 def _proof(key: bytes, side: str, rank: int, nonces: bytes) -> bytes:

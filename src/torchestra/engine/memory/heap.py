@@ -39,7 +39,7 @@ class Heap:
         self._free: list[tuple[int, int]] = [(0, arena.layout.heap_bytes)]
         # A finaliser may run at any moment, also in the middle of an allocation and on the same thread: it
         # only leaves a note here, and the next allocation does the rest.
-        self._given: collections.deque[tuple[int, int]] = collections.deque()
+        self._freed: collections.deque[tuple[int, int]] = collections.deque()
         self._lock = threading.Lock()
         self._inherited = False
         forget_in_children(self)
@@ -96,14 +96,14 @@ class Heap:
         try:
             self._arena.reserve_heap(self._start + offset, length)
         except DistBackendError:
-            self._given.append((offset, length))
+            self._freed.append((offset, length))
             raise
         return offset
 
     def _find(self, length: int) -> int:
         with self._lock:
-            while self._given:
-                self._insert(*self._given.popleft())
+            while self._freed:
+                self._insert(*self._freed.popleft())
             for index, (offset, free) in enumerate(self._free):
                 if free >= length:
                     if free == length:
@@ -124,7 +124,7 @@ class Heap:
             first = at.align(self._start + offset, mmap.PAGESIZE)
             last = (self._start + offset + length) // mmap.PAGESIZE * mmap.PAGESIZE
             self._arena.release_heap(first, last - first)
-        self._given.append((offset, length))
+        self._freed.append((offset, length))
 
     def _insert(self, offset: int, length: int) -> None:
         """Put a range back into the list of free ones."""

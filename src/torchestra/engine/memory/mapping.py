@@ -54,8 +54,8 @@ class MemoryFile:
         weakref.finalize(self, _close_own, self.descriptor).atexit = False
         self._bounded = not is_sealed(descriptor, fcntl.F_SEAL_SHRINK)
 
-    def hold(self, place: int) -> None:
-        """Lock the byte at ``place`` for this process, until it ends or closes the file.
+    def hold(self, offset: int) -> None:
+        """Lock the byte at ``offset`` for this process, until it ends or closes the file.
 
         The system takes the closing of *any* descriptor of the file in this process for that, so nothing else
         here may open it and close it again, but by :func:`close`. Forked children do not have the lock.
@@ -63,12 +63,12 @@ class MemoryFile:
         Raises:
             OSError: another process holds it.
         """
-        fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+        fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
         _held.add(_identity(self.descriptor))
 
-    def is_held(self, place: int) -> bool:
-        """Return whether another process holds the byte at ``place``."""
-        return holder(self.descriptor, place) is not None
+    def is_held(self, offset: int) -> bool:
+        """Return whether another process holds the byte at ``offset``."""
+        return holder(self.descriptor, offset) is not None
 
     def map(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
         """Map a range that begins at a page, for as long as anything points into the array.
@@ -111,9 +111,9 @@ class MemoryFile:
 
     def _map(self, address: int | None, length: int, flags: int, offset: int) -> int:
         flags |= _MAP_NORESERVE
-        found: int = _libc.mmap(address, length, _READ_WRITE, flags, self.descriptor, offset)
-        _check(-1 if found == _FAILED else 0)
-        return found
+        mapped: int = _libc.mmap(address, length, _READ_WRITE, flags, self.descriptor, offset)
+        _check(-1 if mapped == _FAILED else 0)
+        return mapped
 
 
 def map_to_read(descriptor: int, length: int) -> npt.NDArray[np.uint8]:
@@ -147,15 +147,15 @@ def _identity(descriptor: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def holder(descriptor: int, place: int) -> int | None:
+def holder(descriptor: int, offset: int) -> int | None:
     """Return which other process holds a byte of a file (:meth:`MemoryFile.hold`), by its number; None if
     none does.
 
     0 for a process that has no number in the caller's PID namespace.
     """
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
-    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-    return None if kind == fcntl.F_UNLCK else max(0, pid)
+    query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
+    lock_type, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
+    return None if lock_type == fcntl.F_UNLCK else max(0, pid)
 
 
 def leave_out_of_core_dumps(address: int, length: int) -> None:
@@ -165,5 +165,5 @@ def leave_out_of_core_dumps(address: int, length: int) -> None:
 
 def _check(result: int) -> None:
     if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

@@ -26,7 +26,7 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
 
@@ -39,7 +39,7 @@ from torchestra.engine.multihost.remote_records import Answer, answer, understan
 from torchestra.engine.multihost.suspicion import PINGS_PER_BOUND, SuspicionTimers
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.engine.recorder.flight_record import read_flight_record
-from torchestra.errors import RankFailedError
+from torchestra.errors import RankFailedError, named
 from torchestra.store import Store
 from torchestra.transport.message import Message
 
@@ -425,7 +425,7 @@ class HeartbeatMonitor(FailureDetector):
             self.silent.add(host)
             ranks = self.hosts.on(host)
             self._abort_aside(
-                f"host {self.hosts.names[host]} with {_ranks(ranks)} has been silent for {self.bound:g} s:"
+                f"host {self.hosts.names[host]} with {named(ranks)} has been silent for {self.bound:g} s:"
                 " it is down, or the network to it is",
                 ranks,
             )
@@ -436,8 +436,3 @@ class HeartbeatMonitor(FailureDetector):
         leaders = ((host, self.hosts.on(host)[0]) for host in range(len(self.hosts)))
         coordinator = next((host for host, leader in leaders if leader not in gone), self.host)
         return self._others if coordinator == self.host else [coordinator]
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    listed = list(ranks)
-    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"

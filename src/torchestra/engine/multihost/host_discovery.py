@@ -45,6 +45,7 @@ from torchestra.errors import (
     GroupAbortedError,
     RankFailedError,
     StoreTimeoutError,
+    named,
 )
 from torchestra.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchestra.store.missing_keys import missing_indices
@@ -267,7 +268,7 @@ class _Visit:
     def late(self, absent: Sequence[int] | None = None) -> CollectiveTimeoutError:
         """Return the error that says who has not come, which may be known."""
         missing = tuple(absent or missing_indices(self.store, [f"here/{peer}" for peer in range(self.size)]))
-        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "a rank"
+        who = named(missing) if missing else "a rank"
         return CollectiveTimeoutError(
             f"{who} of group {self.name!r} did not come within {self.timeout_s:.1f} s (seen from rank"
             f" {self.rank} of {self.size}): are they running, and do they use the same rendezvous?",
@@ -346,8 +347,7 @@ class _HostSegment:
             admission.serve(self._descriptor, _SERVING_SECONDS)
             if (lost := admission.ended()) and not self._closed.is_set():
                 # Whoever is in waits for the outcome, and ends its connection after that.
-                ranks = ", ".join(map(str, lost))
-                why = f"rank{'s' if len(lost) > 1 else ''} {ranks} died before all ranks had come"
+                why = f"{named(lost)} died before all ranks had come"
                 with contextlib.suppress(DistError, OSError):
                     self._visit.store.compare_set("all", "", json.dumps([lost, why]))
             if came := len(admission.given) - counted:

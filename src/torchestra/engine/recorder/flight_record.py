@@ -90,7 +90,7 @@ class FlightRecord:
 def read_flight_record(arena: Readable, last: int = at.ENTRIES) -> FlightRecord:
     """Return the record of all ranks, as it is now; of each at most the ``last`` entries of either kind."""
     scale = tick_scale(arena)
-    numbers, size = _numbering(arena)
+    group_ranks, size = _numbering(arena)
     host = _host_name(arena)
     return FlightRecord(
         group=_group_name(arena),
@@ -98,8 +98,8 @@ def read_flight_record(arena: Readable, last: int = at.ENTRIES) -> FlightRecord:
         taken=scale.now,
         taken_at=time.time(),
         aborted=_why_aborted(arena),
-        ranks=tuple(read_rank(arena, place, scale, last) for place in range(arena.layout.size)),
-        hosts=(HostRecord(host, tuple(numbers)),) if host is not None else (),
+        ranks=tuple(read_rank(arena, local_rank, scale, last) for local_rank in range(arena.layout.size)),
+        hosts=(HostRecord(host, tuple(group_ranks)),) if host is not None else (),
     )
 
 
@@ -109,7 +109,7 @@ def _numbering(arena: Readable) -> tuple[Sequence[int], int]:
     whole = arena.word(at.HEADER_GROUP_SIZE)
     if not size <= whole <= _MOST_RANKS:
         return range(size), size
-    blocks = [arena.layout.control + place * at.CONTROL_BYTES for place in range(size)]
+    blocks = [arena.layout.control + local_rank * at.CONTROL_BYTES for local_rank in range(size)]
     return [min(max(0, arena.word(block + at.GROUP_RANK)), whole - 1) for block in blocks], whole
 
 
@@ -133,8 +133,8 @@ def _why_aborted(arena: Readable) -> str | None:
         return None
     length = min(max(0, arena.word(at.HEADER_ABORT_LENGTH)), at.HEADER_ABORT_TEXT_BYTES)
     try:
-        told = json.loads(arena.text(at.HEADER_ABORT_TEXT, length))
-        return f"{told['why']}{told['report']}"
+        text = json.loads(arena.text(at.HEADER_ABORT_TEXT, length))
+        return f"{text['why']}{text['report']}"
     except (ValueError, TypeError, KeyError):
         return "it was not said why"
 
@@ -151,26 +151,28 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
     control = arena.layout.control + rank * at.CONTROL_BYTES
     record = arena.layout.records + rank * arena.layout.record_bytes
     here = arena.layout.size
-    numbers, size = _numbering(arena)
+    group_ranks, size = _numbering(arena)
     crosses = _host_name(arena) is not None
     operations_ = _ring(arena, record + (at.MULTIHOST_AT if crosses else at.OPERATIONS_AT))
-    messages = [(row, numbers) for row in _ring(arena, record + at.MESSAGES_AT)]
+    messages = [(row, group_ranks) for row in _ring(arena, record + at.MESSAGES_AT)]
     if crosses:
         remote = _ring(arena, record + at.REMOTE_MESSAGES_AT)
         messages = sorted([*messages, *((row, range(size)) for row in remote)], key=_stamp)
     since = arena.word(record + at.WAITING_SINCE)
     blamed = [0] * size
-    for place, number in enumerate(numbers):
-        words = (arena.word(record + at.WAITED_FOR_AT + index * 8) for index in (place, here + place))
-        blamed[number] = sum(words)
+    for local_rank, group_rank in enumerate(group_ranks):
+        words = (
+            arena.word(record + at.WAITED_FOR_AT + index * 8) for index in (local_rank, here + local_rank)
+        )
+        blamed[group_rank] = sum(words)
     if crosses and operations_ and operations_[-1][at.ENDED // 8] == 0:
         waited = arena.word(record + at.TOTAL_WAITED) - arena.word(record + at.MULTIHOST_WAITED)
         operations_[-1][at.WAITED // 8] = max(0, waited)
     return RankRecord(
-        rank=numbers[rank],
+        rank=group_ranks[rank],
         pid=arena.word(control + at.PROCESS),
         presence=_PRESENCE.get(arena.word(control + at.STATE), "absent"),
-        operations=tuple(_operation(row, scale, numbers) for row in operations_[-last:]),
+        operations=tuple(_operation(row, scale, group_ranks) for row in operations_[-last:]),
         messages=tuple(_message(row, scale, ranks) for row, ranks in messages[-last:]),
         operations_begun=operations_[-1][at.STAMP // 8] if operations_ else 0,
         messages_begun=arena.word(record + at.MESSAGES_OPENED),
@@ -181,7 +183,7 @@ def read_rank(arena: Readable, rank: int, scale: TickScale, last: int = at.ENTRI
             arena.word(record + at.MESSAGES_WAITED) + arena.word(record + at.REMOTE_MESSAGES_WAITED)
         ),
         waited_for=tuple(map(scale.duration, blamed)),
-        waiting_for=_rank(arena.word(record + at.WAITING_FOR), numbers) if since else None,
+        waiting_for=_rank(arena.word(record + at.WAITING_FOR), group_ranks) if since else None,
         waiting_since=scale.time(since) if since else None,
     )
 
@@ -198,11 +200,11 @@ def _stamp(message: tuple[list[int], Sequence[int]]) -> int:
     return message[0][at.STAMP // 8]
 
 
-def _rank(place: int, numbers: Sequence[int]) -> int | None:
-    return numbers[place] if 0 <= place < len(numbers) else None
+def _rank(local_rank: int, group_ranks: Sequence[int]) -> int | None:
+    return group_ranks[local_rank] if 0 <= local_rank < len(group_ranks) else None
 
 
-def _operation(row: list[int], scale: TickScale, numbers: Sequence[int]) -> FlightEntry:
+def _operation(row: list[int], scale: TickScale, group_ranks: Sequence[int]) -> FlightEntry:
     what, amount = row[at.WHAT // 8], row[at.AMOUNT // 8]
     return FlightEntry(
         number=row[at.STAMP // 8],
@@ -214,12 +216,12 @@ def _operation(row: list[int], scale: TickScale, numbers: Sequence[int]) -> Flig
         peer=None,
         tag=None,
         blocking=True,
-        waited_for=_rank(row[at.AWAITED // 8] - 1, numbers),
+        waited_for=_rank(row[at.AWAITED // 8] - 1, group_ranks),
         **_times(row, scale),
     )
 
 
-def _message(row: list[int], scale: TickScale, numbers: Sequence[int]) -> FlightEntry:
+def _message(row: list[int], scale: TickScale, group_ranks: Sequence[int]) -> FlightEntry:
     what = row[at.WHAT // 8]
     return FlightEntry(
         number=row[at.STAMP // 8],
@@ -228,7 +230,7 @@ def _message(row: list[int], scale: TickScale, numbers: Sequence[int]) -> Flight
         dtype=operations.dtype_name(what),
         root=None,
         count=None,
-        peer=_rank(row[at.OTHER // 8] - 1, numbers),
+        peer=_rank(row[at.OTHER // 8] - 1, group_ranks),
         tag=row[at.TAG // 8],
         blocking=not what & at.BACKGROUND,
         waited_for=None,

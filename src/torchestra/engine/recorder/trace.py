@@ -61,16 +61,16 @@ def merged(traces: Iterable[dict[str, Any]]) -> dict[str, Any]:
     groups = 0
     first: dict[str, Any] = {}
     for trace in traces:
-        numbers: dict[int, int] = {}
+        pids: dict[int, int] = {}
         clock = trace.get("otherData", {})
         first = first or clock
         later = clock["epoch_us"] - first["epoch_us"] if clock.get("clock") != first.get("clock") else 0.0
         for event in trace["traceEvents"]:
-            if event["pid"] not in numbers:
+            if event["pid"] not in pids:
                 groups += 1
-                numbers[event["pid"]] = groups
+                pids[event["pid"]] = groups
             moved = {"ts": event["ts"] + later} if later and "ts" in event else {}
-            events.append({**event, **moved, "pid": numbers[event["pid"]]})
+            events.append({**event, **moved, "pid": pids[event["pid"]]})
     return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 
@@ -107,7 +107,7 @@ def replacing(path: str | Path) -> Iterator[TextIO]:
         raise
 
 
-def _group(number: int, record: GroupRecord) -> list[Event]:
+def _group(pid: int, record: GroupRecord) -> list[Event]:
     whole = len(record.ranks) == record.size
     named = (
         f"group {record.group!r}, "
@@ -116,23 +116,23 @@ def _group(number: int, record: GroupRecord) -> list[Event]:
     )
     if len(record.hosts) == 1:
         named += f", on host {record.hosts[0].name}"
-    events = [_named("process_name", number, 0, {"name": named})]
+    events = [_named("process_name", pid, 0, {"name": named})]
     host_of = {rank: host.name for host in record.hosts for rank in host.ranks}
     for rank in record.ranks:
         on = f" on host {host_of[rank.rank]}" if len(record.hosts) > 1 else ""
         what = f"did not answer{on}" if rank.presence == "unknown" else f"pid {rank.pid}{on}"
         names = {"name": f"rank {rank.rank} ({what})"}
-        events.append(_named("thread_name", number, rank.rank, names))
-        events.append(_named("thread_sort_index", number, rank.rank, {"sort_index": rank.rank}))
-        events += [_slice(number, rank, entry, record.taken) for entry in rank.operations]
+        events.append(_named("thread_name", pid, rank.rank, names))
+        events.append(_named("thread_sort_index", pid, rank.rank, {"sort_index": rank.rank}))
+        events += [_slice(pid, rank, entry, record.taken) for entry in rank.operations]
         for entry in rank.messages:
             if entry.blocking:
-                events.append(_slice(number, rank, entry, record.taken))
+                events.append(_slice(pid, rank, entry, record.taken))
             else:
-                events += _background(number, rank, entry, record.taken)
-    events += _arrows(number, record)
+                events += _background(pid, rank, entry, record.taken)
+    events += _arrows(pid, record)
     if record.aborted is not None:
-        instant = {"ph": "i", "s": "p", "pid": number, "tid": 0, "ts": record.taken * 1e6}
+        instant = {"ph": "i", "s": "p", "pid": pid, "tid": 0, "ts": record.taken * 1e6}
         events.append({**instant, "name": "the group was aborted", "args": {"why": record.aborted}})
     return events
 

@@ -68,8 +68,8 @@ class RayOptions:
     @property
     def bundle(self) -> dict[str, float]:
         """Return the resources of one rank, by Ray's names."""
-        wanted = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus)}
-        return {resource: amount for resource, amount in wanted.items() if amount}
+        resources = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus)}
+        return {resource: amount for resource, amount in resources.items() if amount}
 
 
 def add_ray_arguments(parser: argparse.ArgumentParser) -> None:

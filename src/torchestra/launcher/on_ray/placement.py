@@ -190,13 +190,13 @@ class Placement:
         options, ranks = self._options, self._ranks
         all_there, free = self.ray.cluster_resources(), self.ray.available_resources()
         nodes = sum(1 for node in self.ray.nodes() if node["Alive"])
-        asked = " and ".join(f"{amount:g} {resource}s" for resource, amount in options.bundle.items())
+        demand = " and ".join(f"{amount:g} {resource}s" for resource, amount in options.bundle.items())
         there = " and ".join(
             f"{all_there.get(resource, 0):g} {resource}s of which {free.get(resource, 0):g} are free"
             for resource in options.bundle
         )
         return (
-            f"{ranks} ranks ask for {asked} each ({options.strategy}), and the cluster has {there},"
+            f"{ranks} ranks ask for {demand} each ({options.strategy}), and the cluster has {there},"
             f" on {nodes} node{'s' if nodes != 1 else ''}"
         )
 

@@ -79,13 +79,13 @@ def bucket_limits(
     Raises:
         InvalidArgumentError: one is not a positive number.
     """
-    given = [("bucket_cap_mb", cap_mb)] if cap_mb is not None else []
+    names = [("bucket_cap_mb", cap_mb)] if cap_mb is not None else []
     if cap_mb_list is not None:
-        given = [("bucket_cap_mb_list", each) for each in cap_mb_list]
-    for name, each in given:
+        names = [("bucket_cap_mb_list", each) for each in cap_mb_list]
+    for name, each in names:
         if isinstance(each, bool) or not isinstance(each, (int, float)) or not each > 0:
             raise InvalidArgumentError(f"{NAME}: `{name}` must be a positive number, got {each!r}")
-    limits = [int(each * (1 << 20)) for _, each in given if each is not None]
+    limits = [int(each * (1 << 20)) for _, each in names if each is not None]
     if cap_mb_list is None:
         cap = limits[0] if limits else int(default_mb * (1 << 20))
         return [min(first_bytes, cap), cap]

@@ -20,14 +20,14 @@ def main() -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="the interface to listen on; %(default)s")
     parser.add_argument("--port", type=int, default=0, help="the port; 0, the default, has one chosen")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: stop.set())
     try:
-        server = TCPStoreServer(chosen.host, chosen.port)
+        server = TCPStoreServer(options.host, options.port)
     except DistError as error:
         parser.exit(1, f"{error}\n")
     with server:

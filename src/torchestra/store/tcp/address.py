@@ -80,8 +80,8 @@ class Address:
         """Family and socket address of each way to reach it, IPv4 first."""
         if self.is_unix:
             return [(socket.AF_UNIX, "\0" + self.host[len(_UNIX) :])]
-        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        pairs = dict.fromkeys((int(family), address) for family, _, _, _, address in found)
+        infos = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        pairs = dict.fromkeys((int(family), address) for family, _, _, _, address in infos)
         return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)
 
     def reached(self, *, secured: bool) -> list[tuple[int, Any]]:

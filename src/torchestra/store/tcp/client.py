@@ -177,10 +177,10 @@ class TCPStore(Store):
         check_key(key)
         if block:
             return self._ask_and_wait(Request.POP, [key], self._seconds(None))[0]
-        code, found = self._request(Request.POP, [b"", key.encode()], self._seconds(None))
+        code, answer = self._request(Request.POP, [b"", key.encode()], self._seconds(None))
         if code == Reply.EMPTY:
             raise QueueEmptyError(f"queue {key!r} of {self} is empty")
-        return self._fields(code, found, 1)[0]
+        return self._fields(code, answer, 1)[0]
 
     def queue_len(self, key: str) -> int:
         check_key(key)
@@ -210,10 +210,10 @@ class TCPStore(Store):
 
     def _ask_and_wait(self, request: Request, keys: list[str], timeout_s: float) -> list[bytes]:
         milliseconds = str(math.ceil(timeout_s * 1000)).encode()
-        code, found = self._request(request, [milliseconds, *(key.encode() for key in keys)], timeout_s)
+        code, answer = self._request(request, [milliseconds, *(key.encode() for key in keys)], timeout_s)
         if code == Reply.MISSING:
-            raise missing_keys_error(self, [key.decode(errors="replace") for key in found], timeout_s)
-        return self._fields(code, found, 0 if request == Request.WAIT else len(keys))
+            raise missing_keys_error(self, [key.decode(errors="replace") for key in answer], timeout_s)
+        return self._fields(code, answer, 0 if request == Request.WAIT else len(keys))
 
     def _number(self, request: Request, fields: list[bytes]) -> int:
         answer = self._ask(request, fields)[0]
@@ -223,15 +223,15 @@ class TCPStore(Store):
             raise invalid_reply(self._address, f"{answer[:40]!r} in place of a number") from None
 
     def _request(self, request: Request, fields: list[bytes], timeout_s: float) -> tuple[int, list[bytes]]:
-        code, found = self._pool.request(request, fields, timeout_s, GRACE_SECONDS)
-        if code == Reply.REFUSED and len(found) == 1:
-            raise InvalidArgumentError(f"{self}: {found[0].decode(errors='replace')}")
-        return code, found
+        code, answer = self._pool.request(request, fields, timeout_s, GRACE_SECONDS)
+        if code == Reply.REFUSED and len(answer) == 1:
+            raise InvalidArgumentError(f"{self}: {answer[0].decode(errors='replace')}")
+        return code, answer
 
-    def _fields(self, code: int, found: list[bytes], count: int | None) -> list[bytes]:
-        if code != Reply.OK or (count is not None and len(found) != count):
-            raise invalid_reply(self._address, f"code {code} with {len(found)} fields")
-        return found
+    def _fields(self, code: int, answer: list[bytes], count: int | None) -> list[bytes]:
+        if code != Reply.OK or (count is not None and len(answer) != count):
+            raise invalid_reply(self._address, f"code {code} with {len(answer)} fields")
+        return answer
 
     def _report_for_work(self, world_size: int, wait: bool) -> None:
         """Count this store in; the last of a round says so under a key that the master waits for."""

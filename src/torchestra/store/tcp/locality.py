@@ -75,9 +75,9 @@ def peer_user(connection: socket.socket) -> int | None:
         return int(struct.unpack("3i", credentials)[1])
     mine, theirs = connection.getsockname(), connection.getpeername()
     try:
-        found = _owner(connection.family, theirs, mine)
-        if found is not None:
-            return found
+        user = _owner(connection.family, theirs, mine)
+        if user is not None:
+            return user
         # A kernel without sock_diag for TCP finds nothing at all, not even the end that is surely there.
         return None if _owner(connection.family, mine, theirs) is None else CLOSED
     except OSError:

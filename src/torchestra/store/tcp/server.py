@@ -79,12 +79,12 @@ class TCPStoreServer:
         self, host: str = "127.0.0.1", port: int = 0, *, secret: Secret = None, listen_fd: int | None = None
     ) -> None:
         self._secret = job_secret(secret)
-        wanted = Address.checked(host, port, listening=True)
+        address = Address.checked(host, port, listening=True)
         if listen_fd is None:
-            self._listener = listen(wanted, secured=self._secret is not None)
+            self._listener = listen(address, secured=self._secret is not None)
         else:
-            self._listener = _taken_over(listen_fd, wanted, secured=self._secret is not None)
-        self._address = Address(host, 0 if wanted.is_unix else int(self._listener.getsockname()[1]))
+            self._listener = _taken_over(listen_fd, address, secured=self._secret is not None)
+        self._address = Address(host, 0 if address.is_unix else int(self._listener.getsockname()[1]))
         self._table = Table()
         self._peers: set[Peer] = set()
         self._strangers: dict[Peer, float] = {}  # and when they came, the oldest first
@@ -364,7 +364,7 @@ class TCPStoreServer:
         self._settle(peer, (Reply.MISSING, [key.encode() for key in missing]))
 
 
-def _taken_over(descriptor: int, wanted: Address, *, secured: bool) -> socket.socket:
+def _taken_over(descriptor: int, address: Address, *, secured: bool) -> socket.socket:
     try:
         listener = socket.socket(fileno=descriptor)
         bound = listener.getsockname()
@@ -372,10 +372,10 @@ def _taken_over(descriptor: int, wanted: Address, *, secured: bool) -> socket.so
         raise InvalidArgumentError(
             f"master_listen_fd {descriptor} is not a socket that can listen: {error.strerror}"
         ) from error
-    if not wanted.is_unix and wanted.port not in (0, bound[1]):
+    if not address.is_unix and address.port not in (0, bound[1]):
         listener.close()
         raise InvalidArgumentError(
-            f"master_listen_fd is bound to port {bound[1]}, which does not match port {wanted.port}"
+            f"master_listen_fd is bound to port {bound[1]}, which does not match port {address.port}"
         )
     if not (secured or listener.family == socket.AF_UNIX or is_loopback(bound)):
         listener.close()

@@ -39,17 +39,17 @@ class ServerLease:
             self.server = TCPStoreServer(address.host, address.port, secret=secret, listen_fd=listen_fd)
             return
         with _lock:
-            found = _shared.get(address)
+            entry = _shared.get(address)
             # A forked child finds its parent's servers here, which are closed for it.
-            if found is None or found[0].closed:
+            if entry is None or entry[0].closed:
                 server = TCPStoreServer(address.host, address.port, secret=secret, listen_fd=listen_fd)
-                found = (server, set())
-                _shared[Address(address.host, server.port)] = found
-            elif not found[0].uses_secret(secret):
+                entry = (server, set())
+                _shared[Address(address.host, server.port)] = entry
+            elif not entry[0].uses_secret(secret):
                 raise InvalidArgumentError(
                     f"the server at {address} is shared in this process with another secret"
                 )
-            self.server, leases = found
+            self.server, leases = entry
             self._key = Address(address.host, self.server.port)
             leases.add(id(self))
 
