@@ -11,16 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torchestra as dist
 from torchestra.engine import kernel_registry
 from torchestra.engine import layout as at
 from torchestra.engine.kernels import iovec, move
 from torchestra.engine.native import atomics, intrinsic_code, object_files
 from torchestra.engine.native.atomics import External, kernel, load, short_kernel, store
 from torchestra.engine.native.compiler import KernelError, Program
-from torchestra.engine.native.kernel import NativeIntrinsic, NativeKernel, address_of, entry_point
+from torchestra.engine.native.kernel import NativeIntrinsic, NativeKernel, address_of, declared, entry_point
+from worlds import run
 
 LIMIT = 1_000
 WORDS = st.integers(-40, 40) | st.integers(-(1 << 62), 1 << 62)
@@ -95,30 +98,30 @@ def calls(a, b, c):  # type: ignore[no-untyped-def]
     return arithmetic(a, b, c) + loops(b % 5, c % 7, a) + (_helper(a) == 0)
 
 
-def _as_python(declared: Any, *words: int) -> int:
-    return int(declared.function(*words))
+def _as_python(native: Any, *words: int) -> int:
+    return int(native.function(*words))
 
 
-@pytest.mark.parametrize("declared", [arithmetic, choices], ids=lambda declared: declared.__name__)
-def test_compiled_functions_return_what_python_does(declared: NativeKernel) -> None:
-    compiled = entry_point(declared)
+@pytest.mark.parametrize("native", [arithmetic, choices], ids=lambda native: native.__name__)
+def test_compiled_functions_return_what_python_does(native: NativeKernel) -> None:
+    compiled = entry_point(native)
 
     @settings(deadline=None, max_examples=300, database=None)
     @given(WORDS, WORDS, WORDS)
     def compare(a: int, b: int, c: int) -> None:
-        assert compiled(a, b, c) == _as_python(declared, a, b, c)
+        assert compiled(a, b, c) == _as_python(native, a, b, c)
 
     compare()
 
 
-@pytest.mark.parametrize("declared", [loops, calls], ids=lambda declared: declared.__name__)
-def test_compiled_loops_end_where_those_of_python_do(declared: NativeKernel) -> None:
-    compiled = entry_point(declared)
+@pytest.mark.parametrize("native", [loops, calls], ids=lambda native: native.__name__)
+def test_compiled_loops_end_where_those_of_python_do(native: NativeKernel) -> None:
+    compiled = entry_point(native)
 
     @settings(deadline=None, max_examples=200, database=None)
     @given(SMALL, SMALL, SMALL)
     def compare(a: int, b: int, c: int) -> None:
-        assert compiled(a, b, c) == _as_python(declared, a, b, c)
+        assert compiled(a, b, c) == _as_python(native, a, b, c)
 
     compare()
 
@@ -197,8 +200,8 @@ def test_calls_with_other_than_as_many_ints_are_refused() -> None:
 
 
 def test_every_intrinsic_operation_has_machine_code_and_can_be_called() -> None:
-    declared = {value.__name__ for value in vars(atomics).values() if isinstance(value, NativeIntrinsic)}
-    assert declared == intrinsic_code.names()
+    names = {value.__name__ for value in vars(atomics).values() if isinstance(value, NativeIntrinsic)}
+    assert names == intrinsic_code.names()
     words = np.zeros(4, dtype=np.int64)
     address = words.ctypes.data
     store(address, -3)
@@ -212,15 +215,15 @@ def test_the_engine_has_one_object_with_all_its_kernels() -> None:
     """One that is left out would be compiled anew by every process."""
     names = {each.name for each in kernel_registry.kernels_of_engine()}
     assert {"kernels.move.barrier", "kernels.reduce.all_reduce", "p2p.kernels.transfer"} <= names
-    declared = [
+    public = [
         value
         for name, module in list(sys.modules.items())
         if name.startswith("torchestra.engine.")
         for value in vars(module).values()
         if isinstance(value, NativeKernel) and not value.is_private
     ]
-    assert len(declared) > 50
-    assert [each.name for each in declared if each.name not in names] == []
+    assert len(public) > 50
+    assert [each.name for each in public if each.name not in names] == []
     assert address_of(move.barrier) == move.barrier.address != address_of(iovec.copy_in)
 
 
@@ -247,6 +250,27 @@ def _has_kernels(module: ModuleType) -> bool:
         isinstance(value, NativeKernel) and value.__module__ == module.__name__
         for value in vars(module).values()
     )
+
+
+def _use() -> None:
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    for length in (1, 20_000):
+        tensor = torch.full((length,), rank + 1.0)
+        dist.all_reduce(tensor)
+        assert (tensor == 3).all()
+        got = torch.empty(length)
+        request = dist.isend(tensor + rank, other)
+        dist.recv(got, other)
+        request.wait()
+        assert (got == 3 + other).all()
+
+
+def test_the_engine_runs_with_its_kernels_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with TORCHESTRA_KERNELS=python: what kernels are compiled of is Python that runs."""
+    for each in declared():
+        if isinstance(each, NativeKernel):
+            monkeypatch.setattr(each, "_entry", each.function)
+    run("threads", 2, _use)
 
 
 def test_what_private_kernels_call_is_compiled_once() -> None:
