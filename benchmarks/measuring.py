@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.options import BenchOptions
 from benchmarks.peers import Column
-from benchmarks.ranks.shapes import ITEM_BYTES, shape
+from benchmarks.ranks.shapes import ITEM_BYTES, offered, shape
 from benchmarks.summary import Timing, percentile, plan_batches, slowest, summarise
 from benchmarks.worker_processes import PeerError, WorkerProcesses
 from torchestra.monitor.bench import size_label
@@ -52,9 +52,9 @@ def measure_cell(
     errors: list[PeerError] = []
     broken: set[WorkerProcesses] = set()
     cell_runs = [
-        _CellRun(column, workers, f"{operation} {size_label(size)}".removesuffix(" 0 B"))
+        _CellRun(column, workers, f"{operation} {size_label(size)}".removesuffix(" 0 B"), options.dirtied)
         for column, workers in turns
-        if operation != "barrier" or column.memory == "private"
+        if offered(operation, column.memory)
     ]
 
     def in_turn(action: Callable[[_CellRun], None], first: int = 0) -> None:
@@ -78,10 +78,11 @@ def measure_cell(
 class _CellRun:
     """One column in one cell: its plan and its samples so far, slowest rank, in nanoseconds."""
 
-    def __init__(self, column: Column, workers: WorkerProcesses, label: str) -> None:
+    def __init__(self, column: Column, workers: WorkerProcesses, label: str, dirtied: bool) -> None:
         self.column = column
         self.workers = workers
         self._label = label
+        self._dirtied = dirtied
         self._batch = 1
         self._batches = 1
         self._means: list[float] = []
@@ -117,7 +118,7 @@ class _CellRun:
         return summarise(self._means, self._singles, self._batch, self._right)
 
     def _time(self, batch: int, batches: int, warmup: int) -> list[float]:
-        answers = self._ask("time", batch=batch, batches=batches, warmup=warmup)
+        answers = self._ask("time", batch=batch, batches=batches, warmup=warmup, dirty=self._dirtied)
         return slowest([answer["means"] for answer in answers])
 
     def _ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:

@@ -43,13 +43,14 @@ class BenchOptions:
         operations: names from ``ranks.shapes.OPERATIONS``.
         sizes: bytes per rank, multiples of 4.
         nproc: the world sizes.
-        peers: the keys of the peers to measure (``gloo``, ``torchestra``, ``symmetric``, and an MPI's name
-            in lower case without blanks: ``mpich``, ``openmpi``, ``intelmpi``); None means all found.
+        peers: the keys of the peers to measure (``gloo``, ``torchestra``, ``symmetric``, ``persistent``, and
+            an MPI's name in lower case without blanks: ``mpich``, ``openmpi``, …); None means all found.
         mpi: MPIs to measure beside those that are found.
         rounds: how often the peers take turns in a cell.
         seconds: how long one turn in a cell lasts (a turn is at least two calls, however long they take).
         sections: which parts of the benchmark to run, from ``SECTIONS``.
         output: the directory for what is written; made if it is not there.
+        dirtied: whether what a rank puts in is written anew before every call.
         markdown: whether to write the tables as Markdown too.
 
     Raises:
@@ -65,6 +66,7 @@ class BenchOptions:
     seconds: float = 0.1
     sections: tuple[str, ...] = SECTIONS
     output: Path = Path("out/bench")
+    dirtied: bool = True
     markdown: bool = False
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torchestra
@@ -43,7 +43,10 @@ _FOREIGN = re.compile(
 
 @dataclass(frozen=True)
 class Column:
-    """What the table shows in one column: a peer on one kind of memory."""
+    """A peer on one kind of memory (``private``, ``symmetric``), or with its ``persistent`` operations.
+
+    The table shows it in a column of its own, but for the persistent operations of an MPI.
+    """
 
     key: str
     title: str
@@ -75,7 +78,11 @@ def find_peers(options: BenchOptions, directory: Path) -> tuple[list[Peer], list
     """Return the peers that the options ask for, and a line about each that is there but cannot be used."""
     here = Path(sys.executable)
     peers, notes = [], []
-    ours = (Column("torchestra", "torchestra"), Column("symmetric", "symmetric", "symmetric"))
+    ours = (
+        Column("torchestra", "torchestra"),
+        Column("symmetric", "symmetric", "symmetric"),
+        Column("persistent", "persistent", "persistent"),
+    )
     wanted = tuple(column for column in ours if options.wants(column.key))
     if wanted:
         peers.append(Peer("torchestra", "torchestra", here, wanted))
@@ -96,7 +103,8 @@ def find_peers(options: BenchOptions, directory: Path) -> tuple[list[Peer], list
                 notes.append(f"{environment.name}: another MPI has the same name")
         elif options.wants(peer.key):
             keys.add(peer.key)
-            peers.append(peer)
+            columns = peer.columns if options.wants("persistent") else peer.columns[:1]
+            peers.append(replace(peer, columns=columns))
     unknown = sorted(set(options.peers or ()) - {column.key for peer in peers for column in peer.columns})
     notes += [f"{key}: not found on this machine" for key in unknown]
     return peers, notes
@@ -137,7 +145,7 @@ def mpi_peer(environment: MpiEnvironment) -> Peer | str:
         key,
         "mpi",
         environment.python.absolute(),
-        (Column(key, title),),
+        (Column(key, title), Column(f"{key}-persistent", f"{title} persistent", "persistent")),
         mpiexec=Path(found),
         environment=extra,
     )

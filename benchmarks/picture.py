@@ -17,7 +17,11 @@ __all__ = ["draw"]
 
 _PANELS_PER_ROW = 4
 _PANEL_INCHES = (4.1, 3.1)
-_OURS = {"torchestra": ("#d6006c", "-"), "symmetric": ("#d6006c", (0, (2, 1.2)))}
+_OURS = {
+    "torchestra": ("#d6006c", "-"),
+    "symmetric": ("#d6006c", (0, (2, 1.2))),
+    "persistent": ("#d6006c", (0, (5, 1.5))),
+}
 _MPI_COLOURS = ("#1f6fb4", "#2a9d74", "#e08a1e", "#7a5bb5", "#5f7d1f")
 _GLOO_COLOUR = "#6b6b6b"
 _FLOOR_COLOUR = "#111111"
@@ -93,7 +97,7 @@ def _draw_panel(panel: Axes, report: BenchReport, operation: str, cells: list[Ce
 
 
 def _draw_lines(panel: Axes, report: BenchReport, cells: list[Cell]) -> None:
-    for column in report.columns:
+    for column in filter(lambda column: column.shown, report.columns):
         there = [cell for cell in cells if column.key in cell.timings]
         times = [cell.timings[column.key].median_us for cell in there]
         if times:
@@ -115,7 +119,7 @@ def _draw_lines(panel: Axes, report: BenchReport, cells: list[Cell]) -> None:
 
 def _draw_dots(panel: Axes, report: BenchReport, cells: list[Cell]) -> None:
     timings = cells[0].timings if cells else {}
-    columns = [column for column in report.columns if column.key in timings]
+    columns = [column for column in report.columns if column.shown and column.key in timings]
     for place, column in enumerate(columns):
         value = timings[column.key].median_us
         panel.plot(value, place, marker="o", markersize=9, color=_style(report, column)["color"])
@@ -141,7 +145,7 @@ def _draw_dots(panel: Axes, report: BenchReport, cells: list[Cell]) -> None:
 
 def _draw_legend(panel: Axes, report: BenchReport) -> None:
     panel.axis("off")
-    for column in report.columns:
+    for column in filter(lambda column: column.shown, report.columns):
         title = f"{column.title} (tensors from dist.empty)" if column.key == "symmetric" else column.title
         panel.plot([], [], label=title, **_style(report, column))
     if any(cell.floor_us is not None for cell in report.cells):

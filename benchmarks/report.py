@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.summary import Timing, geometric_mean
 
-__all__ = ["BenchReport", "Cell", "ColumnInfo", "SideRow", "SideTable"]
+__all__ = ["BenchReport", "Cell", "ColumnInfo", "SideRow", "SideTable", "Standing"]
 
 OURS = "torchestra"
 GLOO = "gloo"
@@ -23,12 +23,19 @@ class ColumnInfo:
         title: what the reader calls it.
         kind: ``torchestra``, ``gloo`` or ``mpi``.
         description: what its ranks said they are, with version.
+        memory: ``private``, ``symmetric``, or ``persistent`` for persistent operations.
     """
 
     key: str
     title: str
     kind: str
     description: str
+    memory: str = "private"
+
+    @property
+    def shown(self) -> bool:
+        """Whether the table has it; an MPI's persistent operations count, but would make it too wide."""
+        return self.kind != "mpi" or self.memory != "persistent"
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,23 @@ class SideTable:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """In how many cells one kind of torchestra's operations is faster than the best of all others.
+
+    Attributes:
+        title: the column.
+        ahead: cells in which it is.
+        cells: cells that were compared.
+        mpi_mean: geometric mean of the best MPI's time divided by its own; None without MPIs.
+    """
+
+    title: str
+    ahead: int
+    cells: int
+    mpi_mean: float | None
+
+
+@dataclass(frozen=True)
 class BenchReport:
     """All that one run of the benchmark found.
 
@@ -126,8 +150,8 @@ class BenchReport:
 
     @property
     def mpi_keys(self) -> tuple[str, ...]:
-        """The columns of the MPIs."""
-        return tuple(column.key for column in self.columns if column.kind == "mpi")
+        """The columns of the MPIs' ordinary operations."""
+        return tuple(column.key for column in self.columns if column.kind == "mpi" and column.shown)
 
     def best_mpi(self, cell: Cell) -> str | None:
         """Return the key of the MPI that was fastest in a cell."""
@@ -152,6 +176,27 @@ class BenchReport:
         """Return the cells in which the best MPI was faster than torchestra on ordinary tensors."""
         return tuple(cell for cell in self.cells if (ratio := self.mpi_ratio(cell)) is not None and ratio < 1)
 
+    def standings(self) -> list[Standing]:
+        """Return how torchestra's kinds of operations stand to all others."""
+        ours = [column for column in self.columns if column.kind == OURS]
+        return [found for column in ours if (found := self._standing(column)) is not None]
+
+    def _standing(self, ours: ColumnInfo) -> Standing | None:
+        """Compare persistent operations with all of an MPI's, others with its ordinary ones."""
+        kinds = ("private", ours.memory)
+        mpis = [c.key for c in self.columns if c.kind == "mpi" and c.memory in kinds]
+        others = [c.key for c in self.columns if c.kind == GLOO] + mpis
+        ahead, ratios, mpi_ratios = 0, [], []
+        for cell in self.cells:
+            own = cell.timings.get(ours.key)
+            against = [ratio for key in others if (ratio := cell.ratio(key, ours.key)) is not None]
+            if own is not None and (against or not own.right):
+                ratios.append(min(against, default=0.0))
+                ahead += own.right and ratios[-1] > 1
+                found = [ratio for key in mpis if (ratio := cell.ratio(key, ours.key)) is not None]
+                mpi_ratios += [min(found)] if found else []
+        return Standing(ours.title, ahead, len(ratios), geometric_mean(mpi_ratios)) if ratios else None
+
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values, for ``json.dump``."""
         return {
@@ -173,6 +218,7 @@ class BenchReport:
                 "all": self.mean(self.mpi_ratio),
                 **{str(world): self.mean(self.mpi_ratio, world) for world in self.worlds},
             },
+            "standings": [asdict(standing) for standing in self.standings()],
             "cells": [self._cell_json(cell) for cell in self.cells],
             "tables": [asdict(table) for table in self.tables],
         }

@@ -20,6 +20,7 @@ from benchmarks.measuring import (
 )
 from benchmarks.options import BenchOptions
 from benchmarks.peers import Column, Peer, find_peers
+from benchmarks.ranks.shapes import offered
 from benchmarks.remote_calls import measure_remote_calls
 from benchmarks.report import BenchReport, Cell, ColumnInfo, SideTable
 from benchmarks.roofline import FLOOR_FROM_BYTES, floor_us
@@ -119,6 +120,7 @@ class _Run:
                 "nproc": options.nproc,
                 "rounds": options.rounds,
                 "seconds": options.seconds,
+                "dirtied": options.dirtied,
             },
             columns=tuple(self._columns.values()),
             cells=tuple(self._cells),
@@ -141,7 +143,7 @@ class _Run:
                 self._notes.append(str(error))
                 continue
             for column in peer.columns:
-                info = ColumnInfo(column.key, column.title, peer.kind, workers.description)
+                info = ColumnInfo(column.key, column.title, peer.kind, workers.description, column.memory)
                 self._columns.setdefault(column.key, info)
                 turns.append((column, workers))
         return turns
@@ -205,5 +207,4 @@ class _Run:
 
 
 def _column_missing(column: Column, operation: str, timings: dict[str, Any]) -> bool:
-    left_out = operation == "barrier" and column.memory != "private"
-    return not left_out and column.key not in timings
+    return offered(operation, column.memory) and column.key not in timings

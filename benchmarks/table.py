@@ -81,7 +81,11 @@ def to_markdown(report: BenchReport) -> str:
 
 def summary_lines(report: BenchReport) -> list[str]:
     """Return the means, the lost cells, the memory's bandwidth, and what it ran on, one line each."""
-    lines = []
+    lines = [
+        f"{standing.title}: ahead of the best of Gloo and the MPIs in {standing.ahead} of"
+        f" {standing.cells} cells, geometric mean {format_ratio(standing.mpi_mean)} of the best MPI"
+        for standing in report.standings()
+    ]
     for name, ratio in (("Gloo", report.gloo_ratio), ("best MPI", report.mpi_ratio)):
         mean = report.mean(ratio)
         if mean is not None:
@@ -115,12 +119,18 @@ def summary_lines(report: BenchReport) -> list[str]:
             f"{machine['processor']}, {machine['usable_cores']} cores ({caches}), {machine['memory_gb']} GB, "
             f"{machine['system']}, Python {machine['python']}"
         )
-    lines += [f"{column.title}: {column.description}" for column in report.columns if column.description]
+    lines += [
+        f"{column.title}: {column.description}"
+        for column in report.columns
+        if column.shown and column.description
+    ]
     if report.disturbance:
         worst = max(report.disturbance)
         usual = sorted(report.disturbance)[len(report.disturbance) // 2]
         warning = "; other programs were running, take the numbers with care" if worst > 0.05 else ""
         lines.append(f"disturbance: the machine was {usual:.0%} busy (at worst {worst:.0%}) at rest{warning}")
+    if report.options.get("dirtied"):
+        lines.append("what a rank puts in was written anew before every call")
     lines.append(
         f"median of the slowest rank (send + recv: half of there and back); took {report.seconds:.0f} s"
     )
@@ -154,7 +164,7 @@ def _cells_table(report: BenchReport, world: int) -> Table:
 
 def _rows(report: BenchReport, world: int, style: Styler) -> list[list[Text]]:
     """Return the header and the rows of one world size; ``style`` says how a peer's time is shown."""
-    columns = [c for c in report.columns if any(c.key in cell.timings for cell in report.cells)]
+    columns = [c for c in report.columns if c.shown and any(c.key in cell.timings for cell in report.cells)]
     keys = {column.key for column in columns}
     mpi, gloo = bool(report.mpi_keys), {"gloo", "torchestra"} <= keys
     against_mpi = mpi and "torchestra" in keys
@@ -201,7 +211,8 @@ def _colour_style(report: BenchReport, cell: Cell, column: ColumnInfo) -> str:
 
 
 def _fastest_style(report: BenchReport, cell: Cell, column: ColumnInfo) -> str:
-    right = {key: timing.median_us for key, timing in cell.timings.items() if timing.right}
+    shown = {column.key for column in report.columns if column.shown}
+    right = {key: timing.median_us for key, timing in cell.timings.items() if timing.right and key in shown}
     return "bold" if column.key == min(right, key=lambda key: right[key]) else ""
 
 

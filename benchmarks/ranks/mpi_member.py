@@ -23,15 +23,19 @@ class MpiMember:
         self.world = int(self._comm.Get_size())
         self.description = str(MPI.Get_library_version()).splitlines()[0].strip("\0 ")
         self._pool: dict[tuple[str, str], Floats] = {}
+        self._prepared: dict[str, list[MPI.Prequest]] = {}
 
     def prepare(self, operation: str, size: int, memory: str, slot: str) -> Prepared:
-        """See :class:`Member`; the memory is always the rank's own."""
+        """See :class:`Member`; the memory is always the rank's own, ``persistent`` says how it is called."""
         if operation == "barrier":
             return Prepared((self._comm.Barrier,))
         buffers = shape(operation, size, self.world)
         given = self._array(slot, "given", buffers.given)
         received = self._array(slot, "received", buffers.received) if buffers.received else given
-        calls = self._calls(operation, given, received)
+        if memory == "persistent":
+            calls = self._requests(operation, given, received, slot)
+        else:
+            calls = self._calls(operation, given, received)
         return Prepared(calls, max(1, len(calls)), given, received)
 
     def barrier(self) -> None:
@@ -75,3 +79,34 @@ class MpiMember:
             return ()
         send, receive = partial(comm.Send, given, other), partial(comm.Recv, received, other)
         return (send, receive) if self.rank < other else (receive, send)
+
+    def _requests(self, operation: str, given: Floats, received: Floats, slot: str) -> tuple[Call, ...]:
+        """Set up MPI-4's persistent operations."""
+        for request in self._prepared.pop(slot, []):
+            request.Free()
+        comm = self._comm
+        if operation == "send_recv":
+            other = partner(self.rank, self.world)
+            if other is None:
+                return ()
+            requests = [comm.Send_init(given, other), comm.Recv_init(received, other)]
+            if self.rank > other:
+                requests.reverse()
+        elif operation == "all_reduce":
+            requests = [comm.Allreduce_init(MPI.IN_PLACE, given)]
+        elif operation == "broadcast":
+            requests = [comm.Bcast_init(given)]
+        else:
+            names = {
+                "all_gather": "Allgather_init",
+                "reduce_scatter": "Reduce_scatter_block_init",
+                "all_to_all": "Alltoall_init",
+            }
+            requests = [getattr(comm, names[operation])(given, received)]
+        self._prepared[slot] = requests
+        return tuple(partial(_run, request) for request in requests)
+
+
+def _run(request: MPI.Prequest) -> None:
+    request.Start()
+    request.Wait()

@@ -8,7 +8,7 @@ the driver says                                    the rank answers
 =================================================  ==============================================
 (nothing; the rank begins)                         ``rank``, ``world``, ``description``
 ``do: prepare``, slot, operation, size, memory     nothing but that it is done
-``do: time``, slot, batch, batches, warmup         ``means``: nanoseconds per operation, per batch
+``do: time``, slot, batch, batches, warmup, dirty  ``means``: nanoseconds per operation, per batch
 ``do: check``, slot                                ``right``: whether the result was what it must be
 ``do: release``, slot                              nothing but that it is done
 ``do: quit``                                       nothing; the rank leaves
@@ -25,11 +25,12 @@ import os
 import signal
 import socket
 import traceback
+from functools import partial
 from typing import Any
 
 from .member import Member, Prepared
 from .shapes import Pattern, pieces
-from .timing import timed
+from .timing import timed, timed_dirtied
 
 __all__ = ["SOCKET_VARIABLE", "main"]
 
@@ -37,6 +38,7 @@ SOCKET_VARIABLE = "TORCHESTRA_BENCH_SOCKET"
 """The environment variable with the name of the driver's socket (without the 0 byte that is before it)."""
 
 _UNTOUCHED = -1.0
+_BARRIER_FROM_BYTES = 256 << 10
 _LEAVE_SECONDS = 10
 
 
@@ -71,10 +73,16 @@ class _Session:
         return {}
 
     def _time(self, slot: _Slot, command: dict[str, Any]) -> list[float]:
-        prepared = slot.prepared
+        prepared, given = slot.prepared, slot.prepared.given
         self._member.barrier()
         timed(prepared.calls, command["batch"], command["warmup"])
-        means = timed(prepared.calls, command["batch"], command["batches"])
+        if command.get("dirty") and given is not None and given.size:
+            # Where ranks share cores some write while others would wait; that is no part of the operation.
+            barrier = self._member.barrier if given.nbytes >= _BARRIER_FROM_BYTES else None
+            write = partial(given.fill, 1.0)
+            means = timed_dirtied(prepared.calls, write, barrier, command["batch"], command["batches"])
+        else:
+            means = timed(prepared.calls, command["batch"], command["batches"])
         return [round(mean / prepared.transfers, 2) for mean in means]
 
     def _check(self, slot: _Slot) -> bool:

@@ -34,6 +34,7 @@ __all__ = [
     "Pattern",
     "Piece",
     "Shape",
+    "offered",
     "partner",
     "pieces",
     "shape",
@@ -57,6 +58,7 @@ EVERYONE = -1
 
 Floats = npt.NDArray[np.float32]
 
+_PERSISTENT = frozenset(OPERATIONS) - {"barrier", "reduce", "gather", "scatter"}
 _IN_PLACE = frozenset({"all_reduce", "reduce", "broadcast"})
 _CUT = frozenset({"reduce_scatter", "scatter", "all_to_all"})
 _COLLECTED = frozenset({"all_gather", "gather"})
@@ -92,6 +94,13 @@ def shape(operation: str, size: int, world: int) -> Shape:
     if operation in _COLLECTED:
         return Shape(count, count * world, part)
     return Shape(count, 0 if operation in _IN_PLACE else count, part)
+
+
+def offered(operation: str, memory: str) -> bool:
+    """Return whether an operation can be measured on a kind of memory, or as a persistent one."""
+    if memory == "persistent":
+        return operation in _PERSISTENT
+    return operation != "barrier" or memory == "private"
 
 
 def partner(rank: int, world: int) -> int | None:

@@ -37,13 +37,13 @@ class TorchMember:
         assert self.rank == int(os.environ["RANK"])
 
     def prepare(self, operation: str, size: int, memory: str, slot: str) -> Prepared:
-        """See :class:`Member`; ``memory`` is ``private``, or ``symmetric`` for the group's own."""
+        """See :class:`Member`; ``memory``: ``private``, ``symmetric`` (the group's), or ``persistent``."""
         if operation == "barrier":
             return Prepared((self._dist.barrier,))
         buffers = shape(operation, size, self.world)
         given = self._tensor(memory, slot, "given", buffers.given)
         received = self._tensor(memory, slot, "received", buffers.received) if buffers.received else given
-        calls = self._calls(operation, given, received)
+        calls = (self._plans if memory == "persistent" else self._calls)(operation, given, received)
         return Prepared(calls, max(1, len(calls)), given.numpy(), received.numpy())
 
     def barrier(self) -> None:
@@ -93,6 +93,26 @@ class TorchMember:
             return ()
         send, receive = partial(dist.send, given, other), partial(dist.recv, received, other)
         return (send, receive) if self.rank < other else (receive, send)
+
+    def _plans(self, operation: str, given: torch.Tensor, received: torch.Tensor) -> tuple[Call, ...]:
+        """Set up persistent operations on private memory."""
+        dist = self._dist
+        if operation == "send_recv":
+            other = partner(self.rank, self.world)
+            if other is None:
+                return ()
+            plans = (dist.send_init(given, other), dist.recv_init(received, other))
+            return plans if self.rank < other else plans[::-1]
+        if operation == "all_reduce":
+            return (dist.all_reduce_init(given),)
+        if operation == "broadcast":
+            return (dist.broadcast_init(given, 0),)
+        names = {
+            "all_gather": "all_gather_into_tensor_init",
+            "reduce_scatter": "reduce_scatter_tensor_init",
+            "all_to_all": "all_to_all_single_init",
+        }
+        return (getattr(dist, names[operation])(received, given),)
 
     def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
         return list(whole.chunk(self.world))

@@ -34,8 +34,9 @@ def test_environments_beside_the_directory_are_found_and_named_by_their_library(
     peers, notes = find_peers(BenchOptions(), tmp_path)
     assert notes == []
     assert [column.key for peer in peers for column in peer.columns] == [
-        *("torchestra", "symmetric", "gloo"),
-        *("mpich", "openmpi", "intelmpi"),
+        *("torchestra", "symmetric", "persistent", "gloo"),
+        *("mpich", "mpich-persistent", "openmpi", "openmpi-persistent"),
+        *("intelmpi", "intelmpi-persistent"),
     ]
     oversubscribed = [
         peer.key for peer in peers if "PRTE_MCA_rmaps_default_mapping_policy" in peer.environment

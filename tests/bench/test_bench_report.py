@@ -10,9 +10,11 @@ from rich.console import Console
 from benchmarks.command import write_report
 from benchmarks.machine import describe_machine
 from benchmarks.options import BenchOptions
+from benchmarks.pieces import merged, read_report
 from benchmarks.report import BenchReport, Cell, ColumnInfo, SideRow, SideTable
 from benchmarks.summary import Timing
 from benchmarks.table import format_ratio, format_time, render, summary_lines, to_markdown
+from torchestra.errors import InvalidArgumentError
 
 COLUMNS = (
     ColumnInfo("torchestra", "torchestra", "torchestra", "torchestra 1"),
@@ -222,3 +224,54 @@ def test_what_is_written_replaces_a_link_that_lies_in_its_place(tmp_path):
     written = write_report(report(), BenchOptions(output=results, markdown=True))
     assert precious.read_text() == "not to be overwritten"
     assert not any(path.is_symlink() for path in written)
+
+
+PERSISTENT = ColumnInfo("persistent", "persistent", "torchestra", "", "persistent")
+MPI_PERSISTENT = ColumnInfo("mpich-persistent", "MPICH persistent", "mpi", "", "persistent")
+
+
+def test_a_kind_stands_ahead_where_it_is_faster_than_the_best_of_all_others():
+    found = report(
+        cell(4, "broadcast", 4, torchestra=2, persistent=1, gloo=1.5, mpich=4, **{"mpich-persistent": 3}),
+        columns=(*COLUMNS, PERSISTENT, MPI_PERSISTENT),
+    )
+    ordinary, symmetric, persistent = found.standings()
+    assert (ordinary.ahead, ordinary.cells) == (2, 5)  # not where Gloo is, nor in a barrier
+    assert ordinary.mpi_mean == pytest.approx((3 / 2 * 9 / 12 * 0.25 * 2 * 2) ** (1 / 5))
+    assert (symmetric.ahead, symmetric.cells) == (2, 3)
+    assert (persistent.ahead, persistent.cells, persistent.mpi_mean) == (1, 1, pytest.approx(3))
+    text = " ".join(printed(found).split())
+    assert "persistent: ahead of the best of Gloo and the MPIs in 1 of 1 cells, geometric mean 3.00" in text
+    assert "MPICH persistent" not in text
+
+
+def test_a_wrong_result_is_never_ahead():
+    wrong = Cell(2, "reduce", 4, {"torchestra": timing(1, right=False), "gloo": timing(100)})
+    assert [(each.ahead, each.cells) for each in report(cells=(wrong,)).standings()] == [(0, 1)]
+
+
+def test_pieces_make_one_report(tmp_path):
+    options = BenchOptions(output=tmp_path)
+    path, *_ = write_report(report(cells=report().cells[:2]), options)
+    later = cell(2, "all_reduce", 4, torchestra=9)
+    found = merged(read_report(path), report(later, cells=(*report().cells[2:], later), notes=("new",)))
+    assert [(each.world, each.operation, each.size) for each in found.cells] == [
+        (2, "all_reduce", 4),
+        (2, "all_reduce", 64 << 20),
+        (2, "barrier", 0),
+        (4, "all_reduce", 4),
+    ]
+    assert found.cells[0] == later
+    assert found.cells[1] == report().cells[1]
+    assert found.tables == report().tables
+    assert found.notes == (*report().notes, "new")
+    assert found.seconds == 24.0
+
+
+def test_pieces_of_other_machines_or_ways_to_measure_are_refused(tmp_path):
+    for changes in ({"machine": {"processor": "another"}}, {"options": {"dirtied": True}}):
+        with pytest.raises(InvalidArgumentError, match="pieces must be measured alike"):
+            merged(report(), report(**changes))
+    (tmp_path / "bench.json").write_text("{}")
+    with pytest.raises(InvalidArgumentError, match="has no report"):
+        read_report(tmp_path / "bench.json")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ranks.timing import timed
+from benchmarks.ranks.timing import timed, timed_dirtied
 from benchmarks.summary import (
     geometric_mean,
     median_interval,
@@ -102,3 +102,22 @@ def test_the_timed_loop_calls_everything_as_often_as_it_says(count):
 
 def test_a_rank_without_a_part_takes_no_time():
     assert timed((), 3, 2) == [0.0, 0.0]
+
+
+def test_what_is_written_before_each_turn_is_not_timed(monkeypatch):
+    log: list[str] = []
+    now = 0
+
+    def passing(nanoseconds: int, what: str) -> None:
+        nonlocal now
+        now += nanoseconds
+        log.append(what)
+
+    monkeypatch.setattr("benchmarks.ranks.timing.perf_counter_ns", lambda: now)
+    calls = (lambda: passing(3, "send"), lambda: passing(4, "receive"))
+    means = timed_dirtied(
+        calls, lambda: passing(1000, "write"), lambda: passing(100, "barrier"), batch=2, batches=3
+    )
+    assert log == ["write", "barrier", "send", "receive"] * 6
+    assert means == [7.0] * 3
+    assert timed_dirtied((), lambda: None, None, 1, 2) == [0.0, 0.0]
