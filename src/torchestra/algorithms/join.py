@@ -100,7 +100,6 @@ class JoinConfig(NamedTuple):
         enable: whether it is in one, and that is not disabled.
         throw_on_early_termination: as given to the context.
         is_first_joinable: whether it is the one that announces steps.
-        context: the context.
     """
 
     enable: bool

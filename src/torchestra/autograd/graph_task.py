@@ -50,9 +50,7 @@ class Note(NamedTuple):
     """A message about a context between two workers.
 
     Attributes:
-        context: its number.
         what: "release", or of a backward pass "start", "gradients", "late", "done" or "abort".
-        key: of the pass.
         content: what belongs to it.
     """
 
@@ -108,7 +106,6 @@ class GraphTask:
 
     Args:
         context: which the pass belongs to.
-        key: of the pass.
         retain: keep the graph for further passes.
         engager: the rank that told this one of the pass.
     """

@@ -22,7 +22,6 @@ class SendRpc(NamedTuple):
     """Tensors that a worker has sent.
 
     Attributes:
-        message: its number.
         peer: the rank that got it.
         order: how many messages the context had seen here before.
         token: a tensor that depends on the tensors sent: backward begins there.
@@ -45,7 +44,6 @@ class RecvRpc(NamedTuple):
     """Tensors that a worker has received.
 
     Attributes:
-        message: its number.
         peer: the rank that sent it.
         order: how many messages the context had seen here before.
         node: the node of autograd; None for a message that nobody could read any more.

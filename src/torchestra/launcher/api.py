@@ -144,7 +144,6 @@ def launched(
     """Launch ranks as processes; yield the job, all of whose ranks have ended.
 
     Args:
-        fn, nproc, args, timeout, env: as there.
         settle_s: for how many seconds the others may go on when a rank has failed, to fail as well or to end.
     """
     target = dump_call(fn, args)

@@ -18,7 +18,6 @@ class JobListener(Protocol):
     """Hears from a launch backend what its ranks do; a :class:`~torchestra.launcher.job.Job` is one.
 
     Attributes:
-        spec: what the ranks run.
         loop: calls the backend when there is something to read.
     """
 

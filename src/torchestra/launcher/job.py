@@ -78,7 +78,6 @@ class Job(JobListener):
         settle_s: for how many seconds after a failure others are waited for.
 
     Attributes:
-        spec: what the ranks run.
         loop: calls functions while :meth:`run` runs.
         ranks: what is known of each; empty until they are being started.
         first_rank: the number of the first of them where the job has ranks on other hosts as well.

@@ -38,7 +38,6 @@ def load_script(
     script's directory, or for a module to the working directory.
 
     Args:
-        script: what to run.
         loader: compiles it, if it is a file; a module's own loader does that.
 
     Raises:

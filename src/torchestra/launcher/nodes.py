@@ -214,7 +214,6 @@ class Nodes:
         The store may be slow or gone, and the caller has ranks to look after: so a thread asks it.
 
         Args:
-            failed: the failure.
             most: how many the job may survive; one rank at least must end well.
         """
         thread = threading.Thread(

@@ -22,7 +22,6 @@ class OpenArena(NamedTuple):
     """An arena that a process has open.
 
     Attributes:
-        pid: the process.
         path: what to open to have it open too, while the process lives.
         key: the same for every process that has this arena open.
     """

@@ -36,7 +36,6 @@ def run(spec: JobSpec, rank: int, files: list[int]) -> NoReturn:
     """Be rank ``rank`` of the job, in a process just forked; never returns.
 
     Args:
-        spec: the job.
         rank: which of the job's ranks on this host this process is.
         files: descriptors of the control channel, stdin, stdout and stderr.
     """

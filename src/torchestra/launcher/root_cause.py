@@ -29,7 +29,6 @@ class FailedRank:
     """The failure of a rank.
 
     Attributes:
-        rank: which.
         exit_code: its exit code; minus the signal's number where a signal killed it.
         time: ``time.monotonic()`` when the failure showed.
         failure: what the rank itself said of it, if anything.
@@ -55,8 +54,6 @@ class NodeFailure(NamedTuple):
     """The failure of another node, for which this one ends.
 
     Attributes:
-        node: which.
-        code: its exit code.
         why: in a line.
     """
 

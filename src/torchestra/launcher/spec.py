@@ -123,7 +123,6 @@ class Ended:
     """A rank's process is gone.
 
     Attributes:
-        rank: which.
         exit_code: its exit code; minus the signal's number where a signal killed it.
         time: ``time.monotonic()`` when that was seen.
     """

@@ -29,7 +29,6 @@ class ThreadRank:
     """One rank, and how it ended.
 
     Attributes:
-        rank: which.
         done: whether it has ended.
         result: what its function returned.
         error: what its function raised, if it did.
@@ -54,7 +53,6 @@ class ThreadRanks:
     """Threads that call a function, each as a rank of one world; they begin at once.
 
     Args:
-        size: how many.
         function: what each calls, with its rank.
     """
 

@@ -76,7 +76,6 @@ def scripted_methods(interface: type, begin: Begin) -> dict[str, Callable[..., A
 
     Args:
         interface: what ``torch.jit.interface`` has made, with a method ``forward``.
-        begin: a call.
 
     Raises:
         InvalidArgumentError: it is no interface, or one without ``forward``.

@@ -78,7 +78,6 @@ class OverlapPlan:
 
         Args:
             bucket: its index; buckets are seen in their order, all in each step.
-            parameters: in it.
             final: whether buckets will be the same in all further steps.
 
         Raises:
@@ -143,7 +142,6 @@ def whole_buckets(sizes: Sequence[Sequence[int]], ranks: int) -> list[Cut]:
 
     Args:
         sizes: for each bucket, the numbers of elements of its parameters.
-        ranks: the number of ranks.
     """
     return [Cut(index, 0, len(bucket), index % ranks) for index, bucket in enumerate(sizes)]
 

@@ -51,7 +51,6 @@ class Shards:
 
     Args:
         shares: which rank updates what.
-        group: the ranks.
         as_views: let the parameters be parts of one tensor per rank; an exchange is one all_gather of them.
             If not, small ones are copied into such tensors in each exchange, and large ones are broadcast
             each by itself.

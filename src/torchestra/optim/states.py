@@ -41,7 +41,6 @@ def global_state(
     """Return the state as one optimizer with these parameter groups would have it.
 
     Args:
-        groups: of all parameters.
         shares: for each rank, for each group, its parameters.
         states: for each rank, the state_dict of its optimizer.
     """
@@ -63,7 +62,6 @@ def local_state(
     """Return the part of the global state that one rank's optimizer loads.
 
     Args:
-        groups: of all parameters.
         share: for each group, the rank's parameters.
         state_dict: as :func:`global_state` returns it.
 

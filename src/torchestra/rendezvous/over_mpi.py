@@ -53,7 +53,6 @@ def open_over_mpi(rank: int, world_size: int, secret: bytes | None, timeout_s: f
     Args:
         rank, world_size: this rank, and how many there are: mpiexec's.
         secret: the job's, where it has one.
-        timeout_s: how long to wait.
 
     Raises:
         InvalidArgumentError: the rank, or their number, is not that of MPI.

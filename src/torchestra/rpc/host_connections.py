@@ -32,12 +32,9 @@ def connect(
 
     Args:
         store: a store that only the workers, and only for this purpose, use.
-        rank: of this worker.
         far: the ranks of those on other hosts.
         names: of all workers, by rank.
-        timeout_s: how long that may take.
         options: where to listen, and when to give a silent worker up.
-        arrived: see :class:`Transport`.
 
     Raises:
         InvalidArgumentError: there is no secret, or the environment says something impossible.

@@ -61,7 +61,6 @@ def encode(
     """Serialize an object for another worker.
 
     Args:
-        reducers, takes: see :func:`serialize`.
         header: asked afterwards for something small that is read before the object, or for None.
         buffers: where large memory is copied to.
 
@@ -110,7 +109,6 @@ def decode(
     """Return the object that :func:`encode` was given.
 
     Args:
-        context: see :func:`deserialize`.
         borrow: returns memory that a rank has shared, for the rank, its place and length.
 
     Raises:

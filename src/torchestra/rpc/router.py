@@ -55,7 +55,6 @@ class Router:
 
     Args:
         context: its place in the arena of the workers on its host.
-        rank: of this worker.
         hosts: which workers share a host.
 
     Attributes:

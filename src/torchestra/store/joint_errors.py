@@ -29,7 +29,6 @@ def raising_together(store: Store, key: str, size: int, kind: type[DistError] = 
     Args:
         store: what the ranks share.
         key: names the block, the same on all of them and never used before.
-        size: how many ranks there are.
         kind: of errors, such as all ranks raise if one does.
     """
     try:

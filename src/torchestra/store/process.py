@@ -14,7 +14,6 @@ class ProcessIdentity:
 
     Attributes:
         hostname: the name of its host, for messages.
-        pid: its number.
         started: when it started, in clock ticks since the host did; 0 where the system does not tell.
         space: what process numbers are unique in (one boot of one host, one container); empty if unknown.
     """

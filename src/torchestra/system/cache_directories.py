@@ -26,7 +26,6 @@ class Directory(NamedTuple):
     """A place for compiled kernels.
 
     Attributes:
-        folder: the directory.
         why: what speaks for it, for people.
     """
 

@@ -47,7 +47,6 @@ class ItemRequest:
     """A test to run, as the server of process ranks is asked for it.
 
     Attributes:
-        nodeid: which.
         size, timeout, init, may_die: as in the marker.
         directory: for the ranks' store and output.
         values: the pickled values of the fixtures that the world shares, by name.

@@ -29,7 +29,6 @@ class RanksSpec:
     """One way of running a test on ranks.
 
     Attributes:
-        size: how many ranks.
         kind: ``"threads"`` or ``"processes"``.
         timeout: seconds that an operation may wait.
         init: whether the ranks are in a default group from the beginning.

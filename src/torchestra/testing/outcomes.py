@@ -23,9 +23,7 @@ class Outcome:
     """The outcome of one rank.
 
     Attributes:
-        rank: which.
         error: what it raised, or None.
-        text: its traceback.
         time: ``time.monotonic()`` when it ended.
         late: it had not ended when the time was over.
     """

@@ -21,7 +21,6 @@ class RankFixtures:
     """The fixtures of one test on one rank. A context manager: leaving it takes them down.
 
     Args:
-        item: the test.
         rank: whose fixtures these are.
         instance: the object that the test is a method of, this rank's own, or None.
     """

@@ -29,7 +29,6 @@ def start_ranks(
     When a rank raises it leaves its groups, so that those that wait for it get an error at once.
 
     Args:
-        size: how many.
         body: what each calls, with its rank. Its result is dropped.
         timeout: how long operations of the default group may wait, in seconds.
         init: whether to make the default group before ``body`` is called.
@@ -52,10 +51,6 @@ def start_ranks(
 
 def join_ranks(threads: ThreadRanks, timeout: float) -> list[Outcome]:
     """Wait until all ranks have ended, or one has failed and the others had a moment to notice.
-
-    Args:
-        threads: the ranks.
-        timeout: how long to wait, in seconds.
 
     Returns:
         The outcomes by rank; those that have not ended are ``late``, with their stacks.

@@ -49,8 +49,6 @@ def read_endpoint(text: bytes, secret: bytes, store_key: str, owner: str) -> End
     """Return the record of a rank.
 
     Args:
-        text: what the store has.
-        secret: the job's.
         store_key: under which key, prefixes included.
         owner: the rank, for messages.
 

@@ -57,7 +57,6 @@ class EventLoop:
     """The sockets and connections of a transport, and the thread that serves them.
 
     Args:
-        name, address, ports, heartbeat, grace: see :class:`~torchestra.transport.transport.Transport`.
         handlers: what the thread calls.
 
     Attributes:

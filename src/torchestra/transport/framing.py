@@ -60,7 +60,6 @@ def frames(
     """Return a message in frames. Those of storages are views of their memory.
 
     Args:
-        kind, tag: of the message.
         parts: the address and length of each part; the first is the text.
         keep: what the parts belong to.
         sequence: the number of the message among those to that rank.

@@ -56,7 +56,6 @@ class _Outgoing:
     """A message that is to be sent.
 
     Args:
-        kind, tag: of the message.
         parts, keep: the address and length of each part, and what they belong to; or
         text: all of a message that has one part.
         done: called when the parts may be changed.

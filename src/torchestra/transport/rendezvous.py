@@ -36,11 +36,8 @@ def meet(
     Args:
         transport: this rank's end; to be closed by the caller.
         store: one that only these ranks, and only for this purpose, use.
-        secret: the job's.
-        rank: of this one.
         ranks: all that meet, in the same order for all.
         others: those to connect to, with what to call them in messages.
-        timeout_s: how long that may take.
 
     Raises:
         DistNetworkError: the connection to one of them cannot be made, one has another secret, or the

@@ -60,9 +60,7 @@ def await_met(
     """Wait until this rank is connected with others, and they with it.
 
     Args:
-        peers: the connections to them.
         name, names: of this rank, and of those.
-        timeout_s: how long that may take.
         is_closed: whether the transport has been closed.
         advice: what to do where one cannot be reached.
 
@@ -95,7 +93,6 @@ def await_confirmed(
     Args:
         posted: by the connection to a rank, the number of the last message to wait for. Messages that are
             posted meanwhile (there is always another ping) are not.
-        timeout_s: how long to wait.
         ask: asks a rank to confirm what has come. It is asked again, as a question overtakes messages.
         is_vain: tells of a rank whether it confirms nothing more.
     """

@@ -87,7 +87,6 @@ class Transport:
         Args:
             endpoints: of the ranks on other hosts.
             names: what to call them in messages.
-            timeout_s: how long that may take.
 
         Raises:
             DistNetworkError: one of them does not answer, or does not let this rank in.
@@ -131,7 +130,6 @@ class Transport:
         """Begin to send a message; never waits. To a rank that is gone nothing is sent.
 
         Args:
-            peer, kind, tag, parts, keep: see :meth:`send`.
             done: called when the parts may be changed, by the thread of the transport or before this returns.
         """
         loop = self._loop
@@ -155,7 +153,6 @@ class Transport:
         """Wait until the reliable messages posted before have come; return whether they have in time.
 
         Args:
-            timeout_s: how long to wait.
             is_vain: returns whether a rank will receive nothing more.
         """
         loop = self._loop

@@ -30,7 +30,6 @@ class GroupCall(NamedTuple):
     """A rank's call of a function that makes groups.
 
     Attributes:
-        function: its name.
         rank: the global rank that calls.
         groups: the global ranks of each group that it makes, by the group's name.
     """
@@ -77,9 +76,7 @@ def same_call(parent: ProcessGroup, key: str, call: GroupCall) -> Iterator[None]
     """Make groups in the block, if all ranks make the same.
 
     Args:
-        parent: the default group.
         key: of the call, the same on all ranks that should call and never used before.
-        call: this rank's.
 
     Raises:
         CollectiveMismatchError: another rank makes other groups; on every rank that has not made its own yet.

@@ -257,7 +257,6 @@ def start_group(
         name: of the group, never used before.
         backend, hosts, request, agreement: as start() in process_group/starting.py has them.
         timeout_s: the group's time-out.
-        description: the group's.
         deferred: return at once; the members meet in their first operation.
         maker: what makes the group instead of a backend.
     """

@@ -118,7 +118,6 @@ def make_parts(
 
     Args:
         call: the function that the program has called.
-        parent: the group.
         parts: the global ranks of each.
         group_desc: a description; default: the group's, ``:split:`` and how often it has been cut before.
     """

@@ -38,7 +38,6 @@ class World:
     group that was given none is made from its name, so that tag and ranks find every group again.
 
     Attributes:
-        default: the default group.
         groups: by name, in the order in which they were made.
         made: how many calls there have been in which all ranks made groups together.
         made_locally: the same for groups that only their members made, by :func:`label` of the ranks.

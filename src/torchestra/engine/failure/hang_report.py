@@ -25,7 +25,6 @@ def hang_report(
     Takes half a second if a rank does not answer, and longer on a busy host.
 
     Args:
-        arena: of the group.
         peers: whom to ask for where a rank is and how it died, once they are known.
         ranks: which to tell of.
         dead: those that are known to have died.

@@ -12,7 +12,6 @@ def differing_thresholds(arena: Arena, word: Callable[[int], int]) -> str:
     """Return this rank's thresholds, if another rank came to the current operation with others; or nothing.
 
     Args:
-        arena: of the group.
         word: reads a word of this rank's context.
     """
     parity = (word(at.SEQUENCE) & 1) * 8

@@ -18,7 +18,6 @@ class StackReporter(threading.Thread):
 
     Args:
         arena, rank: whose words are asked.
-        name: of the group.
         program: the thread to tell of.
         is_closed: tells whether the rank has left the group, which ends this thread when it is next asked.
     """

@@ -86,12 +86,7 @@ class Ballot(NamedTuple):
 
 
 class Registers(Protocol):
-    """One rank's view of what the ranks share to agree.
-
-    Attributes:
-        rank: this rank.
-        size: of the group.
-    """
+    """One rank's view of what the ranks share to agree."""
 
     rank: int
     size: int

@@ -55,7 +55,6 @@ def shrink(context: RankContext, name: str, exclude: Sequence[int], timeout_s: f
         context: this rank's, in the old group.
         name: of the new group, for messages; the same on all ranks.
         exclude: ranks to go on without, whether they live or not.
-        timeout_s: how long to wait for the others.
 
     Raises:
         RankExcludedError: the others go on without this rank.

@@ -65,8 +65,6 @@ class DescriptorServer:
 
     Args:
         ranks: who is to be given the descriptor, each once; a range may be large, it is not gone through.
-        secret: the job's, or None.
-        name: of the group, for the log.
         taken: those of the ranks that need nothing, and that nobody else may be.
         keeps: hold the connections of those who have been given the descriptor until :meth:`close`, or until
             they end them, which :meth:`ended` tells.
@@ -206,9 +204,6 @@ class DescriptorRequest:
 
     Args:
         invitation: of the server.
-        secret: the job's, or None.
-        rank: this rank.
-        name: of the group, for messages.
     """
 
     def __init__(self, invitation: str, secret: bytes | None, rank: int, name: str) -> None:
@@ -317,7 +312,6 @@ def fetch(invitation: str, secret: bytes | None, rank: int, name: str, deadline:
     """Return the descriptor that a server gives to this rank, which is now the caller's.
 
     Args:
-        invitation, secret, rank, name: see :class:`DescriptorRequest`.
         deadline: when to stop trying.
 
     Raises:

@@ -44,8 +44,6 @@ class Bridge(ABC):
 
     Attributes:
         kind: what it is made of: ``"curve"``, ``"gloo"``, ``"mpi"`` or ``"threads"``.
-        host, size: those.
-        others: the other ends.
     """
 
     kind: ClassVar[str]

@@ -81,7 +81,6 @@ class CurveBridge(Bridge):
 
     Args:
         store: one that only the ends of this rail, and only for this purpose, use; it knows the job's secret.
-        transport: this rank's.
         ranks: the ends, by host.
         names: what to call the ends in messages.
         timeout_s: how long to look for the others.

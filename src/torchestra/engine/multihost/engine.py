@@ -33,13 +33,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class HostsPlan(NamedTuple):
-    """A collective on a dtype, prepared for the engine.
-
-    Attributes:
-        row: the collective.
-        meta: the fingerprint's.
-        dtype, op, root: of the operation.
-    """
+    """A collective on a dtype, prepared for the engine."""
 
     row: Collective
     meta: int

@@ -74,13 +74,11 @@ class FailureDetector:
 
     Args:
         store: the group's, for those that agree on who goes on after a failure.
-        hosts: of the group.
         host: which this rank is on.
         context: this rank's context among the ranks of its host.
         bound: the heartbeat bound.
 
     Attributes:
-        store, hosts, host, bound: those.
         begun: how many operations of the group this rank has begun; set by who counts them.
         dead, left: ranks of other hosts, in the group's numbering, that have died, or left the group.
         silent: hosts that have been given up.

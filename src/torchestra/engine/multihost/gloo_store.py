@@ -73,7 +73,6 @@ def store_for_gloo(store: Store, end: int, size: int, timeout_s: float, is_close
     Args:
         store: one that only these ends, and only for this purpose, use.
         end, size: which end this is, and how many there are.
-        timeout_s: how long a wait may last.
         is_closed: waits end with a BridgeError when this is true.
     """
     from torch._C._distributed_c10d import Store as TorchsStore

@@ -48,13 +48,6 @@ class GroupTransport:
 
     Args:
         store: the group's, to know at which of its addresses this host is reached.
-        hosts: of the group.
-        rank: this one.
-
-    Attributes:
-        rank: that.
-        hosts: those.
-        link: the transport itself.
 
     Raises:
         DistNetworkError: it cannot listen on this host.

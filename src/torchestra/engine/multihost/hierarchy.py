@@ -80,7 +80,6 @@ class Call:
 
     Attributes:
         meta, count: its fingerprint (operations.py).
-        timeout_s: how long it may wait.
         site: the line of the program that called, where it is not on this thread's stack.
         lengths: what the fingerprint only has the hash of, for messages.
     """
@@ -125,11 +124,8 @@ class Hierarchy:
 
     Args:
         local: the engine of the ranks of this host.
-        hosts: of the group.
-        rank: this one.
         bridge: its end of a rail; None for a rank beyond the last rail.
         detector: what can be known of the other hosts.
-        name: of the group.
 
     Attributes:
         sent_off: of how many operations this host has begun to send what it can before it has heard others.

@@ -86,9 +86,6 @@ def find_hosts(
 
     Args:
         store: a store that only these ranks, and only for this purpose, use.
-        rank, size: of the group.
-        name: of the group, for messages.
-        timeout_s: how long to wait for the others.
         threads: the ranks are threads of one process, and their ids are taken at their word.
 
     Raises:
@@ -138,7 +135,6 @@ class Residents:
     """The ranks of this host that enter a group: each has locked a byte of the segment, and marked it.
 
     Args:
-        memory: the segment's.
         ranks: those in it, in ascending order.
         own: the rank that asks.
     """

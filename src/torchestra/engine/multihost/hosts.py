@@ -22,9 +22,7 @@ class Hosts:
         names: by host, what to call it; several that have one name get numbers.
 
     Attributes:
-        names: those.
         members: by host, the ranks on it, in ascending order.
-        size: how many ranks there are.
         host_of: by rank, the index of its host.
         local_rank_of: by rank, its number among the ranks of its host.
         rails: how many ranks the smallest host has. Rail ``r`` joins local rank ``r`` of every host (NCCL's

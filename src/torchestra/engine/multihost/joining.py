@@ -50,9 +50,6 @@ def join_hosts(
     Args:
         store: a store that only the ranks of this group, and only for this purpose, use.
         hosts: where the ranks are; more than one host.
-        rank: this one.
-        name: of the group, for messages.
-        timeout_s: how long to wait for the others.
         threads: whether the ranks are threads of this process.
         bridge: what to use between hosts, as choose_bridge gives it.
         thread: the one that the rank's program runs in; default: the one that calls.

@@ -23,8 +23,6 @@ class RecordedMessage:
 
     Args:
         recorder: that it is in.
-        message_id: of the message.
-        nbytes: its length.
     """
 
     __slots__ = ("_message_id", "_nbytes", "_recorder")
@@ -58,9 +56,6 @@ class RecordedMessage:
 class MessageRecorder:
     """Writes one rank's records of messages to and from other hosts.
 
-    Args:
-        member: the rank's.
-
     Attributes:
         lock, context, open, come, close: for entries: held while a kernel runs, its first argument, and the
             kernels.
@@ -86,7 +81,6 @@ class MessageRecorder:
         Args:
             way: SENT or RECEIVED (layout.py).
             dtype_code: the dtype's code.
-            tag, nbytes: of the message.
             peer: the other rank; None for any.
             background: the call that begins it does not wait for it.
         """

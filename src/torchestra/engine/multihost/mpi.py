@@ -155,7 +155,6 @@ def start_mpi(timeout_s: float, ranks: int = 1) -> Any:
     """Have MPI started; mpi4py.MPI. All ranks of mpiexec must call it: MPI waits for them.
 
     Args:
-        timeout_s: how long to wait.
         ranks: how many there must be at least.
 
     Raises:

@@ -56,8 +56,6 @@ class P2PRequest:
         request_id: by which this rank knows it.
         tensor: sent or filled.
         peer: the other rank; None for any.
-        tag: of the message.
-        timeout_s: how long it may wait.
         done: called once at its end, on whichever thread ends it. It must not raise.
 
     Attributes:

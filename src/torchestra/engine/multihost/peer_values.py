@@ -38,7 +38,6 @@ def ranks_in_words(text: bytes, count: int, size: int, what: str) -> Iterator[tu
     Args:
         text: as ranks have written it, word after word.
         count: how many ranks are in a word.
-        size: of the group.
         what: it is, for the warning about words that no rank can have written.
     """
     for word in text.split():

@@ -48,12 +48,7 @@ class PointToPoint:
     """One rank's messages.
 
     Args:
-        transport: of the group.
-        hierarchy: of the group.
         bridge: what is between the hosts for collectives.
-
-    Attributes:
-        transport, bridge_kind: those.
     """
 
     def __init__(self, transport: GroupTransport, hierarchy: Hierarchy, bridge: str) -> None:

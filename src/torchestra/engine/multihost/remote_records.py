@@ -81,7 +81,6 @@ def put_together(own: FlightRecord, host: int, answers: Mapping[int, Answer], ho
         own: of the ranks of that host.
         host: which it is.
         answers: by host, what others told; of those that are missing nothing is known.
-        hosts: of the group.
     """
     ranks: dict[int, RankRecord] = {rank.rank: rank for rank in own.ranks}
     records = []

@@ -67,7 +67,6 @@ def shrink_hosts(
     Args:
         hierarchy: this rank's, in the old group.
         exclude: ranks to go on without, whether they live or not.
-        timeout_s: how long to wait for the others.
         enter: how to enter the new group.
 
     Raises:

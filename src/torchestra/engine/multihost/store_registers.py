@@ -33,7 +33,6 @@ class StoreRegisters(Registers):
 
     Args:
         store: in which only the ranks of the group, and only to agree, write.
-        rank, size: of the group.
         group: its name, for messages.
     """
 

@@ -19,7 +19,6 @@ class WaitPolicy:
     """Decides for one rank.
 
     Args:
-        hierarchy: the group's.
         has_said_bye: whether all that a rank has sent has come, and it will send no more.
     """
 

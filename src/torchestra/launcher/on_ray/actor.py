@@ -69,7 +69,6 @@ class RankActor:
         Args:
             spec: of the whole job. The search path is this process's, and so is the working directory if that
                 of the job is empty.
-            rank: the number of the rank.
             local_rank: the same among the ranks on this node.
             variables: of the rank's environment, before this process's.
 

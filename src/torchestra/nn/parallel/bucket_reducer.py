@@ -88,9 +88,6 @@ class BucketReducer:
     """Averages the gradients of buckets over the ranks of a group.
 
     Args:
-        group: the ranks.
-        store: of the gradients.
-        names: of the parameters, for messages.
         counters: count what was done.
         as_views: leave each gradient as a view of its bucket's memory, instead of a copy of it.
         overlap: run reductions on the group's thread, concurrently with backward.

@@ -106,7 +106,6 @@ class Bucket:
     Attributes:
         number: the bucket's position in the order in which they are reduced.
         indices: of the parameters, in their order in the bucket.
-        parameters: these parameters.
         flat: memory for all its gradients, one after the other, if it has any.
         views: the part of ``flat`` for each parameter, with its shape and strides.
         sparse: whether the only parameter has sparse gradients.

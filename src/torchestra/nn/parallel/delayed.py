@@ -25,7 +25,6 @@ class DelayedReduction:
     Args:
         parameters: which; of one dtype. All ranks take rank 0's.
         trigger: when its gradient is computed, those of ``parameters`` must be there; they are reduced then.
-        group: the ranks.
         counters: where to count what was done.
 
     Raises:

@@ -29,8 +29,6 @@ class ReadyTracker:
     """Tracks the gradients of one reducer's parameters.
 
     Args:
-        names: of the parameters.
-        rank: for messages.
         bucket_ready: called when all gradients of a bucket are ready.
 
     Attributes:

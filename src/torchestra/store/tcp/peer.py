@@ -37,7 +37,6 @@ class Peer:
     """One connection. Everything that can go wrong with it is an OSError or a ProtocolError.
 
     Args:
-        connection: the socket.
         secret: what the client must prove to know; None if there is none.
         stranger: the user of the client, if it is to be refused as that of another one.
 

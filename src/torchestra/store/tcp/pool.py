@@ -67,8 +67,6 @@ class ConnectionPool:
         """Return the reply to a request.
 
         Args:
-            code: the request.
-            fields: its fields.
             timeout_s: how long connecting, and then the reply, may take.
             grace: how much longer the reply may take, because the server itself waits so many seconds.
 
@@ -162,7 +160,6 @@ def retried(address: Address, connect: Callable[[float], _T], timeout_s: float) 
     Args:
         address: where, for messages.
         connect: makes one attempt, given the deadline; raises OSError if another one makes sense.
-        timeout_s: how long to go on.
 
     Raises:
         DistNetworkError: no attempt succeeded in time, or none can, because the loopback interface is down.

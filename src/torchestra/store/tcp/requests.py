@@ -28,9 +28,6 @@ def answer(table: Table, code: int, fields: Sequence[bytes], wake: Waker) -> Out
     """Carry out a request.
 
     Args:
-        table: what the store holds.
-        code: the request's code.
-        fields: its fields.
         wake: called with the outcome of a parked request once its keys have come; returns whether the
             client is still there.
 

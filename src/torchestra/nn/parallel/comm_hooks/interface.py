@@ -171,7 +171,6 @@ def wait_for_hook(
 
     Args:
         expected: a tensor of the layout and number of elements that it must have.
-        timeout_s: the seconds to wait.
 
     Raises:
         CollectiveTimeoutError: it is not there in time.
