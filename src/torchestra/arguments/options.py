@@ -129,6 +129,11 @@ class BarrierOptions(OperationOptions):
     device: torch.device | None = None
 
 
+def _also(name: str) -> property:
+    """Make a second spelling of an attribute."""
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
+
+
 class GroupOptions:
     """Of a :class:`ProcessGroup` that is made directly.
 
@@ -179,29 +184,7 @@ class GroupOptions:
             )
         self._number = number
 
-    @property
-    def _timeout(self) -> timedelta:
-        return self.timeout
-
-    @_timeout.setter
-    def _timeout(self, timeout: Timeout) -> None:
-        self.timeout = timeout
-
-    @property
-    def _threads(self) -> int:
-        return self.threads
-
-    @_threads.setter
-    def _threads(self, threads: int) -> None:
-        self.threads = threads
-
-    @property
-    def _devices(self) -> list[Any]:
-        return self.devices
-
-    @_devices.setter
-    def _devices(self, devices: Sequence[Any]) -> None:
-        self.devices = list(devices)
+    _timeout, _threads, _devices = _also("timeout"), _also("threads"), _also("devices")
 
     def __repr__(self) -> str:
         return (

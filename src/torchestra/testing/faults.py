@@ -247,12 +247,14 @@ def intercept(
             if getattr(inside, "operation", None) is not None:
                 return operation(*args, **kwargs)
             inside.operation = name = args[0].name if method == "collective" else method
-            before(name)
             try:
-                return operation(*args, **kwargs)
+                before(name)  # which may raise: then the operation has not been
+                try:
+                    return operation(*args, **kwargs)
+                finally:
+                    after(name)
             finally:
                 inside.operation = None
-                after(name)
 
         return intercepted
 
