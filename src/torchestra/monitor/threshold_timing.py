@@ -92,7 +92,7 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 class _Timing:
-    """Times calls with different thresholds, each for some turns of so many seconds."""
+    """Times calls with different thresholds, each for some turns of a fixed time."""
 
     def __init__(self, engine: Any, seconds: float) -> None:
         self._engine = engine

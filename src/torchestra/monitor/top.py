@@ -28,7 +28,7 @@ WAITING is the share of the time that a rank has waited for others, and FOR the 
 the straggler, named below the table. Waits of some microseconds are not counted. FOR SO LONG tells how long
 the operation has been running, or when it ended. Numbers are taken between two looks.
 """
-_ENTRIES = 16  # the last so many of a rank: enough to find the message that it hangs in
+_ENTRIES = 16  # the last of a rank: enough to find the message that it hangs in
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 _MOST_RANKS_SHOWN = 64
 

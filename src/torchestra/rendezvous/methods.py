@@ -29,7 +29,7 @@ _MPI = ("mpich", "openmpi")
 _LAUNCHERS_WITHOUT_ADDRESS = (*_MPI, "slurm")
 
 Opener = Callable[[float], Store]
-"""Connects to the store within so many seconds."""
+"""Connects to the store within a time-out in seconds."""
 
 
 @dataclass(frozen=True)

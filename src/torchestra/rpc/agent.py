@@ -1,14 +1,12 @@
-"""A worker: makes calls, and hands what comes to those who deal with it.
+"""A worker: makes calls, and dispatches the messages that come.
 
-A message is one of five kinds. A *call* has the function and its arguments; its header tells of the remote
-references within (rref_context.py), which must be known in the order in which messages come, and of the scope
-of the call (message_scope.py). An *answer* or a *failure* has the number of the call. *Termination* values
-are what the workers agree by when they shut down (termination.py). *Scope* notes are what the scopes of two
-workers tell each other.
+A message is one of five kinds. A *call* has the function and its arguments; its header has the remote
+references within (rref_context.py), which the receiver must enter in the order of messages, and the scope of
+the call (message_scope.py). An *answer* or a *failure* has the id of the call. By *termination* values the
+workers agree to shut down (termination.py). *Scope* notes go from the scope of a worker to that of another.
 
 Every call goes through :meth:`Agent.call`, and every one that comes through :meth:`CallExecutor.execute`
-(execution.py): what has to be done around calls is done there. Who is gone, and which calls are late, is the
-business of :class:`Liveness` (liveness.py).
+(execution.py). :class:`Liveness` (liveness.py) finds workers that are gone and calls that are late.
 """
 
 from __future__ import annotations
@@ -268,7 +266,7 @@ class Agent:
             job()
 
     def send_scope_message(self, to: int, note: object) -> None:
-        """Let the scope of a worker know something."""
+        """Send a note to the scope of a worker."""
         self.send(to, SCOPE, 0, encode(note, buffers=self.router.buffers_to(to)))
 
     # -- what comes
@@ -344,7 +342,7 @@ class Agent:
             self._finishing.discard(message.tag)
 
     def finish(self, call: PendingCall, value: Any, error: BaseException | None) -> None:
-        """Let a call that is pending no more have its result."""
+        """Complete a call, which is pending no more, with its result."""
         call.keep = None
         call.finished = True  # before callbacks of the future ask it
         if error is None:

@@ -12,8 +12,8 @@ whose callbacks may wait for others, only while another one is free** (leading, 
 follower there, or on its way to one of these). Threads are added as this asks for, up to a limit; at the
 limit, calls wait in ``queue``, and everything else goes on.
 
-So somebody always receives, whatever functions and callbacks wait for, sends to a peer that is slow included;
-but the locks in here must not be held by anybody who waits. Finalisers run anywhere, so none may send.
+So some thread always receives, whatever functions and callbacks wait for, sends to a slow peer included; but
+no thread that waits may hold the locks in here. Finalisers run anywhere, so none may send.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Router:
         return [rank for rank, is_local in enumerate(self.is_local) if not is_local]
 
     def deliver(self, message: Message) -> None:
-        """Let the pool have what has come over the network."""
+        """Give the pool a message from the network."""
         assert self._routed is not None
         self._routed.deliver(message)
 
@@ -153,7 +153,7 @@ class RoutedEndpoint:
             self._router.network.send(peer, kind, tag, parts, keep)
 
     def deliver(self, message: Message) -> None:
-        """Put down what has come over the network, and say so. For one thread at a time."""
+        """Queue a message from the network, and wake the leader. For one thread at a time."""
         self._arrived.append(message)
         self._shared_memory.send(self._router.context.rank, _ARRIVED, 0, _EMPTY)
 

@@ -1,4 +1,4 @@
-"""Proofs for values in a store that asks nobody who he is: that they were put there by who knows the secret.
+"""Proofs for values in a store that authenticates nobody: their writer knows the secret.
 
 A value is written in one piece, or appended in several. Each piece bears an HMAC-SHA256 of the key and its
 content, so it is believed under that key only. Numbers that are counted up in the store have none. Whoever

@@ -50,7 +50,7 @@ def naming_limits(what: str) -> Iterator[None]:
 
 
 def check_free_descriptors(count: int) -> None:
-    """Make sure that so many files can be opened, while there may still be one to tell others so with.
+    """Make sure that this process can open ``count`` files, while one may be left to tell others if not.
 
     Raises:
         OSError: EMFILE or ENFILE, otherwise.

@@ -132,7 +132,7 @@ class DescriptorServer:
                 caller.connect(self._address)
 
     def serve(self, descriptor: int, timeout_s: float = _TICK) -> None:
-        """Do what can be done; wait for something to do for 50 ms at most, or for so many seconds."""
+        """Do what can be done; wait up to ``timeout_s`` for something to do."""
         for connection in self._listener.ready(timeout_s):
             self._hear(connection, descriptor)
 
@@ -216,7 +216,7 @@ class DescriptorRequest:
         self.connection: socket.socket | None = None
 
     def advance(self) -> int | None:
-        """Do what can be done now: the descriptor, which is the caller's, once the server has given it.
+        """Do what can be done now; return the descriptor, which is the caller's, once the server gives it.
 
         Raises:
             DistBackendError: the server is not there, is not what it should be, or refuses this rank.

@@ -49,7 +49,7 @@ class ForeignArena:
         return int(self._words[offset // 8])
 
     def text(self, offset: int, length: int) -> str:
-        """Return so many bytes, as text."""
+        """Return ``length`` bytes as text."""
         return bytes(self._bytes[offset : offset + length]).decode(errors="replace")
 
     @property
@@ -64,7 +64,7 @@ class ForeignArena:
 
 
 def _layout(descriptor: int) -> at.Layout:
-    """Return the layout of an arena, from its header, if that is one.
+    """Return the layout in an arena's header, if it is one.
 
     A file without the seal against shrinking is refused: reading a mapping of it could end this process.
     """

@@ -114,7 +114,7 @@ class _Exchange:
         self._pending: Pending | None = None
 
     def begin(self) -> None:
-        """Let what is for other hosts go."""
+        """Send what is for other hosts."""
         hierarchy = self._hierarchy
         self._held = self._hand_to_rails()
         if hierarchy.bridge is not None:
@@ -127,7 +127,7 @@ class _Exchange:
             )
 
     def finish(self) -> None:
-        """Hand on what comes."""
+        """Distribute what has come."""
         if self._pending is not None:
             self._hierarchy.wait(self._pending, self._call)
         self._hand_on(self._incoming)
@@ -180,7 +180,7 @@ class _Exchange:
         )
 
     def _hand_on(self, incoming: torch.Tensor) -> None:
-        """Give everybody here what has come for them, and what the ranks here have for each other."""
+        """Give each rank here what has come for it, and what the ranks here have for each other."""
         hierarchy = self._hierarchy
         here, local_ranks = hierarchy.here, range(len(hierarchy.here))
         for_rank: list[list[torch.Tensor]] = [[memory(self._sends[rank])] for rank in here]

@@ -1,8 +1,8 @@
 """Choose the bridge that a group uses between its hosts.
 
-Who takes part in what goes between hosts must have proved the job's secret. ``curve`` makes sure of that.
-Gloo and MPI ask nobody, so they are used only where the user says that the network can be trusted: whoever
-reaches a port of the job's, on a host of it too, can take the place of a rank then.
+Every rank must prove the job's secret before it exchanges data with other hosts. ``curve`` makes sure of
+that. Gloo and MPI authenticate nobody, so they are used only where the user says that the network can be
+trusted: whoever reaches a port of the job, on one of its hosts too, can then take the place of a rank.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def choose_bridge(*, threads: bool, mpiexec: bool, has_secret: bool) -> str:
         has_secret: the job has a secret.
 
     Raises:
-        InvalidArgumentError: there is no such bridge, or not for these ranks; or nobody would be asked who he
-            is, and the network is not trusted.
+        InvalidArgumentError: there is no such bridge, or not for these ranks; or it authenticates nobody, and
+            the network is not trusted.
         ImportError: MPI is asked for, and cannot be used here.
     """
     name, trusted = os.environ.get(BRIDGE_VARIABLE, "").lower(), _trusts_network()
@@ -81,7 +81,7 @@ def _trusts_network() -> bool:
 
 
 def _warn_once(bridge: str) -> None:
-    """Have it in the log of each process that the network is trusted."""
+    """Log, once in each process, that the network is trusted."""
     global _warned
     if not _warned:
         _warned = True

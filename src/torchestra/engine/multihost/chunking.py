@@ -1,4 +1,4 @@
-"""Tensors that are cut otherwise than an operation wants them: several as one, and one in chunks."""
+"""Take several tensors as one, and cut one into chunks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FIRST, _LEAST = 4, 8
 
 
 def chunk_ends(length: int, longest: int) -> list[int]:
-    """Return where the chunks end that something is to be cut into.
+    """Return the ends of the chunks that ``length`` elements are cut into.
 
-    The first is short, so that the link is soon busy, and the last ones are, because what is done with them
-    within the hosts comes after all that the link does.
+    The first is short, so that the link is soon busy, and so are the last ones, because the hosts work on
+    them after the link has done all.
     """
     ends: list[int] = []
     least = max(1, longest // _LEAST)
@@ -54,7 +54,7 @@ class Joined:
         return pieces[0] if len(pieces) == 1 else pieces[0].new_empty(stop - start)
 
     def put(self, start: int, tensor: torch.Tensor) -> None:
-        """Let this be what is there. (As bytes, since torch cannot copy every dtype.)"""
+        """Copy a tensor there. (As bytes, since torch cannot copy every dtype.)"""
         pieces = self._pieces(start, start + tensor.numel())
         for piece, source in zip(pieces, tensor.split([each.numel() for each in pieces]), strict=True):
             if piece.data_ptr() != source.data_ptr():

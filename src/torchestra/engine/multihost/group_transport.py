@@ -1,4 +1,4 @@
-"""A group's transport: who of this rank a message is for, and how the ranks come to know each other.
+"""A group's transport: dispatches messages to the parts of a rank, and introduces the ranks to each other.
 
 Every rank of a group on several hosts has one. The ranks of a rail are connected by it where the bridge is
 ``curve``; each pair of other ranks on different hosts is when one first has something for the other, with no

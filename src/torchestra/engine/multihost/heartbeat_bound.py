@@ -1,4 +1,4 @@
-"""For how long a host may be silent."""
+"""The heartbeat bound: the time for which a host may be silent."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ end of a rail may send the others something *early*, of any length up to a bound
 hosts have called different operations, the ends that have sent nothing early send a byte, and what has come
 is dropped.
 
-Waits between hosts look around as those within a host do (member.py): for an abort, a rank of this host that
-died, a host or a rank elsewhere that is gone (failure_detector.py), the deadline.
+Waits between hosts look around as those within a host do (rank_context.py): for an abort, a rank of this host
+that died, a host or a rank elsewhere that is gone (failure_detector.py), the deadline.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Hierarchy:
         self._explain(failure, call)
 
     def _look_around(self, call: Call, suspects: _Suspects) -> None:
-        """Raise if waiting any longer is in vain, whoever is gone elsewhere."""
+        """Raise if waiting any longer is in vain, whichever ranks elsewhere are gone."""
         suspects.here = self.context.check(str(call), self.local_rank, None, suspects.here)
         if call.deadline.expired():
             self._time_out(call, call.deadline.elapsed())
@@ -258,7 +258,7 @@ class Hierarchy:
     # -- all ranks of all hosts
 
     def agree(self, call: Call, meanwhile: Callable[[], Sequence[Pending]] | None = None) -> None:
-        """Make sure that all ranks have called the same.
+        """Make sure that all ranks have called the same operation.
 
         Args:
             meanwhile: what is to be done while the hosts tell each other, if the ranks of this one agree. It
@@ -276,7 +276,7 @@ class Hierarchy:
         self.settle(call, differs, early)
 
     def settle(self, call: Call, differs: bool, early: Sequence[Pending] = ()) -> None:
-        """Have all ranks of this host know from place 0 whether all ranks of all hosts called the same.
+        """Tell all ranks of this host, from local rank 0, whether all ranks of all hosts called the same.
 
         Raises:
             CollectiveMismatchError: they did not.
@@ -288,7 +288,7 @@ class Hierarchy:
             self.raise_mismatch(call)
 
     def settle_with(self, call: Call, differs: bool, result: torch.Tensor) -> torch.Tensor:
-        """:meth:`settle`, and the bytes that place 0 has; other ranks of this host give as many.
+        """Do :meth:`settle`, and return the bytes that local rank 0 has; the others give as many.
 
         Only where the ranks of this host have called the same.
         """
@@ -370,7 +370,7 @@ class Hierarchy:
         return envelope.received[:, _HEAD_BYTES:], not same
 
     def raise_mismatch(self, call: Call) -> None:
-        """Tell everybody what everybody has called, and raise it."""
+        """Tell all ranks what each has called, and raise it."""
         harmless = _harmless(call)
         text = f"{call}{call.lengths} at {call.site or call_site()}".encode()[:_TEXT_BYTES]
         mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)

@@ -1,12 +1,11 @@
 """The discovery of ranks that share a host, by attaching.
 
 The first rank to come under a host id makes the host's *segment* of shared memory and says so in the store;
-whoever comes later under the same id tries to get into it. A segment is memory that is handed over as an
-arena is (fd_passing.py), so who has it shares memory with the rank that opened it, and who cannot get it,
-although its host has the same id, is on another host and tries the next segment of that id. When all ranks
-are in some segment, the ranks that opened them say who is in theirs; the first of them puts that together
-and tells the others, and each of them writes it into its segment's memory, from where the ranks of its host
-read it.
+ranks that come later under the same id try to get into it. A rank gets a segment's memory as it does an
+arena's (fd_passing.py): so a rank that has it shares memory with the rank that opened it, and one that cannot
+get it, although its host has the same id, is on another host and tries the next segment of that id. When all
+ranks are in some segment, the ranks that opened them write who is in theirs; the first of them joins these
+lists, and each writes the outcome into its segment's memory, where the ranks of its host read it.
 
 A rank makes two requests to the store, one that has opened a segment five more and one for each that gets in:
 O(ranks) in all. The only answers that are not short are the host's lists, which one rank reads, and the

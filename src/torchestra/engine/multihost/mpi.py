@@ -1,9 +1,9 @@
 """MPI in this process, through mpi4py.
 
-MPI_Init and MPI_Finalize wait for the other ranks of mpiexec, in C and deaf to Ctrl-C. So both are called by
-one thread (MPI wants it to be the same), while the program waits for it in steps. They are called through
-ctypes, because mpi4py keeps the interpreter's lock meanwhile; all else goes through mpi4py, and returns at
-once, but for the making of communicators (mpi_bridge.py).
+MPI_Init and MPI_Finalize wait for the other ranks of mpiexec, in C and deaf to Ctrl-C. So one thread calls
+both (MPI requires the same), while the program waits for it in steps. It calls them through ctypes, because
+mpi4py keeps the interpreter's lock meanwhile; all else goes through mpi4py, and returns at once, but for the
+making of communicators (mpi_bridge.py).
 
 MPI must offer MPI_THREAD_MULTIPLE: calls come from the program, from the threads of its groups that run
 operations in the background, and from those that make communicators, all at the same time.
@@ -160,7 +160,7 @@ def start_mpi(timeout_s: float, ranks: int = 1) -> Any:
     Raises:
         ImportError: as from :func:`mpi_module`.
         DistBackendError: MPI cannot be used by several threads, has been ended, or has too few ranks.
-        CollectiveTimeoutError: it did not start within so many seconds.
+        CollectiveTimeoutError: it did not start in time.
     """
     global _kept
     with _lock:

@@ -91,7 +91,7 @@ class _Work:
         return True
 
     def has_ended(self, times: int = 1) -> bool:
-        """Return whether it has; lets MPI go on with it so many times.
+        """Return whether it has ended; let MPI make progress on it ``times`` times.
 
         Raises:
             BridgeError: it cannot end any more.
@@ -210,7 +210,7 @@ class MPIBridge(Bridge):
             raise self._failed(f"MPI: {error}") from error
 
     def test(self, requests: Sequence[Any] | None, times: int) -> bool:
-        """Return whether requests have ended; lets MPI go on with them so many times."""
+        """Return whether requests have ended; let MPI make progress on them ``times`` times."""
         try:
             return any(self._mpi.Request.Testall(requests) for _ in range(times))
         except self._mpi.Exception as error:

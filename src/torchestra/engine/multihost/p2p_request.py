@@ -1,4 +1,4 @@
-"""A message to or from another host that is under way, and what is known of one before it is received."""
+"""Messages to or from other hosts that are under way, and those that no receive has asked for yet."""
 
 from __future__ import annotations
 

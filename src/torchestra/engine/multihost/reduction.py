@@ -136,12 +136,12 @@ class Reducer:
         target.put(0, total)
 
     def _lengths(self, count: int) -> list[int]:
-        """By place, how long its part of so many elements is."""
+        """Return, by local rank, the length of its part of ``count`` elements."""
         rails = self._hierarchy.hosts.rails
         return split_evenly(count, rails) + [0] * (len(self._hierarchy.here) - rails)
 
     def _reduce_here(self, source: Joined, start: int, stop: int, call: Call) -> _Chunk:
-        """Reduce a chunk within the host; this rank's part of it."""
+        """Reduce a chunk within the host; return this rank's part of it."""
         whole = source.get(start, stop)
         lengths = self._lengths(stop - start)
         part = whole.new_empty(lengths[self._hierarchy.local_rank])
@@ -149,7 +149,7 @@ class Reducer:
         return _Chunk(start, stop, part)
 
     def _send(self, chunk: _Chunk, call: Call, *, early: bool = False) -> bool:
-        """Let this rank's part of a chunk go: all of it to the only other host, or a piece to each host."""
+        """Send this rank's part of a chunk: all of it to the only other host, or a piece to each host."""
         host, count = self._hierarchy.host, chunk.part.numel()
         if self._hosts > 2:
             lengths = split_evenly(count, self._hosts)
@@ -191,7 +191,7 @@ class Reducer:
         return True
 
     def _sum(self, chunk: _Chunk, call: Call) -> _Chunk:
-        """Add up what comes from the other hosts; of more than two, let the sum of the own piece go."""
+        """Reduce what comes from the other hosts; of more than two, send them the sum of the own piece."""
         hierarchy, part = self._hierarchy, chunk.part
         if chunk.pending is None or hierarchy.bridge is None:
             return chunk
@@ -260,7 +260,7 @@ class Reducer:
         output.view(-1).copy_(own[before : before + output.numel()])
 
     def _reduce_blocks(self, blocks: Sequence[Joined], cuts: Cuts, chunk_index: int, call: Call) -> _Chunk:
-        """Reduce a chunk of all blocks within the host; this rank's part of it, block by block."""
+        """Reduce a chunk of all blocks within the host; return this rank's part of it, block by block."""
         hosts, local_ranks = range(self._hosts), range(len(self._hierarchy.here))
         by_place = [
             [
@@ -276,13 +276,13 @@ class Reducer:
         return _Chunk(chunk_index, chunk_index, part)
 
     def _send_blocks(self, chunk: _Chunk, cuts: Cuts, call: Call, *, early: bool = False) -> bool:
-        """Let the pieces of a part go to the hosts that they are for."""
+        """Send the pieces of a part to the hosts that they are for."""
         hierarchy = self._hierarchy
         sent = [cuts.length(host, hierarchy.local_rank, chunk.start) for host in range(self._hosts)]
         return self._send_pieces(chunk, sent, [sent[hierarchy.host]] * self._hosts, call, early=early)
 
     def _receive_block(self, chunk: _Chunk, cuts: Cuts, own: torch.Tensor, call: Call) -> None:
-        """Add up what has come for this host, and share it with its ranks."""
+        """Reduce what has come for this host, and share it with its ranks."""
         hierarchy, chunk_index = self._hierarchy, chunk.start
         total = own[:0]
         if chunk.pending is not None:

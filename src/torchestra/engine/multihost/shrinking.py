@@ -39,7 +39,7 @@ class Entered(Protocol):
 
 E = TypeVar("E", bound=Entered)
 Enter = Callable[[Store, int, Hosts, float], E]
-"""Enters a group: over this store, as this rank, with the ranks on these hosts, in so many seconds."""
+"""Enters a group: over this store, as this rank, with the ranks on these hosts, within a time-out."""
 
 
 @dataclass(frozen=True)

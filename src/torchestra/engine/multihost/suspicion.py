@@ -1,4 +1,4 @@
-"""For how long hosts have not been heard of, by the time in which somebody looked."""
+"""Suspicion timers: measure for how long hosts have been silent, by the time in which somebody looked."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ class SuspicionTimers:
         return {host: now - self._since.setdefault(host, now) for host in hosts}
 
     def heard_lately(self, within_s: float) -> set[int]:
-        """Hosts of which something has come within so many seconds before the last look, or since."""
+        """Return the hosts heard of within ``within_s`` seconds before the last look, or since."""
         now = max(self._since.values(), default=0.0)
         return self.heard | {host for host, since in self._since.items() if now - since < within_s}

@@ -106,5 +106,5 @@ class TickScale:
         return self._early.nanoseconds / 1e9 + (ticks - self._early.ticks) * self.seconds_per_tick
 
     def duration(self, ticks: int) -> float:
-        """Return so many ticks, in seconds."""
+        """Return a number of ticks in seconds."""
         return ticks * self.seconds_per_tick

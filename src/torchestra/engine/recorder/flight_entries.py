@@ -15,7 +15,7 @@ class FlightEntry:
 
     Attributes:
         number: of a collective, its sequence number in the group, the same on all ranks (1 is the barrier in
-            which the group met, if it is on one host); of a message, how manieth of this rank it is.
+            which the group met, if it is on one host); of a message, its number among this rank's, from 1.
         kind: ``"all_reduce"``, …, ``"send"`` or ``"recv"``.
         op: how a reduction reduces, else None.
         dtype: as ``"float32"``; None where there is none.

@@ -41,7 +41,7 @@ class Readable(Protocol):
         """Return the word at a byte offset before the slots."""
 
     def text(self, offset: int, length: int) -> str:
-        """Return so many bytes, as text."""
+        """Return ``length`` bytes as text."""
 
 
 @dataclass(frozen=True)

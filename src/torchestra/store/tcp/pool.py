@@ -68,7 +68,7 @@ class ConnectionPool:
 
         Args:
             timeout_s: how long connecting, and then the reply, may take.
-            grace: how much longer the reply may take, because the server itself waits so many seconds.
+            grace: how many seconds longer the reply may take, because the server itself waits.
 
         Raises:
             DistNetworkError: the connection was lost, or no reply came.

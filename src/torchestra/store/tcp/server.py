@@ -122,7 +122,7 @@ class TCPStoreServer:
         return self._secret == secret
 
     def linger(self, timeout_s: float) -> None:
-        """Wait, at most so many seconds, until no client from another process is connected."""
+        """Wait, up to ``timeout_s`` seconds, until no client from another process is connected."""
         for _ in pauses(timeout_s):
             if self._closing or not any(not (peer.own or peer.is_stranger) for peer in list(self._peers)):
                 return
