@@ -16,7 +16,6 @@ import torch
 
 import torchestra as dist
 from interrupts import interrupted_at
-from torchestra.communicator import fast_path
 from torchestra.communicator import queue as operation_queue
 from torchestra.communicator import work as work_file
 from torchestra.communicator.queue import OperationQueue, _Queued
@@ -37,7 +36,7 @@ class Queue:
         self.thread = ProgressThread("test", grace=grace)
         self.aborted: list[str] = []
         engine: Any = SimpleNamespace(
-            rank=0, abort=self.aborted.append, is_aborted=False, sequence_number=lambda: 0
+            rank=0, abort=self.aborted.append, is_aborted=False, sequence_number=lambda: 0, state=None
         )
         self._queue = OperationQueue(engine, "test")
 
@@ -216,17 +215,20 @@ def hold(lock: threading.Lock, taken: threading.Event, errors: list[RuntimeError
         errors.append(error)
 
 
-def be_interrupted_in_the_fast_path() -> None:
+def be_interrupted_in_the_general_way() -> None:
     communicator = dist.group.WORLD.communicator
     tensor, lock = torch.ones(1), communicator.lock
-    dist.all_reduce(tensor)  # from now on it goes the fast path
+    communicator.entries.close()
     for place in itertools.count():
         taken = threading.Event()
         errors: list[RuntimeError] = []
         other = threading.Thread(target=hold, args=(lock, taken, errors))
         other.start()
         assert taken.wait(SOON)
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place, [fast_path.__file__]) as where:
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            interrupted_at(place, [operation_queue.__file__]) as where,
+        ):
             communicator.all_reduce(tensor, dist.ReduceOp.SUM)
         other.join(SOON)
         assert errors == [], where
@@ -236,6 +238,6 @@ def be_interrupted_in_the_fast_path() -> None:
     assert place > 3
 
 
-def test_no_interrupt_of_the_fast_path_releases_a_lock_that_another_thread_has() -> None:
+def test_no_interrupt_of_an_operation_releases_a_lock_that_another_thread_has() -> None:
     """It comes at every point of it at which one can."""
-    run("threads", 1, be_interrupted_in_the_fast_path)
+    run("threads", 1, be_interrupted_in_the_general_way)

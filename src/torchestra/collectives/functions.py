@@ -30,11 +30,13 @@ from torchestra.engine.operations import (
     SCATTER,
     Collective,
 )
+from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group import NonMember, ProcessGroup
 from torchestra.tensors import checks
 from torchestra.types import ReduceOp, Timeout, timeout_seconds
 from torchestra.world.init import AnyGroup, default_group, get_rank, is_initialized
+from torchestra.world.registry import process_world
 
 __all__ = [
     "all_gather",
@@ -116,7 +118,7 @@ def _run(
     op: ReduceOp | None = None,
     root: tuple[int | None, int | None] = (None, None),
 ) -> Work | None:
-    """Run a collective that has no fast path; ``root`` is the global rank, or that in the group."""
+    """Run a collective that has no entry; ``root`` is the global rank, or that in the group."""
     member = default_group() if group is None else _member(group, row.name, 5)
     if member is None:
         return None
@@ -131,7 +133,9 @@ def all_reduce(
     async_op: bool = False,
 ) -> Work | None:
     """Replace the tensor on every rank by the reduction of all ranks' tensors, bit for bit the same."""
-    member = default_group() if group is None else _member(group, "all_reduce")
+    member = process_world.default if group is None and current_thread_rank() is None else None
+    if member is None:
+        member = default_group() if group is None else _member(group, "all_reduce")
     if member is None:
         return None
     return member.communicator.all_reduce(tensor, op, async_op)
@@ -157,7 +161,9 @@ def broadcast(
     group_src: int | None = None,
 ) -> Work | None:
     """Replace the tensor on every rank by that of rank ``src``."""
-    member = default_group() if group is None else _member(group, "broadcast")
+    member = process_world.default if group is None and current_thread_rank() is None else None
+    if member is None:
+        member = default_group() if group is None else _member(group, "broadcast")
     if member is None:
         return None
     root = _root(member, src, group_src, "src", "broadcast")
@@ -184,7 +190,9 @@ def all_gather_into_tensor(
 
     The output has as many elements as all inputs together: concatenated in dimension 0, or stacked.
     """
-    member = default_group() if group is None else _member(group, "all_gather_into_tensor")
+    member = process_world.default if group is None and current_thread_rank() is None else None
+    if member is None:
+        member = default_group() if group is None else _member(group, "all_gather_into_tensor")
     if member is None:
         return None
     return member.communicator.all_gather_into_tensor(output_tensor, input_tensor, async_op)
@@ -236,7 +244,9 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Work | None:
     """Reduce the inputs of all ranks and put piece p of the result into the output of rank p."""
-    member = default_group() if group is None else _member(group, "reduce_scatter_tensor")
+    member = process_world.default if group is None and current_thread_rank() is None else None
+    if member is None:
+        member = default_group() if group is None else _member(group, "reduce_scatter_tensor")
     if member is None:
         return None
     return member.communicator.reduce_scatter_tensor(output, input, op, async_op)
@@ -267,7 +277,9 @@ def all_to_all_single(
 
     Split sizes count rows (dimension 0) per rank; None stands for equal ranges.
     """
-    member = default_group() if group is None else _member(group, "all_to_all_single")
+    member = process_world.default if group is None and current_thread_rank() is None else None
+    if member is None:
+        member = default_group() if group is None else _member(group, "all_to_all_single")
     if member is None:
         return None
     return member.communicator.all_to_all_single(
@@ -316,7 +328,9 @@ def barrier(
     timeout: Timeout | None = None,
 ) -> Work | None:
     """Return when all ranks of the group have called. ``device_ids`` has no meaning on the CPU."""
-    member = default_group() if group is None else _member(group, "barrier")
+    member = process_world.default if group is None and current_thread_rank() is None else None
+    if member is None:
+        member = default_group() if group is None else _member(group, "barrier")
     if member is None:
         return None
     if device_ids is not None:
@@ -360,7 +374,9 @@ def send(
     received yet. Messages with the same tag between two ranks arrive in the order in which they were sent.
     A time-out before anything was sent leaves the group usable.
     """
-    member = default_group() if group is None else _member(group, "send")
+    member = process_world.default if group is None and current_thread_rank() is None else None
+    if member is None:
+        member = default_group() if group is None else _member(group, "send")
     if member is not None:
         root = _root(member, dst, group_dst, "dst", "send")
         member.communicator.send(tensor, root, tag if tag is _NO_TAG else checks.check_tag(tag, "send"))
@@ -379,7 +395,9 @@ def recv(
     size is thrown away with a DistBackendError that says what came. A time-out before anything was received
     leaves the group usable.
     """
-    member = default_group() if group is None else _member(group, "recv")
+    member = process_world.default if group is None and current_thread_rank() is None else None
+    if member is None:
+        member = default_group() if group is None else _member(group, "recv")
     if member is None:
         return -1
     source = _sender(member, src, group_src, "recv")

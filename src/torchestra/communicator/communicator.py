@@ -2,15 +2,16 @@
 
 Ranks are the group's own. Every collective goes one of two ways:
 
-* the *fast path* of small synchronous operations on plain tensors, a function of fast_path.py, where the
-  engine has kernels;
+* by an *entry*, a builtin function in the place of the method, which serves plain calls where the engine has
+  kernels (entries.py);
 * the general way, :meth:`Communicator.collective`: the arguments are checked by the operation's row of the
   table (engine/operations.py, tensors/arguments.py), the queue says when it runs (queue.py), and the engine
   runs it. Tensors that are not contiguous are copied before and back after (tensors/contiguity.py). The
   tensors of GPUs are copied through the host (host_staging.py), unless a communicator of their own serves
   them (device_routing.py); sparse ones have a sum of their own (tensors/sparse.py).
 
-Messages are in point_to_point.py, operations on several tensors of each rank in multi_tensor.py.
+Messages are in point_to_point.py, the fast path of blocking ones in fast_path.py, operations on several
+tensors of each rank in multi_tensor.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from torchestra.communicator import fast_path, persistent, point_to_point
 from torchestra.communicator.device_routing import Delegation, any_device
+from torchestra.communicator.entries import Entries
 from torchestra.communicator.host_staging import on_cpu
 from torchestra.communicator.queue import OperationQueue
 from torchestra.communicator.work import Work
@@ -62,7 +64,6 @@ class Communicator:
     Attributes:
         has_met: whether the ranks of the group have met.
         delegation: what serves tensors of devices; None if these go through the host.
-        uses_device: whether operations have been run on a device; a barrier waits for those.
         messages: what sends and receives tensors of the device that this communicator is for; else None.
     """
 
@@ -77,11 +78,11 @@ class Communicator:
         self.timeout_s = timeout_s
         self.queue = OperationQueue(engine, name) if queue is None else queue
         self.delegation: Delegation | None = None
-        self.uses_device = False
         self.messages: point_to_point.Messages | None = None
         self.fast = fast_path.Plans(engine)
         # As in the queue; read by the fast path.
         self.lock, self.thread = self.queue.lock, self.queue.thread
+        self.entries = Entries(self)
         forget_in_children(self)
 
     def forget(self) -> None:
@@ -90,6 +91,16 @@ class Communicator:
         self.lock, self.thread = self.queue.lock, self.queue.thread
         self.delegation = None
         self.fast.clear()
+        self.entries.close()
+
+    @property
+    def uses_device(self) -> bool:
+        """Return whether operations have been run on a device; a barrier waits for those."""
+        return bool(self.queue.state.uses_device)
+
+    @uses_device.setter
+    def uses_device(self, uses: bool) -> None:
+        self.queue.state.uses_device = int(uses)
 
     @property
     def name(self) -> str:
@@ -199,7 +210,6 @@ class Communicator:
         self.engine.scale(scaled, factor)
         return scaled
 
-    @fast_path.all_reduce
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool = False, timeout_s: float | None = None
     ) -> Work | None:
@@ -208,7 +218,6 @@ class Communicator:
             return self.all_reduce_sparse([tensor], op, async_op, timeout_s)
         return self.collective(ALL_REDUCE, tensor, tensor, op, async_op=async_op, timeout_s=timeout_s)
 
-    @fast_path.all_reduce_list
     @any_device
     def all_reduce_list(
         self,
@@ -255,14 +264,12 @@ class Communicator:
 
         return self.queue.run(operation, f"{name}({op.name}, sparse)", async_op, sparse.OPERATIONS, tensors)
 
-    @fast_path.broadcast
     def broadcast(
         self, tensor: torch.Tensor, root: int, async_op: bool = False, timeout_s: float | None = None
     ) -> Work | None:
         """Replace every rank's tensor by the root's."""
         return self.collective(BROADCAST, tensor, tensor, root=root, async_op=async_op, timeout_s=timeout_s)
 
-    @fast_path.all_gather_into_tensor
     def all_gather_into_tensor(
         self,
         output: torch.Tensor,
@@ -273,7 +280,6 @@ class Communicator:
         """Put every rank's tensor into the output, one after the other."""
         return self.collective(ALL_GATHER_INTO_TENSOR, output, tensor, async_op=async_op, timeout_s=timeout_s)
 
-    @fast_path.reduce_scatter_tensor
     def reduce_scatter_tensor(
         self,
         output: torch.Tensor,
@@ -287,7 +293,6 @@ class Communicator:
             REDUCE_SCATTER_TENSOR, output, tensor, op, async_op=async_op, timeout_s=timeout_s
         )
 
-    @fast_path.all_to_all_single
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -315,7 +320,6 @@ class Communicator:
         """Replace the tensor by the reduction of those of the ranks before this one; rank 0's stays."""
         return self.collective(EXSCAN, tensor, tensor, op, async_op=async_op, timeout_s=timeout_s)
 
-    @fast_path.barrier
     def barrier(self, async_op: bool = False, timeout_s: float | None = None) -> Work | None:
         """Return (or be done) when every rank has called and finished what it called before."""
         engine, delegation = self.engine, self.delegation
@@ -396,6 +400,7 @@ class Communicator:
     def close(self) -> None:
         """Run what is queued, then leave the group."""
         self.fast.clear()
+        self.entries.close()
         if self.delegation is not None:
             self.delegation.close()
         self.queue.close()

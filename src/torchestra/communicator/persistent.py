@@ -224,8 +224,15 @@ class _Collective(PersistentOperation):
                 if tensor.data_ptr() != address or storage.nbytes() != nbytes:
                     break
             else:
+                state = self._queue.state
                 with communicator.lock:
-                    direct(communicator.timeout_s)
+                    try:
+                        state.general = 1
+                        if state.inside:
+                            self._queue.await_entry()
+                        direct(communicator.timeout_s)
+                    finally:
+                        state.general = 0
                 return
         self.check()
         self._queue.run(self._perform, self.name, reads=self._reads)

@@ -11,7 +11,7 @@ Of asynchronous operations both tell the call that began them. On the threads th
 recorded, for no profiler looks at them.
 
 Whether a profiler is on is a flag of torch's, read where an operation begins; while it is off nothing else is
-done. :mod:`torchestra.communicator.fast_path` leaves calls to the general way while it is on.
+done. Entries (engine/entries/) leave calls to the general way while it is on.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torchestra.arguments.annotations import check_flag
 from torchestra.communicator import profiling
 from torchestra.communicator.work import Work
+from torchestra.engine.entry_layout import INSIDE, State
 from torchestra.engine.interface import Engine
+from torchestra.engine.kernels import shared_words
 from torchestra.engine.progress import ProgressThread, Task
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.errors import (
@@ -70,8 +72,11 @@ class OperationQueue:
         self.closed = False
         # The name of the group that shrink() has put in this one's place.
         self.became = ""
-        self.thread = ProgressThread(f"torchestra-{name}-{engine.rank}")
-        # Held while an operation runs, so that two threads of one rank do not mix theirs.
+        # What entries look at, and this tells them.
+        self.state = State() if engine.state is None else engine.state
+        self.thread = ProgressThread(f"torchestra-{name}-{engine.rank}", state=self.state)
+        # Held while an operation runs, so that two threads of one rank do not mix theirs; an entry does not
+        # take it, but see engine/entry_layout.py.
         self.lock = threading.Lock()
         # By thread: the operations called inside `coalescing`.
         self._coalesced: dict[int, list[CoalescedOperation]] = {}
@@ -160,9 +165,13 @@ class OperationQueue:
 
         If that fails here, and has not taken as many sequence numbers as elsewhere, the group is aborted.
         """
+        state = self.state
         with self.lock:
             before = self.engine.sequence_number()
             try:
+                state.general = 1
+                if state.inside:
+                    self.await_entry()
                 result = operation(site)
             except BaseException as error:
                 if not isinstance(error, RAISED_BY_ALL) and (
@@ -170,7 +179,19 @@ class OperationQueue:
                 ):
                     self.leave(description, error)
                 raise
+            finally:
+                state.general = 0
         return result
+
+    def await_entry(self) -> None:
+        """Wait until no thread runs an operation by an entry; with the lock, and GENERAL set."""
+        state = self.state
+        try:
+            state.wanted = 1
+            while state.inside:
+                shared_words.sleep_while(state.address + INSIDE, 1)
+        finally:
+            state.wanted = 0
 
     @contextlib.contextmanager
     def abort_on_error(self, description: str) -> Iterator[None]:
@@ -215,7 +236,7 @@ class OperationQueue:
         outer = self._coalesced.get(thread)
         steps = self._coalesced[thread] = []
         self._promised = self.sequence_number()
-        self.thread.hold()  # so that no call takes the fast path past `run`
+        self.thread.hold()  # so that no call goes past `run`
         try:
             yield steps
         except BaseException as error:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
+from torchestra.engine.entry_layout import State
 from torchestra.engine.operations import Collective
 from torchestra.types import ReduceOp
 
@@ -50,10 +51,11 @@ class Engine(Protocol):
 
     Attributes:
         rank, size: this rank's number in the group, and how many there are.
-        kernels: the compiled kernels (local.py), for the communicator's fast path; None without a fast path.
+        kernels: the compiled kernels (local.py), for entries and the fast path of messages; None without.
         context: this rank's context in the arena of its host; None without one.
         hosts: which ranks are on which host; None if all are on one.
         hierarchy, bridge_kind: with several hosts, the means to cross between them, and which bridge it is.
+        state: what entries look at, where there can be any (engine/entry_layout.py); else None.
         is_fake: the other ranks do not exist, so tensors need no memory, and nothing waits.
         delegates: arguments are neither checked nor prepared for it: :meth:`delegate` takes whole calls.
     """
@@ -61,6 +63,7 @@ class Engine(Protocol):
     rank: int
     size: int
     kernels: Any = None
+    state: State | None = None
     context: Any = None
     hosts: Hosts | None = None
     hierarchy: Any = None

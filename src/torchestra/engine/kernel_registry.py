@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchestra.engine.entries import collectives
 from torchestra.engine.kernels import doorbell, move, prefix, reduce, shared_words
 from torchestra.engine.native.declarations import Intrinsic, KernelSource
 from torchestra.engine.native.kernel import declared
@@ -11,6 +12,7 @@ from torchestra.engine.recorder import message_records
 
 # To import them declares their kernels, and those that they call.
 _MODULES = (
+    collectives,
     doorbell,
     endpoint_kernels,
     immediate,

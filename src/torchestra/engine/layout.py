@@ -190,7 +190,8 @@ NEXT_LOOK = 272  # how many it will be after the next move
 SINGLE_IOVEC = 280  # an iovec (kernels/iovec.py) of one tensor: 0, its elements, its address
 THRESHOLDS = 304  # a digest of DIRECT, CHUNK and SHARE, shifted to where META has it
 YIELD_TIMESPEC = 320  # scratch of a wait that yields, two words
-CONTEXT_BYTES = 336
+HOLDS_INTERPRETER = 336  # 1: this thread has the interpreter's lock, so a wait returns before it yields
+CONTEXT_BYTES = 344
 MASK_BYTES = 128  # of one affinity mask
 TABLES = (POINTERS, SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES)
 

@@ -1,8 +1,8 @@
 """The engine of a group whose ranks share an arena: a collective becomes a call of a compiled kernel.
 
 :data:`ALGORITHMS` says, by a row's algorithm, which kernel runs it with which arguments. A call of a compiled
-kernel costs 0.15 µs, a question to a tensor 0.04 µs, a Python call 0.06 µs; the communicator's fast path
-(communicator/fast_path.py) calls the kernels of small operations itself.
+kernel costs 0.15 µs, a question to a tensor 0.04 µs, a Python call 0.06 µs; the entries of
+collectives (entries/collectives.py) call the kernels of small operations themselves.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 
 from torchestra.engine import layout as at
 from torchestra.engine.dtypes import DTYPE_CODE
+from torchestra.engine.entry_layout import State
+from torchestra.engine.failure.liveness import PeerThreads
 from torchestra.engine.interface import Engine, Prepared
 from torchestra.engine.kernels import move, prefix, reduce
 from torchestra.engine.kernels.reductions import combine, reduction, scale, supports
@@ -41,7 +43,7 @@ Algorithm = Callable[["LocalEngine", "LocalPlan", Tensors, Tensors], tuple[Kerne
 
 
 class LocalPlan:
-    """What the kernels need to know of a collective on a dtype, in words that they read (layout.py).
+    """What the kernels need to know of a collective on a dtype, in words that they read (entry_layout.py).
 
     Attributes:
         row: the collective.
@@ -92,7 +94,14 @@ _WITH_TABLES = frozenset({"share", "exchange", "reduce_scatter"})
 
 
 class Kernels:
-    """The entry points of the kernels, each an attribute. After an abort all of them raise."""
+    """The entry points of the kernels, each an attribute. After an abort all of them raise.
+
+    Entries (engine/entries/) call the kernels themselves; they are off as soon as another function is put in
+    the place of one.
+
+    Args:
+        state: tells that to the entries.
+    """
 
     all_reduce: Kernel
     all_reduce_iovec: Kernel
@@ -105,14 +114,18 @@ class Kernels:
     exchange: Kernel
     all_to_all_even: Kernel
     scan: Kernel
+    _state: State
 
-    def __init__(self) -> None:
-        for name, kernel in KERNELS.items():
-            setattr(self, name, entry_point(kernel))
+    def __init__(self, state: State) -> None:
+        vars(self).update({name: entry_point(kernel) for name, kernel in KERNELS.items()}, _state=state)
+
+    def __setattr__(self, name: str, kernel: Kernel) -> None:
+        self._state.off = 1
+        super().__setattr__(name, kernel)
 
     def replace(self, refuse: Kernel) -> None:
         """Put a function that raises in the place of every kernel."""
-        for name in vars(self):
+        for name in KERNELS:
             setattr(self, name, refuse)
 
 
@@ -256,6 +269,7 @@ class LocalEngine(Engine):
     """One rank's engine in a group whose ranks share an arena."""
 
     context: RankContext
+    state: State
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
@@ -270,10 +284,11 @@ class LocalEngine(Engine):
             kind_name=DTYPE_NAMES.__getitem__,
             peers_are_threads=current_thread_rank() is not None,
         )
-        self.kernels = Kernels()
+        self.state = State(context=context.address, releases=int(isinstance(context.peers, PeerThreads)))
+        self.kernels = Kernels(self.state)
         self.iovec = array("q")  # the tables of the last operation on several tensors
         self._context = context.address
-        self._barrier_plan = LocalPlan(context.address, pack(Kind.barrier), 0, 0, -1)
+        self.barrier_plan = LocalPlan(context.address, pack(Kind.barrier), 0, 0, -1)
         self._plans: dict[tuple[str, int, torch.dtype, str, int | None], LocalPlan] = {}
         self._waiter = MessageWaiter(context, 0.0)  # the last one: most calls want the same
         self.choices = context.arena.choices
@@ -373,7 +388,7 @@ class LocalEngine(Engine):
         return self.kernels.exchange, (plan.address, at.UNKNOWN)
 
     def barrier(self, timeout_s: float, site: str | None = None) -> None:
-        self.call(self.kernels.barrier, (self._barrier_plan.address, 0), timeout_s, site)
+        self.call(self.kernels.barrier, (self.barrier_plan.address, 0), timeout_s, site)
 
     def agree(self, plan: LocalPlan, count: int, timeout_s: float, site: str | None = None) -> None:
         """Return when all ranks have called, with the same kind of operation and the same count."""

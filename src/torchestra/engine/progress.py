@@ -30,6 +30,7 @@ from typing import Protocol
 
 import numpy as np
 
+from torchestra.engine.entry_layout import State
 from torchestra.engine.kernels import doorbell
 from torchestra.system.limits import start_thread
 
@@ -83,9 +84,11 @@ class ProgressThread:
     Args:
         name: of the thread.
         grace: for how many seconds a task may stand that somebody might come to wait for, and so to run.
+        state: is told how many tasks are pending.
     """
 
-    def __init__(self, name: str, grace: float = _GRACE_SECONDS) -> None:
+    def __init__(self, name: str, grace: float = _GRACE_SECONDS, state: State | None = None) -> None:
+        self._state = State() if state is None else state
         self._name = name
         # Each with its number; counted from 1.
         self._tasks: deque[tuple[int, Task]] = deque()
@@ -109,7 +112,7 @@ class ProgressThread:
             RuntimeError: the thread cannot be started.
         """
         with self._lock:
-            self.pending += 1
+            self.pending = self._state.pending = self.pending + 1
             try:
                 if self._thread is None:
                     self._start()
@@ -118,7 +121,7 @@ class ProgressThread:
                 if self._tasks and self._tasks[-1][1] is task:
                     doorbell.ring(self._address)
                 else:
-                    self.pending -= 1
+                    self.pending = self._state.pending = self.pending - 1
 
     def _start(self) -> None:
         # In the submitter's context, so that callbacks know which rank they are of.
@@ -157,12 +160,12 @@ class ProgressThread:
     def hold(self) -> None:
         """Count something as pending that is not queued, until :meth:`release`."""
         with self._lock:
-            self.pending += 1
+            self.pending = self._state.pending = self.pending + 1
 
     def release(self) -> None:
         """Undo :meth:`hold`."""
         with self._lock:
-            self.pending -= 1
+            self.pending = self._state.pending = self.pending - 1
 
     def is_current(self) -> bool:
         """Return whether the calling thread has the turn: a task, or a callback of one, is what calls."""
@@ -228,7 +231,7 @@ class ProgressThread:
     def _let_go(self, number: int) -> None:
         with self._lock:
             if self._tasks and self._tasks[0][0] == number:
-                self.pending -= 1
+                self.pending = self._state.pending = self.pending - 1
                 self._tasks.popleft()
 
 

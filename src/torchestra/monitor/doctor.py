@@ -53,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
         from torchestra.engine import compile_kernels
 
         compile_kernels()
-    results = list(examine())
+    results = [*examine(), _entries()]
     table = Table("", "found", "remark", box=None, header_style="bold", pad_edge=False)
     for result in results:
         table.add_row(result.subject, result.found, f"[yellow]{result.remark}[/]" if result.remark else "")
@@ -168,6 +168,15 @@ def _open_files() -> CheckResult:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     remark = "a rank needs one for each group; ulimit -n raises it" if limit <= _FEW_FILES else ""
     return CheckResult("open files", f"{limit} per process", remark)
+
+
+def _entries() -> CheckResult:
+    """Look at how torch's tensors are read, which takes torch."""
+    from torchestra.engine.entries.tensor_access import why_not
+
+    missing = why_not()
+    remark = f"small operations take some 2 µs longer: {missing}" if missing else ""
+    return CheckResult("native entries", "no" if missing else "yes", remark)
 
 
 def _secret() -> CheckResult:

@@ -176,13 +176,14 @@ def label(ranks: Sequence[int]) -> str:
     return hashlib.sha256(repr(spaced).encode()).hexdigest()[:32]
 
 
-_process_world = World()
+process_world = World()
+"""The registry of a process that is a rank."""
 
 
 def current_world() -> World:
     """Return the registry of the rank that the calling thread belongs to."""
     here = current_thread_rank()
-    return _process_world if here is None else cast(World, here.world)
+    return process_world if here is None else cast(World, here.world)
 
 
 def own_world() -> World:

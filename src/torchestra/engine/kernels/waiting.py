@@ -58,7 +58,7 @@ SEQUENCE, RESUME, BLOCKED, POLL_INTERVAL = at.SEQUENCE, at.RESUME, at.BLOCKED, a
 SPINS, YIELDS, YIELD_TIMESPEC = at.SPINS, at.YIELDS, at.YIELD_TIMESPEC
 UNKNOWN = at.UNKNOWN
 META, COUNT, SHARED, WAITERS = at.META, at.COUNT, at.SHARED, at.WAITERS
-THRESHOLDS = at.THRESHOLDS
+THRESHOLDS, HOLDS_INTERPRETER = at.THRESHOLDS, at.HOLDS_INTERPRETER
 DONE, PENDING, ABORTED, MISMATCH = at.DONE, at.PENDING, at.ABORTED, at.MISMATCH
 
 
@@ -87,6 +87,9 @@ def wait_until(context, peer, target):
         spin_hint()
         if load_acquire(word) >= target:
             return DONE
+    if load(context + HOLDS_INTERPRETER) != 0:
+        store(context + BLOCKED, peer)
+        return PENDING
     since = begin_wait(context, peer)
     code = _yield_then_sleep(context, peer, word, target)
     end_wait(context, peer, target, since)

@@ -22,6 +22,7 @@ from torchestra.engine.native.kernel import intrinsic, kernel, short_kernel
 
 __all__ = [
     "External",
+    "call_function",
     "call_reduction",
     "clock_gettime",
     "compare_exchange",
@@ -117,6 +118,11 @@ def stream_line(target, source):
 @intrinsic
 def stream_fence():
     """Make earlier non-temporal stores visible before anything that is stored later."""
+
+
+@intrinsic
+def call_function(function, first, second):
+    """Call a C function of two words by its address; return its result, a word or a part of one."""
 
 
 @intrinsic

@@ -24,7 +24,7 @@ _I64, _I32, _VOID = ir.IntType(64), ir.IntType(32), ir.VoidType()
 _METH_FASTCALL = 0x80
 _FASTCALL = ir.FunctionType(OBJECT, [OBJECT, OBJECT.as_pointer(), _I64])
 
-_PROTOTYPES = {
+PROTOTYPES = {
     "PyLong_AsLongLong": ir.FunctionType(_I64, [OBJECT]),
     "PyLong_FromLongLong": ir.FunctionType(OBJECT, [_I64]),
     "PyErr_Occurred": ir.FunctionType(OBJECT, []),
@@ -48,7 +48,7 @@ class Interface:
         """Write the call of a function of the interface."""
         function = self._module.globals.get(name)
         if function is None:
-            function = ir.Function(self._module, _PROTOTYPES[name], name)
+            function = ir.Function(self._module, PROTOTYPES[name], name)
         return builder.call(function, arguments)
 
     def type_error(self, builder: Any) -> Any:

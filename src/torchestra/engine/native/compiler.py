@@ -26,7 +26,7 @@ from typing import Any
 from llvmlite import ir
 
 from torchestra.engine.native import intrinsic_code
-from torchestra.engine.native.builtins import write_builtin
+from torchestra.engine.native.builtins import PROTOTYPES, write_builtin
 from torchestra.engine.native.declarations import External, Intrinsic, KernelSource
 
 _WORD, _TRUTH = ir.IntType(64), ir.IntType(1)
@@ -107,7 +107,8 @@ class Program:
         """Return the declaration of a function of the C library."""
         found = self.module.globals.get(declared.name)
         if found is None:
-            kind = ir.FunctionType(_TYPES[declared.result], [_TYPES[each] for each in declared.parameters])
+            parameters = [_TYPES[each] for each in declared.parameters]
+            kind = PROTOTYPES.get(declared.name) or ir.FunctionType(_TYPES[declared.result], parameters)
             found = ir.Function(self.module, kind, declared.name)
         return found
 
@@ -480,10 +481,17 @@ class _FunctionCompiler:
     def _external(self, called: External, words: list[Any]) -> Any:
         function = self._program.external(called)
         given = [
-            word if kind == _WORD else self._builder.trunc(word, kind)
-            for word, kind in zip(words, function.function_type.args, strict=True)
+            self._converted(word, kind) for word, kind in zip(words, function.function_type.args, strict=True)
         ]
         result = self._builder.call(function, given)
         if called.result == "void":
             return _WORD(0)
+        if isinstance(result.type, ir.PointerType):
+            return self._builder.ptrtoint(result, _WORD)
         return result if called.result == "i64" else self._builder.sext(result, _WORD)
+
+    def _converted(self, word: Any, kind: ir.Type) -> Any:
+        """Return a word as a function of C takes it."""
+        if isinstance(kind, ir.PointerType):
+            return self._builder.inttoptr(word, kind)
+        return word if kind == _WORD else self._builder.trunc(word, kind)

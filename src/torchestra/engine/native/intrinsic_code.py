@@ -101,6 +101,11 @@ def _stream_fence(machine: str, builder: Any) -> None:
         builder.fence("seq_cst")
 
 
+def _call_function(_: str, builder: Any, function: Any, *words: Any) -> Any:
+    prototype = ir.FunctionType(_I64, [_I64] * 2)
+    return builder.call(builder.inttoptr(function, prototype.as_pointer()), words)
+
+
 def _call_reduction(_: str, builder: Any, function: Any, *words: Any) -> None:
     prototype = ir.FunctionType(_VOID, [_I64] * 4)
     builder.call(builder.inttoptr(function, prototype.as_pointer()), words)
@@ -121,5 +126,6 @@ _CODE: dict[str, Callable[..., Any]] = {
     "counter": _counter,
     "stream_line": _stream_line,
     "stream_fence": _stream_fence,
+    "call_function": _call_function,
     "call_reduction": _call_reduction,
 }

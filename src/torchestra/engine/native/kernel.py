@@ -138,6 +138,11 @@ def address_in_object(symbol: str) -> int:
     return load_object().address(symbol)
 
 
+def is_interpreted() -> bool:
+    """Return whether kernels run as Python."""
+    return _interpreted
+
+
 def declared() -> list[NativeKernel | NativeIntrinsic]:
     """Return the kernels of the engine whose modules have been imported, and intrinsic operations."""
     return list(_declared.values())

@@ -9,15 +9,27 @@ from collections.abc import Callable
 from typing import Any
 
 PYTHON_SYMBOLS = (
+    "PyDict_GetItem",
+    "PyErr_Clear",
+    "PyErr_Fetch",
+    "PyErr_NormalizeException",
     "PyErr_Occurred",
+    "PyErr_Restore",
     "PyErr_SetString",
     "PyEval_RestoreThread",
     "PyEval_SaveThread",
     "PyExc_TypeError",
+    "PyList_GetItem",
+    "PyList_Size",
     "PyLong_AsLongLong",
+    "PyLong_AsLongLongAndOverflow",
     "PyLong_FromLongLong",
+    "PyLong_FromSsize_t",
+    "PyObject_Vectorcall",
+    "Py_DecRef",
+    "Py_IncRef",
 )
-"""What builtins take from Python's C interface. (Of the C library everything is found.)"""
+"""What builtins and entries take from Python's C interface. (Of the C library everything is found.)"""
 
 # What refers to machine code, a builtin say, may outlive whoever loaded it.
 _loaded: list[Any] = []

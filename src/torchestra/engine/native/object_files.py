@@ -33,7 +33,15 @@ from torchestra.system.cache_directories import can_be_trusted, candidates, choo
 PREBUILT = Path(__file__).parent / "objects"
 """Where a wheel has object files for several kinds of processors."""
 _ENGINE = Path(__file__).parents[1]
-_SOURCES = ("layout.py", "kernels/*.py", "native/*.py", "p2p/*.py", "recorder/*.py")
+_SOURCES = (
+    "layout.py",
+    "entry_layout.py",
+    "entries/*.py",
+    "kernels/*.py",
+    "native/*.py",
+    "p2p/*.py",
+    "recorder/*.py",
+)
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _QUIET_SECONDS = 2.0
 _LOCK_SECONDS = 60.0

@@ -1,0 +1,204 @@
+"""Puts entries into a communicator: builtin functions in the place of methods, for plain calls.
+
+Between the call of a small operation and its kernel Python would take longer than the kernel does. So the
+commonest operations have entries (engine/entries/collectives.py), builtin functions that are attributes of
+the communicator of their methods' names and parameters. A call that is not plain they hand to the method.
+
+There are none where the engine has no kernels, where kernels run interpreted, or where torch's tensors are
+read in a way that is not known (engine/entries/tensor_access.py; `torchestra doctor` tells); nor after the
+group was closed, here or in a forked child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from torchestra.engine.entries import collectives
+from torchestra.engine.entries.tensor_access import access_to_tensors, dtype_word
+from torchestra.engine.entry_layout import Entry, PlanRecord, TensorAccess
+from torchestra.engine.native.kernel import address_of, is_interpreted
+from torchestra.engine.operations import (
+    ALL_GATHER_INTO_TENSOR,
+    ALL_REDUCE,
+    ALL_TO_ALL_SINGLE,
+    BARRIER,
+    BROADCAST,
+    REDUCE_SCATTER_TENSOR,
+    Collective,
+)
+from torchestra.types import ReduceOp
+
+if TYPE_CHECKING:
+    from torchestra.communicator.communicator import Communicator
+
+__all__ = ["Entries"]
+
+_METH_FASTCALL_KEYWORDS = 0x80 | 0x02
+_ANY_DTYPE = 1
+_OPS = tuple(getattr(ReduceOp, name) for name in ReduceOp._NAMES)
+
+
+class _Definition(ctypes.Structure):
+    """A PyMethodDef."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    ]
+
+
+class _Served(NamedTuple):
+    """An operation that has an entry.
+
+    Attributes:
+        method: the communicator's, of the same parameters.
+        row: of the table.
+        entry: a kernel.
+        kernel: the attribute of ``engine.kernels`` that the entry calls.
+        arguments: how many that takes besides the plan.
+    """
+
+    method: str
+    row: Collective
+    entry: Any
+    kernel: str
+    arguments: int
+
+
+_SERVED = (
+    _Served("all_reduce", ALL_REDUCE, collectives.all_reduce, "all_reduce", 2),
+    _Served("all_reduce_list", ALL_REDUCE, collectives.all_reduce_list, "all_reduce_iovec", 3),
+    _Served("broadcast", BROADCAST, collectives.broadcast, "broadcast", 2),
+    _Served(
+        "all_gather_into_tensor",
+        ALL_GATHER_INTO_TENSOR,
+        collectives.all_gather_into_tensor,
+        "all_gather",
+        3,
+    ),
+    _Served(
+        "reduce_scatter_tensor",
+        REDUCE_SCATTER_TENSOR,
+        collectives.reduce_scatter_tensor,
+        "reduce_scatter_even",
+        3,
+    ),
+    _Served("all_to_all_single", ALL_TO_ALL_SINGLE, collectives.all_to_all_single, "all_to_all_even", 3),
+    _Served("barrier", BARRIER, collectives.barrier, "barrier", 1),
+)
+
+
+@functools.cache
+def _definition(served: _Served) -> _Definition:
+    """Return what the builtins of an operation are made of; used as long as any of them."""
+    return _Definition(served.method.encode(), address_of(served.entry), _METH_FASTCALL_KEYWORDS, None)
+
+
+_new_builtin = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.py_object)(
+    ("PyCFunction_NewEx", ctypes.pythonapi)
+)
+
+
+class Entries:
+    """The entries of a communicator; ``close()`` takes them out again."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator: Communicator | None = None
+        access = access_to_tensors()
+        if access is None or is_interpreted() or communicator.engine.kernels is None:
+            return
+        self._communicator = communicator
+        for served in _SERVED:
+            vars(communicator)[served.method] = _builtin(communicator, served, access)
+
+    def close(self) -> None:
+        """Have every call go the general way, those of builtins that somebody has kept included."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.queue.state.off = 1
+            for served in _SERVED:
+                vars(communicator).pop(served.method, None)
+
+
+def _builtin(communicator: Communicator, served: _Served, access: TensorAccess) -> Callable[..., Any]:
+    entry, engine = Entry(), cast(Any, communicator.engine)
+    state = communicator.queue.state
+    kernel = getattr(engine.kernels, served.kernel)
+
+    def go_on(timeout_s: float | None, code: int, *arguments: int) -> None:
+        limit = communicator.timeout_s if timeout_s is None else timeout_s
+        engine.context.finish(code, kernel, arguments[: 1 + served.arguments], limit, None)
+
+    # The engine is told what has come of an exception; so are the flight record, and the other ranks.
+    entry.state, entry.access, entry.size = state.address, ctypes.addressof(access), communicator.size
+    entry.general = getattr(communicator, served.method)
+    entry.go_on, entry.leave = go_on, engine.leave_halfway
+    plans = _Plans(entry, communicator, served.row)
+    entry.learn = plans.learn
+    vars(entry)["kept"] = (state, access, plans)
+    builtin: Callable[..., Any] = _new_builtin(ctypes.addressof(_definition(served)), entry, None)
+    return builtin
+
+
+class _Plans:
+    """The plans that an entry serves: those whose operation has gone the general way once."""
+
+    def __init__(self, entry: Entry, communicator: Communicator, row: Collective) -> None:
+        self._entry_address = ctypes.addressof(entry)
+        self._general = entry.general
+        self._state = communicator.queue.state
+        self._iovec: Any = None
+        self._engine = cast(Any, communicator.engine)
+        self._row = row
+        self._known: list[tuple[int, int, int, int]] = []
+        places = list(inspect.signature(entry.general).parameters)
+        self._op = places.index("op") if row.reduces else None
+        self._root = places.index("root") if row.root else None
+        self._records: Any = None
+        if row is BARRIER:
+            self._known.append((_ANY_DTYPE, 0, 0, self._engine.barrier_plan.address))
+        self._write()
+
+    def _entry(self) -> Entry:
+        """Return the entry, which holds this, and which this does not."""
+        return Entry.from_address(self._entry_address)
+
+    def learn(self, *arguments: Any) -> Any:
+        """Go the general way, and serve such calls from now on."""
+        work = self._general(*arguments)
+        op = None if self._op is None else arguments[self._op]
+        root = None if self._root is None else arguments[self._root]
+        if arguments[0].__class__ is list:
+            self._hold_list(len(arguments[0]))
+        dtype: torch.dtype = (arguments[0][0] if arguments[0].__class__ is list else arguments[0]).dtype
+        # Another ReduceOp of the same name may be gone one day, and its address another object's.
+        named = op is None or any(op is each for each in _OPS)
+        if named and not dtype.is_complex and dtype_word(dtype):
+            plan = self._engine.plan(self._row, dtype, op, root)
+            record = (dtype_word(dtype), 0 if op is None else id(op), root or 0, plan.address)
+            if record not in self._known:
+                self._known.append(record)
+                self._write()
+        return work
+
+    def _hold_list(self, number: int) -> None:
+        """Have room for the table of so many tensors; not while an entry may use the one there is."""
+        if number > self._entry().longest_list and not self._state.inside:
+            longest = 1 << number.bit_length()
+            self._iovec = (ctypes.c_int64 * (2 * longest + 1))()
+            self._entry().iovec, self._entry().longest_list = ctypes.addressof(self._iovec), longest
+
+    def _write(self) -> None:
+        """Put all records where the entry finds them; older ones stay as long as the object, for readers."""
+        known = [PlanRecord(*each) for each in (*self._known, (0, 0, 0, 0))]
+        records = (PlanRecord * len(known))(*known)
+        self._entry().plans = ctypes.addressof(records)
+        self._records = (records, self._records)

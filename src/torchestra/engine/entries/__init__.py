@@ -1,0 +1,1 @@
+"""Entries: builtin functions that run operations on plain tensors, with no Python before the kernel."""

@@ -1,0 +1,172 @@
+"""What entries know of their operation and their group: structures that Python fills and machine code reads.
+
+A builtin's ``self`` is an :class:`Entry`, whose memory machine code finds by HEADER; the entry has the
+address of its group's :class:`State` and of :class:`TensorAccess`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+_WORD: Any = ctypes.c_int64
+_OBJECT: Any = ctypes.py_object
+
+VIEW_BYTES = 80
+ARGUMENTS = 8
+
+
+_STATE_WORDS = ("off", "pending", "general", "inside", "wanted", "uses_device", "releases", "context")
+_ACCESS_WORDS = ("describe", "implementation", "keys", "storage", "data", "nbytes", "plain", "optional")
+_ACCESS_OBJECTS = ("tensor", "parameter", "integer", "list", "none", "false", "profiler", "profiler_flag")
+_RECORD_WORDS = ("dtype", "op", "root", "plan")
+_ENTRY_WORDS = ("state", "access", "plans", "size", "iovec", "longest_list")
+_ENTRY_OBJECTS = ("general", "learn", "go_on", "leave")
+
+
+class State(ctypes.Structure):
+    """Of a group on one rank: what every entry looks at before it does anything.
+
+    The exclusion. One operation of a group runs at a time on a rank. An entry has the group while INSIDE is
+    1, the general way while it holds the queue's lock and GENERAL is 1 (communicator/queue.py). Both words
+    change only with the interpreter's lock held, without which no thread looks at them: an entry that finds
+    either set goes the general way; whoever has the queue's lock sets GENERAL, so that no entry begins, and
+    then waits while INSIDE is set. As an entry may release the interpreter's lock only while INSIDE is 1,
+    neither begins while the other is at work. Who waits sets WANTED first, so whoever clears INSIDE wakes it.
+
+    Attributes:
+        off: the general way serves every call: the group is closed, was left halfway, or has other kernels.
+        pending: how many operations are queued, and must come before.
+        general: the general way runs an operation.
+        inside: an entry runs one.
+        wanted: a thread sleeps until ``inside`` is 0.
+        uses_device: a barrier must wait for a device, too.
+        releases: ranks are threads, which need the interpreter's lock while this one waits.
+        context: address of the kernels' context (engine/layout.py).
+    """
+
+    off: int
+    pending: int
+    general: int
+    inside: int
+    wanted: int
+    uses_device: int
+    releases: int
+    context: int
+    _fields_ = [(name, _WORD) for name in _STATE_WORDS]
+
+    @property
+    def address(self) -> int:
+        """Where it is."""
+        return ctypes.addressof(self)
+
+
+class TensorAccess(ctypes.Structure):
+    """How a tensor of torch is read (tensor_access.py), and the objects of Python that entries compare with.
+
+    Attributes:
+        describe: the function of DLPack's C exchange API that fills a DLTensor.
+        implementation: at which byte of a tensor's object the address of its TensorImpl lies,
+        keys: at which of that its dispatch keys do,
+        storage: the address of its StorageImpl,
+        data, nbytes: at which bytes of that address and length of the memory do.
+        plain: the dispatch keys of a plain tensor of the CPU, together with ``optional`` ones, which every
+            plain tensor has but those of the inference mode.
+        tensor, parameter, integer, list: the classes torch.Tensor, torch.nn.Parameter, int and list.
+        none, false: the objects None and False.
+        profiler, profiler_flag: a dict, and the key under which it has False while no profiler is on.
+    """
+
+    _fields_ = [
+        *((name, _WORD) for name in _ACCESS_WORDS),
+        *((name, _OBJECT) for name in _ACCESS_OBJECTS),
+    ]
+
+
+class PlanRecord(ctypes.Structure):
+    """A plan that an entry serves, and for what; the list of them ends with a dtype of 0.
+
+    Attributes:
+        dtype: bits 32 to 63 of a DLTensor's third word: code, bits and lanes.
+        op: the address of the ReduceOp, or 0.
+        root: the root, or 0.
+        plan: the address of the plan (engine/layout.py).
+    """
+
+    dtype: int
+    op: int
+    root: int
+    plan: int
+    _fields_ = [(name, _WORD) for name in _RECORD_WORDS]
+
+
+class Entry(ctypes.Structure):
+    """An operation of a group.
+
+    Attributes:
+        state, access: addresses of the group's State and of TensorAccess.
+        plans: address of the first PlanRecord.
+        size: how many ranks the group has.
+        iovec, longest_list: address of the memory for the table of a list of tensors, and how many it holds.
+        general: called with the very same arguments where the call is not plain.
+        learn: the same, where only the plan is not known.
+        go_on: called with what the kernel has returned if it is not done; returns when it is, or raises.
+        leave: called with the exception that ``go_on`` has raised.
+        views: scratch: two DLTensors, each with the number of elements and of bytes.
+        arguments: scratch: those of ``go_on``.
+    """
+
+    state: int
+    access: int
+    plans: int
+    size: int
+    iovec: int
+    longest_list: int
+    general: Any
+    learn: Any
+    go_on: Any
+    leave: Any
+    _fields_ = [
+        *((name, _WORD) for name in _ENTRY_WORDS),
+        *((name, _OBJECT) for name in _ENTRY_OBJECTS),
+        ("views", _WORD * (2 * VIEW_BYTES // 8)),
+        ("arguments", _WORD * ARGUMENTS),
+    ]
+
+
+def _at(structure: type[ctypes.Structure], field: str) -> int:
+    offset: int = getattr(structure, field).offset
+    return offset
+
+
+HEADER = 16
+"""At which byte of a ctypes object the address of its memory lies, with the interpreter's lock."""
+
+STATE, ACCESS, PLANS, SIZE, IOVEC, LONGEST_LIST = (_at(Entry, name) for name in _ENTRY_WORDS)
+GENERAL_WAY, LEARN, GO_ON, LEAVE = (_at(Entry, name) for name in _ENTRY_OBJECTS)
+VIEWS, ARGUMENTS_AT = _at(Entry, "views"), _at(Entry, "arguments")
+
+OFF, PENDING_OPERATIONS, GENERAL, INSIDE, WANTED, USES_DEVICE, RELEASES, CONTEXT = (
+    _at(State, name) for name in _STATE_WORDS
+)
+
+DESCRIBE, IMPLEMENTATION, KEYS, STORAGE, DATA, NBYTES, PLAIN, OPTIONAL = (
+    _at(TensorAccess, name) for name in _ACCESS_WORDS
+)
+TENSOR, PARAMETER, INTEGER, LIST, NONE, FALSE, PROFILER, PROFILER_FLAG = (
+    _at(TensorAccess, name) for name in _ACCESS_OBJECTS
+)
+
+PLAN_DTYPE, PLAN_OP, PLAN_ROOT, PLAN = (_at(PlanRecord, name) for name in _RECORD_WORDS)
+PLAN_RECORD_BYTES = ctypes.sizeof(PlanRecord)
+
+# A view: a DLTensor (data, device, dimensions and dtype, shape, strides, offset), and what was made of it.
+VIEW_DATA = 0
+VIEW_DEVICE = 8
+VIEW_DIMENSIONS = 16
+VIEW_DTYPE = 20
+VIEW_SHAPE = 24
+VIEW_STRIDES = 32
+VIEW_OFFSET = 40
+VIEW_COUNT = 48
+VIEW_LENGTH = 56
