@@ -60,11 +60,11 @@ def test_time_in_which_the_process_was_stopped_does_not_count_for_calls() -> Non
 def test_a_worker_whose_connection_has_ended_is_not_gone_because_this_process_paused() -> None:
     """What it sent before may not have been read: whatever reads it has paused as well."""
     peer = PairConnection.__new__(PairConnection)
-    peer.joined, peer.how, peer.heard = True, "", 0.0
+    peer.joined, peer.how, peer.received_at = True, "", 0.0
     peer._monitor, peer._ended, peer._looked = None, 0.0, 0.1
     peer.look(0.6, 60.0)
     assert not peer.how
-    peer.heard = 0.6  # something has come
+    peer.received_at = 0.6  # something has come
     peer.look(1.1, 60.0)
     assert not peer.how
     for tick in range(1, 6):
