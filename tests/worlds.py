@@ -218,7 +218,8 @@ class ProcessWorld:
                 time.sleep(0.5)
                 self.close()
                 raise AssertionError(
-                    f"ranks {late} of {len(self.pids)} processes have not ended after {limit} s"
+                    f"ranks {late} of {len(self.pids)} processes have not ended after {limit} s; of the"
+                    f" others: {[each for each in self._told if each is not None]}"
                 )
             self._receive()
 

@@ -216,9 +216,10 @@ class EventLoop:
             watches = self._heartbeat is not None or any(peer.is_ending for peer in self.peers.values())
             tick = TICK if watches else _IDLE_TICK
             ready = dict(poller.poll(round(1000 * (_MEETING_TICK if meeting else tick))))
+            # Also where nothing has woken it: an interrupted caller may have noted a wake-up that never came.
+            self._roused = False
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-                self._roused = False
             if self._inbox in ready and self._receive(listener):
                 next_look = 0.0
             for peer in self._to_flush(ready, blocked, meeting=meeting):
