@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from torchestra.engine.membership import arena_transfer
-from torchestra.engine.membership.arena_transfer import ArenaTransfer, Offer, make_offer, make_request
+from torchestra.engine.membership.arena_transfer import ArenaOffer, ArenaTransfer, make_offer, make_request
 from torchestra.errors import DistNetworkError
 
 SOON = 20.0
@@ -28,7 +28,7 @@ def sockets_of(key: bytes) -> list[str]:
         return [line for line in file if key[:16].hex() in line]
 
 
-def until(found: Callable[[], ArenaTransfer | None], offer: Offer) -> ArenaTransfer:
+def until(found: Callable[[], ArenaTransfer | None], offer: ArenaOffer) -> ArenaTransfer:
     deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
         offer.serve()

@@ -236,7 +236,7 @@ class OperationQueue:
         outer = self._coalesced.get(thread)
         steps = self._coalesced[thread] = []
         self._promised = self.sequence_number()
-        self.thread.hold()  # so that no call goes past `run`
+        self.thread.add_pending()  # so that no call goes past `run`
         try:
             yield steps
         except BaseException as error:
@@ -249,7 +249,7 @@ class OperationQueue:
                 self.leave(describe_coalesced(steps), error)
             raise
         finally:
-            self.thread.release()
+            self.thread.remove_pending()
             if outer is None:
                 del self._coalesced[thread]
             else:

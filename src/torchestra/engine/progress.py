@@ -157,13 +157,13 @@ class ProgressThread:
             except RuntimeError:
                 pass  # somebody else has it
 
-    def hold(self) -> None:
-        """Count something as pending that is not queued, until :meth:`release`."""
+    def add_pending(self) -> None:
+        """Count something as pending that is not queued, until :meth:`remove_pending`."""
         with self._lock:
             self.pending = self._state.pending = self.pending + 1
 
-    def release(self) -> None:
-        """Undo :meth:`hold`."""
+    def remove_pending(self) -> None:
+        """Undo :meth:`add_pending`."""
         with self._lock:
             self.pending = self._state.pending = self.pending - 1
 
@@ -171,20 +171,20 @@ class ProgressThread:
         """Return whether the calling thread has the turn: a task, or a callback of one, is what calls."""
         return self._runner == threading.get_ident()
 
-    def drain(self, seconds: float) -> None:
-        """Wait until what was submitted so far has ended and been told, at most ``seconds``."""
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what was submitted so far has ended and been told, at most ``timeout_s``."""
         if self._thread is None or not self._thread.is_alive() or self.is_current():
             return
         last = _Last()
         self.submit(last)
         self.start_now()
-        last.over.wait(seconds)
+        last.over.wait(timeout_s)
 
-    def close(self, seconds: float) -> None:
-        """Let what is queued end, and the thread with it; wait for that at most ``seconds``."""
+    def close(self, timeout_s: float) -> None:
+        """Let what is queued end, and the thread with it; wait for that at most ``timeout_s``."""
         if self._thread is not None and self._thread is not threading.current_thread():
             doorbell.close(self._address)
-            self._thread.join(seconds)
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while doorbell.await_task(self._address):

@@ -3,10 +3,10 @@
 No store is needed for it, which may have died with a rank; the survivors know each other by a key of 32
 random bytes that stands in the old arena (arena_registers.py), where only ranks of the group can read it.
 Among processes, half of the key names an abstract Unix socket, and the other half is the token that both
-sides prove to know (fd_passing.py): the names of such sockets can be seen by everybody on the host.
+sides prove to know (fd_passing.py): everybody on the host can see the names of such sockets.
 
-Nothing here waits long: :meth:`Offer.serve` and :meth:`Request.answer` are called again and again by whoever
-waits.
+Nothing here waits long: a rank that waits calls :meth:`ArenaOffer.serve` or :meth:`ArenaRequest.answer` again
+and again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ArenaTransfer:
         self.store.close()
 
 
-class Offer(Protocol):
+class ArenaOffer(Protocol):
     """The proposer's side.
 
     Attributes:
@@ -67,7 +67,7 @@ class Offer(Protocol):
         """Give to nobody any more."""
 
 
-class Request(Protocol):
+class ArenaRequest(Protocol):
     """Another rank's side: of the rank that asks."""
 
     def answer(self) -> ArenaTransfer | None:
@@ -77,7 +77,7 @@ class Request(Protocol):
         """Ask no more."""
 
 
-def make_offer(size: int, name: str, *, threads: bool) -> Offer:
+def make_offer(size: int, name: str, *, threads: bool) -> ArenaOffer:
     """Make what the group ``name`` of ``size`` ranks starts with, and be ready to give it.
 
     Raises:
@@ -86,7 +86,7 @@ def make_offer(size: int, name: str, *, threads: bool) -> Offer:
     return _ThreadOffer(size, name) if threads else _ProcessOffer(size, name)
 
 
-def make_request(key: bytes, rank: int, size: int, name: str, *, threads: bool) -> Request:
+def make_request(key: bytes, rank: int, size: int, name: str, *, threads: bool) -> ArenaRequest:
     """Ask, as a rank of the group ``name`` of ``size`` ranks, for what another one offers under ``key``."""
     return _ThreadRequest(key) if threads else _ProcessRequest(key, rank, size, name)
 

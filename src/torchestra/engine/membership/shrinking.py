@@ -15,9 +15,9 @@ from torchestra.engine.failure.liveness import PeerThreads
 from torchestra.engine.kernels.selection import spin_policy
 from torchestra.engine.membership.agreement import Ballot, MembershipAgreement, PollInterval
 from torchestra.engine.membership.arena_transfer import (
+    ArenaOffer,
+    ArenaRequest,
     ArenaTransfer,
-    Offer,
-    Request,
     make_offer,
     make_request,
 )
@@ -106,8 +106,8 @@ class _ArenaEntrance:
     def __init__(self, context: RankContext, name: str) -> None:
         self._old, self._name = context, name
         self._as_threads = isinstance(context.peers, PeerThreads)
-        self._offer: Offer | None = None
-        self._request: Request | None = None
+        self._offer: ArenaOffer | None = None
+        self._request: ArenaRequest | None = None
         self._transfer: ArenaTransfer | None = None
         self._new: RankContext | None = None
 
