@@ -110,6 +110,18 @@ def test_other_sources_are_compiled_anew_and_the_old_object_goes(
     assert [path.name.split("-")[2] for path in folder.glob("*.o")] == ["other"]
 
 
+def test_what_is_compiled_of_sources_that_have_changed_since_their_import_is_not_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be made of old constants and new functions, under the name of the new ones."""
+    with monkeypatch.context() as patched:
+        patched.setattr(object_files, "_IMPORTED", 0.0)
+        assert is_compiled()
+    assert not list(folder.glob("*.o"))
+    assert is_compiled()
+    assert not is_compiled()
+
+
 def test_hosts_with_other_processors_share_a_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_compiled()
     monkeypatch.setattr(llvmlite.binding, "get_host_cpu_name", lambda: "another")

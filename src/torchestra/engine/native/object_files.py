@@ -42,6 +42,8 @@ _SOURCES = (
     "p2p/*.py",
     "recorder/*.py",
 )
+# Before any module with kernels is: torchestra.engine itself imports this one.
+_IMPORTED = time.time()
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _QUIET_SECONDS = 2.0
 _LOCK_SECONDS = 60.0
@@ -58,10 +60,14 @@ def say_once(text: str) -> None:
 def sources_digest() -> str:
     """Return a digest that changes whenever a file does that kernels, or their constants, are written in."""
     digest = hashlib.sha256()
-    for source in sorted(source for pattern in _SOURCES for source in _ENGINE.glob(pattern)):
+    for source in _sources():
         text = source.read_bytes()
         digest.update(f"{source.relative_to(_ENGINE)} {len(text)}\n".encode() + text)
     return digest.hexdigest()[:24]
+
+
+def _sources() -> list[Path]:
+    return sorted(source for pattern in _SOURCES for source in _ENGINE.glob(pattern))
 
 
 def object_name() -> str:
@@ -149,7 +155,12 @@ def _make(name: str, build: Callable[[], bytes]) -> bytes:
         began = time.monotonic()
         data = build()
         say_once(f"its kernels are compiled, after {time.monotonic() - began:.0f} s")
-        _write(path, data)
+        if any(source.stat().st_ctime > _IMPORTED for source in _sources()):
+            say_once(
+                "its sources have changed since this program began, so its compiled kernels are not kept"
+            )
+        else:
+            _write(path, data)
     return data
 
 
