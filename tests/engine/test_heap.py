@@ -102,6 +102,19 @@ def test_memory_of_large_tensors_goes_back_to_the_system(heap: Heap) -> None:
     assert resident_bytes() - before < 8 << 20
 
 
+def test_the_last_large_ranges_keep_their_pages_for_those_who_want_them_again(heap: Heap) -> None:
+    length = 3 << 20
+    before = resident_bytes()
+    addresses = {heap.empty((length - number,), torch.uint8).fill_(1).data_ptr() for number in range(20)}
+    assert len(addresses) == 1
+    assert resident_bytes() - before < 2 * length
+    tensors = [heap.empty((length,), torch.uint8).fill_(1) for _ in range(heap_module._KEPT_RANGES + 5)]
+    tensors.clear()
+    kept = resident_bytes() - before
+    assert length < kept < (heap_module._KEPT_RANGES + 2) * length
+    assert heap.empty((HEAP_BYTES,), torch.uint8).data_ptr() == heap.first_address  # none is lost
+
+
 def test_a_tensor_that_dies_in_the_middle_of_an_allocation_does_no_harm(heap: Heap) -> None:
     """The garbage collector runs finalisers wherever it likes; here one runs at every line of the heap."""
     mortal = [heap.empty((number * 37 % 400 + 1,), torch.int16) for number in range(400)]

@@ -1,8 +1,11 @@
 """Tensors that lie in the arena: an allocator over the part of it that belongs to this rank.
 
-First fit over a list of free ranges, neighbours merged. A tensor's range comes back when its storage dies,
-and pages of large ranges are handed back to the system. Nobody else allocates here, so no peer has to be
-asked.
+First fit over a list of free ranges, neighbours merged. A tensor's range comes back when its storage dies.
+Nobody else allocates here, so no peer has to be asked.
+
+Pages of large ranges are handed back to the system, but not at once: to get new ones takes many times as long
+as what is done with them (16 MiB: 100 ms instead of 8), and who makes a tensor in every step of a loop wants
+one of the same length again. So the last few of a moderate length are kept as they are, as malloc does.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from torchestra.system.forking import forget_in_children, refusal
 
 _UNIT = 128
 _RETURN_ABOVE = 1 << 20
+_KEEP_UP_TO = 32 << 20
+_KEPT_RANGES = 8
 
 
 class Heap:
@@ -40,6 +45,8 @@ class Heap:
         # A finaliser may run at any moment, also in the middle of an allocation and on the same thread: it
         # only leaves a note here, and the next allocation does the rest.
         self._freed: collections.deque[tuple[int, int]] = collections.deque()
+        # Free ranges that still have their pages, the oldest first. Whoever pops one has it.
+        self._kept: collections.deque[tuple[int, int]] = collections.deque()
         self._lock = threading.Lock()
         self._inherited = False
         forget_in_children(self)
@@ -102,28 +109,71 @@ class Heap:
 
     def _find(self, length: int) -> int:
         with self._lock:
-            while self._freed:
-                self._insert(*self._freed.popleft())
-            for index, (offset, free) in enumerate(self._free):
-                if free >= length:
-                    if free == length:
-                        del self._free[index]
-                    else:
-                        self._free[index] = (offset + length, free - length)
-                    return offset
-        raise InvalidArgumentError(
-            f"no {length} bytes are left in this rank's heap of {self._arena.layout.heap_bytes} bytes"
-        )
+            found = self._kept_range(length)
+            if found is None:
+                found = self._first_fit(length)
+            if found is None:
+                while self._kept:
+                    self._return_oldest()
+                found = self._first_fit(length)
+        if found is None:
+            raise InvalidArgumentError(
+                f"no {length} bytes are left in this rank's heap of {self._arena.layout.heap_bytes} bytes"
+            )
+        return found
+
+    def _kept_range(self, length: int) -> int | None:
+        """Take a range that has its pages, if there is one that is not much too long; give the rest back."""
+        for _ in range(len(self._kept)):
+            try:
+                offset, kept = self._kept.popleft()
+            except IndexError:  # a finaliser has just returned it
+                return None
+            if length <= kept <= 2 * length:
+                if kept > length:
+                    self.give(offset + length, kept - length)
+                return offset
+            self._kept.append((offset, kept))
+        return None
+
+    def _first_fit(self, length: int) -> int | None:
+        while self._freed:
+            self._insert(*self._freed.popleft())
+        for index, (offset, free) in enumerate(self._free):
+            if free >= length:
+                if free == length:
+                    del self._free[index]
+                else:
+                    self._free[index] = (offset + length, free - length)
+                return offset
+        return None
 
     def give(self, offset: int, length: int) -> None:
         """Give back what :meth:`take` has found; may be called anywhere, by finalisers too."""
         length = at.align(length, _UNIT)
         if self._inherited:
             return  # only the child's view of the tensor is gone
-        if length >= _RETURN_ABOVE:
-            first = at.align(self._start + offset, mmap.PAGESIZE)
-            last = (self._start + offset + length) // mmap.PAGESIZE * mmap.PAGESIZE
-            self._arena.release_heap(first, last - first)
+        if length < _RETURN_ABOVE:
+            self._freed.append((offset, length))
+        elif length <= _KEEP_UP_TO:
+            self._kept.append((offset, length))
+            if len(self._kept) > _KEPT_RANGES:
+                self._return_oldest()
+        else:
+            self._return(offset, length)
+
+    def _return_oldest(self) -> None:
+        try:
+            offset, length = self._kept.popleft()
+        except IndexError:  # a finaliser has just done so
+            return
+        self._return(offset, length)
+
+    def _return(self, offset: int, length: int) -> None:
+        """Hand the pages of a range back to the system."""
+        first = at.align(self._start + offset, mmap.PAGESIZE)
+        last = (self._start + offset + length) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._arena.release_heap(first, last - first)
         self._freed.append((offset, length))
 
     def _insert(self, offset: int, length: int) -> None:
