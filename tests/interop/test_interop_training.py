@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +65,18 @@ def by_fsdp() -> None:
     model = sharded(init_device_mesh("cpu", (size,)))
     assert isinstance(next(model.parameters()), DTensor)
     check(mean_losses(train(model, rank, size)))
+    if size > 2 or not hasattr(model, "set_allocate_memory_from_process_group_for_comm"):
+        return
+    model = sharded(init_device_mesh("cpu", (size,)))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    group = dist.group.WORLD
+    with mock.patch.object(
+        type(group), "allocate_tensor", autospec=True, side_effect=group.allocate_tensor.__func__
+    ) as allocate:
+        check(mean_losses(train(model, rank, size)))
+    assert allocate.called
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -129,7 +129,7 @@ class Heap:
                 offset, kept = self._kept.popleft()
             except IndexError:  # a finaliser has just returned it
                 return None
-            if length <= kept <= 2 * length:
+            if length <= kept <= length + length // 8:
                 if kept > length:
                     self.give(offset + length, kept - length)
                 return offset

@@ -17,6 +17,7 @@ from torch._C import _distributed_c10d as c10d
 from torchestra.arguments.options import GroupOptions
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.host_staging import POSSIBLE
+from torchestra.errors import InvalidArgumentError
 from torchestra.interop.registration import BACKEND
 from torchestra.interop.torch_distributed.operations import CoalescedBlock, Operations
 from torchestra.interop.torch_distributed.other_devices import Membership, backends_by_device, group_on
@@ -172,8 +173,18 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
             self._fast_path = self.inner.communicator
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether torch may have tensors of a device allocated by the group: no."""
-        return False
+        """Return whether :meth:`allocate_tensor` takes a device."""
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor in memory that the ranks share; in ordinary memory if that is full.
+
+        FSDP2 asks for its buffers here, after ``set_allocate_memory_from_process_group_for_comm(True)``.
+        """
+        try:
+            return self.inner.communicator.engine.empty((size,), dtype)
+        except InvalidArgumentError:
+            return torch.empty(size, dtype=dtype)
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Do nothing: the ranks have met."""
