@@ -12,7 +12,6 @@ group was closed, here or in a forked child.
 from __future__ import annotations
 
 import ctypes
-import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -96,10 +95,15 @@ _SERVED = (
 )
 
 
-@functools.cache
+# By method: what its builtins are made of, and refer to for as long as there are any.
+_definitions: dict[str, _Definition] = {}
+
+
 def _definition(served: _Served) -> _Definition:
-    """Return what the builtins of an operation are made of; used as long as any of them."""
-    return _Definition(served.method.encode(), address_of(served.entry), _METH_FASTCALL_KEYWORDS, None)
+    if served.method not in _definitions:
+        made = _Definition(served.method.encode(), address_of(served.entry), _METH_FASTCALL_KEYWORDS, None)
+        _definitions.setdefault(served.method, made)  # one step: another thread may have been here first
+    return _definitions[served.method]
 
 
 _new_builtin = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.py_object)(
