@@ -167,21 +167,22 @@ class OperationQueue:
         """
         state = self.state
         with self.lock:
-            before = self.engine.sequence_number()
             try:
+                # An interrupt here is as if it had come before the call.
                 state.general = 1
                 if state.inside:
                     self.await_entry()
-                result = operation(site)
-            except BaseException as error:
-                if not isinstance(error, RAISED_BY_ALL) and (
-                    self.engine.sequence_number() != before + operations
-                ):
-                    self.leave(description, error)
-                raise
+                before = self.engine.sequence_number()
+                try:
+                    return operation(site)
+                except BaseException as error:
+                    if not isinstance(error, RAISED_BY_ALL) and (
+                        self.engine.sequence_number() != before + operations
+                    ):
+                        self.leave(description, error)
+                    raise
             finally:
                 state.general = 0
-        return result
 
     def await_entry(self) -> None:
         """Wait until no thread runs an operation by an entry; with the lock, and GENERAL set."""
