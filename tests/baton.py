@@ -80,7 +80,7 @@ class Baton:
                 code = kernel(*arguments)
                 with self._changed:
                     self._turn = None
-                    now = [arena.word(arena.control(peer) + at.PROGRESS) for peer in range(self._size)]
+                    now = [arena.progress(peer) for peer in range(self._size)]
                     if now != self._progress or code != at.PENDING:
                         self._in_vain.clear()
                     self._progress = now

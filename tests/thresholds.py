@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import torchestra as dist
+from torchestra.engine import layout as at
 from torchestra.engine.kernels.selection import Choices
 
 
 def use_thresholds(direct: int, chunk: int, stream_above: int = 1500) -> None:
     """On every rank of the default group: the same numbers of bytes instead of the usual ones."""
-    given = {"direct": direct, "stream_above": stream_above}
+    given = {"direct": direct, "early": min(chunk, at.EARLY_SLOT_BYTES), "stream_above": stream_above}
     numbers = {field.name: given.get(field.name, chunk) for field in dataclasses.fields(Choices)}
     dist.group.WORLD.communicator.engine.choices = Choices(**numbers)
 

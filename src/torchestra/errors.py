@@ -46,6 +46,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidArgumentTypeError",
     "JoinInterruptedError",
+    "LateMismatchError",
     "LaunchTimeoutError",
     "NotInitializedError",
     "NotReadyError",
@@ -148,7 +149,7 @@ class CollectiveMismatchError(DistBackendError):
     """The ranks of a group called different operations at the same place in the group's order.
 
     Raised on every rank of the group; none of them has sent or received anything, and the group
-    stays usable.
+    stays usable, unless it is a :class:`LateMismatchError`.
     """
 
 
@@ -156,6 +157,15 @@ class GroupAbortedError(DistBackendError):
     """Another rank left an operation of this group halfway, so the group can no longer be used.
 
     Destroy it, and make a new one if the ranks go on.
+    """
+
+
+class LateMismatchError(CollectiveMismatchError, GroupAbortedError):
+    """The ranks of a group called different operations, and some had gone on when that was found.
+
+    That can be where one of them was a small broadcast, reduce, gather or scatter, in which no rank waits for
+    those whom it has nothing from. Raised on every rank, by this or a later operation; the group can no
+    longer be used.
     """
 
 

@@ -189,13 +189,39 @@ def test_a_rank_that_is_stopped_is_named_when_the_time_is_over() -> None:
     )
 
 
+def go_on_and_go(how: str) -> list[float]:
+    """Rank 0 needs nobody for its broadcasts, and is gone when rank 1 comes."""
+    tensors = [torch.full((length,), float(length)) for length in (1, 11, 2000)]
+    if dist.get_rank() == 0:
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
+        if how == "destroys":
+            dist.destroy_process_group()
+        leave_note("gone")
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return []
+    await_note("gone")
+    found = [torch.zeros_like(tensor) for tensor in tensors]
+    for tensor in found:
+        dist.broadcast(tensor, 0)
+    return [tensor.mean().item() for tensor in found]
+
+
+@pytest.mark.parametrize("how", ["destroys", "is killed"])
+def test_what_a_rank_broadcast_before_it_went_is_not_lost(how: str) -> None:
+    with processes(2, go_on_and_go, how) as world:
+        _, one = world.finish()
+    assert one.result() == [1.0, 11.0, 2000.0]
+
+
 # -- interrupted
 
 
 def is_ahead(rank: int) -> bool:
     """Whether a rank has begun an operation of the default group that this one has not."""
     context = dist.group.WORLD.communicator.engine.context
-    begun = context.arena.word(context.arena.control(rank) + at.PROGRESS) >> at.STEP_BITS
+    begun = context.arena.progress(rank) >> at.STEP_BITS
     return begun > context.word(at.SEQUENCE)
 
 

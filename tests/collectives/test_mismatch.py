@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import torchestra as dist
-from torchestra.errors import CollectiveMismatchError
+from torchestra.engine import layout as at
+from torchestra.errors import CollectiveMismatchError, LateMismatchError
 from torchestra.types import ReduceOp
 from worlds import KINDS, run
 
@@ -45,10 +46,10 @@ MISMATCHES: dict[str, tuple[Call, Call, str, str]] = {
         "all_reduce(SUM, float64, 3 elements)",
     ),
     "dtype of the same length": (
-        lambda a: dist.broadcast(ones(4, torch.int32), 1, async_op=a),
-        lambda a: dist.broadcast(ones(4), 1, async_op=a),
-        "broadcast(int32, 4 elements, root 1)",
-        "broadcast(float32, 4 elements, root 1)",
+        lambda a: dist.broadcast(ones(4000, torch.int32), 1, async_op=a),
+        lambda a: dist.broadcast(ones(4000), 1, async_op=a),
+        "broadcast(int32, 4000 elements, root 1)",
+        "broadcast(float32, 4000 elements, root 1)",
     ),
     "size": (
         lambda a: dist.all_reduce(ones(1), async_op=a),
@@ -63,16 +64,16 @@ MISMATCHES: dict[str, tuple[Call, Call, str, str]] = {
         "all_gather(float32, 2 elements)",
     ),
     "root": (
-        lambda a: dist.broadcast(ones(3), 0, async_op=a),
-        lambda a: dist.broadcast(ones(3), 1, async_op=a),
-        "broadcast(float32, 3 elements, root 0)",
-        "broadcast(float32, 3 elements, root 1)",
+        lambda a: dist.broadcast(ones(3000), 0, async_op=a),
+        lambda a: dist.broadcast(ones(3000), 1, async_op=a),
+        "broadcast(float32, 3000 elements, root 0)",
+        "broadcast(float32, 3000 elements, root 1)",
     ),
     "root of a reduction": (
-        lambda a: dist.reduce(ones(3), 1, async_op=a),
-        lambda a: dist.reduce(ones(3), 0, async_op=a),
-        "reduce(SUM, float32, 3 elements, root 1)",
-        "reduce(SUM, float32, 3 elements, root 0)",
+        lambda a: dist.reduce(ones(40_000), 1, async_op=a),
+        lambda a: dist.reduce(ones(40_000), 0, async_op=a),
+        "reduce(SUM, float32, 40000 elements, root 1)",
+        "reduce(SUM, float32, 40000 elements, root 0)",
     ),
     "reduce operation": (
         lambda a: dist.all_reduce(ones(3), ReduceOp.MAX, async_op=a),
@@ -93,10 +94,10 @@ MISMATCHES: dict[str, tuple[Call, Call, str, str]] = {
         "reduce_scatter(SUM, float32, 9 elements)",
     ),
     "gather": (
-        lambda a: dist.gather(ones(2), [ones(2) for _ in range(dist.get_world_size())], 0, async_op=a),
-        lambda a: dist.gather(ones(3), None, 0, async_op=a),
-        "gather(float32, 2 elements, root 0)",
-        "gather(float32, 3 elements, root 0)",
+        lambda a: dist.gather(ones(3000), [ones(3000) for _ in range(dist.get_world_size())], 0, async_op=a),
+        lambda a: dist.gather(ones(4000), None, 0, async_op=a),
+        "gather(float32, 3000 elements, root 0)",
+        "gather(float32, 4000 elements, root 0)",
     ),
     "mixed up kinds of lists": (
         lambda a: dist.all_to_all(three(), three(), async_op=a),
@@ -137,6 +138,72 @@ def test_every_rank_is_told_what_all_called_and_where(name: str, asynchronous: b
             assert f" at {__file__}:" in line
         assert len(lines) == 3
         assert lines[odd_rank].split(" at ")[-1] != lines[2].split(" at ")[-1]
+
+
+# Small rooted operations that do not fit, and some other. Rank 0 is the odd one.
+LATE: dict[str, tuple[Call, Call, str, str]] = {
+    "roots that do not wait": (
+        lambda a: dist.broadcast(ones(3), 0, async_op=a),
+        lambda a: dist.broadcast(ones(3), 1, async_op=a),
+        "broadcast(float32, 3 elements, root 0)",
+        "broadcast(float32, 3 elements, root 1)",
+    ),
+    "nobody waits": (
+        lambda a: dist.broadcast(ones(2), 0, async_op=a),
+        lambda a: dist.reduce(ones(2), 0, async_op=a),
+        "broadcast(float32, 2 elements, root 0)",
+        "reduce(SUM, float32, 2 elements, root 0)",
+    ),
+    "one waits": (
+        lambda a: dist.gather(ones(2), [ones(2) for _ in range(dist.get_world_size())], 0, async_op=a),
+        lambda a: dist.gather(ones(3), None, 0, async_op=a),
+        "gather(float32, 2 elements, root 0)",
+        "gather(float32, 3 elements, root 0)",
+    ),
+    "the others wait for all": (
+        lambda a: dist.broadcast(ones(2), 0, async_op=a),
+        lambda a: dist.all_reduce(ones(2), async_op=a),
+        "broadcast(float32, 2 elements, root 0)",
+        "all_reduce(SUM, float32, 2 elements)",
+    ),
+    "scatter": (
+        lambda a: dist.scatter(ones(2), [ones(2)] * dist.get_world_size(), 0, async_op=a),
+        lambda a: dist.scatter(ones(3), None, 0, async_op=a),
+        "scatter(float32, 2 elements, root 0)",
+        "scatter(float32, 3 elements, root 0)",
+    ),
+}  # fmt: skip
+
+
+def go_on(call: Call, asynchronous: bool, behind: bool) -> None:
+    work = call(asynchronous)
+    if work is not None:
+        work.wait()
+    for _ in range(at.FLAGS):
+        dist.broadcast(ones(1), 2) if behind else dist.barrier()
+
+
+def differ_late(name: str, asynchronous: bool, behind: bool) -> str:
+    """Operations that do not fit, then others that do: small ones of which one rank does not wait, or any."""
+    odd, even, _, _ = LATE[name]
+    with pytest.raises(LateMismatchError) as caught:
+        go_on(even if dist.get_rank() else odd, asynchronous, behind)
+    with pytest.raises(LateMismatchError):
+        dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", LATE)
+def test_every_rank_is_told_though_some_had_gone_on(name: str, asynchronous: bool, behind: bool) -> None:
+    _, _, odd, even = LATE[name]
+    for message in run("threads", 3, differ_late, name, asynchronous, behind):
+        assert "the ranks called different operations (number 2 of the group):" in message
+        told = [line.strip() for line in message.splitlines() if line.startswith("  rank ")]
+        assert told[0] == f"rank 0 called {odd}"
+        for rank in (1, 2):
+            assert told[rank] in (f"rank {rank} called {even}", f"rank {rank} called nothing yet")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,9 +264,13 @@ def disagree_about_uneven_lists() -> None:
         caught.value
     )
     with pytest.raises(CollectiveMismatchError) as caught:
-        dist.scatter(torch.empty(3 + rank), [torch.ones(3)] * 2 if rank == 0 else None, 0)
-    assert "rank 0 called scatter(float32, root 0) that sends [3, 3] and expects [3, 0]" in str(caught.value)
-    assert "rank 1 called scatter(float32, root 0) that sends [0, 0] and expects [4, 0]" in str(caught.value)
+        dist.scatter(torch.empty(3000 + rank), [torch.ones(3000)] * 2 if rank == 0 else None, 0)
+    assert "rank 0 called scatter(float32, 3000 elements, root 0) that sends [3000, 3000] and expects" in str(
+        caught.value
+    )
+    assert "rank 1 called scatter(float32, 3001 elements, root 0) that sends [0, 0] and expects [3001" in str(
+        caught.value
+    )
     dist.barrier()
 
 

@@ -12,7 +12,7 @@ import torchestra as dist
 from torchestra.engine import layout as at
 from torchestra.engine import local, operations
 from torchestra.engine.kernels.buffers import buffer_of
-from torchestra.engine.kernels.waiting import arrive, begin, end, meet
+from torchestra.engine.kernels.waiting import arrive, end, enter, meet
 from torchestra.engine.native.atomics import kernel, load, memcpy, store
 from torchestra.engine.operations import Collective, Parameter
 from torchestra.errors import CollectiveMismatchError
@@ -32,8 +32,10 @@ SHIFT = Collective(
 def shift(plan, count, address):  # type: ignore[no-untyped-def]
     context, meta = load(plan + PLAN_CONTEXT), load(plan + PLAN_META)
     rank, size, length = load(context + RANK), load(context + SIZE), count * load(plan + PLAN_UNIT)
-    if load(context + RESUME) == 0:
-        begin(context, meta, count, length)
+    if load(context + RESUME) <= 0:
+        code = enter(context, meta, count, length, 1)
+        if code != DONE:
+            return code
         memcpy(buffer_of(context, rank, 0), address, length)
         arrive(context, meta, count, NOT_SHARED)
     code = meet(context, meta, count)

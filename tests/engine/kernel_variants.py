@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from torchestra.engine.kernels import buffers, iovec, move, reduce, waiting
+from torchestra.engine.kernels import buffers, early, iovec, move, reduce, waiting
 from torchestra.engine.native import atomics
 from torchestra.engine.native.atomics import External, kernel
 from torchestra.engine.native.kernel import Kernel, entry_point
@@ -37,12 +37,13 @@ class Rule(IntEnum):
     MORE_THAN_ONE_PIPE = 4
     TWO_SLOTS = 5
     MEETING = 6
-    TWO_FINGERPRINTS = 7
+    SEVERAL_LINES = 7  # broken: one
     PARTING = 8
     WRITE_BEFORE_LOOKING_FOR_SLEEPERS = 9
     TAKE_THE_STAMP_AWAY = 10
     STAMP_LAST = 11
     LOOK_AT_THE_STAMP_AGAIN = 12
+    NOT_TOO_FAR_APART = 13
 
 
 _switch = np.zeros(1, dtype=np.int64)
@@ -116,30 +117,43 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
     ],
     waiting: [
         (
-            "    store_ordered(word, (load(context + SEQUENCE) << STEP_BITS) + step)\n"
-            "    if load_ordered(word + WAITERS) > 0:",
-            "    sleepers = load_ordered(word + WAITERS)\n"
+            "    store_ordered(line, (load(context + SEQUENCE) << STEP_BITS) + step)\n"
+            "    _wake_if_any(context, line)\n",
+            "    if is_broken(WRITE_BEFORE_LOOKING_FOR_SLEEPERS):\n"
+            "        _wake_if_any(context, line)\n"
             "    pause()\n"
-            "    store_ordered(word, (load(context + SEQUENCE) << STEP_BITS) + step)\n"
+            "    store_ordered(line, (load(context + SEQUENCE) << STEP_BITS) + step)\n"
             "    if not is_broken(WRITE_BEFORE_LOOKING_FOR_SLEEPERS):\n"
-            "        sleepers = load_ordered(word + WAITERS)\n"
-            "    if sleepers > 0:",
+            "        _wake_if_any(context, line)\n",
+        ),
+        (
+            "    store_release(line, (load(context + SEQUENCE) << STEP_BITS) + 1)\n",
+            "    if is_broken(WRITE_BEFORE_LOOKING_FOR_SLEEPERS):\n"
+            "        _wake_if_any(context, line)\n"
+            "    pause()\n"
+            "    store_release(line, (load(context + SEQUENCE) << STEP_BITS) + 1)\n",
+        ),
+        (
+            "    full_fence()\n    _wake_if_any(",
+            "    full_fence()\n"
+            "    if not is_broken(WRITE_BEFORE_LOOKING_FOR_SLEEPERS):\n"
+            "        _wake_if_any(",
+        ),
+        (
+            "    if load(context + SEEN) < begun:\n",
+            "    if load(context + SEEN) < begun and not is_broken(NOT_TOO_FAR_APART):\n",
         ),
         (
             "    verdict = DONE\n",
             "    verdict = DONE\n    if is_broken(MEETING):\n        return DONE\n",
         ),
         (
-            "            word = control_of(context, peer) + parity\n",
-            "            pause()\n            word = control_of(context, peer) + parity\n",
+            "            line = flag_line(context, peer, sequence)\n            metas",
+            "            pause()\n            line = flag_line(context, peer, sequence)\n            metas",
         ),
         (
-            "parity = (load(context + SEQUENCE) & 1) * 8\n",
-            "parity = (load(context + SEQUENCE) & 1) * 8 * (not is_broken(TWO_FINGERPRINTS))\n",
-        ),
-        (
-            "parity = (sequence & 1) * 8\n",
-            "parity = (sequence & 1) * 8 * (not is_broken(TWO_FINGERPRINTS))\n",
+            "FLAG_LINES + (sequence & (FLAGS - 1)) * LINE\n",
+            "FLAG_LINES + (0 if is_broken(SEVERAL_LINES) else sequence & (FLAGS - 1)) * LINE\n",
         ),
         (
             "    code = wait_for_step(context, 2)\n",
@@ -157,13 +171,20 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
         ),
     ],
     iovec: [],
+    early: [
+        (  # broadcast
+            "        if rank == root:\n            memcpy(early_piece",
+            "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
+            "            post(context, meta, count)\n"
+            "        if rank == root:\n            memcpy(early_piece",
+        ),
+    ],
     move: [
         (  # share
-            "        begin(context, meta, count, max(own, total))\n    while iteration < parts + 1:\n",
-            "        begin(context, meta, count, max(own, total))\n"
+            "max(own, total), apart(longest))\n        if code != DONE:\n            return code\n",
+            "max(own, total), apart(longest))\n        if code != DONE:\n            return code\n"
             "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
-            "            arrive(context, meta, count, offset_in_heap(context, source))\n"
-            "    while iteration < parts + 1:\n",
+            "            arrive(context, meta, count, offset_in_heap(context, source))\n",
         ),
         (  # exchange
             "        _tell_splits(context)\n",
@@ -180,10 +201,10 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
     ],
     reduce: [
         (  # all_reduce, direct
-            "        memcpy(buffer_of(context, rank, 0), address, count * unit)\n",
+            "        memcpy(first_piece(context, rank, length), address, length)\n",
             "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
             "            arrive(context, meta, count, NOT_SHARED)\n"
-            "        memcpy(buffer_of(context, rank, 0), address, count * unit)\n",
+            "        memcpy(first_piece(context, rank, length), address, length)\n",
         ),
         (  # all_reduce of parts, direct
             "        copy_in(parts, number, 0, count",

@@ -113,8 +113,14 @@ def wait_too_short(context, step):
     return wait_for_step(context, step - 1)
 
 
+@kernel
+def one_first_piece(context, rank, longest):
+    """buffers.first_piece with one slot."""
+    return one_slot(context, rank, 0)
+
+
 WRONG = {
-    "one_slot": {"buffer_of": one_slot},
+    "one_slot": {"buffer_of": one_slot, "first_piece": one_first_piece},
     "one_pipe": {"buffer_of": one_pipe},
     "two_pipes": {"buffer_of": two_pipes},
     "wait_too_short": {"wait_for_step": wait_too_short},

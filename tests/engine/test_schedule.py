@@ -31,7 +31,7 @@ def context() -> RankContext:
 
 def own_progress() -> tuple[int, int]:
     """The number and the last finished step of this rank's last operation."""
-    word = context().arena.word(context().arena.control(context().rank) + at.PROGRESS)
+    word = context().arena.progress(context().rank)
     return word >> at.STEP_BITS, word & ((1 << at.STEP_BITS) - 1)
 
 

@@ -3,17 +3,18 @@
 An arena is one range of memory that every rank of a group can address (at different addresses, where
 ranks are processes)::
 
-    header | control blocks | splits | agreement | records | slots | chunk buffers | channels | heaps
+    header | control blocks | splits | agreement | records | slots | early slots | chunk buffers | channels |
+    heaps
 
 each but the header and the channels rank by rank.
 
-Who may write what: only the rank itself writes its control block, splits, record, slots and chunk buffers,
-but for the word of the control block that waiters count up and down (``WAITERS``); the abort word in the
-header is set once, by any rank; the agreement (membership/agreement.py) and the channels (p2p/ring.py) have
-rules of their own. A heap is written by its rank, with two exceptions: in an all_reduce or reduce of
-tensors that all lie in heaps, a peer writes into the tensor between step 1 and its own step 2, and no later
-than the rank is told that the operation has ended or failed (reclaiming.py); and what one worker has lent to
-another (rpc/shared_buffers.py) is the borrower's until it gives it back.
+Who may write what: only the rank itself writes its control block, splits, record, slots and buffers, but for
+the word of the control block that waiters count up and down (``WAITERS``); the abort word in the header is
+set once, by any rank; the agreement (membership/agreement.py) and the channels (p2p/ring.py) have rules of
+their own. A heap is written by its rank, with two exceptions: in an all_reduce or reduce of tensors that all
+lie in heaps, a peer writes into the tensor between step 1 and its own step 2, and no later than the rank is
+told that the operation has ended or failed (reclaiming.py); and what one worker has lent to another
+(rpc/shared_buffers.py) is the borrower's until it gives it back.
 
 Who may read what: a peer's slots and chunk buffers in the operation for which they were written, and its
 heap between step 1 and step 2 of an operation on it. A rank that was stopped reads later, when the tensor may
@@ -21,10 +22,11 @@ be something else already; but only after the group was aborted, so it sees that
 (waiting.py).
 
 *Splits* hold how much a rank sends to and expects from each peer in an uneven all_to_all. *Slots* (two a
-rank) carry what fits into one piece: the one with the parity of the operation's sequence number. A *record*
-holds what its rank did last (recorder.py). *Chunk buffers* (three a rank) carry larger operations chunk by
-chunk. The *heap* is a large, sparsely filled range for tensors that the ranks share (``dist.empty``); all
-heaps are mapped together, by each rank when it first needs them.
+rank) carry what fits into one piece: the one with the parity of the operation's sequence number. *Early
+slots* (WINDOW a rank) carry the pieces of ranks that do not wait for those who read them (early.py). A
+*record* holds what its rank did last (recorder.py). *Chunk buffers* (three a rank) carry larger operations
+chunk by chunk. The *heap* is a large, sparsely filled range for tensors that the ranks share
+(``dist.empty``); all heaps are mapped together, by each rank when it first needs them.
 """
 
 from __future__ import annotations
@@ -66,13 +68,9 @@ HEADER_ABORT_TEXT_BYTES = HEADER_BYTES - HEADER_ABORT_TEXT
 ABORT_EXPLAINED = 1  # a rank is finding out what to write; another may write instead
 ABORT_WRITTEN = 2  # a rank writes, or has written
 
-# A control block's words, as byte offsets. The first cache line is what every operation reads.
-CONTROL_BYTES = 4096
-PROGRESS = 0  # (sequence number << STEP_BITS) + step, only ever grows
-META = 8  # two words, by parity: what operation (operations.py), and a digest of the thresholds
-COUNT = 24  # two words, by parity: its size
-SHARED = 40  # two words, by parity: where in the rank's heap the tensor lies, or NOT_SHARED
-WAITERS = 128  # how many ranks sleep on PROGRESS
+# A control block's words, as byte offsets.
+CONTROL_BYTES = 8192
+WAITERS = 128  # how many ranks sleep on a FLAG of this one
 STATE = 256  # ABSENT, PRESENT or LEFT
 PROCESS = 264  # process id of the rank
 STARTED = 272  # when that process started, in clock ticks since boot
@@ -90,6 +88,18 @@ CALLED = 512  # what the rank called in a mismatch
 CALLED_BYTES = 2560
 ANSWER = 3072  # where its program is
 ANSWER_BYTES = 1024
+
+FLAG_LINES = 4096  # a line for each of the last operations: that of number n is line n modulo FLAGS
+
+# A flag line: all that a peer reads of a small operation, in one cache line.
+FLAG = 0  # (sequence number << STEP_BITS) + step, only ever grows
+META = 8  # what operation (operations.py), and a digest of the thresholds
+COUNT = 16  # its size
+SHARED = 24  # where in the rank's heap the tensor lies, or NOT_SHARED; or the first word of
+PAYLOAD = 24  # the rank's piece, where all pieces of the operation are that short
+PAYLOAD_BYTES = 40
+FLAGS = 16  # a power of two
+WINDOW = 8  # how many operations ranks may be apart (waiting.py)
 
 ABSENT = 0
 PRESENT = 1
@@ -147,8 +157,10 @@ PROPOSAL_KEY_BYTES = 32
 PROPOSAL_RANKS = PROPOSAL_KEY_BYTES
 
 STEP_BITS = 24
-DIGEST_BIT = 40  # where the digest of the thresholds begins in META
+DIGEST_BIT = 40  # where the digest of the thresholds begins in META, of 22 bits
+EARLY = 1 << 62  # in META: a rank that took part did not wait for all others (early.py)
 SLOTS_PER_RANK = 2
+EARLY_SLOT_BYTES = 8192
 CHUNK_BUFFERS_PER_RANK = 3
 
 # The kernel's private context: words of 8 bytes, as byte offsets.
@@ -164,7 +176,7 @@ HEAPS = 64  # address of the heap of rank 0, once the heaps are mapped
 HEAP_BYTES = 72  # 0 before
 ABORT = 80  # address of the header's abort word
 SEQUENCE = 88  # of the last operation begun
-RESUME = 96  # where to go on in an operation that returned PENDING; 0 at its start
+RESUME = 96  # where to go on in an operation that returned PENDING; 0 or ENTERING at its start
 BLOCKED = 104  # the rank waited for when PENDING or ABORTED was returned
 SPINS = 112  # how often a wait looks before it yields
 YIELDS = 120  # how often it yields before it sleeps, at most
@@ -191,7 +203,11 @@ SINGLE_IOVEC = 280  # an iovec (kernels/iovec.py) of one tensor: 0, its elements
 THRESHOLDS = 304  # a digest of DIRECT, CHUNK and SHARE, shifted to where META has it
 YIELD_TIMESPEC = 320  # scratch of a wait that yields, two words
 HOLDS_INTERPRETER = 336  # 1: this thread has the interpreter's lock, so a wait returns before it yields
-CONTEXT_BYTES = 344
+SEEN = 344  # the last operation that all peers are known to have begun, with fingerprints that fit
+DIFFERS = 352  # the operation in which fingerprints do not, when LATE_MISMATCH is returned
+EARLY_SLOTS = 360  # address of the early slots of rank 0
+EARLY_BYTES = 368  # rooted operations with pieces of up to so many bytes are those of early.py
+CONTEXT_BYTES = 376
 MASK_BYTES = 128  # of one affinity mask
 TABLES = (POINTERS, SOURCES, SOURCE_BYTES, TARGETS, TARGET_BYTES)
 
@@ -212,6 +228,9 @@ DONE = 0
 PENDING = 1
 ABORTED = 2
 MISMATCH = 3
+LATE_MISMATCH = 4  # in an operation that a rank may have left already
+
+ENTERING = -1  # RESUME of an operation that waits for peers that are too far behind
 
 
 def align(number: int, unit: int) -> int:
@@ -270,8 +289,12 @@ class Layout:
         return self.records + self.size * self.record_bytes
 
     @property
-    def chunk_buffers(self) -> int:
+    def early_slots(self) -> int:
         return self.slots + self.size * SLOTS_PER_RANK * self.slot_bytes
+
+    @property
+    def chunk_buffers(self) -> int:
+        return self.early_slots + self.size * WINDOW * EARLY_SLOT_BYTES
 
     @property
     def channels(self) -> int:

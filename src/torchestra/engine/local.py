@@ -82,6 +82,8 @@ KERNELS: dict[str, Any] = {
     "barrier": move.barrier,
     "broadcast": move.broadcast,
     "share": move.share,
+    "gather": move.gather,
+    "scatter": move.scatter,
     "all_gather": move.all_gather,
     "exchange": move.exchange,
     "all_to_all_even": move.all_to_all_even,
@@ -110,6 +112,8 @@ class Kernels:
     barrier: Kernel
     broadcast: Kernel
     share: Kernel
+    gather: Kernel
+    scatter: Kernel
     all_gather: Kernel
     exchange: Kernel
     all_to_all_even: Kernel
@@ -172,7 +176,7 @@ def _gather(
     targets = [output.data_ptr() for output in outputs] or [0] * engine.size
     engine.context.set_table(at.TARGETS, targets)
     engine.context.set_table(at.TARGET_BYTES, [tensor.nbytes] * engine.size)
-    return engine.kernels.share, (plan.address, tensor.numel(), tensor.data_ptr())
+    return engine.kernels.gather, (plan.address, tensor.numel(), tensor.data_ptr())
 
 
 def _reduce_scatter(
@@ -210,7 +214,8 @@ def _scatter(
 ) -> tuple[Kernel, Arguments]:
     receives = [(0, 0)] * engine.size
     receives[plan.root] = (outputs[0].data_ptr(), outputs[0].nbytes)
-    return engine.exchanging(plan, _ranges(inputs) or [(0, 0)] * engine.size, receives)
+    engine.exchanging(plan, _ranges(inputs) or [(0, 0)] * engine.size, receives)
+    return engine.kernels.scatter, (plan.address, outputs[0].numel(), outputs[0].data_ptr())
 
 
 def _scan(
@@ -317,6 +322,7 @@ class LocalEngine(Engine):
         self.context.set_word(at.CHUNK, choices.chunk)
         self.context.set_word(at.SHARE, choices.share)
         self.context.set_word(at.PEER_CHUNK, choices.part(self.size))
+        self.context.set_word(at.EARLY_BYTES, choices.early)
         self.context.set_word(at.STREAM_ABOVE, choices.stream_above)
 
     def plan(

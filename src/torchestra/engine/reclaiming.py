@@ -74,11 +74,17 @@ def _own_block(context: RankContext) -> int:
 
 def _tensor(context: RankContext) -> tuple[int, int]:
     """Return where in the heaps the tensor lies that peers write into, and its bytes: 0 if none do."""
-    block = _own_block(context) + (context.word(at.SEQUENCE) & 1) * 8
-    meta, count, offset = (shared_words.load_acquire(block + word) for word in (at.META, at.COUNT, at.SHARED))
-    if offset == at.NOT_SHARED or meta & 0xFF not in _WRITTEN_BY_PEERS:
+    sequence = context.word(at.SEQUENCE)
+    line = context.arena.address + context.arena.flag_line(context.rank, sequence)
+    flag, meta, count, offset = (
+        shared_words.load_acquire(line + word) for word in (at.FLAG, at.META, at.COUNT, at.SHARED)
+    )
+    length = count * operations.unit_of(meta)
+    if flag >> at.STEP_BITS != sequence or meta & 0xFF not in _WRITTEN_BY_PEERS:
         return 0, 0
-    return context.rank * context.arena.layout.heap_bytes + offset, count * operations.unit_of(meta)
+    if length <= context.word(at.DIRECT) or offset == at.NOT_SHARED:
+        return 0, 0
+    return context.rank * context.arena.layout.heap_bytes + offset, length
 
 
 def _inside(context: RankContext) -> list[int]:

@@ -12,11 +12,13 @@ _LEAST_TEXT = 100
 _CUT = " ..."
 
 
-def abort_text(why: str, failed: tuple[int, ...], report: str) -> str:
+def abort_text(why: str, failed: tuple[int, ...], report: str, mismatch: bool = False) -> str:
     """Return the text for the arena, cut to the room there: the lines first, then the reason."""
     whole = why, report
     while True:
-        text = json.dumps({"failed": failed, "why": why, "report": report}, ensure_ascii=False)
+        text = json.dumps(
+            {"failed": failed, "mismatch": mismatch, "why": why, "report": report}, ensure_ascii=False
+        )
         if len(text.encode(errors="replace")) <= at.HEADER_ABORT_TEXT_BYTES:
             return text
         if len(report) > _LEAST_TEXT:
@@ -25,7 +27,9 @@ def abort_text(why: str, failed: tuple[int, ...], report: str) -> str:
             why = _cut(why, whole[0])
 
 
-def write_abort_text(arena: Arena, why: str, failed: tuple[int, ...], report: str) -> bool:
+def write_abort_text(
+    arena: Arena, why: str, failed: tuple[int, ...], report: str, mismatch: bool = False
+) -> bool:
     """Write it, once a rank has claimed to; False if another rank writes, or has written.
 
     That may be any rank, not only the one that has claimed to: finding out where all stand may take it long,
@@ -34,7 +38,7 @@ def write_abort_text(arena: Arena, why: str, failed: tuple[int, ...], report: st
     claim = arena.address + at.HEADER_ABORT_CLAIM
     if shared_words.compare_exchange(claim, at.ABORT_EXPLAINED, at.ABORT_WRITTEN) != at.ABORT_EXPLAINED:
         return False
-    text = abort_text(why, failed, report)
+    text = abort_text(why, failed, report, mismatch)
     length = arena.set_text(at.HEADER_ABORT_TEXT, at.HEADER_ABORT_TEXT_BYTES, text)
     shared_words.store_ordered(arena.address + at.HEADER_ABORT_LENGTH, length)
     return True

@@ -14,14 +14,14 @@ def differing_thresholds(arena: Arena, word: Callable[[int], int]) -> str:
     Args:
         word: reads a word of this rank's context.
     """
-    parity = (word(at.SEQUENCE) & 1) * 8
+    sequence = word(at.SEQUENCE)
     digests = {
-        arena.word(arena.control(rank) + at.META + parity) >> at.DIGEST_BIT
+        (arena.word(arena.flag_line(rank, sequence) + at.META) & ~at.EARLY) >> at.DIGEST_BIT
         for rank in range(arena.layout.size)
     }
     if len(digests) == 1:
         return ""
     return (
         f" with thresholds of its own (direct={word(at.DIRECT)}, chunk={word(at.CHUNK)},"
-        f" share={word(at.SHARE)} bytes; all ranks must have the same)"
+        f" share={word(at.SHARE)}, early={word(at.EARLY_BYTES)} bytes; all ranks must have the same)"
     )

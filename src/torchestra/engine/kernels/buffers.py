@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from torchestra.engine import layout as at
+from torchestra.engine.kernels.waiting import current_line
 from torchestra.engine.native.atomics import kernel, load, memcpy, stream_line
 
 SLOTS, SLOT_BYTES, CHUNK_BUFFERS, CHUNK_BUFFER_BYTES, SEQUENCE = (
@@ -15,6 +16,8 @@ SLOTS, SLOT_BYTES, CHUNK_BUFFERS, CHUNK_BUFFER_BYTES, SEQUENCE = (
     at.SEQUENCE,
 )
 SIZE, STREAM_ABOVE = at.SIZE, at.STREAM_ABOVE
+PAYLOAD, PAYLOAD_BYTES = at.PAYLOAD, at.PAYLOAD_BYTES
+EARLY_SLOTS, EARLY_SLOT_BYTES, WINDOW = at.EARLY_SLOTS, at.EARLY_SLOT_BYTES, at.WINDOW
 
 SHARED_PATH = 1 << 60
 """RESUME of an operation that goes on over the peers' own tensors."""
@@ -24,15 +27,41 @@ SHARED_PATH = 1 << 60
 def buffer_of(context, rank, chunk):
     """Return where ``rank`` keeps chunk number ``chunk`` of the current operation.
 
-    Chunk 0 may be written before the others have arrived: it goes into the slot of the operation's
-    parity, which nobody reads any more (everybody was seen in the operation before, and so had finished the
-    one before that). Later chunks go through the three chunk buffers, and are written only after everybody
-    has arrived, that is, has finished every earlier operation.
+    Chunk 0 may be written before the others have arrived: it goes into the slot of the operation's parity,
+    which nobody reads any more (everybody was seen in the operation before, as waiting.enter was asked for
+    peers 1 apart, and so had finished the one before that). Later chunks go through the three chunk buffers,
+    and are written only after everybody has arrived, that is, has finished every earlier operation.
     """
     if chunk == 0:
         parity = load(context + SEQUENCE) & 1
         return load(context + SLOTS) + (rank * 2 + parity) * load(context + SLOT_BYTES)
     return load(context + CHUNK_BUFFERS) + (rank * 3 + chunk % 3) * load(context + CHUNK_BUFFER_BYTES)
+
+
+@kernel
+def first_piece(context, owner, longest):
+    """:func:`buffer_of` chunk 0, or where the flag lies if the ``longest`` piece of all ranks fits there.
+
+    Beside the flag it comes with the same cache line. A line is written again FLAGS operations later.
+    """
+    if longest <= PAYLOAD_BYTES:
+        return current_line(context, owner) + PAYLOAD
+    return buffer_of(context, owner, 0)
+
+
+@kernel
+def apart(longest):
+    """Return how far apart ranks may be that write :func:`first_piece`, for waiting.enter."""
+    return WINDOW - 1 if longest <= PAYLOAD_BYTES else 1
+
+
+@kernel
+def early_piece(context, owner, length):
+    """Return where ``owner`` leaves a piece of up to EARLY_SLOT_BYTES, in an operation of early.py."""
+    if length <= PAYLOAD_BYTES:
+        return current_line(context, owner) + PAYLOAD
+    number = owner * WINDOW + (load(context + SEQUENCE) & (WINDOW - 1))
+    return load(context + EARLY_SLOTS) + number * EARLY_SLOT_BYTES
 
 
 @kernel

@@ -10,16 +10,27 @@ arguments (waiting.py).
 from __future__ import annotations
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, copy_out, peer_slot, streams
+from torchestra.engine.kernels.buffers import (
+    SHARED_PATH,
+    apart,
+    buffer_of,
+    copy_out,
+    first_piece,
+    peer_slot,
+    streams,
+)
+from torchestra.engine.kernels.early import early_broadcast, early_gather, early_scatter
 from torchestra.engine.kernels.waiting import (
     all_count,
     arrive,
-    begin,
     end,
+    end_posted,
+    enter,
     everyone_shares,
     final_barrier,
     meet,
     offset_in_heap,
+    post,
     publish,
     shared_tensor,
     wait_for_step,
@@ -33,6 +44,7 @@ NOT_SHARED, DONE, MISMATCH = at.NOT_SHARED, at.DONE, at.MISMATCH
 SHARE, PEER_CHUNK = at.SHARE, at.PEER_CHUNK
 PLAN_CONTEXT, PLAN_META = at.PLAN_CONTEXT, at.PLAN_META
 PLAN_UNIT, PLAN_ROOT = at.PLAN_UNIT, at.PLAN_ROOT
+EARLY_BYTES, FARTHEST = at.EARLY_BYTES, at.WINDOW - 1
 
 
 @kernel
@@ -40,12 +52,14 @@ def barrier(plan, count):
     """Arrive and meet: nobody returns before everybody has called. ``count`` is 0."""
     context = load(plan + PLAN_CONTEXT)
     meta = load(plan + PLAN_META)
-    if load(context + RESUME) == 0:
-        begin(context, meta, count, 0)
-        arrive(context, meta, count, NOT_SHARED)
+    if load(context + RESUME) <= 0:
+        code = enter(context, meta, count, 0, FARTHEST)
+        if code != DONE:
+            return code
+        post(context, meta, count)
     code = meet(context, meta, count)
     if code == DONE:
-        end(context)
+        end_posted(context)
     else:
         store(context + RESUME, 1)
     return code
@@ -78,8 +92,11 @@ def share(plan, count, source):
     iteration = load(context + RESUME)
     if iteration >= SHARED_PATH:
         return _share_in_place(context, source, stream)
-    if iteration == 0:
-        begin(context, meta, count, max(own, total))
+    if iteration <= 0:
+        iteration = 0
+        code = enter(context, meta, count, max(own, total), apart(longest))
+        if code != DONE:
+            return code
     while iteration < parts + 1:
         if iteration > 0:
             if iteration == 1:
@@ -94,8 +111,11 @@ def share(plan, count, source):
         offset = iteration * chunk
         if iteration < parts and offset < own:
             length = min(chunk, own - offset)
-            memcpy(buffer_of(context, rank, iteration), source + offset, length)
-        if iteration == 0:
+            buffer = buffer_of(context, rank, iteration) if iteration else first_piece(context, rank, longest)
+            memcpy(buffer, source + offset, length)
+        if iteration == 0 and parts == 1:
+            post(context, meta, count)
+        elif iteration == 0:
             arrive(context, meta, count, offset_in_heap(context, source))
         if iteration < parts and offset < own:
             length = min(chunk, own - offset)
@@ -108,13 +128,17 @@ def share(plan, count, source):
                 target = load(targets + peer * 8)
                 length = min(chunk, load(lengths + peer * 8) - offset)
                 if peer != rank and target != 0 and length > 0:
-                    copy_out(target + offset, buffer_of(context, peer, iteration - 1), length, stream)
+                    if parts > 1:
+                        buffer = buffer_of(context, peer, iteration - 1)
+                    else:
+                        buffer = first_piece(context, peer, longest)
+                    copy_out(target + offset, buffer, length, stream)
         if 0 < iteration < parts:
             publish(context, iteration + 1)
         iteration += 1
     if stream:
         stream_fence()
-    end(context)
+    end_posted(context)
     return DONE
 
 
@@ -145,8 +169,10 @@ def _share_in_place(context, source, stream):
 def all_gather(plan, count, source, target):
     """Everybody gets the pieces of all, each of ``count`` elements, one after the other."""
     context = load(plan + PLAN_CONTEXT)
+    length = count * load(plan + PLAN_UNIT)
+    if length <= load(context + SHARE) and not streams(context, length * load(context + SIZE)):
+        return _all_gather_small(context, load(plan + PLAN_META), count, source, target, length)
     if load(context + RESUME) == 0:
-        length = count * load(plan + PLAN_UNIT)
         for peer in range(load(context + SIZE)):
             store(load(context + TARGETS) + peer * 8, target + peer * length)
             store(load(context + TARGET_BYTES) + peer * 8, length)
@@ -154,16 +180,63 @@ def all_gather(plan, count, source, target):
 
 
 @kernel
+def _all_gather_small(context, meta, count, source, target, length):
+    """:func:`share` of pieces that are one part, without its tables."""
+    rank = load(context + RANK)
+    if load(context + RESUME) <= 0:
+        code = enter(context, meta, count, length * load(context + SIZE), apart(length))
+        if code != DONE:
+            return code
+        memcpy(first_piece(context, rank, length), source, length)
+        post(context, meta, count)
+        if source != target + rank * length:
+            memcpy(target + rank * length, source, length)
+    code = meet(context, meta, count)
+    if code != DONE:
+        store(context + RESUME, 1)
+        return code
+    for peer in range(load(context + SIZE)):
+        if peer != rank:
+            memcpy(target + peer * length, first_piece(context, peer, length), length)
+    end_posted(context)
+    return DONE
+
+
+@kernel
+def gather(plan, count, source):
+    """The plan's root gets the pieces of all, each of ``count`` elements, where TARGETS says."""
+    context = load(plan + PLAN_CONTEXT)
+    length = count * load(plan + PLAN_UNIT)
+    if length <= min(load(context + EARLY_BYTES), load(context + SHARE)):
+        return early_gather(plan, count, source, length)
+    return share(plan, count, source)
+
+
+@kernel
+def scatter(plan, count, target):
+    """Everybody gets a piece of ``count`` elements from the plan's root; the tables are exchange's."""
+    context = load(plan + PLAN_CONTEXT)
+    length = count * load(plan + PLAN_UNIT)
+    total = (load(context + SIZE) - 1) * length
+    if total <= load(context + EARLY_BYTES) and length <= load(context + PEER_CHUNK):
+        return early_scatter(plan, count, target, length)
+    return exchange(plan, UNKNOWN)
+
+
+@kernel
 def broadcast(plan, count, address):
     """Everybody gets the ``count`` elements of the plan's root."""
     context = load(plan + PLAN_CONTEXT)
+    length = count * load(plan + PLAN_UNIT)
+    if length <= min(load(context + EARLY_BYTES), load(context + SHARE)):
+        return early_broadcast(plan, count, address, length)
     if load(context + RESUME) == 0:
         root = load(plan + PLAN_ROOT)
         for peer in range(load(context + SIZE)):
             store(load(context + TARGETS) + peer * 8, 0)
             store(load(context + TARGET_BYTES) + peer * 8, 0)
         store(load(context + TARGETS) + root * 8, address)
-        store(load(context + TARGET_BYTES) + root * 8, count * load(plan + PLAN_UNIT))
+        store(load(context + TARGET_BYTES) + root * 8, length)
     return share(plan, count, address)
 
 
@@ -232,8 +305,11 @@ def exchange(plan, count):
     stream = streams(context, total)
     iteration = load(context + RESUME)
     parts = 1
-    if iteration == 0:
-        begin(context, meta, count, max(given, total))
+    if iteration <= 0:
+        iteration = 0
+        code = enter(context, meta, count, max(given, total), 1)
+        if code != DONE:
+            return code
         _tell_splits(context)
     elif iteration > 1:
         parts = max(1, (_longest(context, count) + chunk - 1) // chunk)

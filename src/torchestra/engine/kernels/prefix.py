@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torchestra.engine import layout as at
 from torchestra.engine.kernels.buffers import buffer_of
-from torchestra.engine.kernels.waiting import arrive, begin, end, meet, publish, wait_for_step
+from torchestra.engine.kernels.waiting import arrive, end, enter, meet, publish, wait_for_step
 from torchestra.engine.native.atomics import call_reduction, kernel, load, memcpy, store
 
 RANK, RESUME, POINTERS, CHUNK, NOT_SHARED, DONE = (
@@ -41,8 +41,11 @@ def scan(plan, count, address, inclusive):
     chunk = load(context + CHUNK) // unit
     chunks = max(1, (count + chunk - 1) // chunk)
     iteration = load(context + RESUME)
-    if iteration == 0:
-        begin(context, meta, count, count * unit)
+    if iteration <= 0:
+        iteration = 0
+        code = enter(context, meta, count, count * unit, 1)
+        if code != DONE:
+            return code
     while iteration < chunks + 1:
         if iteration > 0:
             if iteration == 1:

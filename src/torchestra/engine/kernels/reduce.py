@@ -11,16 +11,19 @@ again with the same arguments (waiting.py).
 from __future__ import annotations
 
 from torchestra.engine import layout as at
-from torchestra.engine.kernels.buffers import SHARED_PATH, buffer_of, peer_slot
+from torchestra.engine.kernels.buffers import SHARED_PATH, apart, buffer_of, first_piece, peer_slot
+from torchestra.engine.kernels.early import early_reduce
 from torchestra.engine.kernels.iovec import copy_in, copy_out, reduce_in
 from torchestra.engine.kernels.waiting import (
     arrive,
-    begin,
     end,
+    end_posted,
+    enter,
     everyone_shares,
     final_barrier,
     meet,
     offset_in_heap,
+    post,
     publish,
     shared_tensor,
     wait_for_step,
@@ -32,7 +35,7 @@ SOURCE_BYTES, NOT_SHARED = at.SOURCE_BYTES, at.NOT_SHARED
 DIRECT, CHUNK, PEER_CHUNK, SINGLE_IOVEC = at.DIRECT, at.CHUNK, at.PEER_CHUNK, at.SINGLE_IOVEC
 PLAN_CONTEXT, PLAN_META, PLAN_UNIT = at.PLAN_CONTEXT, at.PLAN_META, at.PLAN_UNIT
 PLAN_FUNCTION, PLAN_ROOT = at.PLAN_FUNCTION, at.PLAN_ROOT
-DONE = at.DONE
+EARLY_BYTES, DONE = at.EARLY_BYTES, at.DONE
 
 _CACHED_BLOCK = 1 << 16
 
@@ -71,10 +74,15 @@ def all_reduce_iovec(plan, count, parts, number):
 def _all_reduce_direct(context, meta, count, address, unit, function, root):
     """Everybody writes its tensor into its slot, meets, and reduces all slots: one synchronisation."""
     rank = load(context + RANK)
-    if load(context + RESUME) == 0:
-        begin(context, meta, count, count * unit)
-        memcpy(buffer_of(context, rank, 0), address, count * unit)
-        arrive(context, meta, count, NOT_SHARED)
+    length = count * unit
+    if root >= 0 and length <= load(context + EARLY_BYTES):
+        return early_reduce(context, meta, count, address, unit, function, root)
+    if load(context + RESUME) <= 0:
+        code = enter(context, meta, count, length, apart(length))
+        if code != DONE:
+            return code
+        memcpy(first_piece(context, rank, length), address, length)
+        post(context, meta, count)
     code = meet(context, meta, count)
     if code != DONE:
         store(context + RESUME, 1)
@@ -83,28 +91,31 @@ def _all_reduce_direct(context, meta, count, address, unit, function, root):
         size = load(context + SIZE)
         pointers = load(context + POINTERS)
         for peer in range(size):
-            store(pointers + peer * 8, buffer_of(context, peer, 0))
+            store(pointers + peer * 8, first_piece(context, peer, length))
         store(pointers + rank * 8, address)
         call_reduction(function, address, pointers, size, count)
-    end(context)
+    end_posted(context)
     return DONE
 
 
 @kernel
 def _all_reduce_iovec_direct(context, meta, count, parts, number, unit, function):
-    if load(context + RESUME) == 0:
-        begin(context, meta, count, count * unit)
-        copy_in(parts, number, 0, count, unit, buffer_of(context, load(context + RANK), 0))
-        arrive(context, meta, count, NOT_SHARED)
+    length = count * unit
+    if load(context + RESUME) <= 0:
+        code = enter(context, meta, count, length, apart(length))
+        if code != DONE:
+            return code
+        copy_in(parts, number, 0, count, unit, first_piece(context, load(context + RANK), length))
+        post(context, meta, count)
     code = meet(context, meta, count)
     if code != DONE:
         store(context + RESUME, 1)
         return code
     pointers = load(context + POINTERS)
     for peer in range(load(context + SIZE)):
-        store(pointers + peer * 8, buffer_of(context, peer, 0))
+        store(pointers + peer * 8, first_piece(context, peer, length))
     reduce_in(context, parts, number, 0, count, unit, function, True, 0)
-    end(context)
+    end_posted(context)
     return DONE
 
 
@@ -133,8 +144,11 @@ def _all_reduce_chunked(context, meta, count, parts, number, unit, function, roo
     iteration = load(context + RESUME)
     if iteration >= SHARED_PATH:
         return _all_reduce_shared(context, count, unit, function, root)
-    if iteration == 0:
-        begin(context, meta, count, count * unit)
+    if iteration <= 0:
+        iteration = 0
+        code = enter(context, meta, count, count * unit, 1)
+        if code != DONE:
+            return code
     while iteration < chunks + 2:
         if iteration > 0:
             if iteration == 1:
@@ -236,11 +250,14 @@ def reduce_scatter(plan, count, target, longest):
     lengths = load(context + SOURCE_BYTES)
     iteration = load(context + RESUME)
     parts = max(1, (longest + chunk - 1) // chunk)
-    if iteration == 0:
+    if iteration <= 0:
+        iteration = 0
         total = 0
         for peer in range(size):
             total += load(lengths + peer * 8)
-        begin(context, meta, count, total)
+        code = enter(context, meta, count, total, 1)
+        if code != DONE:
+            return code
     while iteration < parts + 1:
         if iteration > 0:
             if iteration == 1:

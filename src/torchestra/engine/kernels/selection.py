@@ -11,6 +11,7 @@ import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchestra.engine.layout import EARLY_SLOT_BYTES
 from torchestra.errors import InvalidArgumentError
 
 _SMALLEST_CHUNK = 64
@@ -25,12 +26,15 @@ class Choices:
         chunk: bytes of a chunk of the pipelined algorithms. 64 to a buffer.
         share: bytes of a chunk where one piece in a buffer is read by everybody (broadcast, all_gather).
             64 to a buffer.
+        early: broadcast, reduce, gather and scatter with pieces of up to this many bytes have nobody wait for
+            those whom it has nothing from (early.py). At most EARLY_SLOT_BYTES; -1 for none of them.
         stream_above: results larger than this are written past the caches.
     """
 
     direct: int
     chunk: int
     share: int
+    early: int = EARLY_SLOT_BYTES
     stream_above: int = 4 << 20
 
     @classmethod
@@ -52,6 +56,7 @@ class Choices:
             "direct": (0, buffer_bytes),
             "chunk": (_SMALLEST_CHUNK, buffer_bytes),
             "share": (_SMALLEST_CHUNK, buffer_bytes),
+            "early": (-1, EARLY_SLOT_BYTES),
             "stream_above": (0, (1 << 63) - 1),
         }
         for name, (least, most) in limits.items():
@@ -65,7 +70,7 @@ class Choices:
     @property
     def digest(self) -> int:
         """Return a number of 22 bits for what all ranks must have in common."""
-        return zlib.crc32(f"{self.direct} {self.chunk} {self.share}".encode()) & 0x3F_FFFF
+        return zlib.crc32(f"{self.direct} {self.chunk} {self.share} {self.early}".encode()) & 0x3F_FFFF
 
     def part(self, size: int) -> int:
         """Bytes per chunk and peer of an operation in which a buffer holds one piece for each peer."""

@@ -11,13 +11,15 @@ from torchestra.engine.kernels.waiting import (
     FUTEX_WAIT,
     FUTEX_WAKE,
     control_of,
+    current_line,
+    flag_line,
     publish,
     wait_for_step,
 )
 from torchestra.engine.native import atomics
 from torchestra.engine.native.atomics import fetch_add, kernel, load, load_ordered, syscall
 
-SIZE, ASKED = at.SIZE, at.ASKED
+SIZE, ASKED, FLAGS = at.SIZE, at.ASKED, at.FLAGS
 RANK, SEQUENCE, STEP_BITS, ABANDONED = at.RANK, at.SEQUENCE, at.STEP_BITS, at.ABANDONED
 
 
@@ -58,11 +60,11 @@ def sleep_while(address, value):
 
 @kernel
 def wake_everybody(context):
-    """Wake every rank that sleeps on any progress word, so that it looks around."""
+    """Wake every rank that sleeps on any flag, so that it looks around."""
     for rank in range(load(context + SIZE)):
-        word = control_of(context, rank)
-        syscall(FUTEX, word, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
-        syscall(FUTEX, word + ASKED, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+        for number in range(FLAGS):
+            syscall(FUTEX, flag_line(context, rank, number), FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+        syscall(FUTEX, control_of(context, rank) + ASKED, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
     return 0
 
 
@@ -71,9 +73,9 @@ def next_reader(context, rank):
     """Return the first rank from ``rank`` on that may be between this operation's steps 1 and 2, or SIZE."""
     sequence = load(context + SEQUENCE)
     for peer in range(rank, load(context + SIZE)):
-        word = control_of(context, peer)
-        inside = load_ordered(word) == (sequence << STEP_BITS) + 1
-        if inside and peer != load(context + RANK) and load_ordered(word + ABANDONED) != sequence:
+        inside = load_ordered(current_line(context, peer)) == (sequence << STEP_BITS) + 1
+        abandoned = load_ordered(control_of(context, peer) + ABANDONED)
+        if inside and peer != load(context + RANK) and abandoned != sequence:
             return peer
     return load(context + SIZE)
 

@@ -45,6 +45,7 @@ from torchestra.errors import (
     CollectiveTimeoutError,
     GroupAbortedError,
     GroupDestroyedError,
+    LateMismatchError,
     RankFailedError,
     named,
 )
@@ -96,6 +97,7 @@ class RankContext:
             (at.SPLITS, base + layout.splits),
             (at.SLOTS, base + layout.slots),
             (at.SLOT_BYTES, layout.slot_bytes),
+            (at.EARLY_SLOTS, base + layout.early_slots),
             (at.CHUNK_BUFFERS, base + layout.chunk_buffers),
             (at.CHUNK_BUFFER_BYTES, layout.chunk_buffer_bytes),
             (at.ABORT, base + at.HEADER_ABORT),
@@ -179,6 +181,9 @@ class RankContext:
             self.set_word(at.SPINS, spins)
             self.set_word(at.YIELDS, yields)
         if code == at.ABORTED:
+            raise self.aborted()
+        if code == at.LATE_MISMATCH:
+            self.abort(self._late_mismatch(site), mismatch=True)
             raise self.aborted()
         if code == at.MISMATCH:
             self.set_word(at.RESUME, 0)
@@ -326,9 +331,7 @@ class RankContext:
         """Return the ranks that have not arrived in this rank's current operation."""
         now = self.word(at.SEQUENCE) << at.STEP_BITS
         return tuple(
-            rank
-            for rank in range(self.size)
-            if rank != self.rank and self.arena.word(self.arena.control(rank) + at.PROGRESS) <= now
+            rank for rank in range(self.size) if rank != self.rank and self.arena.progress(rank) <= now
         )
 
     def abort_to_shrink(self) -> None:
@@ -339,12 +342,19 @@ class RankContext:
         else:
             self.abort(f"rank {self.group_rank} has called shrink()")
 
-    def abort(self, why: str, failed: tuple[int, ...] = (), explain: Callable[[], str] | None = None) -> None:
+    def abort(
+        self,
+        why: str,
+        failed: tuple[int, ...] = (),
+        explain: Callable[[], str] | None = None,
+        mismatch: bool = False,
+    ) -> None:
         """Make the group unusable for all ranks, unless one of them has done so already.
 
         Args:
             failed: the ranks that died, if that is why.
             explain: tells where every rank stands. Called only if nobody else has aborted the group.
+            mismatch: ranks called different operations.
         """
         if self._inherited:
             return
@@ -355,7 +365,7 @@ class RankContext:
         elif self._await_abort():
             return
         # Who comes here second waits no longer for the first, which has died, or takes long to explain.
-        written = write_abort_text(self.arena, why, failed, report)
+        written = write_abort_text(self.arena, why, failed, report, mismatch)
         if not written:
             if self._await_abort():
                 return
@@ -370,8 +380,10 @@ class RankContext:
         """Wait some seconds for a rank that is about to say why it aborts the group; whether it has."""
         return any(self.is_aborted for _ in Deadline(_CLAIM_SECONDS).polls(0.001))
 
-    def _error_for(self, why: str, failed: tuple[int, ...]) -> GroupAbortedError:
+    def _error_for(self, why: str, failed: tuple[int, ...], mismatch: bool = False) -> GroupAbortedError:
         message = f"rank {self.group_rank}: group {self.name!r} can no longer be used: {why}"
+        if mismatch:
+            return LateMismatchError(message)
         return RankFailedError(message, failed) if failed else GroupAbortedError(message)
 
     def aborted(self) -> GroupAbortedError:
@@ -380,7 +392,9 @@ class RankContext:
             return exclusion
         if self._aborted is None:
             text = self._abort_text()
-            self._aborted = self._error_for(text["why"] + text["report"], tuple(text["failed"]))
+            self._aborted = self._error_for(
+                text["why"] + text["report"], tuple(text["failed"]), text["mismatch"]
+            )
         # A new object each time: a traceback must not grow over repeated raises.
         return copy.copy(self._aborted)
 
@@ -388,7 +402,7 @@ class RankContext:
         """Return the text by the rank that aborted the group."""
         length = shared_words.load_acquire(self.arena.address + at.HEADER_ABORT_LENGTH)
         if length == 0:
-            return {"why": "a rank died while it said why", "failed": (), "report": ""}
+            return {"why": "a rank died while it said why", "failed": (), "report": "", "mismatch": False}
         text: dict[str, Any] = json.loads(self.arena.text(at.HEADER_ABORT_TEXT, length))
         return text
 
@@ -471,6 +485,17 @@ class RankContext:
             f" {self.word(at.SEQUENCE)} of the group):{lines}\nNothing was sent; the group stays usable."
         )
 
+    def _late_mismatch(self, site: str | None) -> str:
+        """Return what the ranks called that differs, after a kernel has returned LATE_MISMATCH."""
+        sequence = self.word(at.DIFFERS)
+        lines = "".join(
+            f"\n  {self.describe(rank)} called {self._called(rank, sequence)}" for rank in range(self.size)
+        )
+        found = f" (found at {site or call_site()})"
+        return (
+            f"the ranks called different operations (number {sequence} of the group):{lines}\n{found.strip()}"
+        )
+
     def _tell_call(self, call: str) -> None:
         length = self.arena.set_text(self._control + at.CALLED, at.CALLED_BYTES, call)
         shared_words.store_ordered(self.arena.address + self._control + at.CALLED_LENGTH, length)
@@ -481,10 +506,17 @@ class RankContext:
         return self.arena.text(offset + at.CALLED, length)
 
     def _now(self) -> str:
-        parity = (self.word(at.SEQUENCE) & 1) * 8
-        meta = self.arena.word(self._control + at.META + parity)
-        count = self.arena.word(self._control + at.COUNT + parity)
-        return f"operation {self.word(at.SEQUENCE)}, {operations.describe(meta, count)}"
+        sequence = self.word(at.SEQUENCE)
+        if self.word(at.RESUME) == at.ENTERING:
+            return f"operation {sequence}, before it was begun,"
+        return f"operation {sequence}, {self._called(self.rank, sequence)}"
+
+    def _called(self, rank: int, sequence: int) -> str:
+        """Return what a rank called as an operation that is one of its last."""
+        line = self.arena.flag_line(rank, sequence)
+        if self.arena.word(line + at.FLAG) >> at.STEP_BITS != sequence:
+            return "nothing yet"
+        return operations.describe(self.arena.word(line + at.META), self.arena.word(line + at.COUNT))
 
     def report(self, ranks: Iterable[int], site: str | None = None) -> str:
         """Return a line for each of the ranks (hang_report.py); ``site`` as for :meth:`finish`."""

@@ -300,6 +300,14 @@ class Arena:
         self.bytes[offset : offset + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
         return len(raw)
 
+    def flag_line(self, rank: int, sequence: int) -> int:
+        """Return the byte offset of a rank's flag line of an operation."""
+        return self.control(rank) + at.FLAG_LINES + sequence % at.FLAGS * at.LINE
+
+    def progress(self, rank: int) -> int:
+        """Return the last step that a rank has finished, and of which operation, as in a flag."""
+        return max(self.word(self.flag_line(rank, number) + at.FLAG) for number in range(at.FLAGS))
+
     def control(self, rank: int) -> int:
         """Return the byte offset of a rank's control block."""
         return self.layout.control + rank * at.CONTROL_BYTES

@@ -393,7 +393,7 @@ class FailureDetector:
         """
         context = self._context
         arena = context.arena
-        words = (arena.word(arena.control(local_rank) + at.PROGRESS) for local_rank in range(context.size))
+        words = (arena.progress(local_rank) for local_rank in range(context.size))
         steps = [word >> at.STEP_BITS for word in words]
         behind = [local_rank for local_rank, step in enumerate(steps) if step < max(steps)]
         if behind or self.begun() >= operation:

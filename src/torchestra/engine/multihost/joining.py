@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -106,7 +107,10 @@ def _connect(
     if context.rank < hosts.rails:
         end = _open_rail(store, hosts, context.rank, bridge, transport, _rest(deadline))
     try:
-        hierarchy = Hierarchy(LocalEngine(context), hosts, transport.rank, end, detector, name)
+        local = LocalEngine(context)
+        # Ranks of a host tell others what they called, so they find out at once that it differs.
+        local.choices = replace(local.choices, early=-1)
+        hierarchy = Hierarchy(local, hosts, transport.rank, end, detector, name)
         _exchange_endpoints(hierarchy, transport, _rest(deadline))
         detector.attach(transport)
         if isinstance(detector, HeartbeatMonitor):
