@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -183,9 +184,10 @@ def go_on(call: Call, asynchronous: bool, behind: bool) -> None:
         dist.broadcast(ones(1), 2) if behind else dist.barrier()
 
 
-def differ_late(name: str, asynchronous: bool, behind: bool) -> str:
+def differ_late(gate: threading.Barrier, name: str, asynchronous: bool, behind: bool) -> str:
     """Operations that do not fit, then others that do: small ones of which one rank does not wait, or any."""
     odd, even, _, _ = LATE[name]
+    gate.wait(30)  # else a rank may hear of the end in the last operation that fitted
     with pytest.raises(LateMismatchError) as caught:
         go_on(even if dist.get_rank() else odd, asynchronous, behind)
     with pytest.raises(LateMismatchError):
@@ -198,7 +200,7 @@ def differ_late(name: str, asynchronous: bool, behind: bool) -> str:
 @pytest.mark.parametrize("name", LATE)
 def test_every_rank_is_told_though_some_had_gone_on(name: str, asynchronous: bool, behind: bool) -> None:
     _, _, odd, even = LATE[name]
-    for message in run("threads", 3, differ_late, name, asynchronous, behind):
+    for message in run("threads", 3, differ_late, threading.Barrier(3), name, asynchronous, behind):
         assert "the ranks called different operations (number 2 of the group):" in message
         told = [line.strip() for line in message.splitlines() if line.startswith("  rank ")]
         assert told[0] == f"rank 0 called {odd}"

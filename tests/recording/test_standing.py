@@ -52,7 +52,7 @@ def one_never_comes(late: threading.Event | None) -> str:
         await_standing(1, "is in operation 3")
         set_timeout(0.8)
     with pytest.raises((CollectiveTimeoutError, GroupAbortedError)) as caught:
-        dist.broadcast(torch.ones(700), 1)
+        dist.broadcast(torch.ones(7000), 1)
     if rank == 0:
         leave_note("given up") if late is None else late.set()
     return str(caught.value)
@@ -70,7 +70,7 @@ def check_that_one_never_came(told: list[str]) -> None:
     for rank in range(last):
         doing, place = ranks[rank]
         assert re.fullmatch(
-            rf"is in operation 3, broadcast\(float32, 700 elements, root 1\), for \d+\.\d s,"
+            rf"is in operation 3, broadcast\(float32, 7000 elements, root 1\), for \d+\.\d s,"
             rf" and waits for rank {last}",
             doing,
         )
