@@ -207,7 +207,7 @@ def test_misuse_is_refused_before_anything_is_sent() -> None:
 
 def mismatch_and_end() -> None:
     rank, tensor = dist.get_rank(), torch.ones(8)
-    plan = dist.all_reduce_init(tensor) if rank else dist.broadcast_init(tensor, 0)
+    plan = dist.all_reduce_init(tensor) if rank else dist.broadcast_init(torch.ones(3000), 0)
     for start in (plan, lambda: (plan.start(), plan.wait())):
         with pytest.raises(CollectiveMismatchError, match=r"all_reduce.*test_persistent"):
             start()

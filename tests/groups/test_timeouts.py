@@ -55,7 +55,7 @@ def in_every_way(done: threading.Event) -> None:
         timed_out(lambda: dist.all_gather([tensor.clone() for _ in range(size)], tensor, group=groups[3]))
         dist.set_pg_timeout(timedelta(seconds=0.1), groups[4])
         assert groups[4].options.timeout == timedelta(seconds=0.1)
-        timed_out(lambda: dist.broadcast(tensor, 0, group=groups[4], async_op=True).wait())
+        timed_out(lambda: dist.broadcast(tensor, 1, group=groups[4], async_op=True).wait())
         groups[5]._set_default_timeout(timedelta(seconds=0.1))
         future = dist.all_reduce(tensor, group=groups[5], async_op=True).get_future()
         timed_out(future.wait)

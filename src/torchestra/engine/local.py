@@ -91,7 +91,7 @@ KERNELS: dict[str, Any] = {
 }
 """The kernels of collectives, compiled when an engine is made."""
 
-_WITH_TABLES = frozenset({"share", "exchange", "reduce_scatter"})
+_WITH_TABLES = frozenset({"share", "gather", "scatter", "exchange", "reduce_scatter"})
 """The kernels that read the tables by peer, besides their arguments."""
 
 
