@@ -131,6 +131,7 @@ def wait_until(context, peer, target):
         if load_acquire(word) >= target:
             return DONE
     if load(context + HOLDS_INTERPRETER) != 0:
+        wake_sleepers(context)
         store(context + BLOCKED, peer)
         return PENDING
     since = begin_wait(context, peer)
