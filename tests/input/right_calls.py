@@ -136,6 +136,10 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
         "scatter_object_input_list": [1, 2] if is_first() else None,
     },
     "send": lambda: {"tensor": t(), "dst": other()},
+    "share_": lambda: {"tensor": t()},
+    "share_module_": lambda: {"module": torch.nn.Linear(1, 1)},
+    "start_all": lambda: {"plans": []},
+    "use_shared_allocator": dict,
     "send_object_list": lambda: {"object_list": [1], "dst": other()},
     "set_pg_timeout": lambda: {"timeout": 30},
     "split_group": lambda: {"split_ranks": [[0], [1]]},
@@ -263,6 +267,12 @@ for _name in (
     RIGHT[f"functional.{_name}_autograd"] = RIGHT[f"functional.{_name}"]
 for _name in ("reduce_scatter_single", "reduce_scatter_single_autograd", "reduce_scatter_single_coalesced"):
     RIGHT[f"functional.{_name}"] = RIGHT[f"functional.{_name.replace('single', 'tensor')}"]
+
+for _name in (
+    *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast"),
+    *("recv", "reduce_scatter", "reduce_scatter_tensor", "send"),
+):
+    RIGHT[f"{_name}_init"] = RIGHT[_name]
 
 # Their right calls would end the group, or make a world within this one: only the wrong ones are made.
 RIGHT_BUT_NOT_RUN: dict[str, Callable[[], dict[str, Any]]] = {

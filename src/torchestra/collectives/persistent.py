@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from torchestra.arguments.annotations import checked
 from torchestra.collectives.functions import _member, _root, _sender
 from torchestra.communicator.persistent import PersistentOperation
 from torchestra.engine.operations import (
@@ -69,6 +70,7 @@ def _collective(
     return plan
 
 
+@checked
 def all_reduce_init(
     tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, group: AnyGroup | None = None
 ) -> PersistentOperation:
@@ -76,6 +78,7 @@ def all_reduce_init(
     return _collective(ALL_REDUCE, tensor, tensor, group, op)
 
 
+@checked
 def broadcast_init(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -86,6 +89,7 @@ def broadcast_init(
     return _collective(BROADCAST, tensor, tensor, group, root=(src, group_src))
 
 
+@checked
 def all_gather_init(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: AnyGroup | None = None
 ) -> PersistentOperation:
@@ -93,6 +97,7 @@ def all_gather_init(
     return _collective(ALL_GATHER, tensor_list, tensor, group)
 
 
+@checked
 def all_gather_into_tensor_init(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: AnyGroup | None = None
 ) -> PersistentOperation:
@@ -100,6 +105,7 @@ def all_gather_into_tensor_init(
     return _collective(ALL_GATHER_INTO_TENSOR, output_tensor, input_tensor, group)
 
 
+@checked
 def reduce_scatter_init(
     output: torch.Tensor,
     input_list: list[torch.Tensor],
@@ -110,6 +116,7 @@ def reduce_scatter_init(
     return _collective(REDUCE_SCATTER, output, input_list, group, op)
 
 
+@checked
 def reduce_scatter_tensor_init(
     output: torch.Tensor,
     input: torch.Tensor,  # noqa: A002 - torch.distributed's name
@@ -120,6 +127,7 @@ def reduce_scatter_tensor_init(
     return _collective(REDUCE_SCATTER_TENSOR, output, input, group, op)
 
 
+@checked
 def all_to_all_single_init(
     output: torch.Tensor,
     input: torch.Tensor,  # noqa: A002 - torch.distributed's name
@@ -132,6 +140,7 @@ def all_to_all_single_init(
     return _collective(ALL_TO_ALL_SINGLE, output, input, group, splits=splits)
 
 
+@checked
 def send_init(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -149,6 +158,7 @@ def send_init(
     return plan
 
 
+@checked
 def recv_init(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -166,6 +176,7 @@ def recv_init(
     return plan
 
 
+@checked
 def start_all(plans: Sequence[PersistentOperation]) -> None:
     """Start persistent operations, in the order of the list, or none of them.
 

@@ -103,6 +103,7 @@ class use_shared_allocator(TorchFunctionMode):
     When the group's memory is full, tensors have ordinary memory, and a warning says so, once.
     """
 
+    @checked
     def __init__(self, group: AnyGroup | None = None) -> None:
         super().__init__()
         self._engine = sharing_engine(group, "use_shared_allocator")

@@ -56,12 +56,12 @@ class PersistentOperation:
         self,
         name: str,
         tensors: Sequence[torch.Tensor] = (),
-        communicator: Communicator | None = None,
+        communicator: Any = None,
     ) -> None:
         self.name = name
         self.group: object = None
         """The group, which is not left for want of references while there is something to start in it."""
-        self._communicator: Any = communicator
+        self._communicator = communicator
         self._memory = [
             (tensor, tensor.data_ptr(), storage, storage.nbytes())
             for tensor in tensors
@@ -244,12 +244,12 @@ class _Message(PersistentOperation):
     def __init__(
         self, communicator: Communicator, name: str, tensor: torch.Tensor, rank: int | None, tag: int
     ) -> None:
-        super().__init__(name, () if communicator.engine.is_fake else [tensor], communicator)
         self._sends = name == "send"
         self._tensor, self._rank = tensor, rank
         self._buffer, self._tag = point_to_point.checked(
             communicator, tensor, tag, f"{name}_init", written=not self._sends
         )
+        super().__init__(name, () if communicator.engine.is_fake else [tensor], communicator)
 
     def _begin(self) -> Work:
         communicator = self._communicator
