@@ -171,11 +171,11 @@ def misuse() -> None:
     tensor = torch.ones(8)
     with pytest.raises(InvalidArgumentError, match=r"^broadcast_init: `src`: global rank 7"):
         dist.broadcast_init(tensor, 7)
-    with pytest.raises(InvalidArgumentTypeError, match=r"^all_reduce_init: .*torch.Tensor"):
+    with pytest.raises(InvalidArgumentTypeError, match=r"^all_reduce_init: .*parameter `tensor`"):
         dist.all_reduce_init([tensor])  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match=r"^all_gather_into_tensor_init: "):
         dist.all_gather_into_tensor_init(tensor, tensor)
-    with pytest.raises(InvalidArgumentTypeError, match="no PersistentOperation"):
+    with pytest.raises(InvalidArgumentTypeError, match="a list of PersistentOperations"):
         dist.start_all([dist.all_reduce_init(tensor), None])  # type: ignore[list-item]
     plan = dist.all_reduce_init(tensor)
     assert plan.wait()

@@ -223,6 +223,8 @@ TRACED = ("on no device", "fake", "without any memory", "functional")
 
 def fits(hint: Any, value: object) -> bool:
     """Whether an annotation allows a value."""
+    if isinstance(hint, TypeVar) and isinstance(hint.__bound__, type):
+        hint = hint.__bound__
     if hint is Any or hint is object or isinstance(hint, TypeVar):
         return True
     if hint is None or hint is type(None):

@@ -96,6 +96,8 @@ class _Rule:
     """
 
     def __init__(self, hint: Any) -> None:
+        if isinstance(hint, TypeVar) and isinstance(hint.__bound__, type):
+            hint = hint.__bound__
         branches = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
         self.anything = any(branch in (Any, object) or isinstance(branch, TypeVar) for branch in branches)
         self.is_duration = timedelta in branches and float in branches

@@ -30,7 +30,7 @@ from torchestra.engine.operations import (
     REDUCE_SCATTER_TENSOR,
     Collective,
 )
-from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, shown
+from torchestra.errors import InvalidArgumentError
 from torchestra.tensors import checks
 from torchestra.types import ReduceOp
 from torchestra.world.init import AnyGroup, default_group
@@ -188,11 +188,6 @@ def start_all(plans: Sequence[PersistentOperation]) -> None:
         NotReadyError: one of them is active. Nothing was started.
         DistError: what :meth:`PersistentOperation.start` raises; those before it in the list were started.
     """
-    for place, plan in enumerate(plans):
-        if not isinstance(plan, PersistentOperation):
-            raise InvalidArgumentTypeError(
-                f"start_all: `plans[{place}]` is no PersistentOperation, but {shown(plan)}"
-            )
     if len({id(plan) for plan in plans}) < len(plans):
         raise InvalidArgumentError("start_all: `plans` has an operation twice; make two to have it run twice")
     for plan in plans:
