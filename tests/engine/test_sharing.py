@@ -14,14 +14,15 @@ import torch
 import torchestra as dist
 from torchestra.errors import InvalidArgumentError
 from torchestra.store import HashStore
-from worlds import mappings, run
+from worlds import mapped_files, run
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """A world of one rank, in the test's own process."""
+def before() -> Iterator[set[str]]:
+    """A world of one rank, in the test's own process; given are the arenas that were there before it."""
+    there = mapped_files()
     dist.init_process_group(store=HashStore(), rank=0, world_size=1)
-    yield
+    yield there
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -181,7 +182,7 @@ def test_a_seed_gives_the_same_numbers_in_the_context() -> None:
     assert all(map(torch.equal, ordinary, shared))
 
 
-def test_memory_comes_back_and_outlives_the_group() -> None:
+def test_memory_comes_back_and_outlives_the_group(before: set[str]) -> None:
     tensor = dist.share_(torch.arange(1000.0))
     view = tensor[10:]
     del tensor
@@ -196,10 +197,10 @@ def test_memory_comes_back_and_outlives_the_group() -> None:
     dist.destroy_process_group()
     gc.collect()
     assert all(torch.equal(each, view) for each in copies)
-    assert mappings()
+    assert mapped_files() - before
     del view
     gc.collect()
-    assert not mappings()
+    assert not mapped_files() - before
 
 
 def test_nothing_is_left_of_what_is_dropped() -> None:

@@ -11,7 +11,7 @@ from tools.attacks import Outcome
 from tools.attacks._flood import SILENCE, Flood
 from tools.attacks._target import NOBODY, Watched
 
-from torchestra.engine.membership.arena_transfer import Offer, make_offer, make_request
+from torchestra.engine.membership.arena_transfer import ArenaOffer, make_offer, make_request
 
 
 def attack(seconds: float) -> Outcome:
@@ -56,7 +56,7 @@ def attack(seconds: float) -> Outcome:
     return outcome
 
 
-def _ask(offer: Offer) -> None:
+def _ask(offer: ArenaOffer) -> None:
     request = make_request(offer.key, 1, 2, "g", threads=False)
     deadline = time.monotonic() + 30
     try:

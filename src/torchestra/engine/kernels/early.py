@@ -73,7 +73,7 @@ def early_scatter(plan, count, target, length):
     size = load(context + SIZE)
     total = (size - 1) * length
     if load(context + RESUME) <= 0:
-        code = enter(context, meta, count, length, APART)
+        code = enter(context, meta, count, size * length if rank == root else length, APART)
         if code != DONE:
             return code
         if rank == root:
@@ -97,7 +97,8 @@ def early_gather(plan, count, source, length):
     """All leave their tensors, of ``length`` bytes; the root, which has the table TARGETS, waits for them."""
     context = load(plan + PLAN_CONTEXT)
     meta = load(plan + PLAN_META) | EARLY
-    code = _leave_for_root(context, meta, count, source, length, load(plan + PLAN_ROOT))
+    moved = load(context + SIZE) * length
+    code = _leave_for_root(context, meta, count, source, length, load(plan + PLAN_ROOT), moved)
     if code != DONE:
         return code
     rank = load(context + RANK)
@@ -115,7 +116,7 @@ def early_gather(plan, count, source, length):
 def early_reduce(context, meta, count, address, unit, function, root):
     """All leave their tensors; the root waits for them, and reduces them into its own."""
     length = count * unit
-    code = _leave_for_root(context, meta | EARLY, count, address, length, root)
+    code = _leave_for_root(context, meta | EARLY, count, address, length, root, length)
     if code != DONE:
         return code
     rank = load(context + RANK)
@@ -130,11 +131,11 @@ def early_reduce(context, meta, count, address, unit, function, root):
 
 
 @kernel
-def _leave_for_root(context, meta, count, source, length, root):
-    """Leave a piece; the root waits until all have."""
+def _leave_for_root(context, meta, count, source, length, root, moved):
+    """Leave a piece; the root, to which ``moved`` bytes come, waits until all have."""
     rank = load(context + RANK)
     if load(context + RESUME) <= 0:
-        code = enter(context, meta, count, length, APART)
+        code = enter(context, meta, count, moved if rank == root else length, APART)
         if code != DONE:
             return code
         if rank != root:

@@ -212,9 +212,9 @@ class BucketReducer:
             pending.copies[0] = reduce_sparse(self._communicator, tensors[0], op)
             pending.tensors = []
         elif len(tensors) == 1:
-            pending.work = self._communicator.all_reduce(tensors[0], op, async_op=async_op)
+            pending.work = self._communicator.all_reduce(tensors[0], op, async_op)
         else:
-            pending.work = self._communicator.all_reduce_list(tensors, op, async_op=async_op)
+            pending.work = self._communicator.all_reduce_list(tensors, op, async_op)
 
     def _fill(self, bucket: Bucket, pending: _PendingBucket) -> None:
         """Copy the gradients into the bucket's memory."""
