@@ -2,8 +2,9 @@
 
 What an ordinary operation does on every call is done once: its arguments are checked, the engine's plan is
 looked up, tensors that are not contiguous get buffers, and where the engine has kernels, kernel and arguments
-are fixed (:meth:`~torchestra.engine.interface.Engine.prepare`). What is left of a synchronous one with
-nothing pending is a lock and the call of the kernel. Other ranks cannot tell it from an ordinary operation.
+are fixed (:meth:`~torchestra.engine.interface.Engine.prepare`). What is left of a synchronous one is the call
+of the operation's entry (entries.py), or else, with nothing pending, a lock and the call of the kernel. Other
+ranks cannot tell it from an ordinary operation.
 
 An engine prepares when the operation's turn first comes, not before: what the kernels share (the tables by
 peer) belongs to the operation that runs then.
@@ -167,6 +168,7 @@ class _Collective(PersistentOperation):
         given: Sequence[torch.Tensor],
         op: ReduceOp | None,
         root: int | None,
+        entry: Callable[..., object] | None,
     ) -> None:
         engine = communicator.engine
         name = row.name if op is None else f"{row.name}({op.name})"
@@ -186,6 +188,11 @@ class _Collective(PersistentOperation):
         self._queue = communicator.queue
         self._prepared: Prepared | None = None
         self._direct: Prepared | None = None
+        self._entry: Callable[[], object] | None = None
+        if entry is not None and self._factor is None and not (self._copied_in or self._copied_out):
+            tensors = given[:1] if row.in_place else given
+            options = ((row.reduces, op), (row.root, root), (row.splits, None), (row.splits, None))
+            self._entry = partial(entry, *tensors, *(option for has, option in options if has))
 
     def _begin(self) -> Work:
         work = self._queue.run(self._perform, self.name, True, reads=self._reads)
@@ -212,6 +219,13 @@ class _Collective(PersistentOperation):
 
     def __call__(self) -> None:
         """See :meth:`PersistentOperation.__call__`. Here in as few steps as there can be to the kernel."""
+        if (entry := self._entry) is not None and self._work is None:
+            for tensor, address, _, _ in self._memory:
+                if tensor.data_ptr() != address:
+                    break
+            else:
+                entry()
+                return
         communicator = self._communicator
         if (
             (direct := self._direct) is not None
@@ -331,7 +345,8 @@ def persistent_collective(
     given = list(tensors_in([output, input]))
     if not engine.is_fake and not all(tensor.is_cpu for tensor in given):
         return _Ordinary(communicator, row.name, ordinary)
-    return _Collective(communicator, row, call, given, op, root)
+    entry = vars(communicator).get(row.name) if splits == (None, None) else None
+    return _Collective(communicator, row, call, given, op, root, entry)
 
 
 def persistent_message(
