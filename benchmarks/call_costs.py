@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 import torchestra as dist
+from torchestra.engine.layout import DONE
 from torchestra.engine.operations import ALL_GATHER_INTO_TENSOR, ALL_REDUCE, ALL_TO_ALL_SINGLE
+from torchestra.engine.p2p import kernels
 from torchestra.types import ReduceOp
 from torchestra.world.init import default_group
 
@@ -98,7 +100,13 @@ def there_and_back(size: int) -> dict[str, tuple[Callable[[], object], Callable[
 
     def bare() -> None:
         for sending in (1, 0) if rank < other else (0, 1):
-            assert mailbox._transfer(mailbox._state, record.address, sending, *arguments) == 0
+            at_once = mailbox._send_now if sending else mailbox._receive_now
+            if at_once(mailbox.address, *arguments) == DONE:
+                continue
+            if mailbox._transfer(mailbox.address, record.address, sending, *arguments) != DONE:
+                while kernels.run(mailbox.address, record.address, 1) != DONE:
+                    pass
+                kernels.vacate(mailbox.address, record.address)
 
     return {"send + recv": (public, bare)}
 

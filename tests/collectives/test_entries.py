@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as some
+from test_frames import functions_entered
+from torch.autograd import profiler
 
 import torchestra as dist
 from torchestra.engine.entries import tensor_access
@@ -57,7 +58,8 @@ FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "meta": lambda tensor: tensor.to("meta"),
     "sparse": lambda tensor: tensor.to_sparse(),
 }
-OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "list")
+OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "list", "send", "recv")
+OPS = [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.BXOR]
 
 
 def outcome_of(communicator: Any, name: str, form: str, dtype: torch.dtype, count: int, op: ReduceOp) -> Any:
@@ -76,8 +78,18 @@ def outcome_of(communicator: Any, name: str, form: str, dtype: torch.dtype, coun
             communicator.all_gather_into_tensor(output, tensor)
         elif name == "reduce_scatter":
             communicator.reduce_scatter_tensor(output, tensor, op)
-        else:
+        elif name == "all_to_all":
             communicator.all_to_all_single(output, tensor)
+        elif name == "send":
+            communicator.send(tensor, 0, 7)
+            communicator.recv(output, 0, 7)
+        else:
+            communicator.send(torch.ones(count, dtype=dtype), 0)
+            try:
+                communicator.recv(tensor, None)
+            except Exception:
+                communicator.recv(output, 0)
+                raise
     except Exception as error:
         return type(error), str(error)
     shown = tensor.to_dense() if tensor.is_sparse else tensor
@@ -88,27 +100,20 @@ def compare_both_ways() -> None:
     communicator: Any = dist.group.WORLD.communicator
     served = {name: value for name, value in vars(communicator).items() if name in dir(type(communicator))}
     entries = {name: value for name, value in served.items() if type(value) is type(len)}
-    assert len(entries) == 7
-
-    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
-    @given(
-        some.sampled_from(OPERATIONS),
-        some.sampled_from(sorted(FORMS)),
-        some.sampled_from(DTYPES),
-        some.integers(1, 5),
-        some.sampled_from([ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.BXOR]),
-    )
-    def check(name: str, form: str, dtype: torch.dtype, count: int, op: ReduceOp) -> None:
-        found = [outcome_of(communicator, name, form, dtype, count, op) for _ in range(2)]
+    assert len(entries) == 9
+    turns = itertools.count()
+    cases = [(name, form, DTYPES[next(turns) % 7]) for name in OPERATIONS for form in FORMS]
+    cases += [(name, "plain", dtype) for name in OPERATIONS for dtype in DTYPES]
+    for name, form, dtype in cases:
+        case = name, form, dtype, 1 + next(turns) % 5, OPS[next(turns) % 4]
+        found = [outcome_of(communicator, *case) for _ in range(2)]
         for entry in entries:
             vars(communicator).pop(entry)
         try:
-            expected = outcome_of(communicator, name, form, dtype, count, op)
+            expected = outcome_of(communicator, *case)
         finally:
             vars(communicator).update(entries)
-        assert repr(found) == repr([expected] * 2), (name, form)
-
-    check()
+        assert repr(found) == repr([expected] * 2), case
     assert communicator.queue.state.inside == communicator.queue.state.general == 0
 
 
@@ -216,22 +221,91 @@ def look_at_pending() -> None:
         dist.all_reduce(tensor)
     assert len(steps) == 1
     communicator.queue.run_coalesced(steps, "steps")
-    with torch.profiler.profile() as profile:
-        dist.all_reduce(tensor)
-    assert any(event.name == "torchestra::all_reduce" for event in profile.events())
+    assert functions_entered(lambda: communicator.all_reduce(tensor, ReduceOp.SUM)) == []
+    profiler._is_profiler_enabled = True
+    try:
+        assert "run" in functions_entered(lambda: communicator.all_reduce(tensor, ReduceOp.SUM))
+        assert "checked" in functions_entered(lambda: communicator.send(tensor, 0))
+        assert "checked" in functions_entered(lambda: communicator.recv(tensor, 0))
+    finally:
+        profiler._is_profiler_enabled = False
 
 
 def test_what_is_pending_or_profiled_goes_the_general_way() -> None:
     run("threads", 1, look_at_pending)
 
 
+def exchange(tensor: torch.Tensor, tag: int = 0, source: int | None = None) -> torch.Tensor:
+    """Send a tensor to the other of two ranks, and return what that sends."""
+    got = torch.empty_like(tensor)
+    other = 1 - dist.get_rank()
+    for sends in (True, False) if other else (False, True):
+        if sends:
+            dist.send(tensor, other, tag=tag)
+        else:
+            assert dist.recv(got, source, tag=tag) == other
+    return got
+
+
+def exchange_all() -> None:
+    """Send and receive: in machine code alone if nothing is to be waited for, and to the end if it is."""
+    rank, communicator = dist.get_rank(), dist.group.WORLD.communicator
+    other, tensor, got = 1 - rank, torch.arange(8.0), torch.empty(8)
+    exchange(tensor)  # which imports what is missing
+    dist.barrier()
+    assert functions_entered(lambda: dist.send(tensor + rank, other)) == ["send"]
+    dist.barrier()
+    assert functions_entered(lambda: dist.recv(got, other)) == ["recv"]
+    assert got.tolist() == (tensor + other).tolist()
+    with pytest.raises(dist.CollectiveTimeoutError):
+        communicator.recv(got, other, 0, 0.001)
+    for count, dtype in ((1, torch.uint8), (9, torch.float32), (3000, torch.int64), (200_000, torch.float64)):
+        for tag, source in ((0, other), ((1 << 62) - 1, None)):
+            given = torch.arange(count).to(dtype)
+            assert torch.equal(exchange(given + rank, tag, source), given + other)
+    held, tag = tensor, 1 << 40
+    before = [sys.getrefcount(each) for each in (held, tag)]
+    for _ in range(500):
+        exchange(tensor, tag, other)
+        dist.barrier()  # so that some messages are there, and others are waited for
+    assert [sys.getrefcount(each) for each in (held, tag)] == before
+
+
+def test_messages_reach_their_kernel_without_other_functions_and_arrive() -> None:
+    run("processes", 2, exchange_all)
+
+
+def exchange_by_threads() -> None:
+    """The threads of a rank, whose calls share the entries' memory, each get what is theirs."""
+    wrong: list[int] = []
+
+    def talk(tag: int) -> None:
+        given = torch.full((1 + 40 * tag,), float(tag))
+        wrong.extend(tag for _ in range(200) if not torch.equal(exchange(given, tag), given))
+
+    threads = [threading.Thread(target=talk, args=(tag,)) for tag in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+def test_threads_of_one_rank_send_and_receive_at_once() -> None:
+    run("processes", 2, exchange_by_threads)
+
+
 def keep_a_builtin() -> None:
     communicator: Any = dist.group.WORLD.communicator
-    kept = communicator.all_reduce
+    kept, sends, receives = communicator.all_reduce, communicator.send, communicator.recv
     kept(torch.ones(1), ReduceOp.SUM)
     dist.destroy_process_group()
     with pytest.raises(dist.GroupDestroyedError):
         kept(torch.ones(1), ReduceOp.SUM)
+    for message in (sends, receives):
+        with pytest.raises(dist.GroupDestroyedError):
+            message(torch.ones(1), 0)
 
 
 def test_a_builtin_that_was_kept_knows_that_its_group_is_destroyed() -> None:

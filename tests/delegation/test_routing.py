@@ -67,7 +67,7 @@ def route_messages() -> None:
             assert communicator.recv(tensor, 0, tag) == 0
             assert tensor.tolist() == [1.0] * 3
         assert stand_in.communicator.queue.sequence_number() == 1, f"tag {tag}: the second is not delegated"
-    communicator.fast.clear()  # whose tensors are of the CPU, and these play the part of others
+    communicator.entries.close()  # whose tensors are of the CPU, and these play the part of others
     with pytest.raises(InvalidArgumentError, match="cannot be received from any rank"):
         communicator.recv(on_device(1), None)
 

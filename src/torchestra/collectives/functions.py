@@ -377,9 +377,14 @@ def send(
     member = process_world.default if group is None and current_thread_rank() is None else None
     if member is None:
         member = default_group() if group is None else _member(group, "send")
-    if member is not None:
-        root = _root(member, dst, group_dst, "dst", "send")
-        member.communicator.send(tensor, root, tag if tag is _NO_TAG else checks.check_tag(tag, "send"))
+    if member is None:
+        return
+    ranks = member.ranks  # in most groups a range, which is asked here: a call takes longer than the message
+    if group_dst is None and dst.__class__ is int and ranks.__class__ is range and dst in ranks:
+        peer = ranks.index(dst)
+    else:
+        peer = _root(member, dst, group_dst, "dst", "send")
+    member.communicator.send(tensor, peer, tag if tag is _NO_TAG else checks.check_tag(tag, "send"))
 
 
 def recv(
@@ -400,10 +405,13 @@ def recv(
         member = default_group() if group is None else _member(group, "recv")
     if member is None:
         return -1
-    source = _sender(member, src, group_src, "recv")
+    ranks = member.ranks  # as in send
+    known = group_src is None and src.__class__ is int and ranks.__class__ is range and src in ranks
+    source = ranks.index(src) if known else _sender(member, src, group_src, "recv")
     if tag is not _NO_TAG:
         tag = checks.check_tag(tag, "recv")
-    return member.to_global_rank(member.communicator.recv(tensor, source, tag))
+    found = member.communicator.recv(tensor, source, tag)
+    return src if known else member.to_global_rank(found)  # type: ignore[return-value]
 
 
 def isend(

@@ -10,7 +10,7 @@ Ranks are the group's own. Every collective goes one of two ways:
   tensors of GPUs are copied through the host (host_staging.py), unless a communicator of their own serves
   them (device_routing.py); sparse ones have a sum of their own (tensors/sparse.py).
 
-Messages are in point_to_point.py, the fast path of blocking ones in fast_path.py, operations on several
+Blocking messages have entries, too; otherwise messages are in point_to_point.py, and operations on several
 tensors of each rank in multi_tensor.py.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torchestra.communicator import fast_path, persistent, point_to_point
+from torchestra.communicator import persistent, point_to_point
 from torchestra.communicator.device_routing import Delegation, any_device
 from torchestra.communicator.entries import Entries
 from torchestra.communicator.host_staging import on_cpu
@@ -79,8 +79,7 @@ class Communicator:
         self.queue = OperationQueue(engine, name) if queue is None else queue
         self.delegation: Delegation | None = None
         self.messages: point_to_point.Messages | None = None
-        self.fast = fast_path.Plans(engine)
-        # As in the queue; read by the fast path.
+        # As in the queue; read by persistent operations.
         self.lock, self.thread = self.queue.lock, self.queue.thread
         self.entries = Entries(self)
         forget_in_children(self)
@@ -90,7 +89,6 @@ class Communicator:
         self.queue.forget()
         self.lock, self.thread = self.queue.lock, self.queue.thread
         self.delegation = None
-        self.fast.clear()
         self.entries.close()
 
     @property
@@ -336,12 +334,10 @@ class Communicator:
 
     # -- messages: whoever is named must take part, nobody else
 
-    @fast_path.send
     def send(self, tensor: torch.Tensor, rank: int, tag: int = 0, timeout_s: float | None = None) -> None:
         """Send a message to a rank; returns when the tensor may be changed."""
         point_to_point.send(self, tensor, rank, tag, timeout_s)
 
-    @fast_path.recv
     def recv(
         self, tensor: torch.Tensor, rank: int | None, tag: int = 0, timeout_s: float | None = None
     ) -> int:
@@ -399,7 +395,6 @@ class Communicator:
 
     def close(self) -> None:
         """Run what is queued, then leave the group."""
-        self.fast.clear()
         self.entries.close()
         if self.delegation is not None:
             self.delegation.close()

@@ -1,8 +1,8 @@
 """Puts entries into a communicator: builtin functions in the place of methods, for plain calls.
 
 Between the call of a small operation and its kernel Python would take longer than the kernel does. So the
-commonest operations have entries (engine/entries/collectives.py), builtin functions that are attributes of
-the communicator of their methods' names and parameters. A call that is not plain they hand to the method.
+commonest operations, and send and recv, have entries (engine/entries), builtin functions that are attributes
+of the communicator of their methods' names and parameters. A call that is not plain they hand to the method.
 
 There are none where the engine has no kernels, where kernels run interpreted, or where torch's tensors are
 read in a way that is not known (engine/entries/tensor_access.py; `torchestra doctor` tells); nor after the
@@ -12,13 +12,15 @@ group was closed, here or in a forked child.
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from torchestra.engine.entries import collectives
+from torchestra.engine.dtypes import DTYPE_CODE
+from torchestra.engine.entries import collectives, messages
 from torchestra.engine.entries.tensor_access import access_to_tensors, dtype_word
 from torchestra.engine.entry_layout import Entry, PlanRecord, TensorAccess
 from torchestra.engine.native.kernel import address_of, is_interpreted
@@ -95,15 +97,17 @@ _SERVED = (
 )
 
 
+_MESSAGES = {"send": messages.send, "recv": messages.recv}
+
 # By method: what its builtins are made of, and refer to for as long as there are any.
 _definitions: dict[str, _Definition] = {}
 
 
-def _definition(served: _Served) -> _Definition:
-    if served.method not in _definitions:
-        made = _Definition(served.method.encode(), address_of(served.entry), _METH_FASTCALL_KEYWORDS, None)
-        _definitions.setdefault(served.method, made)  # one step: another thread may have been here first
-    return _definitions[served.method]
+def _definition(method: str, kernel: Any) -> _Definition:
+    if method not in _definitions:
+        made = _Definition(method.encode(), address_of(kernel), _METH_FASTCALL_KEYWORDS, None)
+        _definitions.setdefault(method, made)  # one step: another thread may have been here first
+    return _definitions[method]
 
 
 _new_builtin = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.py_object)(
@@ -122,19 +126,61 @@ class Entries:
         self._communicator = communicator
         for served in _SERVED:
             vars(communicator)[served.method] = _builtin(communicator, served, access)
+        for method, kernel in _MESSAGES.items():
+            vars(communicator)[method] = _message_builtin(communicator, method, kernel, access)
 
     def close(self) -> None:
         """Have every call go the general way, those of builtins that somebody has kept included."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.queue.state.off = 1
-            for served in _SERVED:
-                vars(communicator).pop(served.method, None)
+            for method in (*(served.method for served in _SERVED), *_MESSAGES):
+                vars(communicator).pop(method, None)
+
+
+def _entry(communicator: Communicator, method: str, access: TensorAccess) -> Entry:
+    """Return the entry of a method, with what all have."""
+    entry, state = Entry(), communicator.queue.state
+    entry.state, entry.access, entry.size = state.address, ctypes.addressof(access), communicator.size
+    entry.general = getattr(communicator, method)
+    vars(entry)["kept"] = [state, access]
+    return entry
+
+
+def _make(method: str, kernel: Any, entry: Entry) -> Callable[..., Any]:
+    builtin: Callable[..., Any] = _new_builtin(ctypes.addressof(_definition(method, kernel)), entry, None)
+    return builtin
+
+
+def _message_builtin(
+    communicator: Communicator, method: str, kernel: Any, access: TensorAccess
+) -> Callable[..., Any]:
+    entry, engine = _entry(communicator, method, access), cast(Any, communicator.engine)
+    mailbox, records = engine.mailbox, _message_records()
+    finish = mailbox.finish_send if method == "send" else mailbox.finish_recv
+
+    def go_on(*message: int) -> int | None:
+        return finish(*message, engine.waiter(communicator.timeout_s))  # type: ignore[no-any-return]
+
+    entry.mailbox, entry.plans, entry.go_on = mailbox.address, ctypes.addressof(records), go_on
+    vars(entry)["kept"] += [mailbox, records]
+    return _make(method, kernel, entry)
+
+
+@functools.cache
+def _message_records() -> ctypes.Array[PlanRecord]:
+    """Return what stands for plans in entries of messages: the dtypes that are not complex nor quantized."""
+    codes = {
+        dtype_word(dtype): code
+        for dtype, code in DTYPE_CODE.items()
+        if not (dtype.is_complex or str(dtype).startswith("torch.q"))
+    }
+    known = [PlanRecord(word, 0, 0, 1 + code) for word, code in codes.items() if word]
+    return (PlanRecord * (len(known) + 1))(*known)
 
 
 def _builtin(communicator: Communicator, served: _Served, access: TensorAccess) -> Callable[..., Any]:
-    entry, engine = Entry(), cast(Any, communicator.engine)
-    state = communicator.queue.state
+    entry, engine = _entry(communicator, served.method, access), cast(Any, communicator.engine)
     kernel = getattr(engine.kernels, served.kernel)
 
     def go_on(timeout_s: float | None, code: int, *arguments: int) -> None:
@@ -142,14 +188,11 @@ def _builtin(communicator: Communicator, served: _Served, access: TensorAccess) 
         engine.context.finish(code, kernel, arguments[: 1 + served.arguments], limit, None)
 
     # The engine is told what has come of an exception; so are the flight record, and the other ranks.
-    entry.state, entry.access, entry.size = state.address, ctypes.addressof(access), communicator.size
-    entry.general = getattr(communicator, served.method)
     entry.go_on, entry.leave = go_on, engine.leave_halfway
     plans = _Plans(entry, communicator, served.row)
     entry.learn = plans.learn
-    vars(entry)["kept"] = (state, access, plans)
-    builtin: Callable[..., Any] = _new_builtin(ctypes.addressof(_definition(served)), entry, None)
-    return builtin
+    vars(entry)["kept"].append(plans)
+    return _make(served.method, served.entry, entry)
 
 
 class _Plans:

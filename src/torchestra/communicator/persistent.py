@@ -288,12 +288,11 @@ class _Message(PersistentOperation):
             return
         self.check()
         communicator = self._communicator
-        message = (self._buffer, self._rank, self._tag, communicator.timeout_s)
         if self._sends:
             write_back([self._buffer], [self._tensor])
-            communicator.engine.send(*message)
+            communicator.send(self._buffer, self._rank, self._tag)
             return
-        self._source = communicator.engine.receive(*message)
+        self._source = communicator.recv(self._buffer, self._rank, self._tag)
         if not communicator.engine.is_fake:
             write_back([self._tensor], [self._buffer])
 

@@ -20,7 +20,7 @@ _STATE_WORDS = ("off", "pending", "general", "inside", "wanted", "uses_device", 
 _ACCESS_WORDS = ("describe", "implementation", "keys", "storage", "data", "nbytes", "plain", "optional")
 _ACCESS_OBJECTS = ("tensor", "parameter", "integer", "list", "none", "false", "profiler", "profiler_flag")
 _RECORD_WORDS = ("dtype", "op", "root", "plan")
-_ENTRY_WORDS = ("state", "access", "plans", "size", "iovec", "longest_list")
+_ENTRY_WORDS = ("state", "access", "plans", "size", "iovec", "longest_list", "mailbox")
 _ENTRY_OBJECTS = ("general", "learn", "go_on", "leave")
 
 
@@ -90,7 +90,7 @@ class PlanRecord(ctypes.Structure):
         dtype: bits 32 to 63 of a DLTensor's third word: code, bits and lanes.
         op: the address of the ReduceOp, or 0.
         root: the root, or 0.
-        plan: the address of the plan (engine/layout.py).
+        plan: the address of the plan (engine/layout.py); for messages, 1 + the code of the dtype.
     """
 
     dtype: int
@@ -108,9 +108,11 @@ class Entry(ctypes.Structure):
         plans: address of the first PlanRecord.
         size: how many ranks the group has.
         iovec, longest_list: address of the memory for the table of a list of tensors, and how many it holds.
+        mailbox: for messages, the address of the mailbox's state (engine/p2p/layout.py).
         general: called with the very same arguments where the call is not plain.
         learn: the same, where only the plan is not known.
         go_on: called with what the kernel has returned if it is not done; returns when it is, or raises.
+            Its result is the call's.
         leave: called with the exception that ``go_on`` has raised.
         views: scratch: two DLTensors, each with the number of elements and of bytes.
         arguments: scratch: those of ``go_on``.
@@ -122,6 +124,7 @@ class Entry(ctypes.Structure):
     size: int
     iovec: int
     longest_list: int
+    mailbox: int
     general: Any
     learn: Any
     go_on: Any
@@ -142,7 +145,7 @@ def _at(structure: type[ctypes.Structure], field: str) -> int:
 HEADER = 16
 """At which byte of a ctypes object the address of its memory lies, with the interpreter's lock."""
 
-STATE, ACCESS, PLANS, SIZE, IOVEC, LONGEST_LIST = (_at(Entry, name) for name in _ENTRY_WORDS)
+STATE, ACCESS, PLANS, SIZE, IOVEC, LONGEST_LIST, MAILBOX = (_at(Entry, name) for name in _ENTRY_WORDS)
 GENERAL_WAY, LEARN, GO_ON, LEAVE = (_at(Entry, name) for name in _ENTRY_OBJECTS)
 VIEWS, ARGUMENTS_AT = _at(Entry, "views"), _at(Entry, "arguments")
 

@@ -51,7 +51,7 @@ class Engine(Protocol):
 
     Attributes:
         rank, size: this rank's number in the group, and how many there are.
-        kernels: the compiled kernels (local.py), for entries and the fast path of messages; None without.
+        kernels: the compiled kernels (local.py), for entries; None without.
         context: this rank's context in the arena of its host; None without one.
         hosts: which ranks are on which host; None if all are on one.
         hierarchy, bridge_kind: with several hosts, the means to cross between them, and which bridge it is.

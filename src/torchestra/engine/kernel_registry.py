@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.engine.entries import collectives
+from torchestra.engine.entries import collectives, messages
 from torchestra.engine.kernels import doorbell, move, prefix, reduce, shared_words
 from torchestra.engine.native.declarations import Intrinsic, KernelSource
 from torchestra.engine.native.kernel import declared
@@ -18,6 +18,7 @@ _MODULES = (
     immediate,
     kernels,
     message_records,
+    messages,
     move,
     prefix,
     reduce,

@@ -6,7 +6,7 @@ A call is *plain* if
 
 * it is synchronous and by position, with the group's or its own time-out;
 * the group is open, nothing is queued, no other thread runs an operation of it, and no profiler is on;
-* its tensors are plain (:func:`look_at`), have one dtype, and the sizes that the operation wants;
+* its tensors are plain (plain_calls.py), have one dtype, and the sizes that the operation wants;
 * the operation on this dtype, with this reduce operation and root, has gone the general way before, which has
   checked it: then there is a plan.
 
@@ -29,11 +29,18 @@ from __future__ import annotations
 
 from torchestra.engine import entry_layout as e
 from torchestra.engine import layout as at
+from torchestra.engine.entries.plain_calls import (
+    OBJECT_CLASS,
+    dtype_of,
+    general_way,
+    is_profiled,
+    look_at,
+    plan_for,
+)
 from torchestra.engine.entries.python_interface import (
     add_reference,
     call_object,
     clear_error,
-    dict_item,
     drop_reference,
     fetch_error,
     int_of,
@@ -47,16 +54,13 @@ from torchestra.engine.entries.python_interface import (
 )
 from torchestra.engine.kernels import move, reduce
 from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAKE
-from torchestra.engine.native.atomics import call_function, kernel, load, store, syscall
+from torchestra.engine.native.atomics import kernel, load, store, syscall
 
 DONE, PENDING, HOLDS_INTERPRETER, PLAN_UNIT = at.DONE, at.PENDING, at.HOLDS_INTERPRETER, at.PLAN_UNIT
 
 ALL_REDUCE, ALL_REDUCE_LIST, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER = range(7)
 LARGEST_KEPT = 1 << 14  # bytes: larger operations release the interpreter's lock first
-_OBJECT_CLASS = 8
 _LOW = 0xFFFF_FFFF
-_CPU = 1
-_ONE_LANE = 1
 
 
 @kernel
@@ -77,60 +81,6 @@ def _run_kernel(which, plan, first, second, third):
 
 
 @kernel
-def look_at(access, tensor, view):
-    """Fill a view; return whether the tensor is plain.
-
-    That is one of torch's own classes, dense, on the CPU, contiguous, with elements, in memory that it has. A
-    DLTensor does not tell of a negative bit, nor that the memory is gone or too short: the dispatch keys and
-    the storage do.
-    """
-    kind = load(tensor + _OBJECT_CLASS)
-    if kind != load(access + e.TENSOR) and kind != load(access + e.PARAMETER):
-        return False
-    implementation = load(tensor + load(access + e.IMPLEMENTATION))
-    if load(implementation + load(access + e.KEYS)) | load(access + e.OPTIONAL) != load(access + e.PLAIN):
-        return False
-    if call_function(load(access + e.DESCRIBE), tensor, view) & _LOW != 0:
-        clear_error()
-        return False
-    dimensions = load(view + e.VIEW_DIMENSIONS) & _LOW
-    shape = load(view + e.VIEW_SHAPE)
-    strides = load(view + e.VIEW_STRIDES)
-    count = 1
-    for behind in range(dimensions):
-        place = (dimensions - 1 - behind) * 8
-        length = load(shape + place)
-        if length != 1 and load(strides + place) != count:
-            return False
-        count = count * length
-    bits = load(view + e.VIEW_DIMENSIONS) >> 40 & 0xFF
-    lanes = load(view + e.VIEW_DIMENSIONS) >> 48 & 0xFFFF
-    address = load(view + e.VIEW_DATA)
-    nbytes = count * (bits >> 3)
-    storage = load(implementation + load(access + e.STORAGE))
-    begins = load(storage + load(access + e.DATA))
-    ends = begins + load(storage + load(access + e.NBYTES))
-    if (
-        lanes != _ONE_LANE
-        or load(view + e.VIEW_DEVICE) & _LOW != _CPU
-        or load(view + e.VIEW_OFFSET) != 0
-        or nbytes <= 0
-        or address == 0
-        or address < begins
-        or address + nbytes > ends
-    ):
-        return False
-    store(view + e.VIEW_COUNT, count)
-    store(view + e.VIEW_LENGTH, nbytes)
-    return True
-
-
-@kernel
-def _dtype_of(view):
-    return load(view + e.VIEW_DIMENSIONS) >> 32 & _LOW
-
-
-@kernel
 def _is_plain(entry, arguments, number, keywords, required):
     """Return whether all but the tensors is plain; ``required`` arguments come before async_op."""
     if keywords != 0 or number < required or number > required + 2:
@@ -143,8 +93,7 @@ def _is_plain(entry, arguments, number, keywords, required):
         return False
     if number > required and load(arguments + required * 8) != load(access + e.FALSE):
         return False
-    flag = dict_item(load(access + e.PROFILER), load(access + e.PROFILER_FLAG))
-    return flag == load(access + e.FALSE)
+    return not is_profiled(access)
 
 
 @kernel
@@ -153,26 +102,6 @@ def _timeout(entry, arguments, number, required):
     if number > required + 1:
         return load(arguments + (required + 1) * 8)
     return load(load(entry + e.ACCESS) + e.NONE)
-
-
-@kernel
-def _plan(entry, dtype, op, root):
-    """Return the plan for a dtype, a reduce operation and a root; 0 if there is none yet."""
-    record = load(entry + e.PLANS)
-    while load(record + e.PLAN_DTYPE) != 0:
-        if (
-            load(record + e.PLAN_DTYPE) == dtype
-            and load(record + e.PLAN_OP) == op
-            and load(record + e.PLAN_ROOT) == root
-        ):
-            return load(record + e.PLAN)
-        record += e.PLAN_RECORD_BYTES
-    return 0
-
-
-@kernel
-def _general(entry, arguments, number, keywords):
-    return call_object(load(entry + e.GENERAL_WAY), arguments, number, keywords)
 
 
 @kernel
@@ -254,8 +183,8 @@ def all_reduce(own, arguments, number, keywords):
     if not _is_plain(entry, arguments, number, keywords, 2) or not look_at(
         load(entry + e.ACCESS), load(arguments), view
     ):
-        return _general(entry, arguments, number, keywords)
-    plan = _plan(entry, _dtype_of(view), load(arguments + 8), 0)
+        return general_way(entry, arguments, number, keywords)
+    plan = plan_for(entry, dtype_of(view), load(arguments + 8), 0)
     if plan == 0:
         return _learn(entry, arguments, number)
     count = load(view + e.VIEW_COUNT)
@@ -276,9 +205,9 @@ def _list_plainly(entry, tensors, number):
     for place in range(number):
         if not look_at(access, list_item(tensors, place), view):
             return False
-        if place > 0 and _dtype_of(view) != dtype:
+        if place > 0 and dtype_of(view) != dtype:
             return False
-        dtype = _dtype_of(view)
+        dtype = dtype_of(view)
         store(starts + place * 8, count)
         store(addresses + place * 8, load(view + e.VIEW_DATA))
         count += load(view + e.VIEW_COUNT)
@@ -292,16 +221,16 @@ def all_reduce_list(own, arguments, number, keywords):
     entry = load(own + e.HEADER)
     if (
         not _is_plain(entry, arguments, number, keywords, 2)
-        or load(load(arguments) + _OBJECT_CLASS) != load(load(entry + e.ACCESS) + e.LIST)
+        or load(load(arguments) + OBJECT_CLASS) != load(load(entry + e.ACCESS) + e.LIST)
         or list_length(load(arguments)) < 1
     ):
-        return _general(entry, arguments, number, keywords)
+        return general_way(entry, arguments, number, keywords)
     tensors = list_length(load(arguments))
     if tensors > load(entry + e.LONGEST_LIST):
         return _learn(entry, arguments, number)
     if not _list_plainly(entry, load(arguments), tensors):
-        return _general(entry, arguments, number, keywords)
-    plan = _plan(entry, _dtype_of(entry + e.VIEWS), load(arguments + 8), 0)
+        return general_way(entry, arguments, number, keywords)
+    plan = plan_for(entry, dtype_of(entry + e.VIEWS), load(arguments + 8), 0)
     if plan == 0:
         return _learn(entry, arguments, number)
     iovec = load(entry + e.IOVEC)
@@ -319,13 +248,13 @@ def broadcast(own, arguments, number, keywords):
     access = load(entry + e.ACCESS)
     if (
         not _is_plain(entry, arguments, number, keywords, 2)
-        or load(load(arguments + 8) + _OBJECT_CLASS) != load(access + e.INTEGER)
+        or load(load(arguments + 8) + OBJECT_CLASS) != load(access + e.INTEGER)
         or not look_at(access, load(arguments), view)
     ):
-        return _general(entry, arguments, number, keywords)
+        return general_way(entry, arguments, number, keywords)
     store(entry + e.ARGUMENTS_AT, 0)
     root = word_of(load(arguments + 8), entry + e.ARGUMENTS_AT)
-    plan = _plan(entry, _dtype_of(view), 0, root)
+    plan = plan_for(entry, dtype_of(view), 0, root)
     if plan == 0:
         return _learn(entry, arguments, number)
     count = load(view + e.VIEW_COUNT)
@@ -344,7 +273,7 @@ def _are_plain(entry, arguments, number, keywords, required):
     access = load(entry + e.ACCESS)
     if not look_at(access, load(arguments), output) or not look_at(access, load(arguments + 8), given):
         return False
-    return _dtype_of(output) == _dtype_of(given)
+    return dtype_of(output) == dtype_of(given)
 
 
 @kernel
@@ -356,8 +285,8 @@ def all_gather_into_tensor(own, arguments, number, keywords):
     if not _are_plain(entry, arguments, number, keywords, 2) or load(output + e.VIEW_COUNT) != load(
         given + e.VIEW_COUNT
     ) * load(entry + e.SIZE):
-        return _general(entry, arguments, number, keywords)
-    plan = _plan(entry, _dtype_of(given), 0, 0)
+        return general_way(entry, arguments, number, keywords)
+    plan = plan_for(entry, dtype_of(given), 0, 0)
     if plan == 0:
         return _learn(entry, arguments, number)
     count = load(given + e.VIEW_COUNT)
@@ -376,8 +305,8 @@ def reduce_scatter_tensor(own, arguments, number, keywords):
     if not _are_plain(entry, arguments, number, keywords, 3) or load(given + e.VIEW_COUNT) != load(
         output + e.VIEW_COUNT
     ) * load(entry + e.SIZE):
-        return _general(entry, arguments, number, keywords)
-    plan = _plan(entry, _dtype_of(given), load(arguments + 16), 0)
+        return general_way(entry, arguments, number, keywords)
+    plan = plan_for(entry, dtype_of(given), load(arguments + 16), 0)
     if plan == 0:
         return _learn(entry, arguments, number)
     count = load(output + e.VIEW_COUNT)
@@ -414,8 +343,8 @@ def all_to_all_single(own, arguments, number, keywords):
         or load(arguments + 24) != none
         or not _have_equal_rows(output, given, ranks)
     ):
-        return _general(entry, arguments, number, keywords)
-    plan = _plan(entry, _dtype_of(given), 0, 0)
+        return general_way(entry, arguments, number, keywords)
+    plan = plan_for(entry, dtype_of(given), 0, 0)
     if plan == 0:
         return _learn(entry, arguments, number)
     nbytes = load(given + e.VIEW_LENGTH)
@@ -433,6 +362,6 @@ def barrier(own, arguments, number, keywords):
         not _is_plain(entry, arguments, number, keywords, 0)
         or load(load(entry + e.STATE) + e.USES_DEVICE) != 0
     ):
-        return _general(entry, arguments, number, keywords)
+        return general_way(entry, arguments, number, keywords)
     plan = load(load(entry + e.PLANS) + e.PLAN)
     return _run(entry, BARRIER, plan, 0, 0, 0, 0, _timeout(entry, arguments, number, 0))

@@ -60,8 +60,13 @@ class Mailbox(Traffic):
                 was told to abort the group; otherwise nothing was.
         """
         code = self._send_now(self._state, address, nbytes, kind, destination, tag)
-        if code == DONE:
-            return
+        if code != DONE:
+            self.finish_send(code, address, nbytes, kind, destination, tag, waiter)
+
+    def finish_send(
+        self, code: int, address: int, nbytes: int, kind: int, destination: int, tag: int, waiter: Waiter
+    ) -> None:
+        """Do what is left of :meth:`send` after ``send_now`` (immediate.py) has returned ``code``."""
         if code == w.QUEUED_MEANWHILE:
             self._have_posted()
             return
@@ -92,8 +97,12 @@ class Mailbox(Traffic):
         """
         peer = -1 if source is None else source
         code = self._receive_now(self._state, address, nbytes, kind, peer, tag)
-        if code == DONE:
-            return peer
+        return peer if code == DONE else self.finish_recv(code, address, nbytes, kind, peer, tag, waiter)
+
+    def finish_recv(
+        self, code: int, address: int, nbytes: int, kind: int, peer: int, tag: int, waiter: Waiter
+    ) -> int:
+        """Do what is left of :meth:`recv` after ``receive_now`` has returned ``code``; any source is -1."""
         if code == w.QUEUED_MEANWHILE:
             self._have_posted()
             return peer
@@ -172,6 +181,11 @@ class Mailbox(Traffic):
         if self._inherited:
             self._refuse()
         return self._wait(transfer)
+
+    @property
+    def address(self) -> int:
+        """The address of its state, for entries; it lies there as long as this object lives."""
+        return self._state
 
     @property
     def stored_bytes(self) -> int:

@@ -1,0 +1,145 @@
+"""The entries of send and recv: what a call does before and after its kernel, compiled together with it.
+
+As those of collectives (collectives.py), but that messages are no operations of the group: they have no turn,
+and nothing is to be excluded. So an entry may be called while operations are queued, or another thread runs
+one. A call is *plain* if
+
+* it is by position, with the group's time-out;
+* the group is open, and no profiler is on;
+* its tensor is plain, of a dtype that messages can have, not complex;
+* rank and tag are ints, the rank one of the group's (of recv None, too).
+
+The kernels (p2p/immediate.py) keep the interpreter's lock, and never wait: until they have ended no other
+thread runs here. What they have not done, since the message is long, or not there, or something else is under
+way, is done by ``go_on``, in Python, with what was read here.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from torchestra.engine import entry_layout as e
+from torchestra.engine.entries.plain_calls import (
+    OBJECT_CLASS,
+    dtype_of,
+    general_way,
+    is_profiled,
+    look_at,
+    plan_for,
+)
+from torchestra.engine.entries.python_interface import (
+    add_reference,
+    call_object,
+    drop_reference,
+    int_of,
+    word_of,
+)
+from torchestra.engine.layout import DONE
+from torchestra.engine.native.atomics import kernel, load, store
+from torchestra.engine.p2p.immediate import receive_now, send_now
+
+_PEER, _TAG, _OVERFLOW = e.ARGUMENTS_AT, e.ARGUMENTS_AT + 8, e.ARGUMENTS_AT + 16
+_REQUIRED, _MOST = 2, 4
+
+
+@kernel
+def _read_address(entry, arguments, number, sending):
+    """Write PEER (-1: any) and TAG of a call; return whether they are such as messages have."""
+    access = load(entry + e.ACCESS)
+    rank = load(arguments + 8)
+    store(entry + _OVERFLOW, 0)
+    store(entry + _TAG, 0)
+    if sending == 0 and rank == load(access + e.NONE):
+        store(entry + _PEER, -1)
+    else:
+        if load(rank + OBJECT_CLASS) != load(access + e.INTEGER):
+            return False
+        peer = word_of(rank, entry + _OVERFLOW)
+        if peer < 0 or peer >= load(entry + e.SIZE):
+            return False
+        store(entry + _PEER, peer)
+    if number > _REQUIRED:
+        tag = load(arguments + 16)
+        if load(tag + OBJECT_CLASS) != load(access + e.INTEGER):
+            return False
+        store(entry + _TAG, word_of(tag, entry + _OVERFLOW))
+    return load(entry + _OVERFLOW) == 0
+
+
+@kernel
+def _is_plain(entry, arguments, number, keywords, sending):
+    if keywords != 0 or number < _REQUIRED or number > _MOST:
+        return False
+    access = load(entry + e.ACCESS)
+    if load(load(entry + e.STATE) + e.OFF) != 0:
+        return False
+    if number == _MOST and load(arguments + 24) != load(access + e.NONE):
+        return False
+    if is_profiled(access) or not _read_address(entry, arguments, number, sending):
+        return False
+    return look_at(access, load(arguments), entry + e.VIEWS)
+
+
+@kernel
+def _go_on(entry, code, address, length, kind, peer, tag):
+    # A thread that comes here meanwhile writes its own arguments in the same place: what is to be dropped is
+    # kept here. Python has taken the arguments out before it runs anything.
+    first = int_of(code)
+    second = int_of(address)
+    third = int_of(length)
+    fourth = int_of(kind)
+    fifth = int_of(peer)
+    sixth = int_of(tag)
+    given = entry + e.ARGUMENTS_AT
+    store(given, first)
+    store(given + 8, second)
+    store(given + 16, third)
+    store(given + 24, fourth)
+    store(given + 32, fifth)
+    store(given + 40, sixth)
+    result = call_object(load(entry + e.GO_ON), given, 6, 0)
+    drop_reference(first)
+    drop_reference(second)
+    drop_reference(third)
+    drop_reference(fourth)
+    drop_reference(fifth)
+    drop_reference(sixth)
+    return result
+
+
+@kernel
+def _move(entry, arguments, number, keywords, sending):
+    """Send or receive; returns the result, or 0 with an exception."""
+    if not _is_plain(entry, arguments, number, keywords, sending):
+        return general_way(entry, arguments, number, keywords)
+    view = entry + e.VIEWS
+    kind = plan_for(entry, dtype_of(view), 0, 0) - 1
+    if kind < 0:
+        return general_way(entry, arguments, number, keywords)
+    peer = load(entry + _PEER)
+    tag = load(entry + _TAG)
+    address = load(view + e.VIEW_DATA)
+    length = load(view + e.VIEW_LENGTH)
+    mailbox = load(entry + e.MAILBOX)
+    if sending != 0:
+        code = send_now(mailbox, address, length, kind, peer, tag)
+        result = load(load(entry + e.ACCESS) + e.NONE)
+    else:
+        code = receive_now(mailbox, address, length, kind, peer, tag)
+        result = load(arguments + 8)
+    if code != DONE:
+        return _go_on(entry, code, address, length, kind, peer, tag)
+    add_reference(result)
+    return result
+
+
+@kernel
+def send(own, arguments, number, keywords):
+    """Run ``send(tensor, rank, tag=0, timeout_s=None)``."""
+    return _move(load(own + e.HEADER), arguments, number, keywords, 1)
+
+
+@kernel
+def recv(own, arguments, number, keywords):
+    """Run ``recv(tensor, rank, tag=0, timeout_s=None)``."""
+    return _move(load(own + e.HEADER), arguments, number, keywords, 0)

@@ -1,0 +1,99 @@
+"""What the entries of collectives and of messages have in common: how they see that a call is plain."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from torchestra.engine import entry_layout as e
+from torchestra.engine.entries.python_interface import call_object, clear_error, dict_item
+from torchestra.engine.native.atomics import call_function, kernel, load, store
+
+OBJECT_CLASS = 8
+"""At which byte of an object the address of its class lies."""
+
+_LOW = 0xFFFF_FFFF
+_CPU = 1
+_ONE_LANE = 1
+
+
+@kernel
+def look_at(access, tensor, view):
+    """Fill a view; return whether the tensor is plain.
+
+    That is one of torch's own classes, dense, on the CPU, contiguous, with elements, in memory that it has. A
+    DLTensor does not tell of a negative bit, nor that the memory is gone or too short: the dispatch keys and
+    the storage do.
+    """
+    kind = load(tensor + OBJECT_CLASS)
+    if kind != load(access + e.TENSOR) and kind != load(access + e.PARAMETER):
+        return False
+    implementation = load(tensor + load(access + e.IMPLEMENTATION))
+    if load(implementation + load(access + e.KEYS)) | load(access + e.OPTIONAL) != load(access + e.PLAIN):
+        return False
+    if call_function(load(access + e.DESCRIBE), tensor, view) & _LOW != 0:
+        clear_error()
+        return False
+    dimensions = load(view + e.VIEW_DIMENSIONS) & _LOW
+    shape = load(view + e.VIEW_SHAPE)
+    strides = load(view + e.VIEW_STRIDES)
+    count = 1
+    for behind in range(dimensions):
+        place = (dimensions - 1 - behind) * 8
+        length = load(shape + place)
+        if length != 1 and load(strides + place) != count:
+            return False
+        count = count * length
+    bits = load(view + e.VIEW_DIMENSIONS) >> 40 & 0xFF
+    lanes = load(view + e.VIEW_DIMENSIONS) >> 48 & 0xFFFF
+    address = load(view + e.VIEW_DATA)
+    nbytes = count * (bits >> 3)
+    storage = load(implementation + load(access + e.STORAGE))
+    begins = load(storage + load(access + e.DATA))
+    ends = begins + load(storage + load(access + e.NBYTES))
+    if (
+        lanes != _ONE_LANE
+        or load(view + e.VIEW_DEVICE) & _LOW != _CPU
+        or load(view + e.VIEW_OFFSET) != 0
+        or nbytes <= 0
+        or address == 0
+        or address < begins
+        or address + nbytes > ends
+    ):
+        return False
+    store(view + e.VIEW_COUNT, count)
+    store(view + e.VIEW_LENGTH, nbytes)
+    return True
+
+
+@kernel
+def dtype_of(view):
+    """Return the dtype of a view, as entry_layout.PlanRecord has it."""
+    return load(view + e.VIEW_DIMENSIONS) >> 32 & _LOW
+
+
+@kernel
+def is_profiled(access):
+    """Return whether a profiler is on."""
+    flag = dict_item(load(access + e.PROFILER), load(access + e.PROFILER_FLAG))
+    return flag != load(access + e.FALSE)
+
+
+@kernel
+def plan_for(entry, dtype, op, root):
+    """Return the plan for a dtype, a reduce operation and a root; 0 if there is none yet."""
+    record = load(entry + e.PLANS)
+    while load(record + e.PLAN_DTYPE) != 0:
+        if (
+            load(record + e.PLAN_DTYPE) == dtype
+            and load(record + e.PLAN_OP) == op
+            and load(record + e.PLAN_ROOT) == root
+        ):
+            return load(record + e.PLAN)
+        record += e.PLAN_RECORD_BYTES
+    return 0
+
+
+@kernel
+def general_way(entry, arguments, number, keywords):
+    """Hand a call that is not plain to the method, with the very same arguments."""
+    return call_object(load(entry + e.GENERAL_WAY), arguments, number, keywords)
