@@ -259,6 +259,7 @@ def exchange_all() -> None:
     assert got.tolist() == (tensor + other).tolist()
     with pytest.raises(dist.CollectiveTimeoutError):
         communicator.recv(got, other, 0, 0.001)
+    dist.barrier()
     for count, dtype in ((1, torch.uint8), (9, torch.float32), (3000, torch.int64), (200_000, torch.float64)):
         for tag, source in ((0, other), ((1 << 62) - 1, None)):
             given = torch.arange(count).to(dtype)

@@ -59,6 +59,7 @@ def route() -> None:
 def route_messages() -> None:
     stand_in, rank = StandIn(dist.group.WORLD), dist.get_rank()
     communicator = dist.group.WORLD.communicator
+    communicator.entries.close()  # whose tensors are of the CPU, and these play the part of others
     for tag in (0, 5):
         tensor = on_device(3, value=rank + 1.0)
         if rank == 0:
@@ -67,7 +68,6 @@ def route_messages() -> None:
             assert communicator.recv(tensor, 0, tag) == 0
             assert tensor.tolist() == [1.0] * 3
         assert stand_in.communicator.queue.sequence_number() == 1, f"tag {tag}: the second is not delegated"
-    communicator.entries.close()  # whose tensors are of the CPU, and these play the part of others
     with pytest.raises(InvalidArgumentError, match="cannot be received from any rank"):
         communicator.recv(on_device(1), None)
 
