@@ -87,9 +87,10 @@ def run(kind: str, size: int, fn: Callable[..., Any], *args: Any, **options: Any
     ended = outcomes(kind, size, fn, *args, **options)
     for rank, outcome in enumerate(ended):
         if outcome.error is not None:
-            outcome.error.add_note(f"on rank {rank} of {size} {kind}") if hasattr(
-                outcome.error, "add_note"
-            ) else None
+            if hasattr(outcome.error, "add_note"):
+                outcome.error.add_note(f"on rank {rank} of {size} {kind}")
+                for other, each in enumerate(ended[rank + 1 :], rank + 1):
+                    outcome.error.add_note(f"rank {other}: {each.error!r}")
             raise outcome.error
     return [outcome.value for outcome in ended]
 

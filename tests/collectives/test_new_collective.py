@@ -11,9 +11,11 @@ import torch
 import torchestra as dist
 from torchestra.engine import layout as at
 from torchestra.engine import local, operations
+from torchestra.engine.entry_layout import State
 from torchestra.engine.kernels.buffers import buffer_of
 from torchestra.engine.kernels.waiting import arrive, end, enter, meet
 from torchestra.engine.native.atomics import kernel, load, memcpy, store
+from torchestra.engine.native.kernel import entry_point
 from torchestra.engine.operations import Collective, Parameter
 from torchestra.errors import CollectiveMismatchError
 from torchestra.process_group.forms import Form, in_place
@@ -56,7 +58,7 @@ def _tables_are_as_before() -> Iterator[None]:
 
 
 def install() -> None:
-    """In every process of the world, before its group is made."""
+    """In every process of the world, before the group that uses it is made."""
     operations.add(SHIFT)
     local.KERNELS["shift"] = shift
     local.ALGORITHMS["shift"] = lambda engine, plan, inputs, outputs: (
@@ -92,6 +94,17 @@ def use() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_runs_where_every_other_does(kind: str) -> None:
     run(kind, 3, use)
+
+
+def test_it_may_be_added_while_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread that is another rank, and ahead."""
+
+    def add_and_load(loaded: Any) -> Any:
+        install()
+        return entry_point(loaded)
+
+    monkeypatch.setattr(local, "entry_point", add_and_load)
+    assert local.Kernels(State()).barrier == entry_point(local.KERNELS["barrier"])
 
 
 def test_it_runs_in_a_fake_world() -> None:

@@ -121,7 +121,9 @@ class Kernels:
     _state: State
 
     def __init__(self, state: State) -> None:
-        vars(self).update({name: entry_point(kernel) for name, kernel in KERNELS.items()}, _state=state)
+        # A copy, as a thread that is another rank may put one of its own into the table meanwhile.
+        made = {name: entry_point(kernel) for name, kernel in KERNELS.copy().items()}
+        vars(self).update(made, _state=state)
 
     def __setattr__(self, name: str, kernel: Kernel) -> None:
         self._state.off = 1
@@ -129,7 +131,7 @@ class Kernels:
 
     def replace(self, refuse: Kernel) -> None:
         """Put a function that raises in the place of every kernel."""
-        for name in KERNELS:
+        for name in KERNELS.copy():
             setattr(self, name, refuse)
 
 
