@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ import rpc_workers
 import torchestra as dist
 import worlds
 from torchestra import rpc
+from torchestra.engine import p2p
+from torchestra.engine.kernels.selection import SpinPolicy
+from torchestra.engine.membership.rank_context import RankContext
+from torchestra.engine.memory.arena import Arena, layout_for
 from torchestra.rpc.current import current_agent
 from torchestra.rpc.messages import CALL, address_of, decode, encode, to_self
 
@@ -189,3 +194,23 @@ def outlive_the_owner() -> bool:
 @pytest.mark.parametrize("kind", worlds.KINDS)
 def test_shared_buffers_last_as_long_as_the_tensors_that_lie_in_it(kind: str) -> None:
     assert worlds.run(kind, 2, outlive_the_owner) == [True, True]
+
+
+def test_a_message_whose_sender_died_halfway_never_comes_and_others_do() -> None:
+    arena, descriptor = Arena.create(layout_for(2), "pair")
+    os.close(descriptor)
+    contexts = [RankContext(arena, rank, "pair", SpinPolicy(0, 0)) for rank in range(2)]
+    endpoints = []
+    for context in contexts:
+        context.poll_interval_s = 0.001
+        channels = arena.address + arena.layout.channels
+        endpoints.append(p2p.Endpoint(context.address, channels, context.rank, 2, lambda rank: rank == 0))
+    dead, alive = endpoints
+    large = torch.ones(64 << 20, dtype=torch.uint8)  # more than the channel holds
+    dead._lost = lambda rank: True  # it ends in the middle
+    dead.send(1, 3, 5, [(large.data_ptr(), large.numel())])
+    assert alive.receive(eager=False) is None
+    alive.send(1, 3, 6, [(large.data_ptr(), 10)])
+    message = alive.receive(eager=False)
+    assert message is not None
+    assert (message.source, message.tag, len(message.text)) == (1, 6, 10)

@@ -10,7 +10,7 @@ of any length that nobody has announced a receive for, sent and received by many
 
 from __future__ import annotations
 
-from torchestra.engine.p2p.endpoint import Endpoint, LostPeerError
+from torchestra.engine.p2p.endpoint import Endpoint
 from torchestra.engine.p2p.layout import channel_area_bytes
 from torchestra.engine.p2p.mailbox import Mailbox
 from torchestra.engine.p2p.transfer import Transfer, Waiter
@@ -18,7 +18,6 @@ from torchestra.transport.message import Message
 
 __all__ = [
     "Endpoint",
-    "LostPeerError",
     "Mailbox",
     "Message",
     "Transfer",

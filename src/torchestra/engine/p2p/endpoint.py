@@ -28,7 +28,7 @@ _GRACE_NANOSECONDS = 100_000
 _NOWHERE = 0  # the address to which a message is taken that there is no memory for
 
 
-class LostPeerError(Exception):
+class _LostPeerError(Exception):
     """The rank at the other end died halfway through a message."""
 
 
@@ -158,7 +158,8 @@ class Endpoint:
     def receive(self, *, eager: bool) -> Message | None:
         """Return the next message, with the lead; None if none came for a while, or attention was called.
 
-        One that there is no memory for is taken out of the channel all the same, and says so.
+        One that there is no memory for is taken out of the channel all the same, and says so. One whose
+        sender died halfway through it never comes.
 
         Args:
             eager: somebody waits for it, so that yielding the core for a while may spare a sleep.
@@ -170,43 +171,46 @@ class Endpoint:
                 self._words[w.ATTENTION // 8] = 0
             if code != DONE or not self._look(state, -1):
                 return None
-        source, tag, length, word = self._out.tolist()
-        more = (word >> _PARTS_SHIFT) - 1
-        text: bytes | npt.NDArray[np.uint8] = b""
-        lost: MemoryError | None = None
-        if length <= _SCRATCH_BYTES:
-            # As _take(), whose call would cost as much as the rest.
-            if self._begin_receive(state, source, self._scratch_address, int(not more)) != DONE:
-                self._continue_take(source)
-            text = bytes(self._scratch_view[:length])
-        else:
-            try:
-                room = np.empty(length, dtype=np.uint8)
-            except MemoryError:
-                lost = no_room(source, "the text", length)
-                self._take(source, _NOWHERE, more)
+        try:
+            source, tag, length, word = self._out.tolist()
+            more = (word >> _PARTS_SHIFT) - 1
+            text: bytes | npt.NDArray[np.uint8] = b""
+            lost: MemoryError | None = None
+            if length <= _SCRATCH_BYTES:
+                # As _take(), whose call would cost as much as the rest.
+                if self._begin_receive(state, source, self._scratch_address, int(not more)) != DONE:
+                    self._continue_take(source)
+                text = bytes(self._scratch_view[:length])
             else:
-                self._take(source, room.ctypes.data, more)
-                text = room
-        storages: list[torch.UntypedStorage] = []
-        while more:
-            more -= 1
-            while not self._look(state, source):
-                code = self._await_message(state, 1, source)
-                if code != DONE and (self._closed or self._lost(source)):
-                    self._abandon(state, source)
-                    raise LostPeerError
-            length = int(self._out[2])
-            if lost is None and (storage := new_storage(length)) is not None:
-                self._take(source, storage.data_ptr(), more)
-                storages.append(storage)
-            else:  # those behind it are to be found in the channel all the same
-                lost = lost or no_room(source, "a tensor", length)
-                storages.clear()
-                self._take(source, _NOWHERE, more)
-        kind = word & ((1 << _PARTS_SHIFT) - 1)
-        # As Message(...), which calls a function of Python.
-        return tuple.__new__(Message, (source, kind, tag, text, storages, lost))
+                try:
+                    room = np.empty(length, dtype=np.uint8)
+                except MemoryError:
+                    lost = no_room(source, "the text", length)
+                    self._take(source, _NOWHERE, more)
+                else:
+                    self._take(source, room.ctypes.data, more)
+                    text = room
+            storages: list[torch.UntypedStorage] = []
+            while more:
+                more -= 1
+                while not self._look(state, source):
+                    code = self._await_message(state, 1, source)
+                    if code != DONE and (self._closed or self._lost(source)):
+                        self._abandon(state, source)
+                        raise _LostPeerError
+                length = int(self._out[2])
+                if lost is None and (storage := new_storage(length)) is not None:
+                    self._take(source, storage.data_ptr(), more)
+                    storages.append(storage)
+                else:  # those behind it are to be found in the channel all the same
+                    lost = lost or no_room(source, "a tensor", length)
+                    storages.clear()
+                    self._take(source, _NOWHERE, more)
+            kind = word & ((1 << _PARTS_SHIFT) - 1)
+            # As Message(...), which calls a function of Python.
+            return tuple.__new__(Message, (source, kind, tag, text, storages, lost))
+        except _LostPeerError:
+            return None
 
     def _take(self, source: int, address: int, more: int) -> None:
         if self._begin_receive(self._state, source, address, int(not more)) != DONE:
@@ -216,7 +220,7 @@ class Endpoint:
         while self._continue_receive(self._state, source) != DONE:
             if self._closed or self._lost(source):
                 self._abandon(self._state, source)
-                raise LostPeerError
+                raise _LostPeerError
 
     def watch(self) -> bool:
         """Sleep until a message has come that nobody takes, or for a while: whether one has.
