@@ -322,8 +322,8 @@ class Agent:
             self.scope.read(header.scope, header.mark, header.attached, message.source)
 
     def _finish_call(self, message: Message, header: IncomingHeader | None) -> None:
-        self._finishing.add(message.tag)
         try:
+            self._finishing.add(message.tag)
             call = self.pending.pop(message.tag, None)
             if call is None:  # it took too long
                 if header is not None:

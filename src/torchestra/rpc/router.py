@@ -158,10 +158,14 @@ class RoutedEndpoint:
         self._shared_memory.send(self._router.context.rank, _ARRIVED, 0, _EMPTY)
 
     def receive(self, *, eager: bool) -> Message | None:
-        """See :class:`Endpoint`."""
-        message = self._shared_memory.receive(eager=eager)
-        if message is None:
-            return None
-        if message.kind == _ARRIVED:
-            return self._arrived.popleft()
-        return message._replace(source=self._router.local_ranks[message.source])
+        """See :class:`Endpoint`.
+
+        Any word that something has arrived will do: an interrupt may have come between one and its message.
+        """
+        while not self._arrived:
+            message = self._shared_memory.receive(eager=eager)
+            if message is None:
+                return None
+            if message.kind != _ARRIVED:
+                return message._replace(source=self._router.local_ranks[message.source])
+        return self._arrived.popleft()

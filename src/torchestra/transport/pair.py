@@ -165,7 +165,6 @@ class PairConnection:
         self._posted = self._sent = 0  # bytes
         self._sequence = 0
         self._to_confirm, self._to_confirm_bytes = 0, 0
-        self._room = threading.Event()
         self._first = self.began = time.monotonic()
 
     # -- every thread
@@ -191,12 +190,6 @@ class PairConnection:
     def is_full(self) -> bool:
         """Return whether so much is queued that callers should wait."""
         return self._posted - self._sent > _MOST_QUEUED and not self.how
-
-    def await_room(self, timeout_s: float) -> None:
-        """Wait until something has been sent, or the time is over."""
-        self._room.clear()
-        if self.is_full:
-            self._room.wait(timeout_s)
 
     def say(self, control: bytes) -> None:
         """Queue one of the frames above; before all messages, but for a goodbye."""
@@ -261,7 +254,6 @@ class PairConnection:
             self._unconfirmed.append(message)
         if message.done is not None:
             ended.append(message.done)
-        self._room.set()
 
     # -- the transport's thread
 
@@ -439,7 +431,6 @@ class PairConnection:
             self._unconfirmed.clear()
             self._frames = self._frame = None
             self.settled = False
-            self._room.set()
             self._close_socket(linger)
 
     def _close_socket(self, linger: int) -> None:

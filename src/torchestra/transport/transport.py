@@ -24,16 +24,18 @@ of them (listener.py). A rank whose connection is lost among them comes again.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from torchestra.errors import DistNetworkError
 from torchestra.transport.endpoint import EndpointRecord
-from torchestra.transport.event_loop import LINGER_SECONDS, TICK, EventLoop, Handlers
+from torchestra.transport.event_loop import LINGER_SECONDS, EventLoop, Handlers
 from torchestra.transport.message import Message
 from torchestra.transport.pair import ENDED_SECONDS
 from torchestra.transport.sockets import await_confirmed, await_met
 
 _JOIN_SECONDS = 5.0
+_ROOM_SECONDS = 0.001
 
 
 class Transport:
@@ -116,7 +118,7 @@ class Transport:
         self.post(peer, kind, tag, parts, keep)
         to = self._loop.peers[peer]
         while to.is_full and not self._loop.closing:
-            to.await_room(TICK)
+            time.sleep(_ROOM_SECONDS)  # an Event has a lock that an interrupt may leave taken
 
     def post(
         self,
