@@ -28,6 +28,11 @@ from worlds import run as run_world
 SOON = 30.0
 
 
+def waits_in_barrier(rank: int) -> bool:
+    last = dist.flight_record().ranks[rank].operations[-1]
+    return (last.kind, last.state) == ("barrier", "running")
+
+
 def work_on() -> None:
     """Collectives without end, until the test says so; rank 1 is always late. Then all wait for rank 2."""
     rank, sub = dist.get_rank(), dist.new_group([0, 2])
@@ -47,6 +52,8 @@ def work_on() -> None:
         dist.broadcast(stop, 1)
         leave_note(f"works {rank}")
     if rank == 2:
+        while not all(waits_in_barrier(peer) for peer in (0, 1)):
+            time.sleep(0.002)
         leave_note("hangs")
         await_note("end")
     dist.barrier()

@@ -80,7 +80,7 @@ def _tensor(context: RankContext) -> tuple[int, int]:
         shared_words.load_acquire(line + word) for word in (at.FLAG, at.META, at.COUNT, at.SHARED)
     )
     length = count * operations.unit_of(meta)
-    if flag >> at.STEP_BITS != sequence or meta & 0xFF not in _WRITTEN_BY_PEERS:
+    if flag >> at.STEP_BITS != sequence or meta & 0xFF not in _WRITTEN_BY_PEERS or meta & at.EARLY:
         return 0, 0
     if length <= context.word(at.DIRECT) or offset == at.NOT_SHARED:
         return 0, 0
