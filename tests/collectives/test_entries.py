@@ -176,13 +176,20 @@ def test_threads_of_one_rank_take_turns() -> None:
     assert run("threads", 1, call_with_two_threads) == [0]
 
 
+def interrupt_when_inside(state: Any) -> None:
+    """Interrupt the main thread as soon as it waits in an entry: before, it would be in no operation."""
+    while not state.inside:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def wait_for_an_interrupt() -> str:
     """Rank 0 waits in an entry for a rank that does not come until it has left."""
     rank, tensor = dist.get_rank(), torch.ones(1)
     dist.all_reduce(tensor)
     communicator: Any = dist.group.WORLD.communicator
     if rank == 0:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=interrupt_when_inside, args=(communicator.queue.state,)).start()
         with pytest.raises(KeyboardInterrupt):
             dist.all_reduce(tensor)
     else:
