@@ -25,6 +25,7 @@ from torchestra.engine.interface import Engine, Prepared
 from torchestra.engine.kernels import move, prefix, reduce
 from torchestra.engine.kernels.reductions import combine, reduction, scale, supports
 from torchestra.engine.kernels.selection import Choices
+from torchestra.engine.membership.message_waiter import MessageWaiter
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.native.kernel import Kernel, entry_point
 from torchestra.engine.operations import BARRIER, DTYPE_NAMES, UNEVEN, Collective, Kind, pack
@@ -32,7 +33,6 @@ from torchestra.engine.p2p import Mailbox, Transfer
 from torchestra.engine.reclaiming import reclaim
 from torchestra.engine.recorder.flight_record import FlightRecord, read_flight_record
 from torchestra.engine.thread_ranks import current_thread_rank
-from torchestra.system.deadline import Deadline
 from torchestra.system.forking import forget_in_children, refusal
 from torchestra.types import ReduceOp
 
@@ -252,24 +252,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "barrier": _barrier,
 }
 """By the ``algorithm`` of a row: how ranks that share an arena run it."""
-
-
-class MessageWaiter:
-    """How long messages may wait, for the mailbox."""
-
-    __slots__ = ("_context", "timeout_s")
-
-    def __init__(self, context: RankContext, timeout_s: float) -> None:
-        self._context = context
-        self.timeout_s = timeout_s
-
-    def check(self, doing: str, blocked: int | None, deadline: Deadline, suspect: int | None) -> int | None:
-        """Return and raise what :meth:`RankContext.check` does; a time-out leaves the group usable."""
-        return self._context.check(doing, blocked, deadline, suspect, alone=True)
-
-    def abort(self, reason: str) -> None:
-        """A message was left halfway."""
-        self._context.abort(reason)
 
 
 class LocalEngine(Engine):

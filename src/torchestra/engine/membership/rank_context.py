@@ -28,14 +28,20 @@ from torchestra.engine import operations
 from torchestra.engine.failure.abort import write_abort_text
 from torchestra.engine.failure.hang_report import hang_report
 from torchestra.engine.failure.liveness import PeerProcesses, Peers, PeerThreads, process_space, process_start
-from torchestra.engine.failure.mismatches import differing_thresholds
+from torchestra.engine.failure.mismatches import (
+    call_of,
+    differing_thresholds,
+    late_mismatch,
+    operation_now,
+    tell_call,
+)
 from torchestra.engine.failure.stack_reporter import StackReporter
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.kernels.placement import LOOK_EVERY
 from torchestra.engine.kernels.selection import SpinPolicy, cores_in_affinity
 from torchestra.engine.membership.arena_registers import ArenaRegisters
 from torchestra.engine.memory.arena import Arena
-from torchestra.engine.memory.heap import Heap
+from torchestra.engine.memory.heap import Heap, find_heaps
 from torchestra.engine.recorder import recorder
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.engine.recorder.flight_dump import dump_flight_record
@@ -88,7 +94,7 @@ class RankContext:
         self._masks: npt.NDArray[np.int64] = np.zeros(2 * at.MASK_BYTES // 8, dtype=np.int64)
         self._poll_interval = np.array([0, int(_LIVENESS_SECONDS * 1e9)], dtype=np.int64)
         self.address: int = self._words.ctypes.data
-        self.heap = Heap(arena, rank, partial(_find_heaps, arena, self._words))
+        self.heap = Heap(arena, rank, partial(find_heaps, arena, self._words))
         layout, base = arena.layout, arena.address
         for offset, value in (
             (at.RANK, rank),
@@ -183,7 +189,7 @@ class RankContext:
         if code == at.ABORTED:
             raise self.aborted()
         if code == at.LATE_MISMATCH:
-            self.abort(self._late_mismatch(site), mismatch=True)
+            self.abort(late_mismatch(self.arena, self.word, self.describe, site), mismatch=True)
             raise self.aborted()
         if code == at.MISMATCH:
             self.set_word(at.RESUME, 0)
@@ -197,7 +203,8 @@ class RankContext:
 
     def leave_halfway(self, error: BaseException) -> None:
         """Abort the group because this rank has left its current operation with an exception."""
-        self.abort(f"rank {self.group_rank} left {self._now()} with {type(error).__name__}: {error}")
+        operation = operation_now(self.arena, self.rank, self.word)
+        self.abort(f"rank {self.group_rank} left {operation} with {type(error).__name__}: {error}")
 
     def check(
         self,
@@ -453,8 +460,6 @@ class RankContext:
         if self.peers is not None:
             self.peers.close()
 
-    # -- telling each other what one is doing
-
     def _raise_mismatch(self, meta: int, count: int, site: str | None, timeout_s: float) -> None:
         """Tell the others what this rank called, hear what they called, and raise it all."""
         sent, expected = (
@@ -462,7 +467,7 @@ class RankContext:
         )
         mine = f"{operations.describe(meta, count)}{operations.describe_lengths(meta, count, sent, expected)}"
         mine += f"{differing_thresholds(self.arena, self.word)} at {site or call_site()}"
-        self._tell_call(mine)
+        tell_call(self.arena, self.rank, mine)
         deadline = Deadline(min(timeout_s, 10))
         for step in (2, 3):
             shared_words.publish_step(self.address, step)
@@ -475,7 +480,9 @@ class RankContext:
                     break
                 suspect = self._gone(blocked, self._dead(), alone=True)
             if step == 2:
-                calls = [mine if rank == self.rank else self._call_of(rank) for rank in range(self.size)]
+                calls = [
+                    mine if rank == self.rank else call_of(self.arena, rank) for rank in range(self.size)
+                ]
         lines = "".join(
             f"\n  rank {group_rank} called {call}"
             for group_rank, call in zip(self.group_ranks, calls, strict=True)
@@ -485,47 +492,8 @@ class RankContext:
             f" {self.word(at.SEQUENCE)} of the group):{lines}\nNothing was sent; the group stays usable."
         )
 
-    def _late_mismatch(self, site: str | None) -> str:
-        """Return what the ranks called that differs, after a kernel has returned LATE_MISMATCH."""
-        sequence = self.word(at.DIFFERS)
-        lines = "".join(
-            f"\n  {self.describe(rank)} called {self._called(rank, sequence)}" for rank in range(self.size)
-        )
-        found = f" (found at {site or call_site()})"
-        return (
-            f"the ranks called different operations (number {sequence} of the group):{lines}\n{found.strip()}"
-        )
-
-    def _tell_call(self, call: str) -> None:
-        length = self.arena.set_text(self._control + at.CALLED, at.CALLED_BYTES, call)
-        shared_words.store_ordered(self.arena.address + self._control + at.CALLED_LENGTH, length)
-
-    def _call_of(self, rank: int) -> str:
-        offset = self.arena.control(rank)
-        length = shared_words.load_acquire(self.arena.address + offset + at.CALLED_LENGTH)
-        return self.arena.text(offset + at.CALLED, length)
-
-    def _now(self) -> str:
-        sequence = self.word(at.SEQUENCE)
-        if self.word(at.RESUME) == at.ENTERING:
-            return f"operation {sequence}, before it was begun,"
-        return f"operation {sequence}, {self._called(self.rank, sequence)}"
-
-    def _called(self, rank: int, sequence: int) -> str:
-        """Return what a rank called as an operation that is one of its last."""
-        line = self.arena.flag_line(rank, sequence)
-        if self.arena.word(line + at.FLAG) >> at.STEP_BITS != sequence:
-            return "nothing yet"
-        return operations.describe(self.arena.word(line + at.META), self.arena.word(line + at.COUNT))
-
     def report(self, ranks: Iterable[int], site: str | None = None) -> str:
         """Return a line for each of the ranks (hang_report.py); ``site`` as for :meth:`finish`."""
         own = (self.rank, site or call_site(otherwise=self.program.ident))
         lines = hang_report(self.arena, self.peers, ranks, self._dead(), own)
         return f"\nhost {self.host}:{lines}" if self.host else lines
-
-
-def _find_heaps(arena: Arena, context: npt.NDArray[np.int64]) -> None:
-    """Let the kernels, one of which may be running, know where the heaps are, and after that how long."""
-    shared_words.store_ordered(context.ctypes.data + at.HEAPS, arena.heaps.ctypes.data)
-    shared_words.store_ordered(context.ctypes.data + at.HEAP_BYTES, arena.layout.heap_bytes)

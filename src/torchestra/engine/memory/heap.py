@@ -17,9 +17,12 @@ import threading
 import weakref
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchestra.engine import layout as at
+from torchestra.engine.kernels import shared_words
 from torchestra.engine.memory.arena import Arena
 from torchestra.errors import DistBackendError, InvalidArgumentError
 from torchestra.system.forking import forget_in_children, refusal
@@ -186,3 +189,9 @@ class Heap:
             length += before
             index -= 1
         self._free.insert(index, (offset, length))
+
+
+def find_heaps(arena: Arena, context: npt.NDArray[np.int64]) -> None:
+    """Let the kernels, one of which may be running, know where the heaps are, and after that how long."""
+    shared_words.store_ordered(context.ctypes.data + at.HEAPS, arena.heaps.ctypes.data)
+    shared_words.store_ordered(context.ctypes.data + at.HEAP_BYTES, arena.layout.heap_bytes)
