@@ -20,6 +20,7 @@ import pytest
 from torchestra.engine import layout as at
 from torchestra.engine.failure.hang_report import hang_report
 from torchestra.engine.failure.liveness import PeerProcesses, PeerThreads
+from torchestra.engine.failure.mismatches import call_of, tell_call
 from torchestra.engine.failure.stack_reporter import StackReporter
 from torchestra.engine.kernels import shared_words
 from torchestra.engine.kernels.selection import SpinPolicy
@@ -375,12 +376,12 @@ def test_what_a_rank_called_and_where_its_program_is_do_not_overwrite_each_other
 ) -> None:
     """The watcher may be asked while the ranks tell each other of a mismatch."""
     zero, one = contexts
-    zero._tell_call("all_reduce(SUM) of 3 elements")
+    tell_call(zero.arena, 0, "all_reduce(SUM) of 3 elements")
     watcher = StackReporter(zero.arena, 0, "pair", threading.current_thread(), lambda: zero.closed)
     watcher.start()
     lines = hang_report(one.arena, None, [0], (), (1, "elsewhere"))
     assert f"is at {__file__}" in lines
-    assert one._call_of(0) == "all_reduce(SUM) of 3 elements"
+    assert call_of(one.arena, 0) == "all_reduce(SUM) of 3 elements"
     zero.leave()
     watcher.join(SOON)
     assert not watcher.is_alive()
