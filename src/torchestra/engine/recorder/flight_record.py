@@ -27,7 +27,7 @@ from torchestra.errors import InvalidArgumentError, shown
 
 _MOST_RANKS = 1 << 20  # of a group; if it says more, what says so is damaged
 _PRESENCE: dict[int, Presence] = {at.PRESENT: "present", at.LEFT: "left"}
-# Called with plain addresses; Numba's annotations are of another language.
+# Kernels have no annotations: they take words, here addresses.
 _read_ring: Any = recorder.read_ring
 
 
