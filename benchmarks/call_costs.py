@@ -1,4 +1,4 @@
-"""What of a small operation is the kernel, and what the Python around it.
+"""Measure how much of a small operation is the kernel, and how much the Python around it.
 
     python -m benchmarks.call_costs [ranks] [size …]     (default: 2 ranks, 4 B, 64 KB, 1 MB)
 

@@ -1,4 +1,4 @@
-"""What a group on several hosts costs, beside plain Gloo and plain MPI over all ranks: `make bench-hosts`.
+"""Measure a group on several hosts beside plain Gloo and plain MPI over all ranks: `make bench-hosts`.
 
 Two hosts are network namespaces with two ranks each, joined by a cable (veth) that `tc tbf` shapes to the
 given rate in both directions. Every rank is in a group of torchestra's and in one of torch.distributed's, and

@@ -1,4 +1,4 @@
-"""What runs on torch.distributed, with torchestra as its backend and with Gloo, side by side."""
+"""Measure programs on torch.distributed, with torchestra as its backend and with Gloo, side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs many ranks to join, in requests to the store and in seconds: `make bench-join`.
+"""Measure what it costs many ranks to join, in requests to the store and in seconds: `make bench-join`.
 
 The ranks are simulated, their joining is not: each is a thread of one of a few processes, with a client of
 its own of one TCPStore, and goes through what ``init_process_group`` does on several hosts up to where bytes
@@ -50,7 +50,7 @@ STEPS = ("connect", "meet", "find hosts", "fetch memory")
 
 
 class Turn:
-    """Which of a process's ranks runs: one, until it waits for other ranks.
+    """Let one of a process's ranks run until it waits for others.
 
     Real ranks have a core each. A thousand threads that all want the one lock of the interpreter spend most
     of their time handing it over.
@@ -99,7 +99,7 @@ def await_end(*arguments: Any) -> bool:
 
 
 class Traffic:
-    """What a server is asked: how often, and how many bytes go to and fro, by kind of request."""
+    """Count a server's requests and their bytes to and fro, by kind of request."""
 
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""What the benchmark ran on, and how busy that was with other things."""
+"""Describe the machine of a benchmark, and how busy it was with other things."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to measure, and how long."""
+"""Say what to measure, and how long."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MpiEnvironment:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure, and how long.
+    """Say what to measure, and how long.
 
     Attributes:
         operations: names from ``ranks.shapes.OPERATIONS``.

@@ -1,4 +1,4 @@
-"""What a remote call takes between two workers of one host: torchestra's, and torch's over TensorPipe."""
+"""Measure remote calls between two workers of one host: torchestra's, and torch's over TensorPipe."""
 
 from __future__ import annotations
 

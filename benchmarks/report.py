@@ -1,4 +1,4 @@
-"""What was found: plain data, and its JSON."""
+"""Results as plain data, and their JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ColumnInfo:
 
     @property
     def shown(self) -> bool:
-        """Whether the table has it; an MPI's persistent operations count, but would make it too wide."""
+        """Return whether the table has it; persistent operations of an MPI would make it too wide."""
         return self.kind != "mpi" or self.memory != "persistent"
 
 
@@ -140,7 +140,7 @@ class BenchReport:
 
     @property
     def right(self) -> bool:
-        """Whether every result that was checked was right."""
+        """Return whether every result that was checked was right."""
         return all(timing.right for cell in self.cells for timing in cell.timings.values())
 
     @property

@@ -64,7 +64,7 @@ def run_benchmark(options: BenchOptions, watch: Watch | None = None) -> BenchRep
 
 
 class _Run:
-    """What has been found so far."""
+    """Hold the results so far."""
 
     def __init__(self, options: BenchOptions, watch: Watch) -> None:
         self._options = options

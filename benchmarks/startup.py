@@ -1,4 +1,4 @@
-"""How long it takes from a launcher's start to the first finished all_reduce of all ranks."""
+"""Measure the time from a launcher's start to the first finished all_reduce of all ranks."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ FEWEST_BATCHES = 2
 
 @dataclass(frozen=True)
 class Timing:
-    """What one peer did in one cell.
+    """Hold one peer's result in one cell.
 
     Attributes:
         median_us: median over the batches, slowest rank, microseconds.

@@ -1,4 +1,4 @@
-"""What data parallel training adds to a step of a model: torchestra's, and torch's on Gloo."""
+"""Measure what data parallel training adds to a step of a model: torchestra's, and torch's on Gloo."""
 
 from __future__ import annotations
 

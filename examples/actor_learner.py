@@ -51,7 +51,7 @@ class Catch:
         self.height = HEIGHT
 
     def look(self) -> torch.Tensor:
-        """What a player sees of each game."""
+        """Return what a player sees of each game."""
         height = torch.full_like(self.ball, self.height)
         return torch.stack([self.ball - self.paddle, height], dim=1) / HEIGHT
 

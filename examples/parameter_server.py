@@ -119,7 +119,7 @@ class Trainer:
         return (guessed == labels).sum().item() / len(labels)
 
     def is_same_everywhere(self) -> bool:
-        """Whether all trainers have the same dense network, bit for bit."""
+        """Return whether all trainers have the same dense network, bit for bit."""
         mine = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
         everybodys = [torch.empty_like(mine) for _ in range(self.group.size())]
         dist.all_gather(everybodys, mine, group=self.group)

@@ -58,7 +58,7 @@ class Stage:
         self.piece = piece
 
     def forward(self, inputs: rpc.RRef) -> torch.Tensor:
-        """What the piece makes of inputs that lie on any worker."""
+        """Return what the piece makes of inputs that lie on any worker."""
         return self.piece(inputs.to_here())
 
     def parameters(self) -> list[rpc.RRef]:
@@ -105,7 +105,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 def gradient_error(
     pipeline: Pipeline, pieces: list[nn.Module], images: torch.Tensor, labels: torch.Tensor
 ) -> float:
-    """How far the pipeline's gradients of one batch are from those of the network in one piece."""
+    """Return how far the pipeline's gradients of one batch are from those of the network in one piece."""
     whole = nn.Sequential(*pieces)
     nn.functional.cross_entropy(whole(images), labels).backward()
     with autograd.context() as context:

@@ -55,7 +55,7 @@ def victim(text: str) -> tuple[int, int]:
 
 
 class Training:
-    """What has to be the same on all ranks: the model, the optimizer, and how many steps are done."""
+    """Hold what all ranks share: the model, the optimizer, and the number of steps done."""
 
     def __init__(self, settings: argparse.Namespace) -> None:
         torch.manual_seed(settings.seed)

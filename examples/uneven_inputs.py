@@ -95,7 +95,7 @@ def train_epoch(
 
 
 def train_epoch_alone(model: nn.Module, ranks: int, settings: argparse.Namespace) -> None:
-    """What the first epoch should do: the same steps, in one process."""
+    """Check what the first epoch should do: the same steps, in one process."""
     optimizer = torch.optim.Adam(model.parameters(), settings.lr)
     everybodys = [list(batches(rank, ranks, 0, settings.batch_size)) for rank in range(ranks)]
     for step in range(max(map(len, everybodys))):
@@ -121,7 +121,7 @@ def gathered(*numbers: float) -> list[list[float]]:
 
 
 def ranks_agree(model: nn.Module) -> bool:
-    """Whether all ranks have rank 0's parameters, bit for bit."""
+    """Return whether all ranks have rank 0's parameters, bit for bit."""
     same = True
     for parameter in model.parameters():
         first = parameter.detach().clone()

@@ -1,4 +1,4 @@
-"""What every test may use. The time limit per test, with a dump of all stacks, is in pyproject.toml."""
+"""Fixtures of every test. The time limit per test, with a dump of all stacks, is in pyproject.toml."""
 
 from __future__ import annotations
 

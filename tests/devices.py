@@ -15,7 +15,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 
 def kind_for(device: str) -> str:
-    """What kind of ranks to train on a device with.
+    """Return what kind of ranks to train on a device with.
 
     Autograd has one thread for each GPU, in which two ranks of a process would wait for each other.
     """

@@ -33,7 +33,7 @@ class Child:
         return self._process.pid
 
     def result(self) -> Any:
-        """What ``work`` returned; an AssertionError with its traceback if it raised."""
+        """Return what ``work`` returned; an AssertionError with its traceback if it raised."""
         try:
             good, value = self._end.recv()
         except EOFError:

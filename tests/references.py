@@ -1,4 +1,4 @@
-"""What reductions must give, computed plainly: in the order of ranks, with torch and NumPy alone."""
+"""Compute reductions plainly, in the order of ranks, with torch and NumPy alone."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _truncated(total: np.ndarray, number: int) -> np.ndarray:
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor, *, signed_zeros: bool = True) -> bool:
-    """Whether two tensors hold the same bits; but any NaN is as good as any other."""
+    """Return whether two tensors hold the same bits; but any NaN is as good as any other."""
     if found.dtype in COMPLEX:
         found, expected = torch.view_as_real(found), torch.view_as_real(expected)
     if found.shape != expected.shape or found.dtype != expected.dtype:

@@ -1,4 +1,4 @@
-"""What `make` shows of pip's output: files and sizes; everything where pip fails."""
+"""Test what `make` shows of pip's output: files and sizes; everything where pip fails."""
 
 from __future__ import annotations
 

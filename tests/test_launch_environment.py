@@ -1,4 +1,4 @@
-"""What the launchers say to their ranks, and how it is understood."""
+"""Test what the launchers say to their ranks, and how it is understood."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks meet: the ways to meet, meeting again, ranks of mpiexec and torchrun, and who is missing."""
+"""Test how ranks meet: the ways to meet, meeting again, ranks of mpiexec and torchrun, and who is missing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LONG = 60.0
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What launched the tests themselves must not matter."""
+    """Hide what launched the tests themselves: it must not matter."""
     starts = ("OMPI_", "PMI", "MPI_", "SLURM_", "TORCHELASTIC_", "TORCHESTRA_", "MASTER_", "LOCAL_")
     for name in list(os.environ):
         if name.startswith(starts) or name in ("RANK", "WORLD_SIZE"):
@@ -48,7 +48,7 @@ def port() -> int:
 
 
 def together(count: int, work: Callable[[int], T]) -> list[T]:
-    """What ``work(rank)`` returns on each rank, where the ranks are threads."""
+    """Return what ``work(rank)`` returns on each rank, where the ranks are threads."""
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(work, range(count)))
 

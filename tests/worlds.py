@@ -44,21 +44,21 @@ WORLD_SECONDS = 60.0
 
 
 class Outcome(NamedTuple):
-    """How one rank ended."""
+    """Describe how one rank ended."""
 
     value: Any = None
     error: BaseException | None = None
     exit_code: int = 0
 
     def result(self) -> Any:
-        """What it returned; its exception is raised."""
+        """Return what it returned; its exception is raised."""
         if self.error is not None:
             raise self.error
         return self.value
 
     @property
     def message(self) -> str:
-        """What its exception said."""
+        """Return what its exception said."""
         assert self.error is not None, f"the rank returned {self.value!r}"
         return str(self.error)
 
@@ -75,7 +75,7 @@ class Remote(Exception):
 
 
 def results(ended: Sequence[Outcome]) -> list[Any]:
-    """What the ranks returned; if some failed, what all of those said, in full."""
+    """Return what the ranks returned; if some failed, what all of those said, in full."""
     errors = {rank: outcome.error for rank, outcome in enumerate(ended) if outcome.error is not None}
     told = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items()]
     assert not errors, "\n".join(["some ranks failed", *told])
@@ -439,7 +439,7 @@ def await_note(name: str, limit: float = WORLD_SECONDS) -> None:
 
 
 def mappings() -> list[str]:
-    """What this process has mapped of memory files of torchestra; of one file there may be several parts."""
+    """Return the parts of torchestra's memory files that this process has mapped."""
     with open("/proc/self/maps") as file:
         return [line for line in file if "memfd:torchestra" in line]
 
@@ -450,7 +450,7 @@ def mapped_files() -> set[str]:
 
 
 def descriptors() -> set[str]:
-    """What this process has open, by descriptor."""
+    """Return what this process has open, by descriptor."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

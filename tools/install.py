@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def lines(pip: subprocess.Popen[str]) -> Iterator[str | None]:
-    """What pip says, line by line; None each time that it has said nothing for a while."""
+    """Yield what pip says, line by line; None each time that it has said nothing for a while."""
     assert pip.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(pip.stdout, selectors.EVENT_READ)
@@ -80,7 +80,7 @@ def lines(pip: subprocess.Popen[str]) -> Iterator[str | None]:
 
 
 def worth_telling(line: str) -> str | None:
-    """What the user is to know of a line of pip's, if anything."""
+    """Return what the user is to know of a line of pip's, if anything."""
     if (found := _FILE.match(line)) is not None:
         how, name, version, size = found.groups()
         if "metadata" in line or size.endswith(" kB"):

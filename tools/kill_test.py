@@ -136,7 +136,7 @@ class Job:
         return True
 
     def said(self, rank: int) -> list[dict[str, Any]]:
-        """What a rank has told."""
+        """Return what a rank has told."""
         return [json.loads(line) for line in self.lines[rank].splitlines()]
 
     def close(self) -> list[int]:
@@ -187,7 +187,7 @@ def kill_one(name: str, size: int, dice: random.Random) -> tuple[list[float], li
 
 
 def leftovers(descriptors: set[str], shm: set[str], shared: set[str]) -> list[str]:
-    """What is left of a job: processes, who has its memory, files, and descriptors of this process."""
+    """Return what is left of a job: processes, who has its memory, files, and descriptors of this process."""
     try:
         wrong = [f"a process is left: {os.waitpid(-1, os.WNOHANG)}"]  # orphans become our children
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""What the workers of rpc_stress.py do: calls of every kind at random, each checked."""
+"""The workers of rpc_stress.py: calls of every kind at random, each checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _perform(what: str) -> None:
 
 
 def echo(value: Any) -> Any:
-    """What comes goes back."""
+    """Return what comes goes back."""
     _perform("echo")
     return value
 
@@ -62,7 +62,7 @@ def later(path: list[int]) -> torch.futures.Future[int]:
 
 
 class Box:
-    """What references refer to."""
+    """Serve as the value of references."""
 
     def __init__(self, value: torch.Tensor) -> None:
         _perform("box")
@@ -74,7 +74,7 @@ class Box:
 
 
 def unbox(box: rpc.RRef) -> torch.Tensor:
-    """What is in a box, asked of its owner."""
+    """Return what is in a box, asked of its owner."""
     _perform("unbox")
     return box.rpc_sync(timeout=0).get()
 

@@ -1,4 +1,4 @@
-"""What the soak does on one rank: operations drawn at random, each checked against a formula.
+"""The soak on one rank: operations drawn at random, each checked against a formula.
 
 All ranks draw the same plan from the seed, and so know what they must receive. Drawn for every operation:
 its group (the default one and three others are used at once), size (none to several MB, at times 40 MB),
@@ -125,7 +125,7 @@ class Soak:
     def expect(
         self, found: Sequence[torch.Tensor], wanted: Callable[[], Sequence[torch.Tensor]]
     ) -> Callable[[], None]:
-        """What compares the results, now or when the operation is done."""
+        """Return what compares the results, now or when the operation is done."""
         what = self.what
 
         def check() -> None:
@@ -144,7 +144,7 @@ class Soak:
     def pieces(
         self, salts: Sequence[int], ranks: Sequence[int], lengths: Sequence[int]
     ) -> Callable[[], list[torch.Tensor]]:
-        """What compares with pieces that ranks have sent."""
+        """Return what compares with pieces that ranks have sent."""
         dtype = self.dtype
         return lambda: [values(r, s, n, dtype) for r, s, n in zip(ranks, salts, lengths, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What the ranks of the soak send, as a formula in rank and salt, and what reductions must make of it."""
+"""The values of the soak: formulas in rank and salt for what ranks send, and for the reductions of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BASE = _VALUES.repeat(LARGEST // PERIOD + 2)  # made once, before the ranks are
 
 
 def values(rank: int, salt: int, length: int, dtype: torch.dtype, small: bool = False) -> torch.Tensor:
-    """What a rank sends: small whole numbers (0 to 2 for products), so that no dtype rounds or overflows."""
+    """Return what a rank sends: small integers (0 to 2 for products): no dtype rounds or overflows."""
     start = (rank * 1009 + salt * 97) % PERIOD
     whole = _BASE[start : start + length]
     if dtype.is_complex:

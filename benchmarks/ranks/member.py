@@ -1,4 +1,4 @@
-"""What every kind of rank offers to the session that drives it."""
+"""The protocol between a measured rank and the session that drives it."""
 
 from __future__ import annotations
 

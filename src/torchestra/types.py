@@ -57,7 +57,7 @@ def _told(name: str, parameter: str) -> str:
 
 
 class ReduceOp:
-    """How the values of the ranks are combined, element by element.
+    """Say how the values of the ranks are combined, element by element.
 
     ``SUM``, ``AVG`` (the sum divided by the number of ranks), ``PRODUCT``, ``MIN``, ``MAX``, and for
     integers and bool the bitwise ``BAND``, ``BOR``, ``BXOR``. :meth:`premul_sum` makes a sum in which

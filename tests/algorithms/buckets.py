@@ -14,7 +14,7 @@ SHAPES = ((7, 5), (5,), (4, 3, 2), (), (6, 5))
 
 
 def gradients(rank: int, step: int = 0, numel: int | None = None) -> torch.Tensor:
-    """What rank ``rank`` has computed in a step."""
+    """Return what rank ``rank`` has computed in a step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     count = sum(torch.Size(shape).numel() for shape in SHAPES) if numel is None else numel
     return torch.randn(count, generator=generator)
@@ -33,7 +33,7 @@ def bucket(
 def apply(
     hook: CommHook, state: Any, flat: torch.Tensor, shapes: Sequence[Sequence[int]] = SHAPES
 ) -> torch.Tensor:
-    """What a hook makes of these gradients, as a model would take it over."""
+    """Return what a hook makes of these gradients, as a model would take it over."""
     made = bucket(flat, shapes)
     result = hook(state, made).wait()
     assert made.buffer().dtype == flat.dtype
@@ -42,7 +42,7 @@ def apply(
 
 
 def identical(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is the same on all ranks, bit for bit."""
+    """Return whether the tensor is the same on all ranks, bit for bit."""
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, tensor)
     return all(torch.equal(other, tensor) for other in gathered)

@@ -1,4 +1,4 @@
-"""What the tests of algorithms share."""
+"""Fixtures of the tests of algorithms."""
 
 from __future__ import annotations
 

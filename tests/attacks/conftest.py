@@ -1,4 +1,4 @@
-"""What the tests of attacks share."""
+"""Fixtures of the tests of attacks."""
 
 from __future__ import annotations
 

@@ -7,5 +7,5 @@ import rpc_workers
 
 @pytest.fixture(params=rpc_workers.KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Whether workers are threads or processes."""
+    """Return whether workers are threads or processes."""
     return str(request.param)

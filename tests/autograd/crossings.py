@@ -38,7 +38,7 @@ def total(value: torch.Tensor) -> torch.Tensor:
 def local_gradients(
     program: Callable[..., Sequence[torch.Tensor]], leaves: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """What the program's gradients are if all of it runs here."""
+    """Return what the program's gradients are if all of it runs here."""
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None

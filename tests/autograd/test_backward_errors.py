@@ -1,4 +1,4 @@
-"""What goes wrong in a backward pass is told where it began, and the next pass is not disturbed."""
+"""Test that an error in a backward pass is told where it began, and the next pass is not disturbed."""
 
 from __future__ import annotations
 

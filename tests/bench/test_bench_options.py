@@ -1,4 +1,4 @@
-"""What the command line accepts, and what it refuses before anything is started."""
+"""Test what the command line accepts, and what it refuses before anything is started."""
 
 import argparse
 from pathlib import Path

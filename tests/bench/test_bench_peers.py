@@ -1,4 +1,4 @@
-"""How MPIs are found, and what their ranks find in their environment."""
+"""Test how MPIs are found, and what their ranks find in their environment."""
 
 import sys
 from pathlib import Path

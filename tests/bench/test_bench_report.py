@@ -1,4 +1,4 @@
-"""What a reader gets: ratios, tables, Markdown, JSON, the picture."""
+"""Test what a reader gets: ratios, tables, Markdown, JSON, the picture."""
 
 import io
 import json

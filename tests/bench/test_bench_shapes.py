@@ -13,7 +13,7 @@ def given(rank: int, count: int) -> np.ndarray:
 
 
 def result(operation: str, rank: int, world: int, size: int) -> np.ndarray | None:
-    """What the operation must leave on a rank, worked out the long way."""
+    """Return what the operation must leave on a rank, worked out the long way."""
     count = shape(operation, size, world).given
     inputs = [given(r, count) for r in range(world)]
     mine = [np.split(values, world)[rank] for values in inputs] if count % world == 0 else []

@@ -20,7 +20,7 @@ _GUARD_VALUE = 99
 
 
 def pattern(rank: int, length: int, salt: int = 0) -> torch.Tensor:
-    """What a rank sends: small numbers that every dtype holds, and a sum of a few of them too."""
+    """Return what a rank sends: small numbers that every dtype holds, and a sum of a few of them too."""
     return (torch.arange(length) * 3 + rank * 5 + salt * 7) % 13
 
 
@@ -35,7 +35,7 @@ class Maker:
         self._guarded: list[tuple[torch.Tensor, int]] = []
 
     def pattern(self, rank: int, length: int, salt: int = 0) -> torch.Tensor:
-        """What a rank sends; another salt gives other values."""
+        """Return what a rank sends; another salt gives other values."""
         return pattern(rank, length, self.salt + salt)
 
     def total(self, size: int, length: int, salt: int = 0) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Maker:
         return torch.stack([self.pattern(rank, length, salt) for rank in range(size)]).sum(0)
 
     def in_rank_order(self, size: int, length: int) -> torch.Tensor:
-        """What all ranks send, one after the other."""
+        """Return what all ranks send, one after the other."""
         return torch.cat([self.pattern(peer, length) for peer in range(size)])
 
     def holding(self, values: torch.Tensor) -> torch.Tensor:
@@ -269,7 +269,7 @@ def all_to_all_uneven(make: Maker, rank: int, size: int, length: int) -> None:
 
 
 def _between(sender: int, receiver: int, length: int) -> int:
-    """How much a rank sends to another in the uneven cases: some pairs nothing."""
+    """Return how much a rank sends to another in the uneven cases: some pairs nothing."""
     return length * ((sender + 2 * receiver) % 3) // 2
 
 

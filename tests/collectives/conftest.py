@@ -1,4 +1,4 @@
-"""What the tests of the collectives share."""
+"""Fixtures of the tests of the collectives."""
 
 from __future__ import annotations
 

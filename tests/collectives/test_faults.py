@@ -219,7 +219,7 @@ def test_what_a_rank_broadcast_before_it_went_is_not_lost(how: str) -> None:
 
 
 def is_ahead(rank: int) -> bool:
-    """Whether a rank has begun an operation of the default group that this one has not."""
+    """Return whether a rank has begun an operation of the default group that this one has not."""
     context = dist.group.WORLD.communicator.engine.context
     begun = context.arena.progress(rank) >> at.STEP_BITS
     return begun > context.word(at.SEQUENCE)

@@ -1,4 +1,4 @@
-"""How many Python frames there are between the user's call and the kernel."""
+"""Test how many Python frames there are between the user's call and the kernel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def functions_entered(call: Callable[[], object]) -> list[str]:
 
 
 def frames_above_the_kernel(call: Callable[[], object]) -> int:
-    """How deep the stack is when the kernel is called."""
+    """Return how deep the stack is when the kernel is called."""
     engine: Any = dist.group.WORLD.communicator.engine
     kernel, seen = engine.kernels.all_reduce, []
 

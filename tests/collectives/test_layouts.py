@@ -154,7 +154,7 @@ def test_tensors_without_dimensions() -> None:
 
 
 def read_expanded() -> None:
-    """What is only read may be expanded."""
+    """A tensor that is only read may be expanded."""
     rank = dist.get_rank()
     expanded = torch.tensor([rank + 1.0]).expand(4)
     outputs = [torch.empty(4) for _ in range(2)]

@@ -221,7 +221,7 @@ def many_mismatches() -> None:
 
 
 def splits_of(rank: int, case: str) -> tuple[list[int], list[int]]:
-    """What a rank expects, and what it sends, where two ranks do not agree."""
+    """Return what a rank expects, and what it sends, where two ranks do not agree."""
     return {
         "sent more": ([2, 2], [2, 3]) if rank == 0 else ([2, 2], [2, 2]),
         "sent nothing": ([2, 2], [2, 0]) if rank == 0 else ([2, 2], [2, 2]),

@@ -1,4 +1,4 @@
-"""What it takes to add a collective: a row of the table, and a kernel of a few lines."""
+"""Test what it takes to add a collective: a row of the table, and a kernel of a few lines."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_a_call_is_one_range_with_the_shapes_read(make: Callable[[], Any]) -> No
 
 
 def call_between() -> list[int]:
-    """How many ranges there are when the profiler is off, on, and off again."""
+    """Return how many ranges there are when the profiler is off, on, and off again."""
     tensor, counts = ones(3), []
     for on in (False, True, False):
         with torch.autograd.profiler.profile(enabled=on) as profiled:

@@ -201,7 +201,7 @@ def test_every_kind_of_operation_is_among_them() -> None:
 
 
 def has_bytes(kind: str) -> bool:
-    """Whether a kind can be pickled: its values are all there, or it has none."""
+    """Return whether a kind can be pickled: its values are all there, or it has none."""
     return kind in (
         "quantized",
         "meta",

@@ -75,7 +75,7 @@ def test_a_mixture_of_engines_is_refused() -> None:
 
 
 class TestGroupsOfSome(MultiThreadedTestCase):
-    """What new_group and its relatives return on each rank."""
+    """Hold what new_group and its relatives return on each rank."""
 
     @property
     def world_size(self) -> int:

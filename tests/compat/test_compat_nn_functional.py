@@ -25,7 +25,7 @@ def weight(rank: int, place: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def here(name: str, x: torch.Tensor) -> list[torch.Tensor]:
-    """What a rank gets from an operation."""
+    """Return what a rank gets from an operation."""
     rows = list(x.unbind())
     if name == "broadcast":
         return [F.broadcast(x, ROOT)]

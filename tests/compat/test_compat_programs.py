@@ -149,7 +149,7 @@ def test_processes_that_a_program_spawns_run_renamed(tmp_path: Path) -> None:
 
 
 def renamed(program: str) -> dict[str, object]:
-    """What a program has defined after the rename."""
+    """Return what a program has defined after the rename."""
     namespace: dict[str, object] = {"__name__": "program"}
     exec(compile(rename(ast.parse(textwrap.dedent(program))), "program", "exec"), namespace)
     return namespace

@@ -1,4 +1,4 @@
-"""What torch knows of backends and debug levels, and code asks for."""
+"""Test what torch knows of backends and debug levels, and code asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests take from PyTorch's helpers for distributed tests."""
+"""Test what tests take from PyTorch's helpers for distributed tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of delegated operations share."""
+"""Fixtures of the tests of delegated operations."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def _open(base: Any, store: Any, calls: list[str]) -> tuple[Gloo, Any]:
 
 
 class StandIn:
-    """What the default group's communicator has been replaced by.
+    """Replace the default group's communicator.
 
     Attributes:
         communicator: for the device.

@@ -1,4 +1,4 @@
-"""Whether a group delegates: what the ranks say of their devices, and what follows for all of them."""
+"""Test whether a group delegates: what the ranks say of their devices, and what follows for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to delegated operations that cannot end: time-outs, dead ranks, aborts, shrinking."""
+"""Test what happens to delegated operations that cannot end: time-outs, dead ranks, aborts, shrinking."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_dead_rank_is_an_error_and_the_others_go_on_without_it() -> None:
 
 
 def leave() -> None:
-    """What has been begun ends before the group is left; afterwards nothing can be begun."""
+    """An operation that has begun ends before the group is left; afterwards nothing can be begun."""
     with delegating() as stand_in:
         tensor = torch.ones(3)
         dist.all_reduce(tensor, async_op=True)

@@ -40,7 +40,7 @@ def test_every_operation_gives_what_its_formula_says() -> None:
 
 
 def on_streams(store: Store, rank: int, size: int) -> None:
-    """What comes before an operation on the caller's stream is seen by it, and its result by what follows."""
+    """An operation sees what precedes it on the caller's stream, and what follows sees its result."""
     begin(store, rank, size, rank)
     dist.all_reduce(torch.ones(1, device="cuda"))
     with torch.cuda.stream(torch.cuda.Stream()):

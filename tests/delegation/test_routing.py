@@ -1,4 +1,4 @@
-"""Which operations go to the delegation.
+"""Test which operations go to the delegation.
 
 Without a GPU, float64 tensors play the part of those of a device.
 """
@@ -31,7 +31,7 @@ def on_device(*shape: int, value: float = 0.0) -> torch.Tensor:
 
 
 def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``any_device`` makes of a communicator's method, with our device."""
+    """Return what ``any_device`` makes of a communicator's method, with our device."""
     return routed(method, method, is_of_device)(dist.group.WORLD.communicator, *args, **kwargs)
 
 

@@ -55,7 +55,7 @@ class Piece:
 
 @dataclass
 class Program:
-    """What is run as one: pieces of Python that follow each other.
+    """Hold pieces of Python that follow each other and run as one program.
 
     Attributes:
         kind: ``threads`` or ``processes``; ``pytest`` for a test file.
@@ -69,7 +69,7 @@ class Program:
 
     @property
     def starts_itself(self) -> bool:
-        """Whether it makes the default group."""
+        """Return whether it makes the default group."""
         return any("init_process_group(" in piece.text for piece in self.pieces)
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ def place(path: str) -> Path:
 
 @functools.cache
 def names_in(path: Path) -> frozenset[str]:
-    """What a module defines: functions, classes, their members, and names that it assigns."""
+    """Return what a module defines: functions, classes, their members, and names that it assigns."""
     found: set[str] = set()
 
     def visit(node: ast.AST, prefix: str) -> None:

@@ -54,7 +54,7 @@ def messages() -> tuple[str, ...]:
 
 
 def says(message: str, phrase: str) -> bool:
-    """Whether a message has the parts of a phrase, in order; for a ``…`` of the page anything may stand."""
+    """Return whether a message has the parts of a phrase, in order; any text may stand for a ``…``."""
     place = 0
     for part in map(str.strip, phrase.split(PLACE)):
         found = message.find(part, place)

@@ -19,7 +19,7 @@ ROWS = re.findall(r"^\| `(torch\.[\w.]+)` \| `?(.*?)`? \|$", BY_MODULE, re.MULTI
 
 
 def names_of_torch() -> set[str]:
-    """What torch.distributed has for its users: its functions and classes, and what these take by default."""
+    """Return torch.distributed's public functions and classes, and their defaults."""
     found = {"default_pg_timeout"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

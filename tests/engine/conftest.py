@@ -1,4 +1,4 @@
-"""What the tests of the engine share."""
+"""Fixtures of the tests of the engine."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from torchestra.engine.recorder import recorder
 
 
 class Rule(IntEnum):
-    """What can be broken."""
+    """Name what can be broken."""
 
     FIRST_PIECE_BEFORE_ARRIVAL = 1
     COPY_BEFORE_PUBLISHING = 2

@@ -1,4 +1,4 @@
-"""How much of the address space, of files and of core dumps an arena takes."""
+"""Test how much of the address space, of files and of core dumps an arena takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the thread of a queue is woken (engine/kernels/doorbell.py): no wake-up is lost, whatever happens when.
+"""Test the doorbell of a queue (engine/kernels/doorbell.py): no wake-up is lost, whatever happens when.
 
 The kernels are run as Python, one access to the shared words at a time, in every order in which those of two
 threads can follow each other.
@@ -96,7 +96,7 @@ def orders(first: int, second: int) -> Iterator[list[int]]:
 
 
 def sleepers_end(kernel: Any, order: list[int]) -> int | None:
-    """What await_task returns when another thread runs the kernel meanwhile; None if it sleeps for ever."""
+    """Return what await_task returns when another thread runs the kernel; None if it sleeps for ever."""
     words = dict.fromkeys(range(0, 8 * doorbell.DOORBELL_WORDS, 8), 0)
     sleeper, other = Actor(doorbell.await_task, words), Actor(kernel, words)
     sleeper.others, other.others = [other], [sleeper]

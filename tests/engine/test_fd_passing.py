@@ -60,7 +60,7 @@ def handing_out(
 def got(
     admission: DescriptorServer, rank: int, secret: bytes | None = SECRET, seconds: float = LONG
 ) -> bytes:
-    """What is in the file that a rank is given."""
+    """Return what is in the file that a rank is given."""
     descriptor = fetch(admission.invitation, secret, rank, "g", Deadline(seconds))
     try:
         assert not os.get_inheritable(descriptor)

@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def is_compiled() -> bool:
-    """Whether a process that comes now compiles."""
+    """Return whether a process that comes now compiles."""
     compiler = Compiler()
     assert find_or_make(compiler) == CONTENTS
     return compiler.calls == 1

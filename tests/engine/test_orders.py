@@ -64,7 +64,7 @@ def test_results_are_right_in_whatever_order_the_ranks_come(seed: int, size: int
 
 
 def fails(size: int, cases: tuple[Case, ...], kernels: dict[str, Kernel], tries: int) -> bool:
-    """Whether a wrong result is seen within so many programs."""
+    """Return whether a wrong result is seen within so many programs."""
     for seed in range(tries):
         baton = Baton(size, seed)
         ended = outcomes("threads", size, play, baton, program(seed, cases, 12), kernels, False)

@@ -141,7 +141,7 @@ def early_broadcast(engine: LocalEngine, turn: int, length: int = DIRECT) -> boo
 
 
 def inline_broadcast(engine: LocalEngine, turn: int) -> bool:
-    """What is broadcast lies beside the flag."""
+    """Return what is broadcast lies beside the flag."""
     return early_broadcast(engine, turn, 4)
 
 
@@ -154,7 +154,7 @@ def early_reduce(engine: LocalEngine, turn: int, length: int = DIRECT) -> bool:
 
 
 def inline_all_reduce(engine: LocalEngine, turn: int) -> bool:
-    """What is reduced lies beside the flags."""
+    """Return what is reduced lies beside the flags."""
     return all_reduce(engine, turn, 4)
 
 

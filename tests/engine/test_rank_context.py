@@ -216,7 +216,7 @@ def peers_of(arena: Arena) -> Iterator[PeerProcesses]:
 
 
 def dead_soon(peers: PeerProcesses, expected: tuple[int, ...]) -> bool:
-    """Whether they are found dead: a look may be put off after one that took long."""
+    """Return whether they are found dead: a look may be put off after one that took long."""
     deadline = time.monotonic() + SOON
     while peers.dead() != expected and time.monotonic() < deadline:
         time.sleep(0.001)

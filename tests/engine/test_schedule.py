@@ -1,4 +1,4 @@
-"""How often ranks wait for each other in an operation, as docs/algorithms.md has it ("meetings").
+"""Test how often ranks wait for each other in an operation, as docs/algorithms.md has it ("meetings").
 
 A rank's PROGRESS word tells: an operation takes one sequence number, and its last step is the number of
 meetings. So an additional synchronisation, which no test of results could see, shows here.

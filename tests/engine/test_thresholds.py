@@ -36,7 +36,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, int], object]] = {
 
 
 def with_thresholds_of_its_own(field: str, value: int) -> list[str]:
-    """What each operation says while one rank has another threshold; then all work again."""
+    """Return what each operation says while one rank has another threshold; then all work again."""
     engine, size = engine_here(), dist.get_world_size()
     usual = engine.choices
     said = []

@@ -1,4 +1,4 @@
-"""How ranks sleep and wake: no wake-up is lost, nobody is woken much in vain, and waiting costs nothing."""
+"""Test how ranks sleep and wake: no wake-up is lost, few are in vain, and waiting costs nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of functional collectives, meshes, group lookup and the fake world share."""
+"""Fixtures of the tests of functional collectives, meshes, group lookup and the fake world."""
 
 from __future__ import annotations
 

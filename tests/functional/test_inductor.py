@@ -23,14 +23,14 @@ _WAIT = "torch.ops.torchestra.wait_tensor.default("
 
 @pytest.fixture
 def _compiled_anew() -> Any:
-    """What Inductor keeps on the disk does not depend on how we lower, and would hide it."""
+    """Return what Inductor keeps on the disk does not depend on how we lower, and would hide it."""
     torch.compiler.reset()
     with fresh_cache():
         yield
 
 
 def call_of(code: str) -> str:
-    """What generated code does when it is called."""
+    """Return what generated code does when it is called."""
     return code[code.index("def call(") : code.index("runner =")]
 
 

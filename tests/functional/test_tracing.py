@@ -240,7 +240,7 @@ def test_a_collective_takes_place_though_nobody_uses_its_result() -> None:
 
 
 def eager_result_as_input() -> None:
-    """What an eager collective is still writing may be handed to a compiled function, which waits."""
+    """A tensor an eager collective is still writing may be handed to a compiled function, which waits."""
     result = funcol.all_reduce(torch.ones(3), "sum", world())
     assert type(result) is funcol.AsyncCollectiveTensor
     same(torch.compile(lambda t: t * 2, fullgraph=True, backend="aot_eager")(result), torch.full((3,), 4.0))

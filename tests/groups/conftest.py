@@ -1,4 +1,4 @@
-"""What the tests of groups share."""
+"""Fixtures of the tests of groups."""
 
 from __future__ import annotations
 

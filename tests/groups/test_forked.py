@@ -21,7 +21,7 @@ LIMIT_S = 30.0
 
 
 def in_child(function: Callable[[], Any]) -> Any:
-    """What a function returns in a child that is forked here; what it raises is raised."""
+    """Return what a function returns in a child that is forked here; what it raises is raised."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -47,7 +47,7 @@ def begin_message(tensor: torch.Tensor, rank: int) -> dist.Work:
 
 
 def operations(shared: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """What a rank might call; all but the last two are called before the fork, and so have fast paths."""
+    """Return calls of a rank; all but the last two are made before the fork, and so have fast paths."""
     one, two, rank = torch.ones(1), torch.ones(2), dist.get_rank()
     return {
         "all_reduce": lambda: dist.all_reduce(torch.full((1,), 1000.0)),

@@ -25,7 +25,7 @@ def usable(group: dist.ProcessGroup | None = None) -> None:
 
 
 def refused(make: Callable[[], Any], first: int, key: str = "new_group/2") -> str:
-    """What this rank is told, where rank ``first`` is to be the first that calls."""
+    """Return what this rank is told, where rank ``first`` is to be the first that calls."""
     if dist.get_rank() != first:
         default_group().store.wait([key])
     with pytest.raises(CollectiveMismatchError) as caught:

@@ -1,4 +1,4 @@
-"""What takes several operations or messages, and is left between two: every rank learns of it.
+"""Test operations on objects that are left between two of their messages: every rank learns of it.
 
 Otherwise the rank's next operation would be taken for the second by the others.
 """

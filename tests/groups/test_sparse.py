@@ -191,7 +191,7 @@ def test_all_ranks_have_the_same_bits(seed: int, sparse: int, counts: list[int])
 
 
 def gradients() -> None:
-    """What DistributedDataParallel needs: gradients of a sparse embedding, and leaves that require grad."""
+    """Do as DistributedDataParallel does: gradients of a sparse embedding, and leaves that require grad."""
     rank, size = dist.get_rank(), dist.get_world_size()
     embedding = torch.nn.Embedding(10, 3, sparse=True)
     with torch.no_grad():

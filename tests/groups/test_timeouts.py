@@ -1,4 +1,4 @@
-"""How long operations wait: by default, as told, and not counting the time in which nothing ran."""
+"""Test how long operations wait: by default, as told, and not counting the time in which nothing ran."""
 
 from __future__ import annotations
 

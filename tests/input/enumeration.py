@@ -97,7 +97,7 @@ def invoke(function: Function, arguments: dict[str, Any]) -> Any:
 
 
 def shows(message: str, value: object) -> bool:
-    """Whether a message tells the value, or of a long one its beginning, or what kind of thing it is."""
+    """Return whether a message tells the value, the beginning of a long one, or its kind."""
     kinds = {type(value).__name__, getattr(value, "__name__", None)}
     if isinstance(value, torch.Tensor):  # whose elements may not be there to be shown
         return any(
@@ -117,7 +117,7 @@ def shows(message: str, value: object) -> bool:
 
 
 def verdict(case: Case, error: BaseException | None) -> str:
-    """What is wrong with how a call ended; empty if nothing is."""
+    """Return what is wrong with how a call ended; empty if nothing is."""
     if error is None:
         return "accepted"
     if not isinstance(error, DistError):

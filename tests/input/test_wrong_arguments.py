@@ -31,7 +31,7 @@ TAKES_ANYTHING = {
 
 
 class Report(NamedTuple):
-    """What the enumeration told.
+    """Hold the outcome of the enumeration.
 
     Attributes:
         calls: by number.

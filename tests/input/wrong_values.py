@@ -222,7 +222,7 @@ TRACED = ("on no device", "fake", "without any memory", "functional")
 
 
 def fits(hint: Any, value: object) -> bool:
-    """Whether an annotation allows a value."""
+    """Return whether an annotation allows a value."""
     if isinstance(hint, TypeVar) and isinstance(hint.__bound__, type):
         hint = hint.__bound__
     if hint is Any or hint is object or isinstance(hint, TypeVar):

@@ -1,4 +1,4 @@
-"""What the tests of interop share."""
+"""Fixtures of the tests of interop."""
 
 from __future__ import annotations
 

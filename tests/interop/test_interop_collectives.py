@@ -22,7 +22,7 @@ REDUCED = [dtype for dtype in MOVED if dtype is not torch.bool]
 
 
 def of(rank: int, length: int = 5) -> torch.Tensor:
-    """What a rank brings: small numbers, which every dtype can add up."""
+    """Return what a rank brings: small numbers, which every dtype can add up."""
     return (torch.arange(length) * 3 + rank * 5) % 7
 
 
@@ -31,7 +31,7 @@ def total(size: int, length: int = 5) -> torch.Tensor:
 
 
 def done(work: Any, async_op: bool) -> None:
-    """What a call returned is as torch's functions have it; then it is waited for."""
+    """Check that a call returned what torch's functions return, then wait for it."""
     if async_op:
         assert work.wait() is True
         assert work.is_completed()

@@ -1,4 +1,4 @@
-"""What goes wrong on torchestra's engine comes through torch.distributed: at once, on every rank, named."""
+"""Test that faults on torchestra's engine come through torch.distributed: at once, on every rank, named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the backend comes to be known to torch.distributed, and what it is known for."""
+"""Test how the backend comes to be known to torch.distributed, and what it is known for."""
 
 from __future__ import annotations
 

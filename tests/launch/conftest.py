@@ -17,7 +17,7 @@ _LIMIT_S = 60
 
 
 class Finished(NamedTuple):
-    """How a job ended, and what it printed."""
+    """Describe how a job ended, and what it printed."""
 
     code: int
     out: str

@@ -55,7 +55,7 @@ def run_nodes(script: Path, ranks: tuple[int, ...], *arguments: str) -> list[tup
 
 
 def ended(launcher: subprocess.Popen[str]) -> tuple[str, str, int]:
-    """What a launcher has printed, and its exit code."""
+    """Return what a launcher has printed, and its exit code."""
     out, err = launcher.communicate(timeout=LIMIT_S)
     return out, err, launcher.returncode
 
@@ -207,7 +207,7 @@ class Launchers:
         return number
 
     def how(self, number: int) -> Nodes | DistError:
-        """What became of one, waited for."""
+        """Return what became of one, waited for."""
         self._threads[number].join(LIMIT_S)
         return self.ended[number]
 

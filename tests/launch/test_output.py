@@ -1,4 +1,4 @@
-"""What the ranks print reaches the screen in whole lines, whatever they print and whenever."""
+"""Test that what the ranks print reaches the screen in whole lines, whatever they print and whenever."""
 
 from __future__ import annotations
 

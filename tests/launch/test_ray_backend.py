@@ -1,4 +1,4 @@
-"""How the launcher and the actors of ranks on Ray get on, with calls that threads carry instead of Ray."""
+"""Test the launcher with the actors of ranks on Ray; threads carry the calls instead of Ray."""
 
 from __future__ import annotations
 

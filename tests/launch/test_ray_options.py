@@ -1,4 +1,4 @@
-"""What is said about ranks on Ray before there is a cluster; Ray need not be installed."""
+"""Test what is said about ranks on Ray before there is a cluster; Ray need not be installed."""
 
 from __future__ import annotations
 

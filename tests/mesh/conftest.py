@@ -1,4 +1,4 @@
-"""What the tests of meshes and of the fake world share."""
+"""Fixtures of the tests of meshes and of the fake world."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from worlds import KINDS, run
 
 @pytest.fixture
 def rank_3_of_8() -> Iterator[None]:
-    """What needs no other rank is looked at from one of a fake world."""
+    """Make this rank one of a fake world: what is tested here needs no other."""
     dist.init_process_group("fake", rank=3, world_size=8)
     yield
     dist.destroy_process_group()

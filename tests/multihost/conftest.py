@@ -1,4 +1,4 @@
-"""What the tests of groups on several hosts share."""
+"""Fixtures of the tests of groups on several hosts."""
 
 from __future__ import annotations
 

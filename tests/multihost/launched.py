@@ -39,14 +39,14 @@ Commands = Sequence[Sequence[str]]
 
 
 def why_no_mpich() -> str:
-    """Why MPICH cannot be used here; empty if it can."""
+    """Return why MPICH cannot be used here; empty if it can."""
     if (_MPICH / "bin" / "mpichversion").exists() and importlib.util.find_spec("mpi4py") is not None:
         return ""
     return "MPICH is not installed beside this interpreter: pip install mpich mpi4py"
 
 
 def why_no_openmpi() -> str:
-    """Why Open MPI cannot be used here; empty if it can."""
+    """Return why Open MPI cannot be used here; empty if it can."""
     if (_OPENMPI / "bin" / "ompi_info").exists() and importlib.util.find_spec("mpi4py") is not None:
         return ""
     return f"Open MPI is not installed in {_OPENMPI}: make .venv-openmpi/.peer"
@@ -65,7 +65,7 @@ def addresses(layout: Layout) -> str:
 
 
 def remote_shell(network: Network, directory: Path) -> str:
-    """What stands for ssh: a program that runs a command on a host, by its address."""
+    """Return what stands for ssh: a program that runs a command on a host, by its address."""
     cases = "\n".join(f"10.77.0.{host + 1}) name={name};;" for host, name in enumerate(network.hosts))
     path = directory / "remote-shell"
     path.write_text(
@@ -246,7 +246,7 @@ def _meet_relay(rank: int) -> tuple[socket.socket, dict[str, str], list[int]]:
 
 
 def in_default_group(fn: Callable[..., Any], *args: Any) -> Any:
-    """What most ranks do: they meet as the environment says."""
+    """Return what most ranks do: they meet as the environment says."""
     dist.init_process_group(timeout=SECONDS)
     result = fn(*args)
     dist.barrier()

@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 
 def why_not() -> str:
-    """Why there cannot be such hosts here; empty if there can."""
+    """Return why there cannot be such hosts here; empty if there can."""
     if shutil.which("ip") is None:
         return "the program ip (iproute2) is not installed"
     name = f"tq{os.getpid()}try"

@@ -38,7 +38,7 @@ def host_names(layout: Layout) -> list[str]:
 def outcomes_on_threads(
     layout: Layout, fn: Callable[..., Any], *args: Any, timeout: float = SECONDS, bridge: str = ""
 ) -> list[Outcome]:
-    """How each rank ended. ``bridge``: what is between the hosts, if not memory."""
+    """Return how each rank ended. ``bridge``: what is between the hosts, if not memory."""
     names, store = host_names(layout), HashStore()
     ended = [Outcome() for _ in names]
 
@@ -61,7 +61,7 @@ def outcomes_on_threads(
 
 
 def on_threads(layout: Layout, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """What each rank returned. Options as for :func:`outcomes_on_threads`."""
+    """Return what each rank returned. Options as for :func:`outcomes_on_threads`."""
     return _results(outcomes_on_threads(layout, fn, *args, **options))
 
 
@@ -77,7 +77,7 @@ def _bridge(name: str) -> Iterator[None]:
 
 
 def on_processes(layout: Layout, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """What each rank returned."""
+    """Return what each rank returned."""
     with host_processes(layout, fn, *args, **options) as world:
         return _results(world.finish())
 

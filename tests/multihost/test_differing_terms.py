@@ -33,7 +33,7 @@ class LateReader(TCPStore):
 
 
 def meet_with_bounds(store: Store, rank: int, size: int, bounds: list[str], late: int | None) -> str:
-    """What the rank is told when the group is made; it leaves at once, rank 0 with the store."""
+    """Return what the rank is told when the group is made; it leaves at once, rank 0 with the store."""
     os.environ.update({HOST_VARIABLE: host_names(LAYOUT)[rank], HEARTBEAT_VARIABLE: bounds[rank]})
     os.environ[SECRET_VARIABLE] = "a secret of these tests"
     if rank == 0:

@@ -1,4 +1,4 @@
-"""How ranks find out who shares a host with them."""
+"""Test how ranks find out who shares a host with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells hosts apart before anybody has tried."""
+"""Test what tells hosts apart before anybody has tried."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def posted_before_and_out_of_order() -> None:
 
 
 def refused_and_late() -> None:
-    """What does not fit is thrown away; who waits in vain is told; the group goes on in both cases."""
+    """A message that does not fit is thrown away; whoever waits in vain is told; the group goes on."""
     rank, size = dist.get_rank(), dist.get_world_size()
     last = size - 1
     for length in (SMALL, LARGE):
@@ -121,7 +121,7 @@ def order_of_all_sizes() -> None:
 
 
 def survive_their_sender() -> None:
-    """What was sent is received though its sender has left; who sends to one that has left is told so."""
+    """A message is received though its sender has left; whoever sends to one that has left is told so."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     group = dist.new_group([0, last])
     if rank == 0:

@@ -25,7 +25,7 @@ PAIRS = (2, 2)
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another host says is looked at eight times as often."""
+    """Look eight times as often at what another host says."""
     monkeypatch.setenv(HEARTBEAT_VARIABLE, "4")
 
 

@@ -33,7 +33,7 @@ def network() -> Iterator[Network]:
 
 
 def run_digits(directory: str) -> str:
-    """What the example printed."""
+    """Return what the example printed."""
     sys.argv = [
         str(SCRIPT),
         "--epochs",

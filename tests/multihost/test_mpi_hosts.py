@@ -42,7 +42,7 @@ def network() -> Iterator[Network]:
 
 
 def everything_over_mpi() -> tuple[list[list[int]], tuple[str, float]]:
-    """What is done over Gloo too, and messages so large that they take a pipe of their own."""
+    """Return what is done over Gloo too, and messages so large that they take a pipe of their own."""
     engine = dist.group.WORLD.communicator.engine  # type: ignore[union-attr]
     bridge = engine.hierarchy.bridge
     assert bridge is None or isinstance(bridge, MPIBridge)

@@ -25,7 +25,7 @@ HUGE = 900_000
 
 
 def until(found: Callable[[], Any]) -> Any:
-    """What is found at last."""
+    """Return what is found at last."""
     deadline = time.monotonic() + SOON
     while not (result := found()):
         assert time.monotonic() < deadline, "it never was so"

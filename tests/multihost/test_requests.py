@@ -1,4 +1,4 @@
-"""What joining asks of the store grows with the number of ranks, not with its square."""
+"""Test that the requests of joining to the store grow with the number of ranks, not with its square."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def length(value: Any) -> int:
 
 
 def on_simulated_hosts(size: int, join: Any) -> Counter[str]:
-    """What a store is asked by ranks that are threads and call ``join(store, rank, size)``."""
+    """Return what a store is asked by ranks that are threads and call ``join(store, rank, size)``."""
     store = CountingStore()
     asked: Counter[str] = Counter()
     errors: list[BaseException] = []

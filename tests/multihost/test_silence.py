@@ -1,4 +1,4 @@
-"""What failure detectors hear: when a host is taken for gone, by them or by survivors that shrink; who is
+"""Test failure detectors: when a host is taken for gone, by them or by survivors that shrink; who is
 told."""
 
 from __future__ import annotations

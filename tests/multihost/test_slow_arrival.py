@@ -1,4 +1,4 @@
-"""What a rank elsewhere has sent before it went arrives, and why the way failed is told, however late."""
+"""Test that what a rank sent before it left arrives, and why its connection failed is told, however late."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from torchestra.transport.transport import Transport
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What is logged of packets that are dropped, beginning anew."""
+    """Return what is logged of packets that are dropped, beginning anew."""
     for name in ("packets", "point_to_point", "failure_detector", "peer_values"):
         monkeypatch.setattr(
             f"torchestra.engine.multihost.{name}.warnings", RateLimitedWarnings(logging.getLogger("packets"))
@@ -110,7 +110,7 @@ NONSENSE = [b"", b"xx", b"5", b"[]", b"[" * 100_000, b'["over", ["1"], 5]', b'[[
 
 
 def be_asked_despite_nonsense() -> bool:
-    """Whether the other host still answers, after what would have ended its thread."""
+    """Return whether the other host still answers, after what would have ended its thread."""
     if dist.get_rank() == 0:
         for text in NONSENSE:
             for what in (*ControlMessage, 99):

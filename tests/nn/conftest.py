@@ -1,4 +1,4 @@
-"""What the tests of nn share."""
+"""Fixtures of the tests of nn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradients share a bucket, and the memory of a bucket."""
+"""Test which gradients share a bucket, and the memory of a bucket."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Future = torch.futures.Future
 
 
 def average(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-    """What happens without a hook, with a chained future."""
+    """Return what happens without a hook, with a chained future."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0].div_(dist.get_world_size()))
 

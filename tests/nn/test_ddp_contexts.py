@@ -143,7 +143,7 @@ def test_remote_layers_get_what_local_ones_get(kind: str) -> None:
 
 
 class Example:
-    """What a trainer learns from: dense features, places in a table, and values."""
+    """Hold a trainer's data: dense features, places in a table, and values."""
 
     def __init__(self, trainer: int, steps: int) -> None:
         generator = torch.Generator().manual_seed(trainer)

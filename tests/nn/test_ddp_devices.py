@@ -21,7 +21,7 @@ SIZE = 2
 
 
 def ids_of(device: str, form: str) -> list[Any] | None:
-    """What to give as ``device_ids``: nothing on the CPU; the number of the GPU, or the device itself."""
+    """Return ``device_ids``: nothing on the CPU; the number of the GPU, or the device itself."""
     if device == "cpu" or form == "none":
         return None
     return [0] if form == "number" else [torch.device("cuda", 0)]

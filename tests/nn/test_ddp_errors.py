@@ -1,4 +1,4 @@
-"""What is wrong is said: by whom, about which parameter, and what to do."""
+"""Test that errors tell who failed, about which parameter, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many Python frames a gradient passes in DistributedDataParallel: what backward waits for."""
+"""Test how many Python frames a gradient passes in DistributedDataParallel: what backward waits for."""
 
 from __future__ import annotations
 

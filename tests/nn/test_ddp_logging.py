@@ -1,4 +1,4 @@
-"""What a wrapper tells about itself, in torch's fields."""
+"""Test what a wrapper tells about itself, in torch's fields."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def test_buckets_may_be_given_their_sizes_one_by_one() -> None:
 
 
 class Mesh:
-    """What is asked of a device mesh."""
+    """Stand for a device mesh."""
 
     def __init__(self, ndim: int, group: dist.ProcessGroup) -> None:
         self.ndim = ndim

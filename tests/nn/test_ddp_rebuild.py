@@ -44,7 +44,7 @@ SGD = torch.optim.SGD
 
 
 class Gone(Exception):
-    """What the rank leaves with that is lost."""
+    """End the rank that is lost."""
 
 
 class Trained(NamedTuple):
@@ -56,7 +56,7 @@ class Trained(NamedTuple):
 
 
 class Case(NamedTuple):
-    """How to make a module, and train it.
+    """Make a module, and train it.
 
     Attributes:
         module: makes it.

@@ -60,7 +60,7 @@ def note_gradients(model: nn.Module, events: list[str]) -> None:
 
 @pytest.fixture(params=[1, 0], ids=["cores to spare", "no core to spare"])
 def spare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many cores are left for reductions beside backward."""
+    """Return how many cores are left for reductions beside backward."""
     monkeypatch.setattr(reducer, "spare_cores", lambda ranks: request.param)
     return request.param
 

@@ -12,11 +12,11 @@ from worlds import outcomes
 
 
 class Gone(Exception):
-    """What the rank leaves with that is lost."""
+    """End the rank that is lost."""
 
 
 def averages(wrapped: DistributedDataParallel) -> bool:
-    """Whether a step leaves, on all ranks, the average of their gradients."""
+    """Return whether a step leaves, on all ranks, the average of their gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
     expected = []
     for other in range(size):

@@ -1,4 +1,4 @@
-"""What a wrapped module has beside gradients: state, buffers, statistics, and an end."""
+"""Test what a wrapped module has beside gradients: state, buffers, statistics, and an end."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 
 
 def normalized(module: Any, batch: torch.Tensor) -> tuple[Any, ...]:
-    """What comes out, the gradients of input and parameters, and the module's state afterwards."""
+    """Return what comes out, the gradients of input and parameters, and the module's state afterwards."""
     batch = batch.detach().clone().requires_grad_()
     output = module(batch)
     loss(output).backward()

@@ -1,4 +1,4 @@
-"""What the tests of optim share."""
+"""Fixtures of the tests of optim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of process groups share."""
+"""Fixtures of the tests of process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What some reductions over the ranks must give: inputs of a rank, and the result, as formulas."""
+"""Reductions over the ranks as formulas: the inputs of a rank, and the result."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def trace(call: Callable[[torch.Tensor], tuple[Any, torch.Tensor]], device: str)
 
 
 def overlap(device: str) -> None:
-    """What is computed between a collective and the use of its result stands between them in the trace."""
+    """Computation between a collective and the use of its result stands between them in the trace."""
 
     def program(tensor: torch.Tensor) -> torch.Tensor:
         reduced = CommTensor(tensor + 1)

@@ -48,7 +48,7 @@ def is_of_device(tensor: torch.Tensor) -> bool:
 
 
 def call(copies: NotedCopies, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Work | None:
-    """What ``staged`` makes of the method of a communicator, with our device and its copies."""
+    """Return what ``staged`` makes of the method of a communicator, with our device and its copies."""
     bound = inspect.signature(method).bind(dist.group.WORLD.communicator, *args, **kwargs)
     return run_staged(method, bound, is_of_device, lambda tensors: Stage(tensors, copies, pinned=False))
 

@@ -1,4 +1,4 @@
-"""What the tests of the flight recorder and its readers share."""
+"""Fixtures of the tests of the flight recorder and its readers."""
 
 from __future__ import annotations
 

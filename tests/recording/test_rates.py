@@ -1,4 +1,4 @@
-"""What happened between two looks at a group, from records made by hand."""
+"""Test what happened between two looks at a group, from records made by hand."""
 
 from __future__ import annotations
 

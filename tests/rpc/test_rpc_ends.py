@@ -272,7 +272,7 @@ def _begin_again_and_look(road: str) -> None:
 
 
 def requests_per_worker(size: int) -> float:
-    """How many requests it takes a worker to learn the names of all."""
+    """Return how many requests it takes a worker to learn the names of all."""
     store, requests = HashStore(), Counter()
     asking = threading.Lock()
 

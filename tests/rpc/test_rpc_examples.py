@@ -13,7 +13,7 @@ SECONDS = 100
 
 
 def run_example(name: str, nproc: int, *arguments: str) -> list[str]:
-    """What the first rank has printed."""
+    """Return what the first rank has printed."""
     command = [sys.executable, "-m", "torchestra", "run", "--nproc", str(nproc), str(EXAMPLES / name)]
     ended = subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False

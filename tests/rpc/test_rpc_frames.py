@@ -1,4 +1,4 @@
-"""How many functions of Python a call passes, at the caller and at the worker called."""
+"""Test how many functions of Python a call passes, at the caller and at the worker called."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Explosive:
 
 
 def strangers(address: str, key: bytes) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """How a stranger's socket may be set up."""
+    """Yield the ways in which a stranger's socket may be set up."""
     public, private = zmq.curve_keypair()
     other, _ = zmq.curve_keypair()
     yield "no key", {}
@@ -199,7 +199,7 @@ def await_tags(came: list[int], tags: list[int]) -> None:
 
 
 def is_shut(address: str) -> bool:
-    """Whether nobody can connect there any more; that is seen to by another thread."""
+    """Return whether nobody can connect there any more; that is seen to by another thread."""
     host, port = address.removeprefix("tcp://").rsplit(":", 1)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -404,7 +404,7 @@ def give_much(number: float, length: int = 1 << 15) -> torch.Tensor:
 
 @rpc.functions.async_execution
 def ask_for_much(peer: int, number: int) -> torch.futures.Future:
-    """What the answer is sent from is the thread that completes the future."""
+    """Return what the answer is sent from is the thread that completes the future."""
     return rpc.rpc_async(peer, give_much, (number,)).then(lambda future: future.value() + 1)
 
 

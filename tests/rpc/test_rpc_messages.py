@@ -1,4 +1,4 @@
-"""What can be sent, and how tensors are."""
+"""Test what can be sent, and how tensors are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs written for torch.distributed.rpc rely on beyond the values that references give."""
+"""Test what programs written for torch.distributed.rpc rely on beyond the values that references give."""
 
 from __future__ import annotations
 

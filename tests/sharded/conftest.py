@@ -1,4 +1,4 @@
-"""What the tests of sharded share."""
+"""Fixtures of the tests of sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of shrinking share."""
+"""Fixtures of the tests of shrinking."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SOON = 20.0
 
 
 class Gone(Exception):
-    """What ranks leave with."""
+    """End a rank that leaves."""
 
 
 def leave() -> None:
@@ -27,7 +27,7 @@ def leave() -> None:
 
 
 def results(ended: list[Outcome]) -> list[Any]:
-    """What the ranks returned that did not leave."""
+    """Return what the ranks returned that did not leave."""
     return [outcome.result() for outcome in ended if not isinstance(outcome.error, Gone)]
 
 

@@ -39,7 +39,7 @@ def die_at(step: str, when: str) -> None:
 
 
 def left_behind() -> list[str]:
-    """What of torchestra this process still holds after it has destroyed its groups."""
+    """Return what of torchestra this process still holds after it has destroyed its groups."""
     dist.destroy_process_group()
     deadline = time.monotonic() + SOON
     while (mappings() or threading.active_count() > 1) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What every store promises, as checks that any implementation can run.
+"""The contract of stores, as checks that any implementation can run.
 
 :func:`check_store` runs them all; ``CHECKS`` has them one by one, for pytest to name. Each check is given a
 new, empty store.
@@ -46,7 +46,7 @@ def promise(needs: str = "") -> Callable[[Check], Check]:
 
 
 def at_once(count: int, work: Callable[[int], T]) -> list[T]:
-    """What ``work(0)``, ``work(1)``, ... return, all of them called at the same time."""
+    """Return what ``work(0)``, ``work(1)``, ... return, all of them called at the same time."""
     start = threading.Barrier(count)
 
     def run(number: int) -> T:

@@ -62,7 +62,7 @@ def liar() -> Iterator[Liar]:
 
 
 def told(liar: Liar, request: str, answer: bytes) -> object:
-    """What a store makes of an answer to its first request."""
+    """Return what a store makes of an answer to its first request."""
     liar.answer = answer
     store = TCPStore("127.0.0.1", liar.port, timeout=20.0)
     try:

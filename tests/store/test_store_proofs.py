@@ -1,4 +1,4 @@
-"""What a stranger puts into torch's store, which asks nobody, is not believed where the job has a secret."""
+"""Test that a stranger's values in torch's store are not believed where the job has a secret."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def as_nobody(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def first_words(host: str, port: int, data: bytes) -> bytes:
-    """What a server answers, up to its first hundred bytes."""
+    """Return what a server answers, up to its first hundred bytes."""
     with socket.create_connection((host, port), LONG) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(data)
         return connection.recv(100)
@@ -329,7 +329,7 @@ def test_a_stranger_that_sends_byte_by_byte_has_a_limited_time(monkeypatch: pyte
 
 
 def approaches() -> Iterator[bytes]:
-    """What strangers say before they fall silent, over and over."""
+    """Yield what strangers say before they fall silent, over and over."""
     hello = Hello(1, os.urandom(NONCE_BYTES)).encode(from_client=True)
     while True:
         yield from (

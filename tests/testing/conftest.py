@@ -1,4 +1,4 @@
-"""What the tests of the testing kit share."""
+"""Fixtures of the tests of the testing kit."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torchestra.testing import TEST_SKIPS, MultiProcessTestCase
 
 
 class Cases(MultiProcessTestCase):
-    """What the tests below run; pytest itself does not."""
+    """Cases that the tests below run; pytest itself does not."""
 
     __test__ = False
     timeout = 60.0

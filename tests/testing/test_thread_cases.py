@@ -121,7 +121,7 @@ class Base(MultiThreadedTestCase):
 
 
 class TestWithBaseClass(Base):
-    """What a test case of threads offers, run by pytest as users run it."""
+    """Use all that a test case of threads offers, run by pytest as users run it."""
 
     __test__ = True
 

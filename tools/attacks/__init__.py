@@ -21,7 +21,7 @@ from typing import Protocol, cast
 
 @dataclass
 class Outcome:
-    """What came of an attack.
+    """Describe the outcome of an attack.
 
     Attributes:
         tried: how often what was tried.
@@ -59,6 +59,6 @@ def load(name: str) -> Attack:
 
 
 def hindrance(attack: Attack) -> str:
-    """Why an attack cannot be run here; empty if it can."""
+    """Return why an attack cannot be run here; empty if it can."""
     ask = getattr(attack, "hindrance", None)
     return str(ask()) if ask is not None else ""

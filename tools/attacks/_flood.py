@@ -135,7 +135,7 @@ def _join(order: dict[str, Any], talk: list[bytes], selector: selectors.BaseSele
 
 
 def _heard(stranger: socket.socket) -> bytes | None:
-    """What came; nothing if it was ended, None if there is nothing."""
+    """Return what came; nothing if it was ended, None if there is nothing."""
     try:
         return stranger.recv(4096)
     except BlockingIOError:

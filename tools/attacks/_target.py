@@ -1,4 +1,4 @@
-"""What an attack looks at in the attacked process: its descriptors, its log, and whether it serves."""
+"""The attacked process as an attack sees it: its descriptors, its log, and whether it serves."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _load_from_everywhere(base: Path, outcome: Outcome) -> None:
 
 
 def _load(root: Path) -> bytes | None:
-    """What a process finds of an object file, if TORCHESTRA_CACHE_DIR is this."""
+    """Return what a process finds of an object file, if TORCHESTRA_CACHE_DIR is this."""
     os.environ["TORCHESTRA_CACHE_DIR"] = str(root)
     return find(_NAME)
 
@@ -101,7 +101,7 @@ def _own_choice() -> Iterator[None]:
 
 
 def _lay_out(base: Path, file: Path) -> None:
-    """What there is before the attacker comes: his directories, and one's own with something wrong."""
+    """Make what there is before the attacker comes: his directories, and one's own with something wrong."""
     for name in ("theirs", "through-theirs", "sticky-link", "for-all", "for-a-group", "sticky"):
         (base / name).mkdir()
     os.chown(base / "theirs", NOBODY, NOBODY)

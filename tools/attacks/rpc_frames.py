@@ -16,7 +16,7 @@ _HEAD = struct.Struct("=HqIQQ")
 
 
 def frames() -> list[tuple[str, list[bytes]]]:
-    """What it sends, and what that is."""
+    """Return what it sends, and what that is."""
     storage = struct.pack("=Q", 1 << 62)
     return [
         ("bytes drawn by lot", [os.urandom(random.randrange(3, 5000)) for _ in range(3)]),
@@ -63,7 +63,7 @@ def _try(outcome: Outcome, what: str, said: list[bytes]) -> None:
 
 
 def _given_up(worker: Worker) -> bool:
-    """Whether the third worker is given up, in a moment in which it mostly is."""
+    """Return whether the third worker is given up, in a moment in which it mostly is."""
     deadline = time.monotonic() + 0.1
     while time.monotonic() < deadline:
         if 2 in worker.wire.lost():

@@ -1,4 +1,4 @@
-"""What is printed about endings: a table by module, and failures by reason."""
+"""Print a table of endings by module, and failures by reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VARIES = [
 
 
 def reason(ending: Ending) -> str:
-    """Why a test was skipped or failed, in a line that other tests may have too."""
+    """Return why a test was skipped or failed, in a line that other tests may have too."""
     if ending.how in ("skipped", "timed out"):
         return ending.text.strip().split("\n")[0]
     if ending.how == "crashed":
@@ -48,7 +48,7 @@ def general(text: str) -> str:
 
 
 def table(endings: Sequence[Ending]) -> Table:
-    """How many of each module's tests passed, failed and so on."""
+    """Return how many of each module's tests passed, failed and so on."""
     by_module: dict[str, Counter[str]] = defaultdict(Counter)
     for ending in endings:
         by_module[ending.module][ending.how] += 1

@@ -17,7 +17,7 @@ _STARTING_SECONDS = 120.0
 
 
 class Ending(NamedTuple):
-    """How a test ended.
+    """Describe how a test ended.
 
     Attributes:
         module: its source's name.
@@ -63,7 +63,7 @@ class _Worker:
         self._rest = b""
 
     def line(self, seconds: float) -> list[Any] | None:
-        """What it tells next, or None if it has ended; TimeoutError when it says nothing for so long."""
+        """Return what it tells next, None if it has ended; TimeoutError if it says nothing for so long."""
         while b"\n" not in self._rest:
             ready, _, _ = select.select([self._read], [], [], seconds)
             if not ready:

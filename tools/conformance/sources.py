@@ -1,4 +1,4 @@
-"""Which of the installed torch's modules are tests, and putting renamed copies of them into a directory."""
+"""Find the test modules of the installed torch, and write renamed copies into a directory."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _is_number(value: object) -> bool:
 
 
 class _Rule:
-    """What one parameter takes.
+    """Describe the values that one parameter takes.
 
     Attributes:
         exact: classes whose values are taken without a question.

@@ -38,7 +38,7 @@ _UNSET = timedelta(milliseconds=-1)
 
 @dataclass
 class OperationOptions:
-    """What every operation's options have.
+    """Hold the options that every operation has.
 
     Attributes:
         timeout: how long the operation may wait for other ranks, a timedelta or seconds; -1 ms (the

@@ -102,7 +102,7 @@ def all_gather_coalesced(
 
 
 class CoalescingManager:
-    """What :func:`coalescing_manager` hands to its block.
+    """Collect the works of a block; :func:`coalescing_manager` hands it out.
 
     Attributes:
         works: the Works to wait for; filled at the end of the block if its operations are asynchronous.

@@ -111,7 +111,7 @@ class Communicator:
 
     @property
     def closed(self) -> bool:
-        """Whether this rank has left the group."""
+        """Return whether this rank has left the group."""
         return self.queue.closed
 
     def limit(self, timeout_s: float | None) -> float:

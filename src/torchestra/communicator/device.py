@@ -263,6 +263,6 @@ def delegate(base: Communicator, store: Store, agreement: Agreement | None) -> N
 
 
 def agreement_of(communicator: Communicator) -> Agreement | None:
-    """What the ranks of a group have agreed on for their devices, if they delegate."""
+    """Return what the ranks of a group have agreed on for their devices, if they delegate."""
     delegation = communicator.delegation
     return None if delegation is None else cast(Agreement, delegation.agreement)

@@ -23,7 +23,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Delegation(Protocol):
-    """What a communicator has whose group delegates."""
+    """Hold the engine and the queue for devices of a communicator whose group delegates."""
 
     def serve(self, tensors: Sequence[torch.Tensor], op: ReduceOp | None = None) -> Any:
         """Return the communicator for an operation on these tensors, some of which are of a device.
@@ -39,7 +39,7 @@ class Delegation(Protocol):
 
     @property
     def agreement(self) -> Any:
-        """What the ranks have agreed on for their devices."""
+        """Return what the ranks have agreed on for their devices."""
 
     def finish(self) -> None:
         """Wait until what is under way on the device has ended; raises what it has failed with."""

@@ -39,7 +39,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Copies(Protocol):
-    """How elements come from devices and go there, for one operation."""
+    """Copy the elements of one operation from devices and back."""
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy from the first of each pair, which is on a device, to the second; return when that is done."""
@@ -153,7 +153,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether this is a dense tensor of a GPU, with memory there."""
+    """Return whether this is a dense tensor of a GPU, with memory there."""
     return tensor.is_cuda and tensor.layout is torch.strided and not what_is_missing(tensor)
 
 

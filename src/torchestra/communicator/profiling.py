@@ -31,7 +31,7 @@ _FORM = re.compile(r"(_coalesced|_into_tensor|_tensor|_single)+$")
 
 
 class _Within(threading.local):
-    """Whether the thread is inside a recorded call; what is called in there belongs to it."""
+    """Keep whether the thread is inside a recorded call: calls made in there belong to it."""
 
     a_call = False
 
@@ -40,7 +40,7 @@ _within = _Within()
 
 
 def wanted() -> bool:
-    """Whether the calling thread is being profiled, and is not inside of a recorded call already."""
+    """Return whether the calling thread is being profiled, and is not inside of a recorded call already."""
     return not _within.a_call and _profiler_type() == ActiveProfilerType.KINETO
 
 

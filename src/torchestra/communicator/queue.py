@@ -301,7 +301,7 @@ class OperationQueue:
         return self.run(operation, description, async_op, count_operations(steps), reads)
 
     def sequence_number(self) -> int:
-        """How many operations of the whole group this rank has called, those that are queued included."""
+        """Return how many operations of the whole group this rank has called, queued ones included."""
         return self._promised if self.thread.pending else self.engine.sequence_number()
 
     def new_work(self, description: str, *, held: bool = False) -> Work:
@@ -330,12 +330,12 @@ class OperationQueue:
 
 
 def count_operations(steps: Sequence[CoalescedOperation]) -> int:
-    """How many operations of the engine some collected ones consist of, at most."""
+    """Return how many operations of the engine some collected ones consist of, at most."""
     return sum(step.operations for step in steps)
 
 
 def describe_coalesced(steps: Sequence[CoalescedOperation]) -> str:
-    """What some collected operations are called when they are run as one."""
+    """Return what some collected operations are called when they are run as one."""
     return f"coalesced {', '.join(dict.fromkeys(step.description for step in steps))}"
 
 

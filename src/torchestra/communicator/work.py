@@ -179,15 +179,15 @@ class Work:
         return self._ended
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not."""
+        """Return whether the operation has ended, well or not."""
         return self._ended
 
     def is_success(self) -> bool:
-        """Whether the operation has ended well."""
+        """Return whether the operation has ended well."""
         return self._ended and self._exception is None
 
     def exception(self) -> BaseException | None:
-        """What the operation failed with, or None."""
+        """Return what the operation failed with, or None."""
         return self._exception
 
     def result(self) -> list[Any]:
@@ -229,7 +229,7 @@ class Work:
         return future
 
     def has_future(self) -> bool:
-        """Whether :meth:`get_future` has been called: its callbacks may do anything."""
+        """Return whether :meth:`get_future` has been called: its callbacks may do anything."""
         return self._future is not None
 
     def finish(self, result: list[Any], source: int = -1, let_go: Callable[[], None] | None = None) -> None:

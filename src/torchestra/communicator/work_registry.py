@@ -35,7 +35,7 @@ class _Entry:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody can ask for it any more, and nothing went wrong that nobody has heard of."""
+        """Return whether nobody can ask for it any more, and nothing went wrong that nobody has heard of."""
         return self.storage.expired() and self.work.is_success()
 
 
@@ -76,7 +76,7 @@ def wait_for(tensor: torch.Tensor) -> None:
 
 
 def count(owner: object | None = None) -> int:
-    """How many results (of a group) have not been waited for and are still there."""
+    """Return how many results (of a group) have not been waited for and are still there."""
     with _lock:
         mine = [entry for entry in _entries.values() if owner is None or entry.owner() is owner]
     return len([entry for entry in mine if not entry.storage.expired()])

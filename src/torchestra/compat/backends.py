@@ -101,7 +101,7 @@ class Backend(str):
 
 
 class BackendConfig:
-    """Which backend serves which device, of a text like ``"gloo"`` or ``"cpu:gloo,cuda:gloo"``.
+    """Tell which backend serves which device, of a text like ``"gloo"`` or ``"cpu:gloo,cuda:gloo"``.
 
     Raises:
         InvalidArgumentError: the text has not this form, or names a device twice.

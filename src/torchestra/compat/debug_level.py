@@ -16,7 +16,7 @@ _VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 
 
 class DebugLevel(enum.IntEnum):
-    """How much torch checks and tells."""
+    """Say how much torch checks and logs."""
 
     OFF = 0
     INFO = 1

@@ -41,7 +41,7 @@ class _EveryGroup(type):
 
 
 class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
-    """What registered backends derive their groups from: ``ProcessGroup([store,] rank, size)``.
+    """Serve registered backends as the base of their groups: ``ProcessGroup([store,] rank, size)``.
 
     It runs nothing by itself. Its number, name, store and ranks are known when it was made by
     :func:`~torchestra.compat.init_process_group` or :func:`~torchestra.compat.new_group`.
@@ -108,7 +108,7 @@ class ProcessGroup(process_group.ProcessGroup, metaclass=_EveryGroup):
 
 @dataclass
 class DistributedBackendOptions:
-    """What a creator gets that was registered with ``extended_api=True``."""
+    """Hold the arguments of a creator that was registered with ``extended_api=True``."""
 
     store: Store
     group_rank: int

@@ -1,4 +1,4 @@
-"""What entries know of their operation and their group: structures that Python fills and machine code reads.
+"""Structures that Python fills and entries (machine code) read: their operation and their group.
 
 A builtin's ``self`` is an :class:`Entry`, whose memory machine code finds by HEADER; the entry has the
 address of its group's :class:`State` and of :class:`TensorAccess`.
@@ -62,7 +62,7 @@ class State(ctypes.Structure):
 
 
 class TensorAccess(ctypes.Structure):
-    """How a tensor of torch is read (tensor_access.py), and the objects of Python that entries compare with.
+    """Hold the addresses by which entries read tensors (tensor_access.py), and objects to compare with.
 
     Attributes:
         describe: the function of DLPack's C exchange API that fills a DLTensor.

@@ -1,4 +1,4 @@
-"""What an engine is: it runs the operations of a group on one rank, and knows how.
+"""The protocol of engines: an engine runs the operations of a group on one rank.
 
 There are five: of ranks that share an arena (local.py), of ranks on several hosts (multihost/engine.py), of
 tensors of a device (device/engine.py), of a world whose other ranks do not exist (fake.py), and of groups of
@@ -35,7 +35,7 @@ Prepared = Callable[..., None]
 
 
 class Plan(Protocol):
-    """What an engine needs to know of a collective on a dtype; made once, and remembered."""
+    """Hold the constants of a collective on a dtype; an engine makes them once and keeps them."""
 
     @property
     def row(self) -> Collective:
@@ -193,7 +193,7 @@ class Engine(Protocol):
 
     @property
     def is_aborted(self) -> bool:
-        """Whether the group can no longer be used, and all ranks can know that."""
+        """Return whether the group can no longer be used, and all ranks can know that."""
         return False
 
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Which kernels there are, and what the object file is compiled of."""
+"""List the kernels, and the sources of the object file."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ Algorithm = Callable[["LocalEngine", "LocalPlan", Tensors, Tensors], tuple[Kerne
 
 
 class LocalPlan:
-    """What the kernels need to know of a collective on a dtype, in words that they read (entry_layout.py).
+    """Hold the constants of a collective on a dtype, in words that kernels read (entry_layout.py).
 
     Attributes:
         row: the collective.
@@ -70,7 +70,7 @@ def count_of(lengths: Sequence[int], count: int) -> int:
 
 
 def moves(dtype: torch.dtype) -> bool:
-    """Whether tensors of the dtype can be sent."""
+    """Return whether tensors of the dtype can be sent."""
     return dtype in DTYPE_CODE
 
 

@@ -104,7 +104,7 @@ def options_from(
 
 
 class Form:
-    """What a method in torch's C++ form is called and takes.
+    """Describe the name and the parameters of a method in torch's C++ form.
 
     Args:
         row: the collective that it runs.

@@ -125,7 +125,7 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         return self.communicator.rank
 
     def size(self) -> int:
-        """How many ranks the group has."""
+        """Return how many ranks the group has."""
         return self.communicator.size
 
     def name(self) -> str:
@@ -139,7 +139,7 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
 
     @property
     def timeout(self) -> timedelta:
-        """How long an operation may wait for the other ranks."""
+        """Return how long an operation may wait for the other ranks."""
         return timedelta(seconds=self.communicator.timeout_s)
 
     @checked
@@ -149,7 +149,7 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
 
     @property
     def options(self) -> GroupOptions:
-        """What the group was made with, and its present time-out; a copy."""
+        """Return what the group was made with, and its present time-out; a copy."""
         return GroupOptions(self.timeout, self._threads, self._devices, self.backend, self.group_name)
 
     def get_group_store(self) -> Store:
@@ -157,7 +157,7 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
         return self.store
 
     def get_sequence_number_for_group(self) -> int:
-        """How many operations of the whole group this rank has called, those still queued included.
+        """Return how many operations of the whole group this rank has called, those still queued included.
 
         Where the ranks have called the same, it is the same on all of them. Messages are not counted.
         """

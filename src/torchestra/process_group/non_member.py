@@ -1,4 +1,4 @@
-"""What stands for a group on a rank that is not in it."""
+"""The stand-in for a group on a rank that is not in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class NonMember:
-    """What :func:`torchestra.new_group` returns on a rank that is not in the new group.
+    """Stand for a new group on a rank that is not in it; :func:`torchestra.new_group` returns it.
 
     Operations on it do nothing but warn; its rank and size are -1.
     """

@@ -68,7 +68,7 @@ class RoundRobinGroup(CollectiveMethods):
         return self.groups[0].rank()
 
     def size(self) -> int:
-        """How many ranks the groups have."""
+        """Return how many ranks the groups have."""
         return self.groups[0].size()
 
     def barrier(

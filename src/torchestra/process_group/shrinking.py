@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def shrunk(
     group: ProcessGroup, exclude: Sequence[int], timeout: Timeout | None, *, abort: bool
 ) -> ProcessGroup:
-    """What :meth:`ProcessGroup.shrink` returns; the old group is left aborted, but is not destroyed.
+    """Return what :meth:`ProcessGroup.shrink` returns; the old group is left aborted, but is not destroyed.
 
     Args:
         abort: have all that is under way in the group fail at once, on all ranks; else what this rank has
@@ -50,7 +50,7 @@ def shrunk(
 
 
 class _Made(NamedTuple):
-    """What a survivor has in its hands: the new group's communicator and store, and how to leave them.
+    """Hold a survivor's part of the new group: its communicator and store, and how to leave them.
 
     ``survivors`` are, by new number, the numbers in the group that was.
     """

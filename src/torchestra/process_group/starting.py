@@ -1,4 +1,4 @@
-"""How a rank enters a group: the engine is started, and the other ranks are met."""
+"""Enter a group: start the engine and meet the other ranks."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def choose_backend(backend: str | None) -> str:
 
 
 def requires_nccl(backend: str | None) -> bool:
-    """Whether a backend's name says that operations on CUDA tensors are to be NCCL's."""
+    """Return whether a backend's name says that operations on CUDA tensors are to be NCCL's."""
     return isinstance(backend, str) and any(name == _NCCL for _, name in _by_device(backend))
 
 
 def device_request(backend: str | None, device_id: Any) -> DeviceRequest:
-    """What the caller of a function with these arguments says of a group's devices.
+    """Return what the caller of a function with these arguments says of a group's devices.
 
     Raises:
         InvalidArgumentError: ``device_id`` is no CUDA device of this host, a number or a torch.device.

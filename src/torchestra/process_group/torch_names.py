@@ -1,4 +1,4 @@
-"""What torch has at a group's backend, private names among it, which much code uses."""
+"""The names, private ones among them, that code expects at the backend of a torch group."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torchestra.arguments.options import GroupOptions
 
 
 class Device(NamedTuple):
-    """What stands for a network device of torch's Gloo group, where nothing depends on one."""
+    """Stand for a network device of torch's Gloo group; nothing depends on it."""
 
     hostname: str
     interface: str
 
 
 class BackendNames:
-    """What torch finds at a group's backend for the CPU, which here is the group itself."""
+    """Serve the names of a group's CPU backend; here the backend is the group itself."""
 
     _Options: ClassVar[type[GroupOptions]] = GroupOptions
 

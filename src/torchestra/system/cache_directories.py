@@ -83,7 +83,7 @@ def prepare(folder: Path) -> str:
 
 
 def distrust(folder: Path, *, on_the_way: bool = False) -> str:
-    """Why others could put files into a directory, or replace it; nothing, if they cannot.
+    """Return why others could put files into a directory, or replace it; nothing, if they cannot.
 
     Args:
         on_the_way: what matters is only what is in a directory in there.

@@ -84,7 +84,7 @@ def check_call(
 
 
 class _Given(NamedTuple):
-    """What was given as a parameter, and whether it is to be filled."""
+    """Hold the value given for a parameter, and whether the operation fills it."""
 
     parameter: Parameter
     value: Any

@@ -1,4 +1,4 @@
-"""How the memory of tensors lies: which can be handed to the engine, which are copied first, which have none.
+"""Sort tensors by memory: which the engine can take, which are copied first, which have none.
 
 The engine reads and writes memory by its address. A tensor may look like any other and have no memory of its
 own (fake, functional, zero and batched tensors, those of wrapper classes), or less than its shape says (its
@@ -42,7 +42,7 @@ def plain_address(tensor: torch.Tensor) -> int:
 
 
 def what_is_missing(tensor: torch.Tensor) -> str:
-    """Why a dense tensor cannot be handed to the engine, as the rest of a sentence; "" if it can."""
+    """Return why a dense tensor cannot be handed to the engine, as the rest of a sentence; "" if it can."""
     if is_lazy(tensor):
         return "has no memory and no shape yet; run the module that it is a parameter of once"
     if tensor.is_nested:
@@ -72,7 +72,7 @@ def what_is_missing(tensor: torch.Tensor) -> str:
 
 
 def _described(tensor: torch.Tensor) -> str:
-    """What kind of tensor without memory this is."""
+    """Return what kind of tensor without memory this is."""
     if tensor.__class__ not in TENSORS:
         return f"it is a {type(tensor).__name__}"
     if torch._is_functional_tensor(tensor):
@@ -118,7 +118,7 @@ def check_storage(storage: torch.UntypedStorage) -> None:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, as in an expanded one."""
+    """Return whether elements of a tensor share memory, as in an expanded one."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     reach = 0

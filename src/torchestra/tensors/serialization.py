@@ -140,7 +140,7 @@ class Serialized:
 
 
 class _DispatchTable(dict[type, Reducer]):
-    """How a pickler treats types: as this says of tensors, then as callers do, then as copyreg."""
+    """Choose the reduction of a type for a pickler: ours for tensors, then the caller's, then copyreg's."""
 
     __slots__ = ("_exact", "_number", "_takes")
 

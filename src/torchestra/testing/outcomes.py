@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def skip(self) -> str | None:
-        """Why the rank skipped the test, if it did."""
+        """Return why the rank skipped the test, if it did."""
         if isinstance(self.error, unittest.SkipTest):
             return str(self.error) or "skipped"
         if isinstance(self.error, SystemExit):

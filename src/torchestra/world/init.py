@@ -39,7 +39,7 @@ _NO_REQUEST = DeviceRequest()
 
 
 class GroupTerms(NamedTuple):
-    """What is asked of a group, by whichever function makes it.
+    """Hold the terms of a new group, whichever function makes it.
 
     Attributes:
         timeout, backend, pg_options, device_id: as :func:`init_process_group` has them.

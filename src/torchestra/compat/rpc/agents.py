@@ -12,7 +12,7 @@ __all__ = ["RpcAgent", "TensorPipeAgent"]
 
 
 class RpcAgent:
-    """What registered backends may derive their agents from."""
+    """Serve registered backends as the base of their agents."""
 
 
 class TensorPipeAgent(RpcAgent):

@@ -23,7 +23,7 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """How a backend's options and agents are made."""
+    """Hold the functions that make a backend's options and agents."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]

@@ -32,7 +32,7 @@ __all__ = [
 
 
 class RPCExecMode(enum.Enum):
-    """How a function is called."""
+    """Say how a function is called."""
 
     SYNC = "sync"
     ASYNC = "async"

@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DistTestCases:
-    """Which backends tests that run on each of several may ask what of."""
+    """List, for each capability, the backends that a test may ask it of."""
 
     skip_collective: ClassVar[dict[str, set[str]]] = {
         "allgather_coalesced": {"nccl", "mpi", "ucc"},

@@ -1,4 +1,4 @@
-"""Which device each rank of a group has, and whether operations on them are delegated.
+"""Ranks agree on the device of each, and on whether operations on them are delegated.
 
 They are where every rank names a device of its own. Each that has one to name puts it into the group's store
 before it meets the others, and reads what all have put there afterwards: two requests for each rank, none for
@@ -29,7 +29,7 @@ _KEY = "devices"
 
 
 class DeviceRequest(NamedTuple):
-    """What the program says of a group's devices.
+    """Hold the program's words on a group's devices.
 
     Attributes:
         device: this rank's; None for the one that is current.
@@ -59,7 +59,7 @@ class Agreement(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What a rank says of itself: its device and the identity of that, or why it has none."""
+    """Describe a rank's device and its identity, or the reason why it has none."""
 
     device: torch.device | None
     identity: str
@@ -100,7 +100,7 @@ def _card_of(device: torch.device | None, local_rank: int | None) -> Card:
 
 
 def agree(store: Store, size: int, name: str, card: Card | None, request: DeviceRequest) -> Agreement | None:
-    """Whether the group delegates; None if not. To be called after the ranks have met.
+    """Return whether the group delegates; None if not. To be called after the ranks have met.
 
     Raises:
         DistBackendError: NCCL is asked for and cannot be had; on all ranks that have asked.

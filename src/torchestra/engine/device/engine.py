@@ -48,7 +48,7 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class DevicePlan(NamedTuple):
-    """What the engine needs to know of a collective on a dtype."""
+    """Hold the constants of a collective on a dtype."""
 
     row: Collective
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class Joint:
         self._works = works
 
     def is_completed(self) -> bool:
-        """Whether all have ended."""
+        """Return whether all have ended."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
@@ -97,7 +97,7 @@ class DeviceEngine(Engine):
 
     @staticmethod
     def reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
-        """Whether tensors of the dtype can be reduced by the operation on a device."""
+        """Return whether tensors of the dtype can be reduced by the operation on a device."""
         if dtype.is_complex:
             return op.name in ("SUM", "AVG", "PREMUL_SUM") and dtype.to_real() in _FLOATS
         return dtype in _REDUCTIONS.get(op.name, ())

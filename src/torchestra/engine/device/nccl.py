@@ -35,12 +35,12 @@ def bindings() -> Any:
 
 
 def is_nccl_built() -> bool:
-    """Whether this torch has ProcessGroupNCCL."""
+    """Return whether this torch has ProcessGroupNCCL."""
     return torch.backends.cuda.is_built() and hasattr(bindings(), "ProcessGroupNCCL")
 
 
 def why_no_nccl() -> str:
-    """Why this rank cannot use NCCL, or an empty string."""
+    """Return why this rank cannot use NCCL, or an empty string."""
     if not is_nccl_built():
         return f"torch {torch.__version__} was built without NCCL"
     if not torch.cuda.is_available():

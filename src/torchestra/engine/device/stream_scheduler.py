@@ -1,4 +1,4 @@
-"""What comes before and after an operation on a device: the order of streams.
+"""Order the streams of a device before and after an operation.
 
 An operation is launched from the stream that is current for whoever calls it: it comes after what the
 program has launched there. A synchronous one makes that stream wait for its end; the host does not wait. One
@@ -29,14 +29,14 @@ class DeviceEvent(Protocol):
     error: Exception | None
 
     def is_done(self) -> bool:
-        """Whether the device has come there."""
+        """Return whether the device has come there."""
 
     def join(self) -> None:
         """Have what the caller launches from now on come after it."""
 
 
 class StreamScheduler(Protocol):
-    """How operations are launched on one device."""
+    """Launch operations on one device."""
 
     device: torch.device
 

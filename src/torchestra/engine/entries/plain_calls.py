@@ -1,4 +1,4 @@
-"""What the entries of collectives and of messages have in common: how they see that a call is plain."""
+"""The checks that entries of collectives and of messages share: whether a call is plain."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 

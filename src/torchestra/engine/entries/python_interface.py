@@ -1,4 +1,4 @@
-"""What entries call of Python's C interface. Objects are words: their addresses."""
+"""The functions of Python's C interface that entries call. Objects are words: their addresses."""
 
 from __future__ import annotations
 

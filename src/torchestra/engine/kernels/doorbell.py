@@ -1,4 +1,4 @@
-"""How the thread of a queue sleeps until a task is really its to run, without the interpreter's lock.
+"""The doorbell of a queue: its thread sleeps, without the interpreter's lock, until it has a task to run.
 
 A program that waits for an operation soon after calling it runs it itself (progress.py). A thread that woke
 up for every task would fight it for the interpreter's lock, and for its core, to find the task begun. So the

@@ -1,4 +1,4 @@
-"""Which reductions there are: of each dtype the operations, and how elements are stored and computed with."""
+"""The table of reductions: each dtype's operations, how its elements are stored and computed with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ALL = _ARITHMETIC + _BITWISE
 
 @dataclass(frozen=True)
 class Element:
-    """How one dtype is stored and computed with.
+    """Describe how one dtype is stored and computed with.
 
     Attributes:
         kind: "float", "bfloat16", "float16", "signed", "unsigned" or "bool".

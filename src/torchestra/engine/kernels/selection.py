@@ -1,4 +1,4 @@
-"""Which algorithm and which chunk an operation takes, by size and number of ranks.
+"""Choose the algorithm and the chunk of an operation, by size and number of ranks.
 
 The numbers were measured on two cores with 1 MiB of second-level cache each (``make bench``);
 they are chosen so that what is in flight stays in the caches: three buffers per rank.

@@ -1,4 +1,4 @@
-"""How ranks wait for each other: publish and wait, arrival, fingerprint, and how far apart they may be.
+"""Ranks wait for each other: publish and wait, arrival, fingerprint, and how far apart they may be.
 
 The protocol. Every rank has FLAGS lines, which only it writes; operation n has line n modulo FLAGS. The
 line's FLAG only grows: n in the upper bits, the step of it that the rank has finished in the lower 24. A rank

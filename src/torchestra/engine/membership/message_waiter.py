@@ -7,7 +7,7 @@ from torchestra.system.deadline import Deadline
 
 
 class MessageWaiter:
-    """How long messages may wait, for the mailbox."""
+    """Tell the mailbox how long messages may wait."""
 
     __slots__ = ("_context", "timeout_s")
 

@@ -71,7 +71,7 @@ def library(module: Any) -> str:
 
 @functools.cache
 def why_no_mpi() -> str:
-    """Why mpi4py.MPI cannot be imported here; empty if it can."""
+    """Return why mpi4py.MPI cannot be imported here; empty if it can."""
     try:
         mpi_module()
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What kernels are written with: Python functions on 64-bit words, and the operations that they call.
+"""The language of kernels: Python functions on 64-bit words, and the operations that they call.
 
 A kernel's arguments, variables and result are words (signed 64-bit integers). Besides other kernels it calls
 :class:`Intrinsic` operations (atomics.py) and functions of the C library.

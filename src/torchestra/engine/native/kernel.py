@@ -41,7 +41,7 @@ _build: Callable[[], bytes] = _no_builder
 
 
 class _Native:
-    """What is compiled, and called from Python."""
+    """Hold a function that is compiled and called from Python."""
 
     name: str
     _entry: Callable[..., int]

@@ -47,7 +47,7 @@ class _OutgoingMessage:
 
 
 class _SendQueue:
-    """What is to go to one rank: whoever has the lock sends it all."""
+    """Queue what is to go to one rank; whichever thread holds the lock sends it all."""
 
     def __init__(self) -> None:
         self.lock = TryLock()
@@ -57,7 +57,7 @@ class _SendQueue:
 
 
 class Endpoint:
-    """What rank ``rank`` of ``size`` sends and receives with. Nothing else may use the channels of the arena.
+    """Send and receive for rank ``rank`` of ``size``. Nothing else may use the channels of the arena.
 
     Args:
         context: address of the rank's kernel context (layout.py).

@@ -46,7 +46,7 @@ class Wording:
         return GroupDestroyedError(f"{self._where}: {transfer.describe()}, but the group was destroyed")
 
     def left(self, sending: bool, peer: int, error: BaseException) -> str:
-        """Why a channel was given up."""
+        """Return why a channel was given up."""
         what = "send to" if sending else "recv from"
         return f"rank {self._rank} left a {what} rank {peer} halfway, with {type(error).__name__}: {error}"
 

@@ -33,7 +33,7 @@ _CLAIM_SECONDS = 0.0002
 
 
 class Mailbox(Traffic):
-    """What rank ``rank`` of a group of ``size`` sends and receives messages with.
+    """Send and receive the messages of rank ``rank`` of a group of ``size``.
 
     Addresses are of contiguous memory, lengths in bytes; ``kind`` is a small number (a dtype's) that must be
     the same on both sides, as the length must. ``tag`` is any 64-bit integer. Messages with one tag from one

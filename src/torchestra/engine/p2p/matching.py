@@ -1,4 +1,4 @@
-"""Which message goes to which receive.
+"""Match messages with receives.
 
 *Order.* Messages of one channel are looked at in the order in which they were sent; each goes to the oldest
 posted receive that wants its source (or any) and its tag. So two messages with the same tag from the same

@@ -1,4 +1,4 @@
-"""What of a mailbox is under way, moved by whoever waits for some of it, or else by the mailbox's thread.
+"""Move the messages of a mailbox: whichever thread waits for one does, or else the mailbox's own.
 
 Calls leave transfers in ``_inbox``, in their order. Whoever then occupies the state (BUSY, see kernels.py)
 works for all: posts what is in the inbox, runs the kernel that moves all transfers together, and tells what

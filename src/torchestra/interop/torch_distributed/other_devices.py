@@ -19,7 +19,7 @@ from torchestra.errors import InvalidArgumentError
 
 
 class Membership(NamedTuple):
-    """What a backend needs to know to make a group.
+    """Hold the arguments from which a backend makes a group.
 
     Attributes:
         store: that the group's ranks share.
