@@ -1,7 +1,9 @@
 """Run by ``import torch``, which finds it by the entry point in the group ``torch.backends``.
 
-It makes the backend's name known to torch.distributed and imports nothing that is not loaded already: the
-engine is loaded when a group is made. Whatever goes wrong here, torch is imported all the same.
+It makes the backend's name known to torch.distributed, has torchestra serve "gloo" where the environment says
+so (switch.py), and imports nothing that is not loaded already: the engine is loaded when a group is made. If
+the name cannot be made known, torch is imported all the same; a switch that cannot be turned as it was asked
+for is an error.
 """
 
 from __future__ import annotations
@@ -11,20 +13,41 @@ import warnings
 from typing import Any
 
 from torchestra.interop.registration import BACKEND, register_backend
+from torchestra.interop.switch import turn_on
+from torchestra.system.switch import switched_backend
 
 
 def autoload() -> None:
-    """Register the backend if this torch has torch.distributed; a failure is only warned of."""
+    """Register the backend if this torch has torch.distributed, and turn the switch on if it is asked for.
+
+    Raises:
+        InvalidArgumentError: the environment asks for something that torchestra does not serve.
+    """
+    asked = switched_backend()
     if "torch.distributed.distributed_c10d" not in sys.modules:
         return  # torch was built without it
     try:
         register()
     except Exception as error:
+        if asked is not None:
+            raise
         warnings.warn(
             f'torchestra could not register its backend "{BACKEND}" with torch.distributed: {error!r}',
             RuntimeWarning,
             stacklevel=2,
         )
+    if asked is not None:
+        turn_on()
+
+
+def turn_on_switch() -> None:
+    """Import torch, and have torchestra serve "gloo" whether or not torch has called :func:`autoload`."""
+    import torch.distributed
+
+    if not torch.distributed.is_available():
+        raise RuntimeError("this torch was built without torch.distributed, so there is nothing to serve")
+    register()
+    turn_on()
 
 
 def register() -> None:

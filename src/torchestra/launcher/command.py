@@ -25,6 +25,7 @@ from torchestra.launcher.root_cause import FailedRank
 from torchestra.launcher.signals import ENDING, open_standard_files, run_job
 from torchestra.launcher.spec import JobSpec, Script
 from torchestra.launcher.stdin import StandardInput
+from torchestra.system.switch import SERVED_BACKENDS, SWITCH_VARIABLE
 
 _NO_SUCH_FILE = 2
 
@@ -109,6 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep in DIR what the ranks did last, for 'torchestra report --from DIR'",
     )
+    parser.add_argument(
+        "--as",
+        dest="serve_as",
+        choices=SERVED_BACKENDS,
+        help="serve this backend of torch.distributed, for a script that names it or none, unchanged; the"
+        f" same as {SWITCH_VARIABLE} in the environment (docs/interop.md)",
+    )
     add_ray_arguments(parser)
     parser.add_argument(
         "-m", "--module", action="store_true", help="the script is a module's name, as for python -m"
@@ -126,6 +134,8 @@ def main(options: argparse.Namespace) -> int:
     if wrong is not None:
         print(f"torchestra run: {wrong}", file=sys.stderr)
         return _NO_SUCH_FILE
+    if options.serve_as is not None:  # read by `import torch` in the processes of the ranks
+        os.environ[SWITCH_VARIABLE] = options.serve_as
     open_standard_files()
     if options.on == "ray":
         from torchestra.launcher.on_ray.command import run_on_ray

@@ -11,19 +11,21 @@ import platform
 import resource
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from torchestra.errors import DistBackendError
+from torchestra.errors import DistBackendError, DistError
 from torchestra.launcher.cores import usable_cores
 from torchestra.store.secret import SECRET_VARIABLE, job_secret
 from torchestra.store.tcp.locality import peer_user
 from torchestra.system.cache_directories import choose
 from torchestra.system.memory_files import SHARED_MEMORY, is_sealable, make_memory_file
+from torchestra.system.switch import SWITCH_VARIABLE, switched_backend
 
 _PACKAGES = ("torchestra", "torch", "llvmlite", "numpy")
 _FEW_FILES = 1024
 _SHORT_SECRET = 16
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _GIB = 1 << 30
 
 
@@ -80,6 +82,7 @@ def examine() -> Iterator[CheckResult]:
     )
     yield _open_files()
     yield _secret()
+    yield _switch()
     yield _supported(
         "users of connections", _knows_users, "without a secret, other users of this host may join"
     )
@@ -187,6 +190,31 @@ def _secret() -> CheckResult:
         )
     remark = "can be guessed; take `openssl rand -hex 32`" if len(secret) < _SHORT_SECRET else ""
     return CheckResult("secret", f"{SECRET_VARIABLE} is set, {len(secret)} bytes", remark)
+
+
+def _switch() -> CheckResult:
+    """Look at what ``import torch`` is to do for programs of torch.distributed."""
+    subject = "torch.distributed"
+    try:
+        backend = switched_backend()
+    except DistError as error:
+        return CheckResult(subject, "wrong", str(error))
+    if backend is None:
+        return CheckResult(
+            subject, f'backend "torchestra"; {SWITCH_VARIABLE}=gloo would have it serve "gloo" too'
+        )
+    found = f'"{backend}" is served by torchestra ({SWITCH_VARIABLE}={backend})'
+    if os.environ.get(_AUTOLOAD, "1") == "0":
+        return CheckResult(subject, found, f"not with {_AUTOLOAD}=0; run python -m torchestra.interop SCRIPT")
+    if not any(each.value.startswith("torchestra.") for each in _torch_backends()):
+        return CheckResult(
+            subject, found, "not as torchestra is installed here; run python -m torchestra.interop SCRIPT"
+        )
+    return CheckResult(subject, found)
+
+
+def _torch_backends() -> Sequence[importlib.metadata.EntryPoint]:
+    return tuple(importlib.metadata.entry_points(group="torch.backends"))
 
 
 def _knows_users() -> bool:

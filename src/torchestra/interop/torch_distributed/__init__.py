@@ -9,6 +9,7 @@ See docs/interop.md.
 from __future__ import annotations
 
 from torchestra.interop.registration import BACKEND, register_backend
+from torchestra.interop.torch_distributed.functions import serve_functions
 from torchestra.interop.torch_distributed.group import TorchestraGroup, create_group
 from torchestra.interop.torch_distributed.inner import inner_group, monitored_barrier
 from torchestra.interop.torch_distributed.works import TorchestraWork
@@ -23,6 +24,7 @@ def register() -> None:
     backends are the default for stays with them.
     """
     register_backend(create_group)
+    serve_functions()
 
 
 register()

@@ -17,8 +17,9 @@ from torch._C import _distributed_c10d as c10d
 from torchestra.arguments.options import GroupOptions
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.host_staging import POSSIBLE
-from torchestra.errors import InvalidArgumentError
+from torchestra.errors import DistError, InvalidArgumentError
 from torchestra.interop.registration import BACKEND
+from torchestra.interop.torch_distributed.errors import as_torch_error
 from torchestra.interop.torch_distributed.operations import CoalescedBlock, Operations
 from torchestra.interop.torch_distributed.other_devices import Membership, backends_by_device, group_on
 from torchestra.interop.torch_distributed.rendezvous import rendezvous
@@ -42,12 +43,13 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
 
     Attributes:
         inner: the group of torchestra.
+        splits: how often ``torch.distributed.split_group`` has split this group.
     """
 
     supports_splitting = True
     supports_coalescing = True
     supports_time_estimate = False
-    supports_shrinking = False
+    supports_shrinking = True
 
     def __init__(self, inner: ProcessGroup, store: c10d.Store, backend_options: Any = None) -> None:
         super().__init__(inner.rank(), inner.size())
@@ -57,6 +59,10 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         self._rank, self._size = inner.rank(), inner.size()
         self._name = inner.group_name
         self._description = "undefined"
+        # What the program calls the backends that this group is: two, where it serves another's name.
+        self._backend_name = BACKEND
+        self._own_names = {BACKEND}
+        self.splits = 0
         # The backend that torch was asked for by device; known once torch has entered the group.
         self._requested: dict[str, str] | None = None
         self._device_groups: dict[str, distributed.ProcessGroup] = {}
@@ -75,10 +81,24 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         return self._size
 
     def name(self) -> str:
-        """Return the backend's name."""
+        """Return the backend's name, as the program knows it."""
+        return self._backend_name
+
+    _get_backend_name = name
+
+    def getBackendName(self) -> str:
+        """Return the backend's own name, for C++, which asks one of Gloo's name for what only Gloo has."""
         return BACKEND
 
-    _get_backend_name = getBackendName = name
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What ``isinstance`` asks beside the type: torch and libraries look for Gloo's class."""
+        return _POSES[self._backend_name]
+
+    def pose_as(self, backend: str) -> None:
+        """Answer to the name and the class of another backend, which this group is in the place of."""
+        self._backend_name = backend
+        self._own_names.add(backend)
 
     @property
     def group_name(self) -> str:
@@ -150,7 +170,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         """Return the group that serves a device where that is not this one. To be called by all ranks."""
         self._read_requested()
         backend = BACKEND if self._requested is None else self._requested.get(device, BACKEND)
-        if backend == BACKEND:
+        if backend in self._own_names:
             return None
         if device not in self._device_groups:
             member = Membership(
@@ -169,7 +189,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     def _read_requested(self) -> None:
         if self._requested is None:
             self._requested = backends_by_device(self)
-        if self._requested is not None and self._requested.get("cpu") == BACKEND:
+        if self._requested is not None and self._requested.get("cpu") in self._own_names:
             self._fast_path = self.inner.communicator
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -222,9 +242,35 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         asked.group_id = name
         asked.global_ranks_in_group = [self.inner.ranks[rank] for rank in members]
         group = TorchestraGroup(rendezvous(asked), asked.store, self._backend_options)
+        group.pose_as(self._backend_name)
         group.setGroupName(name)
         group.setGroupDesc(group_desc or f"{self._description}:split")
         return group
+
+    def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts: Any = None) -> Any:
+        """Make a group of the ranks that are left, for ``torch.distributed.shrink_group``.
+
+        To be called by every rank that goes on; :meth:`torchestra.ProcessGroup.shrink` tells the rest.
+
+        Args:
+            ranks_to_exclude: numbers in this group.
+            shrink_flags: 0 has what this rank has begun in the group end first, 1 has it fail at once.
+            opts: must be None.
+        """
+        if opts is not None:
+            raise InvalidArgumentError(f"shrink_group: pg_options: this backend has no options, got {opts!r}")
+        shrink = self.inner.shrink if shrink_flags else self.inner.shrink_when_idle
+        try:
+            inner = shrink(list(ranks_to_exclude))
+        except DistError as error:
+            raise as_torch_error(error) from error.__cause__
+        group = TorchestraGroup(inner, self._store, self._backend_options)
+        group.pose_as(self._backend_name)
+        return group
+
+    def move_to(self, store: c10d.Store) -> None:
+        """Have parts of the group, and of other devices, meet over another store."""
+        self._store = store
 
     def abort(self) -> None:
         """Leave the group at once; peers that are in an operation of it, or come later, get an error."""
@@ -246,6 +292,12 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     def __repr__(self) -> str:
         place = f"rank {self._rank} of {self._size}"
         return f"<TorchestraGroup {self._name!r}: {place}>"
+
+
+_POSES: dict[str, type] = {
+    BACKEND: TorchestraGroup,
+    "gloo": getattr(distributed, "ProcessGroupGloo", TorchestraGroup),
+}
 
 
 def create_group(options: Any, backend_options: Any) -> TorchestraGroup:

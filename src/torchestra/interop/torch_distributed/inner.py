@@ -32,7 +32,7 @@ def monitored_barrier(
 ) -> None:
     """Wait until all ranks of the group have called this; else rank 0 says which are missing.
 
-    ``torch.distributed.monitored_barrier`` itself serves groups named "gloo" only.
+    What ``torch.distributed.monitored_barrier`` does with a group of torchestra.
 
     Args:
         group: default: the default group.

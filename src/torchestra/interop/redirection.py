@@ -1,0 +1,50 @@
+"""Giving functions of torch another body, so that all who hold them already run it.
+
+A module that has said ``from torch.distributed import new_group`` holds the function itself: a new value of
+the name would not reach it. So what is replaced is the function's code. The function stays the same object
+with the same signature, and the one that it was is handed to the replacement.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {}
+
+
+def _body(*args: Any, **kwargs: Any) -> Any:
+    # Runs with the globals of the function that it is put into, so it can use nothing but builtins.
+    from torchestra.interop.redirection import replacement
+
+    return replacement("NAME")(*args, **kwargs)
+
+
+def replacement(name: str) -> Callable[..., Any]:
+    """Return what runs in place of a function."""
+    return _REPLACEMENTS[name]
+
+
+def redirect(function: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have a function of a module, or the one within its decorators, do something else.
+
+    Args:
+        function: what is called; doing it again changes nothing.
+        make: is given the function as it was, and returns what is called in its place.
+    """
+    changed: Any = inspect.unwrap(function)
+    name = f"{changed.__module__}.{changed.__qualname__}"
+    if name in _REPLACEMENTS:
+        return
+    signature = inspect.signature(changed)
+    original = FunctionType(
+        changed.__code__, changed.__globals__, changed.__name__, changed.__defaults__, changed.__closure__
+    )
+    original.__kwdefaults__ = changed.__kwdefaults__
+    _REPLACEMENTS[name] = make(original)
+    constants = tuple(name if constant == "NAME" else constant for constant in _body.__code__.co_consts)
+    changed.__code__ = _body.__code__.replace(co_consts=constants, co_name=changed.__name__)
+    changed.__defaults__ = changed.__kwdefaults__ = None
+    changed.__signature__ = signature

@@ -1,0 +1,42 @@
+"""Entering groups of torchestra into torch.distributed's registry of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import distributed
+from torch.distributed import distributed_c10d
+
+c10d: Any = distributed_c10d  # whose annotations are of the newest torch
+
+
+def enter_group(
+    group: Any, backend: str, backend_config: str, store: Any, global_ranks: Sequence[int], name: str
+) -> None:
+    """Have torch.distributed know a group, as the functions do that make groups.
+
+    Args:
+        group: a ``torch.distributed.ProcessGroup``.
+        backend: what ``get_backend`` says.
+        backend_config: the backends by device, as ``"cpu:gloo,cuda:gloo"``.
+        store: which the group's ranks share.
+        global_ranks: the members, by number in the group.
+        name: of the group in torch.distributed, the same on all members.
+    """
+    world = c10d._world
+    group._set_group_name(name)
+    world.pg_map[group] = (backend, store)
+    world.pg_names[group] = name
+    world.pg_backend_config[group] = backend_config
+    world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(global_ranks)}
+    c10d._register_process_group(name, group)
+    tag = f"ptd:{name}"
+    world.tags_to_pg.setdefault("", []).append(group)
+    world.tags_to_pg.setdefault(tag, []).append(group)
+    world.pg_to_tag[group] = tag
+
+
+def default_group() -> Any:
+    """Return torch.distributed's default group; None where there is none."""
+    return distributed.group.WORLD

@@ -1,0 +1,270 @@
+"""Programs that say torch.distributed and "gloo" run on torchestra, unchanged, where the switch is on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch_worlds
+from torch import distributed as dist
+from torch.distributed.device_mesh import (  # held by others before the switch is on
+    init_device_mesh,
+    new_group,
+)
+from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout
+
+import torchestra
+import worlds
+from torchestra.errors import InvalidArgumentError
+from torchestra.interop import autoload, switch
+from torchestra.interop.torch_distributed import TorchestraGroup, inner_group
+from torchestra.launcher.main_script import run_script
+from torchestra.launcher.spec import Script
+from torchestra.monitor.doctor import examine
+from torchestra.store import Store
+
+HERE = Path(__file__).parent
+PROGRAM = HERE / "unchanged_program.py"
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": ":".join(map(str, (Path(torchestra.__file__).parents[1], HERE))),
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_unchanged(_: Store, rank: int, size: int, switched: bool, port: int, path: str) -> None:
+    """Run the program as a launcher of torch's would: all that it is told stands in the environment."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    sys.path.insert(0, str(HERE))
+    if switched:
+        autoload.turn_on_switch()
+    run_script(Script(str(PROGRAM), (path,), False))
+
+
+def test_a_program_gives_the_same_losses_with_and_without_the_switch(tmp_path: Path) -> None:
+    found = {}
+    for switched in (True, False):
+        path = tmp_path / f"{switched}.json"
+        arguments = (switched, free_port(), str(path))
+        worlds.run("processes", 2, run_unchanged, *arguments, init=False)
+        found[switched] = json.loads(path.read_text())
+    assert found[True].keys() == found[False].keys()
+    for name, losses in found[False].items():
+        torch.testing.assert_close(torch.tensor(found[True][name]), torch.tensor(losses), msg=name)
+    assert found[True]["ddp"][-1] < found[True]["ddp"][0]
+
+
+def what_names_say() -> dict[str, object]:
+    group = dist.group.WORLD
+    part = new_group([0, 1], backend="gloo")
+    unnamed = dist.new_group([0])
+    mesh = init_device_mesh("cpu", (2,)).get_group()
+    dist.barrier()  # Gloo's ranks fail if another ends while they connect
+    return {
+        "backend": str(dist.get_backend()),
+        "config": dist.get_backend_config(),
+        "part": str(dist.get_backend(part)),
+        "unnamed": str(dist.get_backend(unnamed)) if dist.get_rank() == 0 else str(unnamed),
+        "class": isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo),
+        "group": isinstance(group, dist.ProcessGroup),
+        "mesh": str(dist.get_backend(mesh)),
+    }
+
+
+def names_and_service() -> tuple[dict[str, object], bool]:
+    return what_names_say(), isinstance(dist.group.WORLD, TorchestraGroup)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "GLOO", "cpu:gloo", None])
+def test_names_are_what_they_are_with_gloo(backend: str | None) -> None:
+    ours = torch_worlds.run(2, names_and_service, backend=backend, switched=True)
+    theirs = torch_worlds.run(2, names_and_service, backend=backend)
+    for (named, is_ours), (expected, is_also_ours) in zip(ours, theirs, strict=True):
+        assert is_ours
+        assert not is_also_ours
+        assert named == expected
+
+
+def ask_for_what_names_gloo() -> None:
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    _set_pg_timeout(timedelta(seconds=21))
+    assert inner_group().timeout == timedelta(seconds=21)
+    part = dist.split_group(None, [[0, 2], [1]], group_desc="even and odd")
+    assert dist.get_process_group_ranks(part) == ([1] if dist.get_rank() == 1 else [0, 2])
+    assert dist.get_backend(part) == dist.get_backend()
+    again = dist.split_group(split_ranks=[[2, 1]])
+    assert (again is None) == (dist.get_rank() == 0)
+    tensor = torch.full((2,), float(dist.get_rank()))
+    dist.all_reduce(tensor, group=part)
+    assert tensor.tolist() == [1.0 if dist.get_rank() == 1 else 2.0] * 2
+    if again is not None:
+        dist.broadcast(tensor, src=1, group=again)
+        assert tensor.tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="no rank twice"):
+        dist.split_group(split_ranks=[[0, 1], [1, 2]])
+
+
+def shrink_and_go_on() -> None:
+    other = dist.new_group([0, 1])
+    del other
+    if dist.get_rank() == 1:
+        return
+    numbers = [None, None]
+    group = dist.shrink_group([1])
+    assert group is dist.group.WORLD
+    assert dist.get_world_size() == 2
+    dist.all_gather_object(numbers, dist.get_rank())
+    assert numbers == [0, 1]
+    pair = dist.new_group([0, 1])  # of the name of the one before, with other ranks in it
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=pair)
+    assert tensor == 2
+    part = dist.split_group(split_ranks=[[0, 1]])
+    dist.all_reduce(tensor, group=part)
+    assert tensor == 4
+
+
+@pytest.mark.parametrize(("backend", "switched"), [("gloo", True), ("torchestra", False)])
+def test_functions_that_look_for_gloo_serve_groups_of_torchestra(backend: str, switched: bool) -> None:
+    torch_worlds.run(3, ask_for_what_names_gloo, backend=backend, switched=switched)
+
+
+@pytest.mark.parametrize(("backend", "switched"), [("gloo", True), ("torchestra", False)])
+def test_groups_are_shrunk(backend: str, switched: bool) -> None:
+    if not hasattr(dist, "shrink_group"):
+        pytest.skip("this torch has no shrink_group")
+    torch_worlds.run(3, shrink_and_go_on, backend=backend, switched=switched)
+
+
+def leave_gloo_alone() -> None:
+    group = dist.group.WORLD
+    assert type(group) is dist.ProcessGroup
+    dist.monitored_barrier()
+    _set_pg_timeout(timedelta(seconds=22))
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=22)
+    with pytest.raises(RuntimeError, match="No device associated"):
+        dist.split_group(split_ranks=[[0, 1]])
+
+
+def test_gloo_is_as_it_was_where_the_switch_is_off() -> None:
+    torch_worlds.run(2, leave_gloo_alone, backend="gloo")
+
+
+def use_the_helper_as_libraries_do() -> None:
+    """Make a group beside the default group, as trainers of language models do for their samplers."""
+    store = dist.PrefixStore("beside", dist.distributed_c10d._get_default_store())
+    group, _ = _new_process_group_helper(
+        2,
+        dist.get_rank(),
+        [],
+        dist.Backend("gloo"),
+        store,
+        group_name="beside",
+        timeout=timedelta(seconds=30),
+    )
+    dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [2, 2]
+    assert isinstance(group, TorchestraGroup)
+
+
+def test_the_helper_that_libraries_import_makes_groups_of_torchestra() -> None:
+    torch_worlds.run(2, use_the_helper_as_libraries_do, backend="gloo", switched=True)
+
+
+def test_a_line_of_the_log_says_what_serves(caplog: pytest.LogCaptureFixture) -> None:
+    class Group:
+        def rank(self) -> int:
+            return 0
+
+        size = rank
+
+    with caplog.at_level(logging.WARNING):
+        switch._tell(Group(), "torchestra")
+    assert "TORCHESTRA_FOR=gloo" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("gloo", "torchestra"),
+        ("cuda:nccl,cpu:gloo", "cpu:torchestra,cuda:nccl"),
+        ("cpu:gloo,cuda:gloo", "cpu:torchestra,cuda:torchestra"),
+        ("mps:gloo", None),
+        ("nccl", None),
+        ("fake", None),
+        ("torchestra", None),
+    ],
+)
+def test_what_is_served_comes_first_and_the_rest_stays(asked: str, expected: str | None) -> None:
+    assert switch.served_by_us(asked) == expected
+
+
+def test_another_backend_than_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHESTRA_FOR", "nccl")
+    with pytest.raises(InvalidArgumentError, match="can serve programs for gloo"):
+        autoload.autoload()
+    assert any(result.found == "wrong" for result in examine() if result.subject == "torch.distributed")
+
+
+def test_the_doctor_shows_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row() -> str:
+        (result,) = [each for each in examine() if each.subject == "torch.distributed"]
+        return f"{result.found}; {result.remark}"
+
+    monkeypatch.delenv("TORCHESTRA_FOR", raising=False)
+    assert "TORCHESTRA_FOR=gloo would" in row()
+    monkeypatch.setenv("TORCHESTRA_FOR", "gloo")
+    assert "served by torchestra" in row()
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert "python -m torchestra.interop" in row()
+
+
+SMALL = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+print(sys.argv[1:], type(dist.group.WORLD).__name__, tensor.item(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "torchestra.interop"],
+        ["-m", "torchestra", "run", "-n", "2", "--as", "gloo"],
+    ],
+)
+def test_the_commands_turn_it_on(tmp_path: Path, command: list[str]) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SMALL)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    ended = subprocess.run(
+        [sys.executable, *command, str(program), "--flag"],
+        env={**ENVIRONMENT, **(alone if "run" not in command else {})},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    expected = "['--flag'] TorchestraGroup " + ("2.0" if "run" in command else "1.0")
+    assert ended.stdout.count(expected) == (2 if "run" in command else 1), ended.stdout + ended.stderr
+    assert ended.stderr.count('serves "gloo" here') == 1
