@@ -80,14 +80,14 @@ $(VENV)/.docs: $(DEFINED_BY)
 $(VENV)/.conformance: $(DEFINED_BY)
 $(VENV)/.interop: $(DEFINED_BY)
 $(VENV)/.ray: $(DEFINED_BY)
-$(VENV)/.test: EXTRAS := test,examples
-$(VENV)/.lint: EXTRAS := lint,test,examples
+$(VENV)/.test: EXTRAS := dev,examples
+$(VENV)/.lint: EXTRAS := lint,dev,examples
 $(VENV)/.examples: EXTRAS := examples
 $(VENV)/.bench: EXTRAS := bench
-$(VENV)/.docs: EXTRAS := docs,test
+$(VENV)/.docs: EXTRAS := docs,dev
 $(VENV)/.conformance: EXTRAS := conformance
-$(VENV)/.interop: EXTRAS := test,examples,interop
-$(VENV)/.ray: EXTRAS := test,ray
+$(VENV)/.interop: EXTRAS := dev,examples,interop
+$(VENV)/.ray: EXTRAS := dev,ray
 
 INSTALLED := $(addprefix $(VENV)/.,examples test lint bench docs conformance interop ray)
 $(INSTALLED): | $(VENV)/bin/python

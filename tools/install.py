@@ -1,6 +1,6 @@
 """Install packages with pip, and say meanwhile what is downloaded and how large it is: `make` calls it.
 
-    .venv/bin/python tools/install.py -c constraints.txt -e '.[test]'
+    .venv/bin/python tools/install.py -c constraints.txt -e '.[dev]'
 
 Arguments are those of `pip install`. Of pip's output only files and sizes are shown; all of it where pip
 fails. Needs nothing but Python: it runs before anything is installed.
