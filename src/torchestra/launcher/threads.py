@@ -43,10 +43,14 @@ class ThreadRank:
         self.failure: Failure | None = None
         self.thread: threading.Thread
 
-    def stack(self) -> str:
-        """Return the stack of the rank as it is just now."""
+    def frames(self) -> traceback.StackSummary:
+        """Return where the rank is just now, the outermost frame first."""
         frame = sys._current_frames().get(self.thread.ident or 0)
-        return "" if frame is None else "".join(traceback.format_stack(frame))
+        return traceback.StackSummary() if frame is None else traceback.extract_stack(frame)
+
+    def stack(self) -> str:
+        """Return :meth:`frames` as text."""
+        return "".join(self.frames().format())
 
 
 class ThreadRanks:
@@ -54,11 +58,15 @@ class ThreadRanks:
 
     Args:
         function: what each calls, with its rank.
+        leave: what each calls afterwards, whatever became of ``function``; its failure is the rank's as well.
     """
 
-    def __init__(self, size: int, function: Callable[[int], object]) -> None:
+    def __init__(
+        self, size: int, function: Callable[[int], object], leave: Callable[[], object] = lambda: None
+    ) -> None:
         self.ranks = [ThreadRank(rank) for rank in range(size)]
         self._function = function
+        self._leave = leave
         self._store = HashStore()
         self._changed = threading.Condition()
         for each in self.ranks:
@@ -90,6 +98,8 @@ class ThreadRanks:
                     each.result = self._function(each.rank)
                 except BaseException as error:
                     self._note(each, error)
+                finally:
+                    self._leave()
         except BaseException as error:
             self._note(each, error)
         finally:

@@ -10,7 +10,6 @@ process ends, however it does, the server sees its connection close, kills what 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import os
 import pickle
@@ -28,6 +27,7 @@ import torch
 
 from torchestra.engine import warm_up
 from torchestra.testing.item_runner import ItemRequest, run_item
+from torchestra.testing.stacks import dump_on_signal
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ def _run_world(
                 del running[ready]
                 connection.send(("ended", rank, b"", worker.end()))
                 continue
-            if what == "debugging":
+            if what in ("raised", "debugging"):
                 connection.send((what, rank, *content))
                 continue
             payload, stays = content
@@ -135,9 +135,9 @@ def _work(items: Mapping[str, pytest.Function], connection: Connection) -> None:
             rank, request = connection.recv()
             os.chdir(directory)
             _redirect_output(request.output_of(rank))
-            faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+            dump_on_signal(request.stack_of(rank))
             outcome = run_item(
-                items[request.nodeid], rank, request, lambda begins: connection.send(("debugging", begins))
+                items[request.nodeid], rank, request, lambda what, told: connection.send((what, told))
             )
             sys.stdout.flush()
             sys.stderr.flush()

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from torchestra.launcher.failure_report import ranks_phrase
 from torchestra.testing.outcomes import Outcome, first_failure
+from torchestra.testing.tracebacks import end_in_the_test
 
 _PASSED_ON = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exception, KeyboardInterrupt)
 
@@ -29,17 +31,62 @@ def conclude(item: pytest.Function, outcomes: Sequence[Outcome], kind: str, time
     shown = _failure_asked_for(item, outcomes) or first_failure(outcomes)
     if shown is None:
         return
-    for each in outcomes:
-        if each.failed and each is not shown:
-            what = f"was released: {each.error}" if each.consequence else each.text
-            item.add_report_section("call", f"rank {each.rank} of {len(outcomes)}", what)
-    where = f"rank {shown.rank} of {len(outcomes)} {kind}"
+    if shown.error is not None and not item.config.getoption("fulltrace"):
+        end_in_the_test(shown.error)
+    _add_sections(item, outcomes, shown)
     if shown.late:
-        pytest.fail(f"{where} had not ended after {timeout_s:g} s.\n{shown.text}", pytrace=False)
+        pytest.fail(_lateness(outcomes, kind, timeout_s), pytrace=False)
     assert shown.error is not None
-    if hasattr(shown.error, "add_note"):
-        shown.error.add_note(f"on {where}")
+    say_where(item, shown.error, f"rank {shown.rank} of {len(outcomes)} {kind}")
     raise shown.error
+
+
+def say_where(item: pytest.Function, error: BaseException, where: str) -> None:
+    """Have the report of an error name the rank that it comes from."""
+    note = f"on {where}"
+    if not hasattr(error, "add_note"):  # Python 3.10
+        item.add_report_section("call", "failure", note)
+    elif note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def report_of_error(item: pytest.Function, error: BaseException) -> object:
+    """Return pytest's report of an error, in which torchestra's own ends in the test."""
+    if not item.config.getoption("fulltrace"):
+        end_in_the_test(error)
+    return item.repr_failure(pytest.ExceptionInfo.from_exception(error))
+
+
+def _add_sections(item: pytest.Function, outcomes: Sequence[Outcome], shown: Outcome) -> None:
+    """Add to the report of a failure what became of the other ranks, as far as that is news."""
+    said = shown.text if shown.error is None else str(shown.error)
+    ranks_by_text: dict[str, list[int]] = {}
+    for each in outcomes:
+        if each.failed and (each.late or each is not shown):
+            text = _text_of(item, each, said)
+            ranks_by_text.setdefault(text, []).append(each.rank)
+            said += text
+    for text, ranks in ranks_by_text.items():
+        item.add_report_section("call", f"{ranks_phrase(ranks)} of {len(outcomes)}", text)
+
+
+def _text_of(item: pytest.Function, outcome: Outcome, said: str) -> str:
+    if outcome.late or outcome.error is None:
+        return outcome.text
+    if outcome.consequence:
+        first, *lines = str(outcome.error).splitlines()
+        return "\n".join([f"was released: {first}", *(line for line in lines if line not in said)])
+    if str(outcome.error) and str(outcome.error) in said:
+        return "failed likewise"
+    return str(outcome.report or report_of_error(item, outcome.error))
+
+
+def _lateness(outcomes: Sequence[Outcome], kind: str, timeout_s: float) -> str:
+    """Say which ranks had not ended, and in which line each of them was."""
+    late = [each for each in outcomes if each.late]
+    ranks = ranks_phrase([each.rank for each in late])
+    lines = [f"{ranks} of {len(outcomes)} {kind} had not ended after {timeout_s:g} s:"]
+    return "\n".join([*lines, *(f"  rank {each.rank}: {each.where}" for each in late)])
 
 
 def _failure_asked_for(item: pytest.Function, outcomes: Sequence[Outcome]) -> Outcome | None:

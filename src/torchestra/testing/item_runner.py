@@ -16,10 +16,10 @@ import pytest
 import torch
 from _pytest.tmpdir import tmppath_result_key
 
-from torchestra.store import FileStore
+from torchestra.testing.item_outcome import report_of_error, say_where
 from torchestra.testing.marker import mark_as_rank
 from torchestra.testing.outcomes import Outcome, RankFailure
-from torchestra.world.init import destroy_process_group, init_process_group, is_initialized
+from torchestra.testing.rank_world import join_as_process, leave
 
 _PYTEST_OUTCOMES: dict[str, type[BaseException]] = {
     "skip": pytest.skip.Exception,
@@ -47,7 +47,7 @@ class ItemRequest:
     """A test to run, as the server of process ranks is asked for it.
 
     Attributes:
-        size, timeout, init, may_die: as in the marker.
+        size, world, timeout, init, may_die: as in the marker.
         directory: for the ranks' store and output.
         values: the pickled values of the fixtures that the world shares, by name.
         debug_rank: the rank whose failure a debugger opens, or None.
@@ -55,6 +55,7 @@ class ItemRequest:
 
     nodeid: str
     size: int
+    world: str
     timeout: float
     init: bool
     may_die: tuple[int, ...]
@@ -68,14 +69,19 @@ class ItemRequest:
         """Return the file that a rank's output goes to."""
         return os.path.join(self.directory, f"rank-{rank}.out")
 
+    def stack_of(self, rank: int) -> str:
+        """Return the file that a rank's stack goes to when it is asked for it."""
+        return os.path.join(self.directory, f"rank-{rank}.stack")
+
 
 def run_item(
-    item: pytest.Function, rank: int, request: ItemRequest, debugging: Callable[[bool], object]
+    item: pytest.Function, rank: int, request: ItemRequest, tell: Callable[[str, object], object]
 ) -> Outcome:
     """Set up, run and tear down a test on this rank.
 
     Args:
-        debugging: called with True when a debugger takes the terminal, and with False afterwards.
+        tell: called with ``"raised"`` and the error in a line as soon as there is one, as the report of it
+            may take its time; with ``"debugging"`` and whether a debugger has the terminal now.
     """
     mark_as_rank(item.config)
     os.environ.clear()
@@ -90,25 +96,24 @@ def run_item(
     try:
         try:
             if request.init:
-                store = FileStore(os.path.join(request.directory, "store"), request.size)
-                init_process_group(store=store, rank=rank, world_size=request.size, timeout=request.timeout)
+                join_as_process(request.world, rank, request.size, request.timeout, request.directory)
             state.setup(item)
             item.runtest()
             item.stash[tmppath_result_key]["call"] = True
-        except BaseException:
+        except BaseException as error:
+            tell("raised", "".join(traceback.format_exception_only(type(error), error)))
             with contextlib.suppress(Exception):  # the test's own error is the one to report
                 state.teardown_exact(None)
             raise
         state.teardown_exact(None)
-        if is_initialized():
-            destroy_process_group()
+        leave(request.world)
     except BaseException as error:
-        outcome = _outcome(item, rank, error)
-        # Before anything that takes time: the others wait for this rank.
-        if is_initialized():
-            destroy_process_group()
+        # First of all: the others wait for this rank.
+        with contextlib.suppress(Exception):
+            leave(request.world)
+        outcome = _outcome(item, rank, request.size, error)
         if request.debug and request.debug_rank in (None, rank) and not outcome.consequence:
-            _debug(error, debugging)
+            _debug(error, tell)
         return outcome
     return Outcome(rank)
 
@@ -122,27 +127,30 @@ def _provide_shared_values(item: pytest.Function, request: ItemRequest) -> None:
         object.__setattr__(definition, "argnames", ())
 
 
-def _outcome(item: pytest.Function, rank: int, error: BaseException) -> Outcome:
+def _outcome(item: pytest.Function, rank: int, size: int, error: BaseException) -> Outcome:
     """Return the outcome of a rank that raised ``error``, in a form that can be pickled."""
+    report: object
     try:
-        text = str(item.repr_failure(pytest.ExceptionInfo.from_exception(error)))
+        say_where(item, error, f"rank {rank} of {size} processes")
+        report = report_of_error(item, error)
+        pickle.loads(pickle.dumps(report))
     except Exception:
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        report = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return Outcome(rank, RankFailure(f"{type(error).__name__}: {error}"), text)
-    return Outcome(rank, error, text)
+        error = RankFailure(f"{type(error).__name__}: {error}")
+    return Outcome(rank, error, str(report), report=report)
 
 
-def _debug(error: BaseException, debugging: Callable[[bool], object]) -> None:
+def _debug(error: BaseException, tell: Callable[[str, object], object]) -> None:
     """Open a debugger on the terminal where the error was raised."""
     try:
         terminal = open("/dev/tty", "r+b", buffering=0)  # noqa: SIM115
     except OSError:
         print("--pdb: this process has no terminal", file=sys.stderr)
         return
-    debugging(True)
+    tell("debugging", True)
     reader, writer = open(terminal.fileno(), closefd=False), open(terminal.fileno(), "w", closefd=False)  # noqa: SIM115
     try:
         debugger = pdb.Pdb(stdin=reader, stdout=writer)
@@ -151,4 +159,4 @@ def _debug(error: BaseException, debugging: Callable[[bool], object]) -> None:
     finally:
         writer.flush()
         terminal.close()
-        debugging(False)
+        tell("debugging", False)

@@ -11,11 +11,14 @@ import pytest
 from torchestra.testing.fixtures import is_shared_by_the_world
 
 MARKER = (
-    "ranks(*sizes, kind='threads', timeout=30, init=True, may_die=()): run the test on so many ranks, as"
-    " 'threads', 'processes' or both in turn; operations may wait for timeout seconds, and the whole test may"
-    " take a quarter more; without init the ranks join no group by themselves; it is no failure if ranks in"
-    " may_die are killed"
+    "ranks(*sizes, world='torchestra', kind=..., timeout=30, init=True, may_die=()): run the test on so many"
+    " ranks. They are in the default group of torchestra, as threads by default, or with world='torch' in"
+    " that of torch.distributed, as processes by default; kind is 'threads', 'processes' or both in turn."
+    " Operations may wait for timeout seconds, and the whole test may take a quarter more. Without init the"
+    " ranks join no group by themselves. It is no failure if ranks in may_die are killed"
 )
+TORCHESTRA = "torchestra"
+TORCH = "torch"
 ARGUMENT = "ranks_of_this_run"
 """The name of the parameter that says how a test is run, where it is run in several ways."""
 _KINDS = ("threads", "processes")
@@ -29,6 +32,7 @@ class RanksSpec:
     """One way of running a test on ranks.
 
     Attributes:
+        world: whose default group they are in: ``"torchestra"``, or ``"torch"`` for torch.distributed's.
         kind: ``"threads"`` or ``"processes"``.
         timeout: seconds that an operation may wait.
         init: whether the ranks are in a default group from the beginning.
@@ -36,6 +40,7 @@ class RanksSpec:
     """
 
     size: int
+    world: str
     kind: str
     timeout: float
     init: bool
@@ -64,22 +69,34 @@ def specs_of(node: pytest.Item | pytest.Function | Any) -> list[RanksSpec]:
 
 def _specs(
     sizes: Sequence[Any],
-    kind: str | Sequence[str] = "threads",
+    world: str = TORCHESTRA,
+    kind: str | Sequence[str] | None = None,
     timeout: float = 30.0,
     init: bool = True,
     may_die: Sequence[int] = (),
     **unknown: Any,
 ) -> list[RanksSpec]:
+    if kind is None:  # a program for torch.distributed has the process for its own
+        kind = "processes" if world == TORCH else "threads"
     kinds = (kind,) if isinstance(kind, str) else tuple(kind)
     if unknown:
         raise pytest.UsageError(
-            f"ranks: unknown arguments {', '.join(unknown)}; there are kind, timeout, init, may_die"
+            f"ranks: unknown arguments {', '.join(unknown)}; there are world, kind, timeout, init, may_die"
         )
     if not sizes or not all(type(size) is int and size > 0 for size in sizes):
         raise pytest.UsageError(f"ranks: say how many, as in ranks(4) or ranks(2, 4); got {sizes!r}")
     if not kinds or not all(each in _KINDS for each in kinds):
         raise pytest.UsageError(f"ranks: kind must be 'threads', 'processes' or both, got {kind!r}")
-    return [RanksSpec(size, each, float(timeout), init, tuple(may_die)) for each in kinds for size in sizes]
+    if world not in (TORCHESTRA, TORCH):
+        raise pytest.UsageError(f"ranks: world must be {TORCHESTRA!r} or {TORCH!r}, got {world!r}")
+    if world == TORCH and not init and "threads" in kinds:
+        raise pytest.UsageError(
+            "ranks: with world='torch' and init=False ranks find each other by environment variables, which"
+            " threads share: use kind='processes'"
+        )
+    return [
+        RanksSpec(size, world, each, float(timeout), init, tuple(may_die)) for each in kinds for size in sizes
+    ]
 
 
 def spec_of(item: pytest.Function) -> RanksSpec | None:
@@ -109,13 +126,13 @@ def is_per_rank(fixturedef: pytest.FixtureDef[Any]) -> bool:
     return True
 
 
-def show_as(error: BaseException, text: str) -> None:
-    """Make this text the report of a test that fails with ``error``."""
-    setattr(error, _REPORT, text)
+def show_as(error: BaseException, report: object) -> None:
+    """Make this the report of a test that fails with ``error``: text, or one of pytest's own."""
+    setattr(error, _REPORT, report)
 
 
-def report_of(error: BaseException) -> str | None:
-    """Return the text given to :func:`show_as`, if any."""
+def report_of(error: BaseException) -> Any:
+    """Return the report given to :func:`show_as`, if any."""
     return getattr(error, _REPORT, None)
 
 

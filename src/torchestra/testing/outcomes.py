@@ -26,6 +26,8 @@ class Outcome:
         error: what it raised, or None.
         time: ``time.monotonic()`` when it ended.
         late: it had not ended when the time was over.
+        where: the line of the test where a late rank was then.
+        report: of ``error``, by the pytest of the rank that raised it: what pytest prints of it.
     """
 
     rank: int
@@ -33,6 +35,8 @@ class Outcome:
     text: str = ""
     time: float = field(default_factory=time.monotonic)
     late: bool = False
+    where: str = ""
+    report: object = None
 
     @property
     def skip(self) -> str | None:

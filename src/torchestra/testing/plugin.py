@@ -5,6 +5,7 @@
     @pytest.mark.ranks(4)                              # as threads
     @pytest.mark.ranks(2, 4, kind="processes")         # once on two, once on four processes
     @pytest.mark.ranks(2, kind=("threads", "processes"), timeout=10)
+    @pytest.mark.ranks(4, world="torch")               # in torch.distributed's default group
 
 Every rank is in a default group when its fixtures are made and when the function is called. The first rank to
 fail fails the test, with its own assertion and traceback; what the others did follows, and what every
@@ -22,9 +23,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from torchestra.testing.marker import ARGUMENT, MARKER, is_per_rank, report_of, spec_of, specs_of
+from torchestra.testing.plain_imports import import_plainly
 
 if TYPE_CHECKING:
     from torchestra.testing.rank_pool import RankPool
+
+import_plainly()
 
 _POOL: pytest.StashKey[RankPool] = pytest.StashKey()
 
@@ -126,7 +130,7 @@ def pytest_runtest_makereport(
     """Show the failure of a process rank as that rank saw it."""
     report = yield
     if call.excinfo is not None and report.outcome == "failed":
-        text = report_of(call.excinfo.value)
-        if text is not None:
-            report.longrepr = text
+        own = report_of(call.excinfo.value)
+        if own is not None:
+            report.longrepr = own
     return report

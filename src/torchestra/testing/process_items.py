@@ -16,9 +16,11 @@ from torchestra.testing.item_outcome import conclude
 from torchestra.testing.item_runner import ItemRequest
 from torchestra.testing.marker import RanksSpec
 from torchestra.testing.outcomes import Outcome
-from torchestra.testing.rank_pool import RankPool, RankWorld
+from torchestra.testing.rank_pool import RankPool, RankWorld, Released
+from torchestra.testing.stacks import late_outcome
 
 _GRACE_S = 2.0  # for ranks that have been released by another's failure
+_REPORT_S = 60.0  # in which a rank has told where it raised, on however busy a machine
 _POLL_INTERVAL_S = 0.5
 
 
@@ -28,12 +30,13 @@ def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> 
         request = ItemRequest(
             item.nodeid,
             spec.size,
+            spec.world,
             spec.timeout,
             spec.init,
             spec.may_die,
             directory,
             _shared_values(item),
-            dict(os.environ),
+            {**os.environ, **pool.store_environment(spec)},
             bool(item.config.getoption("usepdb")),
             item.config.getoption("--pdb-rank"),
         )
@@ -41,14 +44,10 @@ def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> 
         try:
             late = _await(item, world, spec.limit)
         finally:
-            world.kill()
-        stack = "Where it was then stands at the end of its output, below."
-        outcomes = [
-            Outcome(rank, text=stack, late=True) if rank in late else world.outcomes[rank]
-            for rank in range(spec.size)
-        ]
+            world.kill(world.running)
+        outcomes = [late.get(rank, world.outcomes[rank]) for rank in range(spec.size)]
         for rank in range(spec.size):
-            text = _without_our_frames(world.output(rank))
+            text = world.output(rank)
             if text:
                 item.add_report_section("call", f"output of rank {rank}", text)
     conclude(item, outcomes, "processes", spec.limit)
@@ -69,35 +68,42 @@ def _shared_values(item: pytest.Function) -> dict[str, bytes]:
     return values
 
 
-def _await(item: pytest.Function, world: RankWorld, timeout_s: float) -> set[int]:
-    """Wait until all ranks have ended; return those that had not when their time was over."""
+def _await(item: pytest.Function, world: RankWorld, timeout_s: float) -> dict[int, Outcome]:
+    """Wait until all ranks have ended; return by rank those that had not when their time was over.
+
+    What counts is when a rank raised: its report, which takes long on a busy machine, is waited for.
+    """
     capture: Any = item.config.pluginmanager.getplugin("capturemanager")
     deadline = time.monotonic() + timeout_s
+    late: dict[int, Outcome] = {}
     suspended = False
     while world.running:
-        limit = deadline
-        if world.first_failed is not None:
-            limit = min(limit, world.first_failed + _GRACE_S)
-        if not world.debugging and time.monotonic() >= limit:
-            late = set(world.running) if world.first_failed is None else set()
-            if late:
-                world.dump()
-            return late
-        world.wait(_POLL_INTERVAL_S if world.debugging else min(_POLL_INTERVAL_S, limit - time.monotonic()))
+        limit = _limit(world, deadline)
         if world.debugging and not suspended and capture is not None:
             capture.suspend_global_capture(in_=True)
             suspended = True
+        if world.debugging or time.monotonic() < limit:
+            pause = _POLL_INTERVAL_S if world.debugging else min(_POLL_INTERVAL_S, limit - time.monotonic())
+            world.wait(pause)
+            continue
+        stacks = world.stacks(world.in_the_test)
+        for rank, frames in stacks.items():
+            outcome = late_outcome(rank, frames)
+            late[rank] = outcome if world.first_failed is None else _ended_with_the_others(outcome)
+        world.kill(list(stacks) or world.running)
     if suspended:
         capture.resume_global_capture()
-    return set()
+    return late
 
 
-def _without_our_frames(output: str) -> str:
-    """Return a rank's output, its stacks cut off where they leave the test for pytest."""
-    lines, cutting = [], False
-    for line in output.splitlines(keepends=True):
-        frame = line.startswith('  File "')
-        cutting = frame and (cutting or "/_pytest/" in line or "/pluggy/" in line)
-        if not cutting:
-            lines.append(line)
-    return "".join(lines)
+def _ended_with_the_others(outcome: Outcome) -> Outcome:
+    """Return the outcome of a rank that was ended because another had failed before."""
+    message = f"ended {_GRACE_S:g} s after another rank had failed. {outcome.text}"
+    return Outcome(outcome.rank, Released(message))
+
+
+def _limit(world: RankWorld, deadline: float) -> float:
+    """Return until when to wait for the ranks in the test; without any, for the reports of the others."""
+    if world.first_failed is None:
+        return deadline
+    return min(deadline, world.first_failed + _GRACE_S) if world.in_the_test else deadline + _REPORT_S

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
+from traceback import FrameSummary
+from typing import Any
 
 import pytest
 
 from torchestra.errors import GroupAbortedError
 from torchestra.testing.fork_server import Child, serve
 from torchestra.testing.item_runner import ItemRequest
-from torchestra.testing.marker import show_as
+from torchestra.testing.marker import TORCH, RanksSpec, show_as
 from torchestra.testing.outcomes import Outcome, RankFailure
+from torchestra.testing.stacks import read_dump
 
 _DUMP_S = 1.0
+_DUMP_POLL_S = 0.01
 
 
 class Released(GroupAbortedError):
@@ -39,12 +44,24 @@ class RankPool:
         sys.stderr.flush()
         self._owner = os.getpid()
         self._server = Child.fork(partial(serve, items))
+        self._store: tuple[Any, int] | None = None
+        self._worlds = itertools.count()
 
     def start(self, request: ItemRequest) -> RankWorld:
         """Start the ranks of a test."""
         connection = self._server.connection
         connection.send(request)
         return RankWorld(connection, connection.recv(), request)
+
+    def store_environment(self, spec: RanksSpec) -> dict[str, str]:
+        """Return variables by which ranks that make a group by themselves, as any program does, find it."""
+        if spec.init and spec.world != TORCH:
+            return {}
+        from torchestra.interop.torch_distributed import worlds
+
+        if self._store is None:
+            self._store = worlds.serve_store()
+        return worlds.store_environment(self._store[1], str(next(self._worlds)))
 
     def close(self) -> None:
         """End the server. Nothing happens in a process that is not the one that made it."""
@@ -59,12 +76,14 @@ class RankWorld:
 
     Attributes:
         outcomes: of the ranks that have ended.
-        first_failed: ``time.monotonic()`` when the first of them did not end well.
+        raised: by rank, in a line, what those raised whose report is still to come, or came.
+        first_failed: ``time.monotonic()`` when the first rank raised, or ended otherwise than well.
         debugging: whether a debugger has the terminal.
     """
 
     def __init__(self, connection: Connection, pids: list[int], request: ItemRequest) -> None:
         self.outcomes: dict[int, Outcome] = {}
+        self.raised: dict[int, str] = {}
         self.first_failed: float | None = None
         self.debugging = False
         self._connection = connection
@@ -76,6 +95,11 @@ class RankWorld:
         """Return the ranks that have not ended."""
         return [rank for rank in range(self._request.size) if rank not in self.outcomes]
 
+    @property
+    def in_the_test(self) -> list[int]:
+        """Return the ranks that have neither ended nor raised."""
+        return [rank for rank in self.running if rank not in self.raised]
+
     def wait(self, timeout_s: float) -> bool:
         """Wait for the next message of a rank, ``timeout_s`` at most; return whether there was one."""
         if not self._connection.poll(max(0.0, timeout_s)):
@@ -84,12 +108,16 @@ class RankWorld:
         if what == "debugging":
             self.debugging = content[0]
             return True
+        if what == "raised":
+            self.raised[rank] = content[0]
+            self.first_failed = self.first_failed or time.monotonic()
+            return True
         payload, exit_code = content
         outcome: Outcome = pickle.loads(payload) if payload else self._died(rank, exit_code)
         outcome.time = time.monotonic()
         self.outcomes[rank] = outcome
         if outcome.error is not None:
-            show_as(outcome.error, outcome.text)
+            show_as(outcome.error, outcome.report or outcome.text)
             self.first_failed = self.first_failed or outcome.time
         return True
 
@@ -97,28 +125,34 @@ class RankWorld:
         """Return the outcome of a rank whose process ended before its test did."""
         if rank in self._request.may_die:
             return Outcome(rank)
+        if rank in self.raised:
+            message = f"{self.raised[rank]}(the process of rank {rank} ended before it had told where)"
+            return Outcome(rank, RankFailure(message), message, report=message)
         how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         message = f"the process of rank {rank} ended with {how}, before the test did"
         error = RankFailure(message) if self.first_failed is None else Released(message)
-        return Outcome(rank, error, message)
+        return Outcome(rank, error, message, report=message)
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all ranks that still run."""
-        for rank in self.running:
+    def signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
+        """Send a signal to ranks that still run."""
+        for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], number)
 
-    def dump(self) -> None:
-        """Have the ranks that still run write where they are, into their output."""
-        self.signal(signal.SIGUSR1)
+    def stacks(self, ranks: Sequence[int]) -> dict[int, list[FrameSummary]]:
+        """Return where ranks that still run are, by rank; empty for one that does not say so in a second."""
+        self.signal(signal.SIGUSR1, ranks)
         deadline = time.monotonic() + _DUMP_S
-        while self.running and self.wait(deadline - time.monotonic()):
-            pass
+        stacks: dict[int, list[FrameSummary]] = {rank: [] for rank in ranks}
+        while not all(stacks.values()) and time.monotonic() < deadline:
+            self.wait(_DUMP_POLL_S)
+            stacks = {rank: read_dump(self._request.stack_of(rank)) for rank in ranks}
+        return stacks
 
-    def kill(self) -> None:
-        """Kill the ranks that still run, and wait until they are gone."""
-        self.signal(signal.SIGKILL)
-        while self.running:
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kill ranks that still run, and wait until they are gone."""
+        self.signal(signal.SIGKILL, ranks)
+        while not self.outcomes.keys() >= set(ranks):
             self.wait(60.0)
 
     def output(self, rank: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.testing.item_outcome import conclude
 from torchestra.testing.marker import RanksSpec
 from torchestra.testing.rank_fixtures import RankFixtures
+from torchestra.testing.rank_world import thread_worlds
 from torchestra.testing.threads import join_ranks, start_ranks
 
 _OUTPUT_FIXTURES = {"capsys", "capsysbinary", "capfd", "capfdbinary", "capteesys"}
@@ -30,8 +32,8 @@ def run_on_threads(item: pytest.Function, spec: RanksSpec) -> None:
         with RankFixtures(item, rank, instance) as fixtures:
             function(**fixtures.arguments())
 
-    with _outputs_apart(item, spec.size):
-        threads = start_ranks(spec.size, body, spec.timeout, spec.init, spec.may_die)
+    with _outputs_apart(item, spec.size), _logs_named(item), thread_worlds(spec.world) as store:
+        threads = start_ranks(spec.size, body, spec.timeout, spec.init, spec.may_die, spec.world, store)
         outcomes = join_ranks(threads, spec.limit)
     conclude(item, outcomes, "threads", spec.limit)
 
@@ -57,6 +59,36 @@ def _outputs_apart(item: pytest.Function, size: int) -> Iterator[None]:
                     stream.original.write(f"[rank {rank}] {text}\n")
                 elif text:
                     item.add_report_section("call", f"{name} of rank {rank}", text)
+
+
+@contextlib.contextmanager
+def _logs_named(item: pytest.Function) -> Iterator[None]:
+    """Have pytest's reports of what was logged name the rank; what caplog gives to tests stays as it is."""
+    plugin = item.config.pluginmanager.getplugin("logging-plugin")
+    handlers = [
+        getattr(plugin, name, None) for name in ("report_handler", "log_cli_handler", "log_file_handler")
+    ]
+    formatters = [(each, each.formatter) for each in handlers if isinstance(each, logging.Handler)]
+    for handler, formatter in formatters:
+        handler.setFormatter(_RankFormatter(formatter or logging.Formatter()))
+    try:
+        yield
+    finally:
+        for handler, formatter in formatters:
+            handler.setFormatter(formatter)
+
+
+class _RankFormatter(logging.Formatter):
+    """Formats as another does, and names the rank; handlers format in the thread that logs."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self._formatter = formatter
+
+    def format(self, record: logging.LogRecord) -> str:
+        here = current_thread_rank()
+        text = self._formatter.format(record)
+        return text if here is None else f"[rank {here.rank}] {text}"
 
 
 class _RankStream(io.TextIOBase):

@@ -9,8 +9,10 @@ from typing import Any, TypeVar, cast, overload
 from torchestra.launcher.threads import ThreadRanks
 from torchestra.testing.cases import DEFAULT_TIMEOUT_S, DEFAULT_WORLD_SIZE, RankTests, TestCase
 from torchestra.testing.faults import RankKilled
+from torchestra.testing.marker import TORCHESTRA
 from torchestra.testing.outcomes import Outcome, raise_for
-from torchestra.world.init import destroy_process_group, init_process_group, is_initialized
+from torchestra.testing.rank_world import join_as_thread, leave
+from torchestra.testing.stacks import late_outcome
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,6 +25,8 @@ def start_ranks(
     timeout: float = DEFAULT_TIMEOUT_S,
     init: bool = True,
     may_die: Container[int] = (),
+    world: str = TORCHESTRA,
+    store: Any = None,
 ) -> ThreadRanks:
     """Start ranks that are threads of this process, each in a default group, running one function.
 
@@ -33,20 +37,20 @@ def start_ranks(
         timeout: how long operations of the default group may wait, in seconds.
         init: whether to make the default group before ``body`` is called.
         may_die: ranks whose being killed (faults.kill) is no failure.
+        world: whose default group it is, torchestra's or torch.distributed's.
+        store: what :func:`~torchestra.testing.rank_world.thread_worlds` yielded.
     """
 
     def run(rank: int) -> None:
         try:
             if init:
-                init_process_group(timeout=timeout)
+                join_as_thread(world, rank, size, timeout, store)
             body(rank)
-            if is_initialized():
-                destroy_process_group()
         except RankKilled:
             if rank not in may_die:
                 raise
 
-    return ThreadRanks(size, run)
+    return ThreadRanks(size, run, lambda: leave(world))
 
 
 def join_ranks(threads: ThreadRanks, timeout: float) -> list[Outcome]:
@@ -63,7 +67,7 @@ def join_ranks(threads: ThreadRanks, timeout: float) -> list[Outcome]:
         elif each.done:
             outcomes.append(Outcome(each.rank))
         else:
-            outcomes.append(Outcome(each.rank, text=f"It was here:\n{each.stack()}", late=True))
+            outcomes.append(late_outcome(each.rank, each.frames()))
     return outcomes
 
 

@@ -1,0 +1,60 @@
+"""The default group of a test's ranks: torchestra's, or torch.distributed's on torchestra's engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torchestra.store import FileStore
+from torchestra.testing.marker import TORCH
+from torchestra.world.init import destroy_process_group, init_process_group, is_initialized
+
+
+def join_as_process(world: str, rank: int, size: int, timeout_s: float, directory: str) -> None:
+    """Join the default group on a rank that is a process.
+
+    Args:
+        timeout_s: how long operations may wait, in seconds.
+        directory: of this test, where the ranks meet.
+    """
+    path = os.path.join(directory, "store")
+    if world == TORCH:
+        from torchestra.interop.torch_distributed import worlds
+
+        worlds.join_world(rank, size, timeout_s, path)
+        return
+    init_process_group(store=FileStore(path, size), rank=rank, world_size=size, timeout=timeout_s)
+
+
+@contextlib.contextmanager
+def thread_worlds(world: str) -> Iterator[Any]:
+    """Prepare this process for ranks that are threads; yield what :func:`join_as_thread` wants."""
+    if world == TORCH:
+        from torchestra.interop.torch_distributed import worlds
+
+        with worlds.worlds_of_threads():
+            yield worlds.shared_store()
+    else:
+        yield None
+
+
+def join_as_thread(world: str, rank: int, size: int, timeout_s: float, store: Any) -> None:
+    """Join the default group on a rank that is a thread."""
+    if world == TORCH:
+        from torchestra.interop.torch_distributed import worlds
+
+        worlds.join_world(rank, size, timeout_s, store)
+        return
+    init_process_group(timeout=timeout_s)
+
+
+def leave(world: str) -> None:
+    """Destroy what groups the rank still has."""
+    if world == TORCH:
+        from torchestra.interop.torch_distributed import worlds
+
+        worlds.leave_world()
+    if is_initialized():
+        destroy_process_group()

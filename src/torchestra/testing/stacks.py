@@ -1,0 +1,68 @@
+"""The place where a rank is when its time is over: its stack, and the line of the test."""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import re
+import signal
+import threading
+import traceback
+from collections.abc import Sequence
+from traceback import FrameSummary
+
+from torchestra.testing.outcomes import Outcome
+from torchestra.testing.tracebacks import is_ours, is_users
+
+_SIGNAL = signal.SIGUSR1
+_RUNNERS = ("/_pytest/", "/pluggy/", "/pytest_timeout")
+_HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+)(?: in (.*))?$')
+
+
+def dump_on_signal(path: str) -> None:
+    """Have this process write the stacks of its threads to a file when it gets SIGUSR1, wherever it is."""
+    file = open(path, "w")  # noqa: SIM115, the signal may come until the process ends
+    file.write(f"{threading.get_ident():x}\n")
+    file.flush()
+    global _dump_file  # the handler has the number of its descriptor only
+    faulthandler.register(_SIGNAL, file=file, all_threads=True)
+    _dump_file = file
+
+
+_dump_file: object = None
+
+
+def read_dump(path: str) -> list[FrameSummary]:
+    """Return the frames that the thread of the test was in, the outermost first; none without a dump."""
+    try:
+        with open(path, errors="replace") as file:
+            own, *lines = file.read().splitlines()
+    except (OSError, ValueError):
+        return []
+    frames: list[FrameSummary] = []
+    listening = False
+    for line in lines:
+        if (head := _HEAD.match(line)) is not None:
+            listening = int(head[1], 16) == int(own, 16)
+        elif listening and (found := _FRAME.match(line)) is not None:
+            frames.append(FrameSummary(found[1], int(found[2]), found[3] or "?"))
+    return frames[::-1]
+
+
+def late_outcome(rank: int, frames: Sequence[FrameSummary]) -> Outcome:
+    """Return the outcome of a rank that was in these frames when its time was over."""
+    runner = next((number for number, each in enumerate(frames) if _runs_tests(each.filename)), 0)
+    frames = list(itertools.dropwhile(lambda each: not is_users(each.filename), frames[runner:]))
+    inside = next((each for each in reversed(frames) if is_users(each.filename)), None)
+    where = "outside of the test" if inside is None else _place(inside)
+    stack = "".join(traceback.format_list([each for each in frames if not is_ours(each.filename)]))
+    return Outcome(rank, text=f"It was here:\n{stack}", late=True, where=where)
+
+
+def _runs_tests(path: str) -> bool:
+    return any(part in path for part in _RUNNERS)
+
+
+def _place(frame: FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line or ''}".rstrip(": ")

@@ -1,0 +1,64 @@
+"""Tracebacks that end in the test: an error that explains itself needs none of the frames that raised it."""
+
+from __future__ import annotations
+
+import contextlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+import torchestra
+from torchestra.errors import DistError
+
+_OURS = str(Path(torchestra.__file__).parent) + "/"
+_TORCHS = str(Path(torch.__file__).parent) + "/"
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def is_ours(path: str) -> bool:
+    """Return whether a file is of torchestra."""
+    return path.startswith(_OURS)
+
+
+def is_users(path: str) -> bool:
+    """Return whether a file is none of torchestra's, of torch's, of other libraries' or of Python's own."""
+    return not path.startswith((_OURS, _TORCHS, "<", *_LIBRARIES))
+
+
+def end_in_the_test(error: BaseException) -> None:
+    """Take the frames of torchestra and of torch beneath the user's code out of tracebacks, for good.
+
+    So with each error of the chain that is torchestra's own: they say what has happened, where, and what to
+    do. Any other keeps all its frames, as its cause may be anywhere.
+    """
+    for each in _chain(error):
+        if isinstance(each, DistError):
+            with contextlib.suppress(TypeError):  # an exception that refuses it keeps what it has
+                each.__traceback__ = _shortened(each.__traceback__)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _shortened(trace: TracebackType | None) -> TracebackType | None:
+    entries = []
+    entry = trace
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    paths = [each.tb_frame.f_code.co_filename for each in entries]
+    last = max((number for number, path in enumerate(paths) if is_users(path)), default=None)
+    if last is None:
+        return trace
+    kept = [each for each, path in zip(entries[: last + 1], paths, strict=False) if not is_ours(path)]
+    for one, following in zip(kept, [*kept[1:], None], strict=True):
+        one.tb_next = following
+    return kept[0]
