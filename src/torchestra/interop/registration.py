@@ -18,5 +18,7 @@ def register_backend(creator: Callable[[Any, Any], Any]) -> None:
     import torch
     from torch.distributed.distributed_c10d import Backend
 
+    if hasattr(Backend, BACKEND.upper()):
+        return  # Older versions of torch (2.6 is one) refuse a name that they know.
     devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
     Backend.register_backend(BACKEND, creator, extended_api=True, devices=devices)
