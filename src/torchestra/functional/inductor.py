@@ -108,7 +108,10 @@ def _lower_in_place(operator: Any, tensor: Any, *arguments: Any) -> Any:
     require_contiguous: Callable[[Any], Any] = ir.ExternKernel.require_contiguous
     buffer = require_contiguous(clone(tensor))
     with V.graph.fake_mode:
-        _, tensors, others, unflatten, _ = ir._CollectiveKernel.process_kernel(operator, buffer, *arguments)
+        made: Any = ir._CollectiveKernel.process_kernel(operator, buffer, *arguments)
+    if not isinstance(made, tuple):  # torch 2.15 names its parts
+        made = (None, made.tensor_args, made.non_tensor_args, made.unflatten_args, None)
+    _, tensors, others, unflatten, _ = made
     for each in tensors:
         each.realize()
         V.graph.mark_buffer_mutated(each.get_name())

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,39 @@ PYTHON_SYMBOLS = (
 )
 """What builtins and entries take from Python's C interface. (Of the C library everything is found.)"""
 
+_VECTORCALL = """
+declare i64 @PyThreadState_Get()
+declare i64 @_PyObject_MakeTpCall(i64, i64, i64, i64, i64)
+
+define i64 @PyObject_Vectorcall(i64 %callee, i64 %arguments, i64 %number, i64 %names) {
+  %class.at = add i64 %callee, 8
+  %class.place = inttoptr i64 %class.at to i64*
+  %class = load i64, i64* %class.place
+  %flags.at = add i64 %class, 168
+  %flags.place = inttoptr i64 %flags.at to i64*
+  %flags = load i64, i64* %flags.place
+  %has = and i64 %flags, 2048
+  %has.not = icmp eq i64 %has, 0
+  br i1 %has.not, label %other, label %direct
+direct:
+  %offset.at = add i64 %class, 56
+  %offset.place = inttoptr i64 %offset.at to i64*
+  %offset = load i64, i64* %offset.place
+  %function.at = add i64 %callee, %offset
+  %function.place = inttoptr i64 %function.at to i64 (i64, i64, i64, i64)**
+  %function = load i64 (i64, i64, i64, i64)*, i64 (i64, i64, i64, i64)** %function.place
+  %result = call i64 %function(i64 %callee, i64 %arguments, i64 %number, i64 %names)
+  ret i64 %result
+other:
+  %thread = call i64 @PyThreadState_Get()
+  %made = call i64 @_PyObject_MakeTpCall(i64 %thread, i64 %callee, i64 %arguments, i64 %number, i64 %names)
+  ret i64 %made
+}
+"""
+# Python 3.10 has this function in its header alone. It reads the class's tp_flags (is there a function that
+# takes arguments as an array?) and tp_vectorcall_offset (where it lies in the object); so does the code above.
+_IN_HEADER = ("PyObject_Vectorcall", _VECTORCALL, ("PyThreadState_Get", "_PyObject_MakeTpCall"))
+
 # What refers to machine code, a builtin say, may outlive whoever loaded it.
 _loaded: list[Any] = []
 
@@ -52,11 +86,15 @@ class MachineCode:
 
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
-        for name in PYTHON_SYMBOLS:
+        symbols, code = set(PYTHON_SYMBOLS), ""
+        if sys.version_info < (3, 11):
+            missing, code, wanted = _IN_HEADER
+            symbols = symbols - {missing} | set(wanted)
+        for name in symbols:
             llvm.add_symbol(name, ctypes.addressof(ctypes.c_byte.in_dll(ctypes.pythonapi, name)))
         target = llvm.Target.from_triple(llvm.get_process_triple())
         machine = target.create_target_machine(reloc="pic", codemodel="jitdefault", jit=True)
-        self._engine: Any = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        self._engine: Any = llvm.create_mcjit_compiler(llvm.parse_assembly(code), machine)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(object_file))
         self._engine.finalize_object()
         _loaded.append(self._engine)

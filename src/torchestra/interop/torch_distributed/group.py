@@ -69,6 +69,8 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         # Used by the fast paths, once it is known that the group is to serve the CPU.
         self._fast_path: Communicator | None = None
         self._block: CoalescedBlock | None = None
+        # Whether torch enters the group in its registries; one that split_group() makes it does not know.
+        self._registered = False
 
     # -- what it is
 
@@ -155,7 +157,11 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        devices = self._requested or backends_by_device(self) or ("cpu", "cuda")
+        devices = self._requested or backends_by_device(self)
+        if devices is None:
+            # A group that torch has not entered yet has no devices: so torch (2.15) knows that this one has no
+            # parts in C++, whose operations its own flight recorder could watch.
+            devices = {} if self._registered else dict.fromkeys(("cpu", "cuda"), BACKEND)
         return [torch.device(device) for device in devices if device != "cuda" or torch.cuda.is_available()]
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -307,4 +313,6 @@ def create_group(options: Any, backend_options: Any) -> TorchestraGroup:
         options: torch's ``_DistributedBackendOptions``: store, rank, size, time-out, name and ranks.
         backend_options: the ``pg_options`` of the call, which only backends of other devices use.
     """
-    return TorchestraGroup(rendezvous(options), options.store, backend_options)
+    group = TorchestraGroup(rendezvous(options), options.store, backend_options)
+    group._registered = True
+    return group
