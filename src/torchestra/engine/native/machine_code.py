@@ -62,7 +62,7 @@ other:
 }
 """
 # Python 3.10 has this function in its header alone. It reads the class's tp_flags (is there a function that
-# takes arguments as an array?) and tp_vectorcall_offset (where it lies in the object); so does the code above.
+# takes arguments as an array?) and tp_vectorcall_offset (where it lies in the object); so does the code.
 _IN_HEADER = ("PyObject_Vectorcall", _VECTORCALL, ("PyThreadState_Get", "_PyObject_MakeTpCall"))
 
 # What refers to machine code, a builtin say, may outlive whoever loaded it.

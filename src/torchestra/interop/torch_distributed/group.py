@@ -159,7 +159,7 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         devices = self._requested or backends_by_device(self)
         if devices is None:
-            # A group that torch has not entered yet has no devices: so torch (2.15) knows that this one has no
+            # A group that torch has not entered yet has no devices: so torch (2.15) knows that it has no
             # parts in C++, whose operations its own flight recorder could watch.
             devices = {} if self._registered else dict.fromkeys(("cpu", "cuda"), BACKEND)
         return [torch.device(device) for device in devices if device != "cuda" or torch.cuda.is_available()]
