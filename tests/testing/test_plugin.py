@@ -240,6 +240,8 @@ def test_release():
         ("0", "say how many"),
         ("2, kind='fibers'", "kind must be"),
         ("2, colour='red'", "unknown arguments colour"),
+        ("2, world='moon'", "world must be"),
+        ("2, world='torch', kind='threads', init=False", "use kind='processes'"),
     ],
 )
 def test_a_marker_that_makes_no_sense_is_refused(
@@ -369,3 +371,146 @@ def test_the_plugin_costs_a_run_without_ranks_no_import_of_torch(pytester: pytes
     pytester.makepyfile("import sys\n\ndef test_it():\n    assert 'torch' not in sys.modules\n")
     result = pytester.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1)
+
+
+TORCH_WORLD = """
+import os, threading, time
+import torch.distributed as td
+from torch.nn.parallel import DistributedDataParallel
+
+both = pytest.mark.ranks(2, world="torch", kind=("processes", "threads"), timeout=20)
+
+@both
+def test_in_the_default_group_of_torch():
+    assert td.get_backend() == "gloo" and not dist.is_initialized()
+    tensor = torch.ones(2)
+    td.all_reduce(tensor)
+    pair = td.new_group([0, 1])
+    td.all_reduce(tensor, group=pair)
+    assert tensor.tolist() == [4.0, 4.0]
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.full((1, 2), float(td.get_rank()))).sum().backward()
+    assert model.module.weight.grad.tolist() == [[0.5, 0.5]] * 2
+    from torchestra.interop.torch_distributed import inner_group
+    inner_group(td.group.WORLD)
+
+@pytest.mark.ranks(2, world="torch", init=False)
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_program_makes_its_group_itself(again):
+    assert not td.is_initialized() and os.environ["LOCAL_RANK"] == os.environ["RANK"]
+    td.init_process_group("gloo")
+    td.barrier()
+    assert td.get_world_size() == 2
+    from torchestra.interop.torch_distributed import inner_group
+    inner_group(td.group.WORLD)
+    td.destroy_process_group()
+
+@pytest.mark.ranks(2, world="torch", kind=("processes", "threads"), timeout=1.5)
+def test_waits_for_a_rank_that_sleeps():
+    if td.get_rank() == 1:
+        release.wait(8)
+    td.barrier()
+
+release = threading.Event()
+
+@both
+def test_raises():
+    if td.get_rank() == 1:
+        raise KeyError("no such layer")
+    td.barrier()
+
+@both
+def test_differs():
+    td.all_reduce(torch.ones(2 + td.get_rank()))
+
+@pytest.mark.ranks(2, world="torch", timeout=20)
+def test_exits():
+    if td.get_rank() == 1:
+        os._exit(7)
+    td.barrier()
+
+def test_afterwards_gloo_is_gloo():
+    release.set()
+    from torchestra.interop import switch
+    assert not switch.is_on() and not td.is_initialized()
+"""
+
+
+def test_ranks_in_the_world_of_torch_distributed(pytester: pytest.Pytester) -> None:
+    """One run for all: what it takes to load torch for it costs more than the tests."""
+    result = run_apart(pytester, TORCH_WORLD, "-v", "-rf")
+    result.assert_outcomes(passed=5, failed=7)
+    text = result.stdout.str()
+    for kind in ("processes", "threads"):
+        _, _, hang = text.partition(f" test_waits_for_a_rank_that_sleeps[2-{kind}] _")
+        hang = hang.partition("\n____")[0]
+        assert f"on rank 0 of 2 {kind}" in hang
+        assert "timed out after 1.5 s on rank 0: rank 1 had not arrived" in hang
+        assert ">       td.barrier()" in hang
+        assert "in test_waits_for_a_rank_that_sleeps\n    release.wait(8)" in hang, "where rank 1 was"
+        _, _, raised = text.partition(f" test_raises[2-{kind}] _")
+        raised = raised.partition("\n____")[0]
+        assert f"on rank 1 of 2 {kind}" in raised
+        assert "KeyError: 'no such layer'" in raised
+        _, _, differed = text.partition(f" test_differs[2-{kind}] _")
+        assert "rank 1 called all_reduce(SUM, float32, 3 elements)" in differed
+        assert "failed likewise" in differed.partition("\n____")[0]
+    assert "the process of rank 1 ended with exit code 7" in text
+    assert "src/torchestra" not in text, "torchestra's own frames"
+    assert "distributed_c10d.py" not in text, "torch's frames beneath the user's"
+
+
+SLOW_REPORT = """
+import os, time
+
+class Slow:
+    def __repr__(self):
+        time.sleep(3)  # as formatting takes it on a busy machine
+        return "<slow>"
+
+@pytest.mark.ranks(2, kind="processes", timeout=0.5)
+def test_it(request):
+    if dist.get_rank() == 0:
+        slow = Slow()
+        dist.barrier()
+    else:
+        time.sleep(30)
+"""
+
+
+def test_a_report_is_not_lost_by_the_time_that_its_formatting_takes(pytester: pytest.Pytester) -> None:
+    """Longer than what is left of the test's time, and than the others get when a rank has failed."""
+    result = run_apart(pytester, SLOW_REPORT, "--showlocals")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*CollectiveTimeoutError*rank 1 had not arrived*", "*slow * = <slow>*"])
+
+
+def test_what_ranks_print_and_log_bears_their_number(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+import logging
+
+@pytest.mark.ranks(2)
+def test_logs(caplog):
+    logging.getLogger("mine").warning("from %d", dist.get_rank())
+    dist.barrier()
+    assert sorted(caplog.messages) == ["from 0", "from 1"]
+    assert False
+""",
+    )
+    result.stdout.fnmatch_lines_random(["[[]rank 0[]] WARNING *from 0", "[[]rank 1[]] WARNING *from 1"])
+
+
+def test_assertions_of_torchestra_itself_are_not_rewritten(pytester: pytest.Pytester) -> None:
+    """pytest's loader, which parses every module anew, would be the modules' loader."""
+    source = """
+import sys
+
+@pytest.mark.ranks(1)
+def test_it():
+    from torchestra.testing import rank_world
+    assert type(rank_world.__loader__).__name__ == "SourceFileLoader"
+    assert type(sys.modules[__name__].__loader__).__name__ == "AssertionRewritingHook"
+"""
+    run_apart(pytester, "pytest.register_assert_rewrite('torchestra')\n" + source).assert_outcomes(passed=1)

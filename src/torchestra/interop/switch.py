@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 _GLOO = "gloo"
 _DEVICES = ("cpu", "cuda")
 _on = False
+_telling = True
 
 
 def is_on() -> bool:
@@ -29,13 +30,23 @@ def is_on() -> bool:
     return _on
 
 
-def turn_on() -> None:
-    """Have torchestra serve "gloo" in this process from now on; groups that exist stay as they are."""
-    global _on
+def turn_on(*, telling: bool = True) -> None:
+    """Have torchestra serve "gloo" in this process from now on; groups that exist stay as they are.
+
+    Args:
+        telling: say so when a default group is made.
+    """
+    global _on, _telling
     from torch.distributed import distributed_c10d as c10d
 
     redirect(c10d._new_process_group_helper, _on_torchestra)
-    _on = True
+    _on, _telling = True, telling
+
+
+def turn_off() -> None:
+    """Undo :func:`turn_on`; groups that exist stay as they are."""
+    global _on
+    _on = False
 
 
 def _on_torchestra(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +57,7 @@ def _on_torchestra(original: Callable[..., Any]) -> Callable[..., Any]:
 
         call = signature.bind(*args, **kwargs)
         backend, ranks = call.arguments["backend"], call.arguments["global_ranks_in_group"]
-        served = served_by_us(backend)
+        served = served_by_us(backend) if _on else None
         if served is None:
             return original(*args, **kwargs)
         call.arguments["backend"] = c10d.Backend(served)
@@ -56,7 +67,7 @@ def _on_torchestra(original: Callable[..., Any]) -> Callable[..., Any]:
             group.pose_as(_GLOO)
             c10d._world.pg_map[group] = (backend, store)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(backend))
-            if not len(ranks):
+            if _telling and not len(ranks):
                 _tell(group, served)
         return group, store
 

@@ -27,7 +27,10 @@ import torch
 
 from torchestra.engine import warm_up
 from torchestra.testing.item_runner import ItemRequest, run_item
+from torchestra.testing.rank_world import load_world
 from torchestra.testing.stacks import dump_on_signal
+
+_THREADS_S = 0.2
 
 
 @dataclass(eq=False)
@@ -61,11 +64,17 @@ class Child:
         return os.waitstatus_to_exitcode(status)
 
 
-def serve(items: Mapping[str, pytest.Function], connection: Connection) -> None:
-    """Run the worlds that the pytest process asks for, one after the other, until it is gone."""
+def serve(items: Mapping[str, pytest.Function], worlds: Iterable[str], connection: Connection) -> None:
+    """Run the worlds that the pytest process asks for, one after the other, until it is gone.
+
+    Args:
+        worlds: whose default groups the ranks will be in: what that takes is loaded here once.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     warm_up()
+    for world in worlds:
+        load_world(world)
     # Else every rank's first collection would touch, and so copy, all that it shares with the server.
     gc.collect()
     gc.freeze()
@@ -141,8 +150,16 @@ def _work(items: Mapping[str, pytest.Function], connection: Connection) -> None:
             )
             sys.stdout.flush()
             sys.stderr.flush()
-            stays = outcome.error is None and threading.active_count() == threads
+            stays = outcome.error is None and _threads_are(threads)
             connection.send(("outcome", pickle.dumps(outcome), stays))
+
+
+def _threads_are(number: int) -> bool:
+    """Return whether there are so many threads, once those of groups that were left have ended."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("torchestra-"):
+            thread.join(_THREADS_S)
+    return threading.active_count() == number
 
 
 def _redirect_output(path: str) -> None:

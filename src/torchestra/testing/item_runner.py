@@ -19,7 +19,7 @@ from _pytest.tmpdir import tmppath_result_key
 from torchestra.testing.item_outcome import report_of_error, say_where
 from torchestra.testing.marker import mark_as_rank
 from torchestra.testing.outcomes import Outcome, RankFailure
-from torchestra.testing.rank_world import join_as_process, leave
+from torchestra.testing.rank_world import join_as_process, leave, prepare_process
 
 _PYTEST_OUTCOMES: dict[str, type[BaseException]] = {
     "skip": pytest.skip.Exception,
@@ -95,6 +95,7 @@ def run_item(
     item.stash.setdefault(tmppath_result_key, {})["call"] = False
     try:
         try:
+            prepare_process(request.world)
             if request.init:
                 join_as_process(request.world, rank, request.size, request.timeout, request.directory)
             state.setup(item)

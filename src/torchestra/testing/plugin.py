@@ -61,15 +61,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the server of process ranks while no test has started a thread yet."""
     items = {item.nodeid: item for item in session.items if isinstance(item, pytest.Function)}
-    selected = (spec_of(item) for item in items.values())
-    if not session.config.option.collectonly and any(spec and spec.kind == "processes" for spec in selected):
+    specs = [spec for item in items.values() if (spec := spec_of(item)) and spec.kind == "processes"]
+    if specs and not session.config.option.collectonly:
         from torchestra.testing.rank_pool import RankPool
 
         # Made here once, or every rank that wants a temporary directory would make it.
         factory: Any = getattr(session.config, "_tmp_path_factory", None)
         if factory is not None:
             factory.getbasetemp()
-        session.config.stash[_POOL] = RankPool(items)
+        session.config.stash[_POOL] = RankPool(items, sorted({spec.world for spec in specs}))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -37,13 +37,14 @@ class RankPool:
 
     Args:
         items: the tests, by node id.
+        worlds: whose default groups their ranks are in.
     """
 
-    def __init__(self, items: Mapping[str, pytest.Function]) -> None:
+    def __init__(self, items: Mapping[str, pytest.Function], worlds: Iterable[str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         self._owner = os.getpid()
-        self._server = Child.fork(partial(serve, items))
+        self._server = Child.fork(partial(serve, items, worlds))
         self._store: tuple[Any, int] | None = None
         self._worlds = itertools.count()
 

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from typing import Any
 
+import torchestra
 from torchestra.store import FileStore
 from torchestra.testing.marker import TORCH
 from torchestra.world.init import destroy_process_group, init_process_group, is_initialized
+
+
+def load_world(world: str) -> None:
+    """Import what ranks of a world will want, so that processes forked from this one have it."""
+    for name in torchestra.__all__:
+        getattr(torchestra, name)
+    if world == TORCH:
+        importlib.import_module("torchestra.interop.torch_distributed.worlds")
+        importlib.import_module("torchestra.interop.torch_distributed.group")
+        # Which DistributedDataParallel, FSDP and functional collectives import when they are first used.
+        importlib.import_module("torch._dynamo")
+
+
+def prepare_process(world: str) -> None:
+    """Prepare a process for ranks of a world, before any of them joins it."""
+    if world == TORCH:
+        from torchestra.interop.torch_distributed import worlds
+
+        worlds.serve_gloo()
 
 
 def join_as_process(world: str, rank: int, size: int, timeout_s: float, directory: str) -> None:

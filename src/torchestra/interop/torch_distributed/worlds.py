@@ -13,15 +13,23 @@ from torch import distributed
 from torch._C import _distributed_c10d
 
 from torchestra.errors import NotReadyError
-from torchestra.interop.registration import BACKEND
+from torchestra.interop import switch
 
 _torch: Any = distributed  # of whose names the annotations leave out some
 _c10d: Any = _distributed_c10d
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 
+def serve_gloo() -> None:
+    """Have torchestra serve what this process calls "gloo", and say nothing of it."""
+    if not switch.is_on():
+        switch.turn_on(telling=False)
+
+
 def join_world(rank: int, size: int, timeout_s: float, store: str | Any) -> None:
-    """Make torch.distributed's default group, on torchestra's engine. To be called by all ranks.
+    """Make torch.distributed's default group, of the backend "gloo". To be called by all ranks.
+
+    After :func:`serve_gloo` it runs on torchestra's engine.
 
     Args:
         timeout_s: how long its operations may wait, in seconds.
@@ -30,7 +38,7 @@ def join_world(rank: int, size: int, timeout_s: float, store: str | Any) -> None
     if isinstance(store, str):
         store = _torch.FileStore(store, size)
     _torch.init_process_group(
-        BACKEND, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
 
 
@@ -75,6 +83,8 @@ def shared_store() -> Any:
 def worlds_of_threads() -> Iterator[None]:
     """Give every thread a torch.distributed of its own meanwhile, as PyTorch's MultiThreadedTestCase does.
 
+    Meanwhile torchestra serves "gloo".
+
     torch.distributed keeps its groups per process. What makes it keep them per thread is a part of PyTorch's
     own test code, without a promise that it stays.
 
@@ -95,11 +105,15 @@ def worlds_of_threads() -> Iterator[None]:
     # Its records of what was raised go to whoever collects all records, as pytest does, and only repeat it.
     calls = logging.getLogger("c10d-NullHandler-default")
     disabled, calls.disabled = calls.disabled, True
+    served = switch.is_on()
+    serve_gloo()
     install()
     isolate(True)
     try:
         yield
     finally:
+        if not served:
+            switch.turn_off()
         isolate(False)
         calls.disabled = disabled
         uninstall()
