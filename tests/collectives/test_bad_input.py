@@ -409,6 +409,8 @@ def test_nothing_can_be_done_before_the_beginning() -> None:
     ("arguments", "kind", "message"),
     [
         ({"backend": "smoke"}, InvalidArgumentError, "unknown backend 'smoke'; there are native, threads"),
+        ({"backend": "mpi"}, InvalidArgumentError, "no backend 'mpi'; leave it out: ranks that mpiexec has"),
+        ({"backend": "cpu:ucc"}, InvalidArgumentError, "no backend 'cpu:ucc'; leave it out"),
         ({"backend": 3}, TypeError, "`backend` must be a str or None, got 3"),
         ({"timeout": -1}, InvalidArgumentError, "timeout must not be negative"),
         ({"timeout": "soon"}, InvalidArgumentTypeError, "Expected timeout argument to be of type"),

@@ -46,26 +46,31 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_unchanged(_: Store, rank: int, size: int, switched: bool, port: int, path: str) -> None:
+def run_unchanged(_: Store, rank: int, size: int, switched: bool, hosts: int, port: int, path: str) -> None:
     """Run the program as a launcher of torch's would: all that it is told stands in the environment."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     sys.path.insert(0, str(HERE))
+    torch_worlds.pretend_hosts(rank, size, hosts)
     if switched:
         autoload.turn_on_switch()
     run_script(Script(str(PROGRAM), (path,), False))
 
 
 def test_a_program_gives_the_same_losses_with_and_without_the_switch(tmp_path: Path) -> None:
-    found = {}
-    for switched in (True, False):
-        path = tmp_path / f"{switched}.json"
-        arguments = (switched, free_port(), str(path))
+    """DDP, FSDP2, DCP, tensor parallel, a pipeline, objects and messages; on one host, and on two."""
+    found = []
+    for switched, hosts in ((False, 1), (True, 1), (True, 2)):
+        path = tmp_path / "results.json"
+        arguments = (switched, hosts, free_port(), str(path))
         worlds.run("processes", 2, run_unchanged, *arguments, init=False)
-        found[switched] = json.loads(path.read_text())
-    assert found[True].keys() == found[False].keys()
-    for name, losses in found[False].items():
-        torch.testing.assert_close(torch.tensor(found[True][name]), torch.tensor(losses), msg=name)
-    assert found[True]["ddp"][-1] < found[True]["ddp"][0]
+        found.append(json.loads(path.read_text()))
+        path.unlink()
+    by_gloo, *by_torchestra = found
+    assert by_gloo["ddp"][-1] < by_gloo["ddp"][0]
+    for each in by_torchestra:
+        assert each.keys() == by_gloo.keys()
+        for name, losses in by_gloo.items():
+            torch.testing.assert_close(torch.tensor(each[name]), torch.tensor(losses), msg=name)
 
 
 def what_names_say() -> dict[str, object]:

@@ -53,6 +53,13 @@ def outcomes(
     return worlds.outcomes("processes", size, _in_default_group, options, fn, args, init=False)
 
 
+def pretend_hosts(rank: int, size: int, hosts: int) -> None:
+    """Have the ranks of a world be on several hosts, as far as torchestra can tell."""
+    if hosts > 1:
+        os.environ["TORCHESTRA_HOST_ID"] = f"host{rank * hosts // size}"
+        os.environ["TORCHESTRA_SECRET"] = "of these tests"
+
+
 def _in_default_group(
     _: Store,
     rank: int,
@@ -61,9 +68,7 @@ def _in_default_group(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Any:
-    if options.hosts > 1:
-        os.environ["TORCHESTRA_HOST_ID"] = f"host{rank * options.hosts // size}"
-        os.environ["TORCHESTRA_SECRET"] = "of these tests"
+    pretend_hosts(rank, size, options.hosts)
     if options.switched:
         autoload.turn_on_switch()
     store = distributed.FileStore(os.path.join(os.environ["WORLD_DIRECTORY"], "torch"), size)

@@ -1,1 +1,22 @@
-"""torchestra for other libraries; the only package, bridges apart, that imports torch.distributed."""
+"""torchestra for other libraries; the only package, bridges apart, that imports torch.distributed.
+
+Its functions are loaded when they are first used: torch imports this package to register the backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchestra.interop.torch_distributed import adopt, inner_group, use
+
+__all__ = ["adopt", "inner_group", "use"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Load what is of torch.distributed."""
+        if name in __all__:
+            return getattr(importlib.import_module(f"{__name__}.torch_distributed"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

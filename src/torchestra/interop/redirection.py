@@ -12,19 +12,14 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-_REPLACEMENTS: dict[str, Callable[..., Any]] = {}
+_PLACE = "what is called in its place"
+_redirected: set[str] = set()
 
 
 def _body(*args: Any, **kwargs: Any) -> Any:
-    # Runs with the globals of the function that it is put into, so it can use nothing but builtins.
-    from torchestra.interop.redirection import replacement
-
-    return replacement("NAME")(*args, **kwargs)
-
-
-def replacement(name: str) -> Callable[..., Any]:
-    """Return what runs in place of a function."""
-    return _REPLACEMENTS[name]
+    # Runs with the globals of the function that it is put into, so what it calls is a constant of its own.
+    called: Any = "what is called in its place"
+    return called(*args, **kwargs)
 
 
 def redirect(function: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -36,15 +31,17 @@ def redirect(function: Callable[..., Any], make: Callable[[Callable[..., Any]], 
     """
     changed: Any = inspect.unwrap(function)
     name = f"{changed.__module__}.{changed.__qualname__}"
-    if name in _REPLACEMENTS:
+    if name in _redirected:
         return
     signature = inspect.signature(changed)
     original = FunctionType(
         changed.__code__, changed.__globals__, changed.__name__, changed.__defaults__, changed.__closure__
     )
     original.__kwdefaults__ = changed.__kwdefaults__
-    _REPLACEMENTS[name] = make(original)
-    constants = tuple(name if constant == "NAME" else constant for constant in _body.__code__.co_consts)
-    changed.__code__ = _body.__code__.replace(co_consts=constants, co_name=changed.__name__)
+    replacement = make(original)
+    code = _body.__code__
+    constants = tuple(replacement if constant == _PLACE else constant for constant in code.co_consts)
+    changed.__code__ = code.replace(co_consts=constants, co_name=changed.__name__)
     changed.__defaults__ = changed.__kwdefaults__ = None
     changed.__signature__ = signature
+    _redirected.add(name)

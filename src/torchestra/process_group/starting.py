@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Union
 
 import torch
@@ -32,13 +33,21 @@ AnyStore = Union[Store, _TORCHS]
 """A store of torchestra, or one of torch.distributed."""
 
 BACKENDS = ("native", "threads", "fake")
+OWN_NAMES = ("gloo", "torchestra")
+"""What programs of torch.distributed call this engine: Gloo does there what it does here."""
 _NCCL = "nccl"
 _NATIVE = DeviceRequest()
+_INSTEAD = {
+    "mpi": "leave it out: ranks that mpiexec has started find each other, and this engine serves them",
+    "ucc": 'leave it out: this engine serves tensors of the CPU, and "nccl" can serve those of CUDA',
+}
+_log = logging.getLogger(__name__)
 
 
 def choose_backend(backend: str | None) -> str:
     """``"native"`` (ranks are processes), ``"threads"`` or ``"fake"``; for None, what the calling rank is.
 
+    ``"gloo"`` and ``"torchestra"`` are as None; that this engine does what Gloo would is logged once.
     ``"nccl"``, alone or as in ``"cpu:native,cuda:nccl"``, is about devices only: see :func:`requires_nccl`.
 
     Raises:
@@ -50,7 +59,10 @@ def choose_backend(backend: str | None) -> str:
         return launched_as
     if not isinstance(backend, str):
         raise InvalidArgumentTypeError(f"backend must be a str, got {backend!r}")
-    own = {name for device, name in _by_device(backend) if name != _NCCL}
+    named = {name for _, name in _by_device(backend) if name != _NCCL}
+    own = {launched_as if name in OWN_NAMES else name for name in named}
+    if instead := next((_INSTEAD[name] for name in sorted(named) if name in _INSTEAD), None):
+        raise InvalidArgumentError(f"torchestra has no backend {backend!r}; {instead}")
     known = own <= set(BACKENDS) and len(own) <= 1
     if not known or any(device not in ("", "cpu", "cuda") for device, _ in _by_device(backend)):
         raise InvalidArgumentError(
@@ -65,7 +77,14 @@ def choose_backend(backend: str | None) -> str:
                 f"Distributed package doesn't have NCCL built in: {why_no_nccl()}, so backend {backend!r}"
                 " cannot be had; without naming it, CUDA tensors go through the memory of the host"
             )
+    if "gloo" in named:
+        _say_what_serves_gloo()
     return own.pop() if own else launched_as
+
+
+@cache
+def _say_what_serves_gloo() -> None:
+    _log.warning('backend "gloo": torchestra\'s own engine serves it, and Gloo is not used')
 
 
 def requires_nccl(backend: str | None) -> bool:

@@ -13,7 +13,7 @@ from torchestra.engine.local import reduces
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError, NotInitializedError, shown
 from torchestra.process_group import NonMember, ProcessGroup
-from torchestra.process_group.starting import BACKENDS, choose_backend
+from torchestra.process_group.starting import BACKENDS, OWN_NAMES, choose_backend
 from torchestra.rendezvous import launch_environment
 from torchestra.types import DEFAULT_TIMEOUT, ReduceOp, Timeout
 from torchestra.world.init import AnyGroup, default_group, destroy_process_group
@@ -28,14 +28,14 @@ def is_backend_available(backend: str) -> bool:
     """Return whether :func:`torchestra.init_process_group` takes a backend of this name, ``"cpu:..."``
     included.
 
-    Of torch's backends NCCL is among them where this torch has it. What Gloo does torchestra does itself.
+    Of torch's backends NCCL is among them where this torch has it, and Gloo's name, which torchestra serves.
     """
     if not isinstance(backend, str):
         raise InvalidArgumentTypeError(f"is_backend_available: `backend` must be a str, got {backend!r}")
     lower = backend.lower()
     if lower.removeprefix("cuda:") == "nccl":
         return is_nccl_built()
-    return lower.removeprefix("cpu:") in BACKENDS
+    return lower.removeprefix("cpu:") in (*BACKENDS, *OWN_NAMES)
 
 
 def is_gloo_available() -> bool:

@@ -7,7 +7,7 @@ state of torchestra that is not reached through an object, and which is changed 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Union, cast
@@ -112,13 +112,15 @@ def init_process_group(
     device_id: int | torch.device | None = None,
     *,
     secret: Secret = None,
+    then: Callable[[], object] | None = None,
 ) -> None:
     """Meet the other ranks and make the default group. Must be called by every rank, and first.
 
     Args:
         backend: ``"native"`` (ranks are processes), ``"threads"`` (ranks are threads of this process), or
             None for whichever the rank was launched as. ``"fake"``: this rank alone, in a world of which the
-            other ranks do not exist (see fake.py). ``"nccl"``, or ``"cpu:native,cuda:nccl"``: as None, and
+            other ranks do not exist (see fake.py). ``"gloo"``, torch.distributed's name for a backend of the
+            CPU, is as None. ``"nccl"``, or ``"cpu:native,cuda:nccl"``: as None, and
             operations on CUDA tensors must be NCCL's (docs/guides/devices.md).
         init_method: where to meet: ``env://`` (default), ``file://path`` or ``tcp://host:port``.
         timeout: how long to wait for the others here, and in later operations; default 30 minutes.
@@ -132,6 +134,8 @@ def init_process_group(
         secret: what the ranks prove to each other to know, the same text on all of them; default: the
             environment variable TORCHESTRA_SECRET, which ``torchestra run`` sets. Without one, ranks of the
             same user on one host meet, and ranks on several hosts cannot.
+        then: called when the default group is made, with no arguments. ``torchestra.interop.adopt`` makes it
+            torch.distributed's default group as well.
 
     Raises:
         InvalidArgumentError: an argument is wrong, something is missing from the environment, or this rank
@@ -141,6 +145,8 @@ def init_process_group(
     """
     terms = GroupTerms(timeout, backend, pg_options, device_id)
     make_world(terms, init_method, world_size, rank, store, group_name, secret)
+    if then is not None:
+        then()
 
 
 def make_world(

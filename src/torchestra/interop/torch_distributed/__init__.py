@@ -9,12 +9,22 @@ See docs/interop.md.
 from __future__ import annotations
 
 from torchestra.interop.registration import BACKEND, register_backend
+from torchestra.interop.torch_distributed.adoption import adopt, use
 from torchestra.interop.torch_distributed.functions import serve_functions
 from torchestra.interop.torch_distributed.group import TorchestraGroup, create_group
 from torchestra.interop.torch_distributed.inner import inner_group, monitored_barrier
 from torchestra.interop.torch_distributed.works import TorchestraWork
 
-__all__ = ["BACKEND", "TorchestraGroup", "TorchestraWork", "inner_group", "monitored_barrier", "register"]
+__all__ = [
+    "BACKEND",
+    "TorchestraGroup",
+    "TorchestraWork",
+    "adopt",
+    "inner_group",
+    "monitored_barrier",
+    "register",
+    "use",
+]
 
 
 def register() -> None:

@@ -291,6 +291,10 @@ class TorchestraGroup(Operations, _Base):  # type: ignore[misc]
         """Leave the group; operations that are queued are run first."""
         if not self.inner.communicator.closed:
             self.inner.destroy()
+        self.leave_other_devices()
+
+    def leave_other_devices(self) -> None:
+        """Leave the parts of the group that other backends serve."""
         for other in self._device_groups.values():
             other.shutdown()
         self._device_groups.clear()

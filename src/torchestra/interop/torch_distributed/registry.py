@@ -40,3 +40,13 @@ def enter_group(
 def default_group() -> Any:
     """Return torch.distributed's default group; None where there is none."""
     return distributed.group.WORLD
+
+
+def set_default(group: Any) -> None:
+    """Make a group that torch.distributed knows its default group."""
+    c10d._update_default_pg(group)
+
+
+def next_name() -> str:
+    """Return the name of the next group that all ranks make together."""
+    return str(c10d._process_group_name([], use_hashed_name=False))

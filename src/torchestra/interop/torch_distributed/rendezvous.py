@@ -29,7 +29,7 @@ def rendezvous(options: Any) -> ProcessGroup:
             store,
             rank,
             size,
-            GroupOptions(options.timeout, backend="threads" if _ranks_are_threads() else "native"),
+            GroupOptions(options.timeout, backend="threads" if ranks_are_threads() else "native"),
             name=f"torch-{options.group_id}-{again}",
             ranks=list(options.global_ranks_in_group) or None,
         )
@@ -37,6 +37,6 @@ def rendezvous(options: Any) -> ProcessGroup:
         raise as_torch_error(error) from error.__cause__
 
 
-def _ranks_are_threads() -> bool:
+def ranks_are_threads() -> bool:
     """Return whether each thread has a torch.distributed of its own, as in torch's tests with threads."""
     return not isinstance(c10d._world, c10d._World)
