@@ -44,6 +44,7 @@ class Controls(torch.nn.Module, Joinable):
     logger: Logger
     parameters_to_ignore: set[str]
     forward_sync_buffers: bool
+    require_backward_grad_sync: bool
     static_graph: bool
     find_unused_parameters: bool
     device_mesh: Any
@@ -218,6 +219,23 @@ class Controls(torch.nn.Module, Joinable):
             broadcast_coalesced(buffers, self.process_group, authoritative_rank)
         else:
             broadcast_coalesced(buffers, self.process_group, authoritative_rank, bucket_size)
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Tell whether the next forward takes rank 0's buffers; set by code that runs forwards itself."""
+        return self.require_backward_grad_sync or self._buffers_may_differ
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, required: bool) -> None:
+        self._buffers_may_differ = required
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether the next forward takes the buffers of rank 0: there are some, and it is to."""
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and any(name not in self.parameters_to_ignore for name, _ in self.module.named_buffers())
+        )
 
     def _sync_buffers(self, reducing: bool, root: int) -> None:
         """Take the buffers of a rank before a forward pass, where they may differ."""

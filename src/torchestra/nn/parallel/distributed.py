@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+from abc import ABCMeta
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -435,3 +436,16 @@ class DistributedDataParallel(Controls):
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group."
                 f" This one is over {self.process_group!r}; copy its `.module`, and wrap the copy"
             )
+
+
+def _pass_as_torchs() -> None:
+    """Have ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` be true of ours.
+
+    Checkpoints, trainers and pipelines ask that before they look for ``.module`` and ``no_sync()``.
+    """
+    theirs = torch.nn.parallel.DistributedDataParallel
+    if isinstance(theirs, ABCMeta):
+        theirs.register(DistributedDataParallel)
+
+
+_pass_as_torchs()

@@ -49,6 +49,7 @@ from torchestra.nn.parallel.comm_hooks.interface import BuiltinCommHookType, Com
 from torchestra.nn.parallel.gradient_store import GradientStore, ThreadGradientStore
 from torchestra.nn.parallel.outputs import tensors_in, unused_parameters
 from torchestra.nn.parallel.ready_tracker import ReadyTracker
+from torchestra.nn.parallel.reducer_names import TorchReducerNames
 from torchestra.nn.parallel.sparse import empty_like_sparse
 from torchestra.nn.parallel.statistics import Counters
 from torchestra.process_group import ProcessGroup
@@ -58,7 +59,7 @@ _CAP_BYTES = int(BUCKET_CAP_MB * (1 << 20))
 _now = time.perf_counter_ns
 
 
-class Reducer:
+class Reducer(TorchReducerNames):
     """Averages the gradients of some parameters over the ranks of a group.
 
     Args:
