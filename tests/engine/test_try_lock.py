@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from interrupts import interrupted_at
-from torchestra.engine import try_lock
 from torchestra.engine.membership import shrinking
 from torchestra.engine.p2p import endpoint
 from torchestra.engine.p2p.endpoint import Endpoint, _OutgoingMessage, _SendQueue
-from torchestra.engine.try_lock import TryLock
 from torchestra.errors import InvalidArgumentError
 from torchestra.rpc import leader_followers as pool_file
 from torchestra.rpc.leader_followers import LeaderFollowersPool
+from torchestra.system import try_lock
+from torchestra.system.try_lock import TryLock
 
 
 def set_holder(lock: TryLock, claim: object) -> None:

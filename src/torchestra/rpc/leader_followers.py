@@ -28,11 +28,11 @@ from typing import Protocol
 import torch
 
 from torchestra.engine.p2p import Message
-from torchestra.engine.try_lock import TryLock
 from torchestra.errors import DistBackendError
 from torchestra.rpc.router import Endpoint
 from torchestra.rpc.thread_state import run_detached, thread_state
 from torchestra.system.limits import start_thread
+from torchestra.system.try_lock import TryLock
 
 _CHECK_SECONDS = 0.05
 _JOIN_SECONDS = 2.0

@@ -3,12 +3,19 @@
 The thread never waits for a connection or for anybody's function, so large messages in both directions do not
 stop each other. What goes wrong with one rank (frames that make no sense, an error in here) ends that rank,
 and nothing else. Time in which this process itself was stopped does not count.
+
+*Who receives.* The thread does, unless another one that waits for a short message does so itself
+(:meth:`EventLoop.receive_for`), which saves a switch of threads. Whoever has the lock ``_receiving`` uses the
+inbox. The thread sleeps on the inbox's descriptor by way of an epoll set, from which the other takes it
+meanwhile, so that what comes wakes one of them only. The other deals with nothing but its own message; any
+other frame it leaves where it is, for the thread.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -18,7 +25,10 @@ from typing import Any
 
 import zmq
 
+from torchestra.system.try_lock import TryLock
 from torchestra.transport.endpoint import EndpointRecord, ZapAuthenticator
+from torchestra.transport.framing import whole_text
+from torchestra.transport.inbox import Inbox
 from torchestra.transport.listener import Listener
 from torchestra.transport.message import Message
 from torchestra.transport.pair import (
@@ -97,13 +107,20 @@ class EventLoop:
         self._listener: Listener | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._receiving = TryLock()
+        self._is_in_want = False  # the thread could not receive, as another one did
         try:
             self._context.set(zmq.MAX_SOCKETS, 65536)
             self._public, self._private = zmq.curve_keypair()
             self.authenticator = ZapAuthenticator(self._context)
-            self._inbox = inbox = incoming_socket(self._context, address, self._private)
-            self._listener = listener = Listener(inbox, address, ports)
+            self._socket = incoming_socket(self._context, address, self._private)
+            self._listener = listener = Listener(self._socket, address, ports)
             self.endpoint = EndpointRecord(listener.endpoint, self._public)
+            self._inbox, self._descriptor = Inbox(self._socket), self._socket.fileno()
+            self._arrival = select.poll()  # for other threads
+            self._arrival.register(self._descriptor, select.POLLIN)
+            self._arrivals = select.epoll()  # for the thread
+            self._arrivals.register(self._descriptor, select.EPOLLIN)
         except BaseException:
             self._release()
             raise
@@ -147,6 +164,67 @@ class EventLoop:
         if not to.try_flush():
             self.unsent.append(to)
             self.wake()
+
+    def receive_for(self, take: Callable[[int, int, int, bytes], bool], timeout_s: float) -> bool:
+        """Receive on the calling thread until a message comes that it waits for.
+
+        Args:
+            take: called with the source, kind, tag and text of a message that is one whole frame; deals with
+                it and returns True, or returns False. If an interrupt leaves it, the message comes again.
+            timeout_s: for how long to wait, in seconds.
+
+        Returns:
+            False if something else came, which the thread of the transport deals with now, or if another
+            thread receives.
+        """
+        claim, lock, is_left = object(), self._receiving, True
+        deadline = time.monotonic() + timeout_s
+        try:
+            if self._is_in_want or self.closing or not lock.take(claim):
+                is_left = False
+                return False
+            self._arrivals.modify(self._descriptor, 0)
+            while not self.closing and (remaining := deadline - time.monotonic()) > 0:
+                if not self._inbox.receive():
+                    self._arrival.poll(1000 * remaining)
+                elif not self._take(take):
+                    return False
+                else:
+                    # Only an empty socket has its descriptor tell of the next frame.
+                    is_left = self._inbox.receive()
+                    return True
+            is_left = False
+            return not self.closing
+        finally:
+            # Should an interrupt come here, the thread looks by itself after a tick.
+            try:
+                if lock.holder is claim:
+                    self._arrivals.modify(self._descriptor, select.EPOLLIN)
+            finally:
+                if lock.holder is claim:
+                    del lock.holder
+            if is_left:
+                self.wake()
+
+    def _take(self, take: Callable[[int, int, int, bytes], bool]) -> bool:
+        """Deal with a frame if it is what the calling thread waits for; return whether it is."""
+        inbox = self._inbox
+        frame = inbox.frame
+        peer, accepted = self._senders.get(inbox.sender, (None, 0))
+        if peer is None or peer.how or accepted != peer.accepted or peer.assembler.under_way:
+            return False
+        message = whole_text(frame)
+        if message is None or message.sequence <= peer.received:
+            return False
+        if not take(peer.rank, message.kind, message.tag, message.text):
+            return False
+        peer.received_at = self._clock
+        peer.note_received(message.sequence, len(message.text))
+        inbox.release()
+        if peer.has_mail:
+            self.unsent.append(peer)
+            self.wake()
+        return True
 
     def ask_to_confirm(self, peer: PairConnection) -> None:
         """Have a rank say now what has come of the messages sent to it."""
@@ -207,20 +285,23 @@ class EventLoop:
         listener = self._listener
         assert listener is not None
         poller = zmq.Poller()
-        for source in (self._wake, self._inbox, self.authenticator.socket, listener.monitor):
+        arrivals = self._arrivals.fileno()
+        for source in (self._wake, arrivals, self.authenticator.socket, listener.monitor):
             poller.register(source, zmq.POLLIN)
         blocked: dict[Any, PairConnection] = {}  # by socket
-        next_look = 0.0
+        next_look, is_more = 0.0, True
         while not self.closing:
             meeting = any(peer.is_meeting for peer in self.peers.values())
             watches = self._heartbeat is not None or any(peer.is_ending for peer in self.peers.values())
             tick = TICK if watches else _IDLE_TICK
-            ready = dict(poller.poll(round(1000 * (_MEETING_TICK if meeting else tick))))
+            pause = 0.0 if is_more else _MEETING_TICK if meeting else tick
+            ready = dict(poller.poll(round(1000 * pause)))
             # Also where nothing has woken it: an interrupted caller may have noted a wake-up that never came.
             self._roused = False
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            if self._inbox in ready and self._receive(listener):
+            is_more, gone = self._receive(listener)
+            if gone:
                 next_look = 0.0
             for peer in self._to_flush(ready, blocked, meeting=meeting):
                 self._flush(peer, poller, blocked)
@@ -282,39 +363,50 @@ class EventLoop:
             _log.exception("the connection of %s to rank %d ends after an error", self._name, peer.rank)
             peer.how = f"cannot be reached any more ({type(error).__name__}: {error})"
 
-    def _receive(self, listener: Listener) -> bool:
-        """Hand on what has come; return whether a rank has gone by it."""
-        gone = False
-        for _ in range(_FRAMES_AT_ONCE):
-            try:
-                frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            peer, accepted = self._sender(frame)
-            if peer.how or accepted < peer.accepted:
-                continue
-            peer.received_at = self._clock
-            if accepted > peer.accepted:
-                listener.prove(int(frame.get("__fd")))
-                peer.accept(accepted)
-            self._guarded(peer, self._hear, peer, frame)
-            gone |= bool(peer.how)
-        return gone
+    def _receive(self, listener: Listener) -> tuple[bool, bool]:
+        """Hand on what has come; return whether there may be more, and whether a rank has gone by it."""
+        gone, claim = False, object()
+        if self._receiving.take(claim):
+            self._is_in_want = False
+        else:
+            self._is_in_want = True
+            return False, False
+        try:
+            self._arrivals.modify(self._descriptor, select.EPOLLIN)  # an interrupted caller may not have
+            for _ in range(_FRAMES_AT_ONCE):
+                if not self._inbox.receive():
+                    return False, gone
+                gone |= self._hand_on(listener)
+                self._inbox.release()
+        finally:
+            del self._receiving.holder
+        return True, gone
 
-    def _sender(self, frame: zmq.Frame) -> tuple[PairConnection, int]:
+    def _hand_on(self, listener: Listener) -> bool:
+        """Deal with a frame; return whether its sender has gone by it."""
+        peer, accepted = self._sender(self._inbox.sender)
+        if peer.how or accepted < peer.accepted:
+            return False
+        peer.received_at = self._clock
+        if accepted > peer.accepted:
+            listener.prove(self._inbox.descriptor)
+            peer.accept(accepted)
+        self._guarded(peer, self._hear, peer, self._inbox.frame)
+        return bool(peer.how)
+
+    def _sender(self, user: str) -> tuple[PairConnection, int]:
         """Return whose connection a frame came over, and its number, as the authenticator gave them."""
-        user = str(frame.get("User-Id"))
         sender = self._senders.get(user)
         if sender is None:
             rank, _, accepted = user.partition(" ")
             sender = self._senders[user] = self.peer(int(rank)), int(accepted)
         return sender
 
-    def _hear(self, peer: PairConnection, frame: zmq.Frame) -> None:
+    def _hear(self, peer: PairConnection, frame: memoryview) -> None:
         if not peer.assembler.under_way and len(frame) <= CONTROL_BYTES:
-            self._hear_control(peer, frame.bytes)
+            self._hear_control(peer, bytes(frame))
             return
-        message = peer.assembler.feed(frame.buffer)
+        message = peer.assembler.feed(frame)
         if message is not None:
             if peer.note_received(peer.assembler.sequence, len(message.text)):
                 self._handlers.arrived(message)
@@ -383,6 +475,9 @@ class EventLoop:
             time.sleep(_MEETING_TICK)
 
     def _release(self) -> None:
+        claim = object()
+        while not self._receiving.take(claim):  # who has it sees that this end closes
+            time.sleep(_MEETING_TICK)
         for peer in self.peers.values():
             peer.close(linger=int(1000 * self.linger_s))
         if self._listener is not None:

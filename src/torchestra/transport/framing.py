@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,9 @@ import torch
 
 from torchestra.transport.message import Message, new_storage, no_room
 
-PIECE_BYTES = 1 << 18
-LARGEST_FRAME = PIECE_BYTES + 64
+PIECE_BYTES = 1 << 16
+FRONT_BYTES = PIECE_BYTES + 64  # in one frame; a piece with what is said about it
+LARGEST_FRAME = FRONT_BYTES + 64
 _HEAD = struct.Struct("=HqIQQ")
 _LENGTH = struct.Struct("=Q")
 
@@ -67,7 +68,7 @@ def frames(
     lengths = b"".join(_LENGTH.pack(length) for _, length in parts[1:])
     size = len(lengths) + parts[0][1]
     head = _HEAD.pack(kind, tag, len(parts) - 1, size, sequence)
-    if size <= PIECE_BYTES:
+    if size <= FRONT_BYTES:
         yield head + lengths + ctypes.string_at(*parts[0])
         rest = parts[1:]
     else:
@@ -81,7 +82,7 @@ def frames(
 def text_frames(kind: int, tag: int, text: bytes, sequence: int) -> Iterator[bytes | memoryview]:
     """Return a message that has only a text, in frames."""
     head = _HEAD.pack(kind, tag, 0, len(text), sequence)
-    if len(text) <= PIECE_BYTES:
+    if len(text) <= FRONT_BYTES:
         yield head + text
     else:
         yield head
@@ -91,6 +92,25 @@ def text_frames(kind: int, tag: int, text: bytes, sequence: int) -> Iterator[byt
 def _pieces(memory: memoryview) -> Iterator[memoryview]:
     for start in range(0, len(memory), PIECE_BYTES):
         yield memory[start : start + PIECE_BYTES]
+
+
+class WholeText(NamedTuple):
+    """A message of one part in one frame, with its number among those of its sender."""
+
+    kind: int
+    tag: int
+    text: bytes
+    sequence: int
+
+
+def whole_text(frame: memoryview) -> WholeText | None:
+    """Return the message that a frame is, if it is all of one that has only a text."""
+    if len(frame) <= _HEAD.size:
+        return None
+    kind, tag, count, length, sequence = _HEAD.unpack_from(frame)
+    if count or len(frame) != _HEAD.size + length:
+        return None
+    return WholeText(kind, tag, bytes(frame[_HEAD.size :]), sequence)
 
 
 class MessageAssembler:

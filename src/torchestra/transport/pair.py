@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from torchestra.transport.endpoint import EndpointRecord
-from torchestra.transport.framing import PIECE_BYTES, MessageAssembler, frames, text_frames
+from torchestra.transport.framing import FRONT_BYTES, MessageAssembler, frames, text_frames
 
 ALIVE = b""
 GOODBYE = b"\0"
@@ -33,7 +33,7 @@ CONTROL_BYTES = 12  # at most; the first frame of any message is longer
 FRAMES_IN_ADVANCE = 64  # that ZeroMQ keeps at either end of a connection
 _CONTROLS = (HELLO, WELCOME, ASK_TO_CONFIRM)
 _MOST_QUEUED = 1 << 26  # bytes
-_CONFIRM_MESSAGES, _CONFIRM_BYTES = 16, 1 << 18
+_CONFIRM_MESSAGES, _CONFIRM_BYTES = 64, 1 << 18
 ENDED_SECONDS = 0.15
 _ENDED_TICK = 0.05
 _LONGEST_END = 1.0
@@ -85,7 +85,7 @@ class _Outgoing:
     @property
     def is_short(self) -> bool:
         """Return whether it goes in one frame."""
-        return self.size <= PIECE_BYTES and (self._text is not None or len(self._parts) == 1)
+        return self.size <= FRONT_BYTES and (self._text is not None or len(self._parts) == 1)
 
     def frames(self) -> Iterator[bytes | memoryview]:
         """Return its frames."""
@@ -170,10 +170,16 @@ class PairConnection:
     # -- every thread
 
     def post(
-        self, kind: int, tag: int, parts: Parts, keep: object, done: Callable[[], None] | None = None
+        self,
+        kind: int,
+        tag: int,
+        parts: Parts,
+        keep: object,
+        done: Callable[[], None] | None = None,
+        reliable: bool = False,
     ) -> None:
-        """Queue a message; ``done`` is called when all of it has been sent."""
-        self._put(_Outgoing(kind, tag, parts, keep, done=done))
+        """Queue a message; ``done`` is called when it has been sent. A reliable one is kept till it came."""
+        self._put(_Outgoing(kind, tag, parts, keep, done=done, reliable=reliable))
 
     def post_text(self, kind: int, tag: int, text: bytes) -> None:
         """Queue a message of one part, which is kept until it has come."""

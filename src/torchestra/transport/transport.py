@@ -128,16 +128,18 @@ class Transport:
         parts: Sequence[tuple[int, int]],
         keep: object,
         done: Callable[[], None] | None = None,
+        reliable: bool = False,
     ) -> None:
         """Begin to send a message; never waits. To a rank that is gone nothing is sent.
 
         Args:
+            reliable: see :meth:`post_text`; the parts must not be changed any more.
             done: called when the parts may be changed, by the thread of the transport or before this returns.
         """
         loop = self._loop
         to = loop.peers.get(peer) or loop.peer(peer)
         if not (to.how or loop.closing):
-            to.post(kind, tag, parts, keep, done)
+            to.post(kind, tag, parts, keep, done, reliable)
             loop.send(to)
 
     def post_text(self, peer: int, kind: int, tag: int, text: bytes) -> None:
@@ -150,6 +152,10 @@ class Transport:
         if not (to.how or loop.closing):
             to.post_text(kind, tag, text)
             loop.send(to)
+
+    def receive_for(self, take: Callable[[int, int, int, bytes], bool], timeout_s: float) -> bool:
+        """Receive on the calling thread, see :meth:`EventLoop.receive_for`."""
+        return self._loop.receive_for(take, timeout_s)
 
     def flush(self, timeout_s: float, is_vain: Callable[[int], bool]) -> bool:
         """Wait until the reliable messages posted before have come; return whether they have in time.

@@ -45,7 +45,6 @@ from torchestra.engine.memory.heap import Heap, find_heaps
 from torchestra.engine.recorder import recorder
 from torchestra.engine.recorder.callsites import call_site
 from torchestra.engine.recorder.flight_dump import dump_flight_record
-from torchestra.engine.try_lock import TryLock
 from torchestra.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -58,6 +57,7 @@ from torchestra.errors import (
 from torchestra.system.deadline import Deadline
 from torchestra.system.forking import forget_in_children
 from torchestra.system.limits import start_thread
+from torchestra.system.try_lock import TryLock
 
 _LIVENESS_SECONDS, _RESTLESS_SECONDS, _CLAIM_SECONDS = 0.05, 1.0, 2.0
 

@@ -38,7 +38,7 @@ class UnexpectedMessage(NamedTuple):
     tag: int
     dtype: int
     length: int
-    payload: bytes
+    payload: bytes | torch.UntypedStorage
 
     def is_possible(self, small: int) -> bool:
         """Return whether a rank can have sent it: one of up to ``small`` bytes has all of them along."""
@@ -121,6 +121,14 @@ class P2PRequest:
     def takes(self, message: UnexpectedMessage) -> bool:
         """Return whether a receive waits for this message, whatever its length and kind."""
         return message.tag == self.tag and self.peer in (None, message.source)
+
+    def is_awaited_here(self, small: int) -> bool:
+        """Return whether it is a short message from a known rank that the calling thread waits for itself.
+
+        Receives in the background are not: they go on when whoever waits for them is interrupted.
+        """
+        is_known = self.receives and self.peer is not None and self.partner is None
+        return is_known and self.done is None and not self.finished and self.tensor.nbytes <= small
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end, at most so long; whether it has ended."""

@@ -54,11 +54,6 @@ class Packet(NamedTuple):
     payload: bytes = b""
 
 
-def head_of(packet: Packet) -> bytes:
-    """Return a packet as bytes, without its payload."""
-    return _HEAD.pack(packet.type, packet.dtype, packet.request, packet.length)
-
-
 def pack(packet: Packet) -> bytes:
     """Return a packet as bytes."""
     return _HEAD.pack(packet.type, packet.dtype, packet.request, packet.length) + packet.payload

@@ -30,7 +30,7 @@ from torchestra.engine.multihost.group_transport import Channel, GroupTransport
 from torchestra.engine.multihost.hierarchy import Hierarchy, bytes_of
 from torchestra.engine.multihost.message_recorder import MessageRecorder, RecordedMessage
 from torchestra.engine.multihost.p2p_request import EagerCredits, P2PRequest, Patient, UnexpectedMessage
-from torchestra.engine.multihost.packets import Packet, PacketType, head_of, pack, unpack, warnings
+from torchestra.engine.multihost.packets import Packet, PacketType, pack, unpack, warnings
 from torchestra.engine.multihost.wait_policy import WaitPolicy
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p import Mailbox, Transfer
@@ -95,7 +95,13 @@ class PointToPoint:
                 tensor, self._hosts.local_rank_of[rank], tag, timeout_s
             )
             return self._hierarchy.here[local_rank]
-        return self._wait(self._begin_far_receive(tensor, rank, tag, timeout_s, None))
+        request = self._new_receive(tensor, rank, tag, timeout_s, None)
+        try:  # from its beginning: a receive that an interrupt left behind would swallow a message
+            self._post_receive(request)
+            return self._wait(request)
+        except BaseException as error:
+            self._give_up(request, error)
+            raise
 
     def begin_send(
         self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float, done: Done
@@ -121,7 +127,9 @@ class PointToPoint:
             return self._hierarchy.local.begin_receive(
                 tensor, self._hosts.local_rank_of[rank], tag, timeout_s, end
             )
-        return self._begin_far_receive(tensor, rank, tag, timeout_s, done)
+        request = self._new_receive(tensor, rank, tag, timeout_s, done)
+        self._post_receive(request)
+        return request
 
     def wait(self, transfer: Transfer | P2PRequest) -> int:
         """See :meth:`Mailbox.wait`."""
@@ -182,9 +190,8 @@ class PointToPoint:
             eager = request.eager = self._credits.take(request.request_id, rank, length)
             if eager < length:
                 self._outgoing[request.request_id] = request
-            enclosed = ctypes.string_at(tensor.data_ptr(), eager)
-            dtype = DTYPE_CODE[tensor.dtype]
-            self._write(rank, Packet(PacketType.rts, request.request_id, dtype, length, enclosed), tag)
+            packet = Packet(PacketType.rts, request.request_id, DTYPE_CODE[tensor.dtype], length)
+            self._write_parts(rank, packet, bytes_of(tensor)[:eager].clone(), tag, reliable=True)
         if eager == length:
             request.finish()
         else:
@@ -199,24 +206,23 @@ class PointToPoint:
             self._write(rank, Packet(PacketType.rts, 0, dtype_code, length, enclosed), tag)
             entry.end(well=True)
 
-    def _begin_far_receive(
+    def _new_receive(
         self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float, done: Done | None
     ) -> P2PRequest:
+        return P2PRequest(self._whose + "recv", next(self._request_ids), tensor, rank, tag, timeout_s, done)
+
+    def _post_receive(self, request: P2PRequest) -> None:
         self._refuse_if_over()
-        request = P2PRequest(
-            self._whose + "recv", next(self._request_ids), tensor, rank, tag, timeout_s, done
-        )
         with self._begin_entry(request, RECEIVED), self._lock:
             message = next((each for each in self._unexpected if request.takes(each)), None)
             if message is not None:
+                self._match(request, message)  # first: an interrupt leaves the message there
                 self._unexpected.remove(message)
-                self._match(request, message)
-                return request
+                return
             self._posted.append(request)
-            if rank is None:
-                self._post_here(request, tensor)
+            if request.peer is None:
+                self._post_here(request, request.tensor)
         self._watch(request)
-        return request
 
     def _begin_entry(self, request: P2PRequest, way: int) -> RecordedMessage:
         dtype_code, background = DTYPE_CODE[request.tensor.dtype], request.done is not None
@@ -255,20 +261,65 @@ class PointToPoint:
         self._peers.add(rank)
         self._link.post_text(rank, Channel.p2p, tag, pack(packet))
 
+    def _write_parts(
+        self, rank: int, packet: Packet, payload: torch.Tensor, tag: int = 0, *, reliable: bool = False
+    ) -> None:
+        """Write a packet whose payload travels in pieces of its own."""
+        self._peers.add(rank)
+        head = torch.frombuffer(bytearray(pack(packet)), dtype=torch.uint8)
+        parts = [(head.data_ptr(), head.numel()), (payload.data_ptr(), payload.numel())]
+        self._link.post(rank, Channel.p2p, tag, parts, (head, payload), reliable=reliable)
+
     # -- waiting
 
     def _wait(self, request: P2PRequest) -> int:
         try:
-            while not request.wait(_LOOK_SECONDS):
+            while not (self._receive_for(request) or request.wait(_LOOK_SECONDS)):
                 self._look_after(request)
         except BaseException as error:
-            # A message in the background goes on when the program that waits for it is interrupted.
-            if not request.finished and (request.done is None or isinstance(error, DistError)):
-                self._withdraw(request, error)
+            self._give_up(request, error)
             raise
         if request.error is not None:
             raise request.error
         return request.source
+
+    def _give_up(self, request: P2PRequest, error: BaseException) -> None:
+        """Take a message back, unless it goes on in the background when its program is interrupted."""
+        if not request.finished and (request.done is None or isinstance(error, DistError)):
+            self._withdraw(request, error)
+
+    def _receive_for(self, request: P2PRequest) -> bool:
+        """Receive a short message on the calling thread, if no other one does; return whether it has come."""
+        if request.is_awaited_here(_SMALL_BYTES):
+
+            def take(source: int, kind: int, tag: int, text: bytes) -> bool:
+                return kind == Channel.p2p and self._take_short(request, source, tag, text)
+
+            while self._link.receive_for(take, _LOOK_SECONDS) and not request.finished:
+                self._look_after(request)
+        return request.finished
+
+    def _take_short(self, request: P2PRequest, source: int, tag: int, text: bytes) -> bool:
+        """Take a message for a receive if it is the next one for that; return whether it was.
+
+        An interrupted receive takes nothing, or leaves the message there as well.
+        """
+        if tag != request.tag or source != request.peer:
+            return False
+        try:
+            packet = unpack(text)
+        except ValueError:
+            return False
+        message = UnexpectedMessage(source, packet.request, tag, packet.dtype, packet.length, packet.payload)
+        if packet.type != PacketType.rts or packet.request or not message.is_possible(_SMALL_BYTES):
+            return False
+        with self._lock:
+            if request is not next((each for each in self._posted if each.takes(message)), None):
+                return False
+            self._peers.add(source)
+            self._posted.remove(request)
+            self._match(request, message)
+        return True
 
     def _watch(self, request: P2PRequest) -> None:
         """Have a thread look after a message that nobody may be waiting for."""
@@ -370,7 +421,10 @@ class PointToPoint:
             self._peers.add(sender)
             request_id = packet.request
             if packet.type == PacketType.rts:
-                _, request_id, dtype, length, payload = packet
+                if message.lost is not None:
+                    raise message.lost
+                _, request_id, dtype, length, enclosed = packet
+                payload = message.storages[0] if message.storages else enclosed
                 self._announced(UnexpectedMessage(sender, request_id, message.tag, dtype, length, payload))
             elif packet.type == PacketType.data:
                 self._take_rest(sender, request_id, message)
@@ -415,7 +469,9 @@ class PointToPoint:
         if message.length > _SMALL_BYTES and request.entry is not None:
             request.entry.came(source)
         eager = request.eager = len(message.payload)
-        ctypes.memmove(tensor.data_ptr(), message.payload, eager)
+        payload = message.payload
+        origin = payload if isinstance(payload, bytes) else payload.data_ptr()
+        ctypes.memmove(tensor.data_ptr(), origin, eager)
         if eager == message.length:
             request.finish(source=source)
             self._answer(message, PacketType.ack)
@@ -440,9 +496,7 @@ class PointToPoint:
             return
         request.partner = receiver
         rest = bytes_of(request.tensor)[request.eager :]
-        head = torch.frombuffer(bytearray(head_of(Packet(PacketType.data, request_id))), dtype=torch.uint8)
-        parts = [(head.data_ptr(), head.numel()), (rest.data_ptr(), rest.numel())]
-        self._link.post(receiver, Channel.p2p, 0, parts, (head, rest))
+        self._write_parts(receiver, Packet(PacketType.data, request_id), rest)
 
     def _take_rest(self, source: int, request_id: int, message: Message) -> None:
         """The rest of a message has come."""

@@ -19,7 +19,7 @@ from torchestra.engine.layout import DONE
 from torchestra.engine.native.kernel import entry_point
 from torchestra.engine.p2p import endpoint_kernels
 from torchestra.engine.p2p import layout as w
-from torchestra.engine.try_lock import TryLock
+from torchestra.system.try_lock import TryLock
 from torchestra.transport.message import Message, new_storage, no_room
 
 _PARTS_SHIFT = 16
