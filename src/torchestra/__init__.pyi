@@ -110,6 +110,7 @@ from .functional.comm_tensor import CommTensor
 from .launcher import RayOptions, launch
 from .nn.parallel import BuiltinCommHookType, GradBucket
 from .process_group import NonMember, ProcessGroup, RoundRobinGroup
+from .rendezvous import register_rendezvous_handler
 from .store import FakeStore, FileStore, HashStore, PrefixStore, Store, TCPStore
 from .types import ReduceOp
 from .world.backend_info import (
@@ -293,6 +294,7 @@ __all__ = [
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_init",
+    "register_rendezvous_handler",
     "rpc",
     "scan",
     "scatter",

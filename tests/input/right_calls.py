@@ -130,6 +130,7 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "reduce_scatter_single": lambda: {"output": t(), "input": t(4)},
     "reduce_scatter_tensor": lambda: {"output": t(), "input": t(4)},
     "scan": lambda: {"tensor": t()},
+    "register_rendezvous_handler": lambda: {"scheme": f"of-{os.urandom(8).hex()}", "handler": iter},
     "scatter": lambda: {"tensor": t(), "scatter_list": [t(), t()] if is_first() else None},
     "scatter_object_list": lambda: {
         "scatter_object_output_list": [None],

@@ -17,18 +17,13 @@ from torchestra import (
     DistNetworkError,
     DistStoreError,
     FakeStore,
-    FileStore,
     GatherOptions,
     GradBucket,
-    HashStore,
-    PrefixStore,
     QueueEmptyError,
     ReduceOp,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
-    Store,
-    TCPStore,
     Work,
     abort_process_group,
     default_pg_timeout,
@@ -64,6 +59,8 @@ from torchestra.compat.groups import *  # noqa: F403
 from torchestra.compat.reducing import *  # noqa: F403
 from torchestra.compat.registered import DistributedBackendOptions, ProcessGroup
 from torchestra.compat.registry_view import *  # noqa: F403
+from torchestra.compat.rendezvous import *  # noqa: F403
+from torchestra.compat.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchestra.nn.parallel import Reducer
 from torchestra.types import DEFAULT_TIMEOUT
 

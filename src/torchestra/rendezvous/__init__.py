@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from torchestra.rendezvous.environment import LaunchEnvironment, launch_environment
+from torchestra.rendezvous.handlers import register_rendezvous_handler
 from torchestra.rendezvous.methods import Rendezvous, rendezvous
 
-__all__ = ["LaunchEnvironment", "Rendezvous", "launch_environment", "rendezvous"]
+__all__ = [
+    "LaunchEnvironment",
+    "Rendezvous",
+    "launch_environment",
+    "register_rendezvous_handler",
+    "rendezvous",
+]

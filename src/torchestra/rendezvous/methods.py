@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from torchestra.engine.multihost.mpi import why_no_mpi
 from torchestra.errors import DistNetworkError, InvalidArgumentError, shown
 from torchestra.rendezvous.environment import LaunchEnvironment, launch_environment
 from torchestra.rendezvous.gathering import gather
+from torchestra.rendezvous.handlers import handler_of, with_rank
 from torchestra.rendezvous.local_job import meeting_point
 from torchestra.rendezvous.over_mpi import open_over_mpi
 from torchestra.store import FileStore, PrefixStore, Store, TCPStore
@@ -65,7 +67,8 @@ def rendezvous(
         init_method: ``env://`` (None means the same): by what the launcher has put into the environment,
             see :func:`launch_environment`. ``tcp://host:port``: rank 0 listens there. ``file:///path``: a
             file that all ranks can write, see :class:`~torchestra.FileStore`. Rank and world size may be
-            given in it: ``tcp://host:port?rank=0&world_size=2``.
+            given in it: ``tcp://host:port?rank=0&world_size=2``. Or a URL by which a handler of the program
+            meets (:func:`torchestra.register_rendezvous_handler`).
         rank: this rank; -1: as the address or the environment says.
         world_size: the number of ranks; -1: as the address or the environment says.
         timeout: for reaching the store and for the others to come, and the store's time-out afterwards.
@@ -82,6 +85,10 @@ def rendezvous(
     timeout_s = timeout_seconds(timeout)
     place = "store:" if store is not None else init_method or "env://"
     parts = _split(place)
+    if (handler := handler_of(parts.scheme)) is not None:
+        store, rank, world_size = next(
+            iter(handler(with_rank(place, rank, world_size), timeout=timedelta(seconds=timeout_s)))
+        )
     query = dict(parse_qsl(parts.query))
     launch = launch_environment()
     rank = _settled("rank", rank, query, launch.rank, parts.scheme)

@@ -32,7 +32,7 @@ from torchestra.store.tcp.shared_server import ServerLease, serves
 from torchestra.types import Timeout
 
 _MOST_DESCRIPTORS = 1 << 31
-_WORKERS = f"{INTERNAL_PREFIX}workers"
+WORKERS = f"{INTERNAL_PREFIX}workers"
 
 
 @checked_methods
@@ -236,9 +236,9 @@ class TCPStore(Store):
     def _report_for_work(self, world_size: int, wait: bool) -> None:
         """Count this store in; the last of a round says so under a key that the master waits for."""
         started = time.monotonic()
-        number = self._number(Request.ADD, [_WORKERS.encode(), b"1"])
+        number = self._number(Request.ADD, [WORKERS.encode(), b"1"])
         turn = (number - 1) // world_size
-        complete = f"{_WORKERS}/{turn}"
+        complete = f"{WORKERS}/{turn}"
         if number % world_size == 0:
             self._ask(Request.SET, [complete.encode(), b"1"], 0)
         if not wait:
@@ -247,7 +247,7 @@ class TCPStore(Store):
         try:
             self._ask_and_wait(Request.WAIT, [complete], timeout_s)
         except StoreTimeoutError:
-            came = self._number(Request.ADD, [_WORKERS.encode(), b"0"]) - turn * world_size
+            came = self._number(Request.ADD, [WORKERS.encode(), b"0"]) - turn * world_size
             raise StoreTimeoutError(
                 f"Timed out after {self.timeout.total_seconds():g} seconds waiting for clients. "
                 f"{came}/{world_size} clients joined. {self}: the others' ranks are late or gone, or look for"

@@ -1,0 +1,15 @@
+"""Fixtures of the tests that compare torchestra.compat with the torch that is installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from worlds import start_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_start_warm() -> None:
+    """The fork server is forked before any test starts a thread."""
+    torch.set_num_threads(1)
+    start_server()
