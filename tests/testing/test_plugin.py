@@ -509,7 +509,7 @@ import sys
 
 @pytest.mark.ranks(1)
 def test_it():
-    from torchestra.testing import rank_world
+    from torchestra.testing import rank_fixtures as rank_world
     assert type(rank_world.__loader__).__name__ == "SourceFileLoader"
     assert type(sys.modules[__name__].__loader__).__name__ == "AssertionRewritingHook"
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -15,20 +16,21 @@ from torchestra.errors import InvalidArgumentError, shown
 from torchestra.launcher.cores import usable_cores
 from torchestra.launcher.fork_backend import ForkBackend
 from torchestra.launcher.fork_server_client import ForkServerClient
-from torchestra.launcher.job import SETTLE_S, Job
+from torchestra.launcher.job import SETTLE_S, Job, StopPlan
 from torchestra.launcher.launched_job import LaunchedJob, RemoteTraceback
 from torchestra.launcher.on_ray.options import RayOptions
-from torchestra.launcher.output import open_sinks
+from torchestra.launcher.output import OutputSink, open_sinks
 from torchestra.launcher.pickling import dump_call
 from torchestra.launcher.port_reservation import PortReservation, with_threads_per_rank
 from torchestra.launcher.spec import JobSpec
 from torchestra.types import Timeout, timeout_seconds
 
-__all__ = ["RemoteTraceback", "launch", "launched"]
+__all__ = ["RemoteTraceback", "launch", "launched", "started"]
 
 T = TypeVar("T")
 
 _MOST_RANKS = 1 << 16
+_AT_THE_END: StopPlan = ((signal.SIGTERM, 0.4),)
 
 
 @checked
@@ -146,15 +148,7 @@ def launched(
     Args:
         settle_s: for how many seconds the others may go on when a rank has failed, to fail as well or to end.
     """
-    target = dump_call(fn, args)
-    ports = PortReservation()
-    spec = JobSpec(
-        nproc=nproc,
-        target=target,
-        environment=ports.environment({**os.environ, **env}, nproc),
-        directory=os.getcwd(),
-        search_path=tuple(sys.path),
-    )
+    spec, ports = _described(fn, nproc, args, env)
     server = _servers.take(nproc)
     job = Job(ForkBackend(server, ports), spec, open_sinks(sys.stdout, sys.stderr), settle_s=settle_s)
     outcome = LaunchedJob(job, timeout)
@@ -166,6 +160,51 @@ def launched(
             raise
         _servers.give_back(server)
         yield outcome
+
+
+@contextlib.contextmanager
+def started(
+    fn: Callable[..., Any],
+    nproc: int,
+    args: tuple[Any, ...],
+    env: Mapping[str, str],
+    sinks: tuple[OutputSink, OutputSink],
+) -> Iterator[Job]:
+    """Start ranks as processes; yield their job, which the caller drives. They are ended when the block ends.
+
+    Ranks that die are survived, as long as there is one.
+
+    Args:
+        sinks: where their standard output and standard error are shown.
+    """
+    spec, ports = _described(fn, nproc, args, env)
+    server = _servers.take(nproc)
+    job = Job(ForkBackend(server, ports), spec, sinks, max_failures=nproc - 1)
+    with contextlib.closing(job):
+        try:
+            job.start()
+            yield job
+            job.stop(_AT_THE_END)
+            job.wait()
+        except BaseException:
+            server.close()
+            raise
+        _servers.give_back(server)
+
+
+def _described(
+    fn: Callable[..., Any], nproc: int, args: tuple[Any, ...], env: Mapping[str, str]
+) -> tuple[JobSpec, PortReservation]:
+    target = dump_call(fn, args)
+    ports = PortReservation()
+    spec = JobSpec(
+        nproc=nproc,
+        target=target,
+        environment=ports.environment({**os.environ, **env}, nproc),
+        directory=os.getcwd(),
+        search_path=tuple(sys.path),
+    )
+    return spec, ports
 
 
 class _Servers:

@@ -135,20 +135,32 @@ class Job(JobListener):
             DistError: the backend is lost, and the ranks with it.
             BrokenPipeError: nobody reads this process's output any more; the ranks still run.
         """
-        self._backend.start(self)
+        self.start()
         self.wait()
 
-    def wait(self, until: float = math.inf) -> None:
-        """Go on with a :meth:`run` that an exception left, until a ``time.monotonic()`` at most."""
-        while self._alive and time.monotonic() < until:
-            show_due = min((output.due() for output in self._all_outputs()), default=math.inf)
-            self.loop.run_once(min(until, self._stop_due(), show_due))
-            self._do_what_is_due()
+    def start(self) -> None:
+        """Begin to start the ranks, as :meth:`run` does; :meth:`step` and :meth:`wait` go on from there."""
+        self._backend.start(self)
+
+    def step(self, until: float = math.inf) -> None:
+        """Wait for something to do, until a ``time.monotonic()`` at most, and do it."""
+        show_due = min((output.due() for output in self._all_outputs()), default=math.inf)
+        self.loop.run_once(min(until, self._stop_due(), show_due))
+        self._do_what_is_due()
+
+    def show_all(self) -> None:
+        """Show all that the ranks have printed so far, unfinished lines as well."""
         self._backend.drain()
         for output in self._all_outputs():
             output.show_unfinished()
         for sink in self._sinks:
             sink.end_line()
+
+    def wait(self, until: float = math.inf) -> None:
+        """Go on with a :meth:`run` that an exception left, until a ``time.monotonic()`` at most."""
+        while self._alive and time.monotonic() < until:
+            self.step(until)
+        self.show_all()
         self.cause = self.cause or self._cause_so_far()
 
     def stop(self, plan: StopPlan) -> None:

@@ -10,6 +10,7 @@ each such moment, is kept. Bytes pass as they are, so no encoding can fail.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import math
 import os
 from typing import Protocol, TextIO
@@ -73,10 +74,11 @@ def open_sinks(stdout: TextIO, stderr: TextIO) -> tuple[OutputSink, OutputSink]:
     """Return the sinks of two streams: the same one where both lead to the same terminal or file."""
     out = OutputSink(stdout)
     stdout.flush()
-    try:
-        same = os.path.sameopenfile(stdout.fileno(), stderr.fileno())
-    except (OSError, ValueError):
-        same = stdout is stderr
+    same = stdout is stderr
+    # Others, as a notebook's, may show what is written wherever they like, whatever files they stand for.
+    if hasattr(stdout, "buffer") and hasattr(stderr, "buffer"):
+        with contextlib.suppress(OSError, ValueError):
+            same = os.path.sameopenfile(stdout.fileno(), stderr.fileno())
     return (out, out) if same else (out, OutputSink(stderr))
 
 

@@ -26,8 +26,8 @@ import pytest
 import torch
 
 from torchestra.engine import warm_up
+from torchestra.interop.rank_world import load_world
 from torchestra.testing.item_runner import ItemRequest, run_item
-from torchestra.testing.rank_world import load_world
 from torchestra.testing.stacks import dump_on_signal
 
 _THREADS_S = 0.2

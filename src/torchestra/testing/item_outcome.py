@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from torchestra.launcher.failure_report import ranks_phrase
+from torchestra.launcher.user_frames import end_in_users_code
 from torchestra.testing.outcomes import Outcome, first_failure
-from torchestra.testing.tracebacks import end_in_the_test
 
 _PASSED_ON = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exception, KeyboardInterrupt)
 
@@ -32,7 +32,7 @@ def conclude(item: pytest.Function, outcomes: Sequence[Outcome], kind: str, time
     if shown is None:
         return
     if shown.error is not None and not item.config.getoption("fulltrace"):
-        end_in_the_test(shown.error)
+        end_in_users_code(shown.error)
     _add_sections(item, outcomes, shown)
     if shown.late:
         pytest.fail(_lateness(outcomes, kind, timeout_s), pytrace=False)
@@ -53,7 +53,7 @@ def say_where(item: pytest.Function, error: BaseException, where: str) -> None:
 def report_of_error(item: pytest.Function, error: BaseException) -> object:
     """Return pytest's report of an error, in which torchestra's own ends in the test."""
     if not item.config.getoption("fulltrace"):
-        end_in_the_test(error)
+        end_in_users_code(error)
     return item.repr_failure(pytest.ExceptionInfo.from_exception(error))
 
 

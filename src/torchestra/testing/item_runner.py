@@ -16,10 +16,10 @@ import pytest
 import torch
 from _pytest.tmpdir import tmppath_result_key
 
+from torchestra.interop.rank_world import join_as_process, leave, prepare_process
 from torchestra.testing.item_outcome import report_of_error, say_where
 from torchestra.testing.marker import mark_as_rank
 from torchestra.testing.outcomes import Outcome, RankFailure
-from torchestra.testing.rank_world import join_as_process, leave, prepare_process
 
 _PYTEST_OUTCOMES: dict[str, type[BaseException]] = {
     "skip": pytest.skip.Exception,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from torchestra.interop.world_names import TORCH, TORCHESTRA
 from torchestra.testing.fixtures import is_shared_by_the_world
 
 MARKER = (
@@ -17,8 +18,6 @@ MARKER = (
     " Operations may wait for timeout seconds, and the whole test may take a quarter more. Without init the"
     " ranks join no group by themselves. It is no failure if ranks in may_die are killed"
 )
-TORCHESTRA = "torchestra"
-TORCH = "torch"
 ARGUMENT = "ranks_of_this_run"
 """The name of the parameter that says how a test is run, where it is run in several ways."""
 _KINDS = ("threads", "processes")

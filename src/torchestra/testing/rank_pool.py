@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from torchestra.errors import GroupAbortedError
+from torchestra.interop.world_names import TORCH
 from torchestra.testing.fork_server import Child, serve
 from torchestra.testing.item_runner import ItemRequest
-from torchestra.testing.marker import TORCH, RanksSpec, show_as
+from torchestra.testing.marker import RanksSpec, show_as
 from torchestra.testing.outcomes import Outcome, RankFailure
 from torchestra.testing.stacks import read_dump
 

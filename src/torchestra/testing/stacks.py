@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Sequence
 from traceback import FrameSummary
 
+from torchestra.launcher.user_frames import is_ours, is_users
 from torchestra.testing.outcomes import Outcome
-from torchestra.testing.tracebacks import is_ours, is_users
 
 _SIGNAL = signal.SIGUSR1
 _RUNNERS = ("/_pytest/", "/pluggy/", "/pytest_timeout")

@@ -13,10 +13,10 @@ from typing import Any, TextIO
 import pytest
 
 from torchestra.engine.thread_ranks import current_thread_rank
+from torchestra.interop.rank_world import thread_worlds
 from torchestra.testing.item_outcome import conclude
 from torchestra.testing.marker import RanksSpec
 from torchestra.testing.rank_fixtures import RankFixtures
-from torchestra.testing.rank_world import thread_worlds
 from torchestra.testing.threads import join_ranks, start_ranks
 
 _OUTPUT_FIXTURES = {"capsys", "capsysbinary", "capfd", "capfdbinary", "capteesys"}

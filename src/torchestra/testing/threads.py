@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable, Container
 from typing import Any, TypeVar, cast, overload
 
+from torchestra.interop.rank_world import join_as_thread, leave
+from torchestra.interop.world_names import TORCHESTRA
 from torchestra.launcher.threads import ThreadRanks
 from torchestra.testing.cases import DEFAULT_TIMEOUT_S, DEFAULT_WORLD_SIZE, RankTests, TestCase
 from torchestra.testing.faults import RankKilled
-from torchestra.testing.marker import TORCHESTRA
 from torchestra.testing.outcomes import Outcome, raise_for
-from torchestra.testing.rank_world import join_as_thread, leave
 from torchestra.testing.stacks import late_outcome
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,7 +38,7 @@ def start_ranks(
         init: whether to make the default group before ``body`` is called.
         may_die: ranks whose being killed (faults.kill) is no failure.
         world: whose default group it is, torchestra's or torch.distributed's.
-        store: what :func:`~torchestra.testing.rank_world.thread_worlds` yielded.
+        store: what :func:`~torchestra.interop.rank_world.thread_worlds` yielded.
     """
 
     def run(rank: int) -> None:

@@ -48,6 +48,14 @@ def leave_world() -> None:
         _torch.destroy_process_group()
 
 
+def sequence_number() -> int | None:
+    """Return how many operations the default group has seen on this rank; None without a group."""
+    if not _torch.is_initialized():
+        return None
+    number: int = _torch.group.WORLD._get_sequence_number_for_group()
+    return number
+
+
 def serve_store() -> tuple[Any, int]:
     """Serve a store for ranks that join a world by their environment; return it, and its port.
 

@@ -1,4 +1,4 @@
-"""The default group of a test's ranks: torchestra's, or torch.distributed's on torchestra's engine."""
+"""The default group of a test's or a notebook's ranks: torchestra's, or torch.distributed's on its engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torchestra
+from torchestra.interop.world_names import TORCH
 from torchestra.store import FileStore
-from torchestra.testing.marker import TORCH
-from torchestra.world.init import destroy_process_group, init_process_group, is_initialized
+from torchestra.world.init import default_group, destroy_process_group, init_process_group, is_initialized
 
 
 def load_world(world: str) -> None:
@@ -38,7 +38,7 @@ def join_as_process(world: str, rank: int, size: int, timeout_s: float, director
 
     Args:
         timeout_s: how long operations may wait, in seconds.
-        directory: of this test, where the ranks meet.
+        directory: where the ranks meet, a new one for each world.
     """
     path = os.path.join(directory, "store")
     if world == TORCH:
@@ -79,3 +79,12 @@ def leave(world: str) -> None:
         worlds.leave_world()
     if is_initialized():
         destroy_process_group()
+
+
+def sequence_number(world: str) -> int | None:
+    """Return how many operations the default group has seen on this rank; None without a group."""
+    if world == TORCH:
+        from torchestra.interop.torch_distributed import worlds
+
+        return worlds.sequence_number()
+    return default_group().get_sequence_number_for_group() if is_initialized() else None

@@ -1,20 +1,20 @@
-"""Tracebacks that end in the test: an error that explains itself needs none of the frames that raised it."""
+"""Tracebacks that end in the user's code: an error that explains itself needs no frames beneath it."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
 import torchestra
 from torchestra.errors import DistError
 
 _OURS = str(Path(torchestra.__file__).parent) + "/"
-_TORCHS = str(Path(torch.__file__).parent) + "/"
+_TORCH = importlib.util.find_spec("torch")  # not imported: the launcher does without it
+_TORCHS = str(Path(_TORCH.origin).parent) + "/" if _TORCH is not None and _TORCH.origin else _OURS
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
@@ -28,7 +28,7 @@ def is_users(path: str) -> bool:
     return not path.startswith((_OURS, _TORCHS, "<", *_LIBRARIES))
 
 
-def end_in_the_test(error: BaseException) -> None:
+def end_in_users_code(error: BaseException) -> None:
     """Take the frames of torchestra and of torch beneath the user's code out of tracebacks, for good.
 
     So with each error of the chain that is torchestra's own: they say what has happened, where, and what to

@@ -1,0 +1,26 @@
+"""Ranks in a notebook: ``%load_ext torchestra.notebook``, then cells that begin with ``%%ranks 4``.
+
+The ranks are processes that stay from cell to cell, with their variables. IPython calls ``magics.py``;
+``session.py`` is the notebook's end of the ranks, ``cells.py`` what a rank does. For a single function
+:func:`torchestra.launch` is enough, also with functions that a cell defines.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["load_ipython_extension", "unload_ipython_extension"]
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Offer ``%%ranks`` and ``%ranks_stop``; IPython calls this for ``%load_ext torchestra.notebook``."""
+    from torchestra.notebook.magics import RanksMagics
+
+    shell.register_magics(RanksMagics(shell))
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """End the ranks; IPython calls this for ``%unload_ext`` and before it loads the extension again."""
+    magics = shell.magics_manager.registry.get("RanksMagics")
+    if magics is not None:
+        magics.stop()
