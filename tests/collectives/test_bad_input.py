@@ -415,7 +415,7 @@ def test_nothing_can_be_done_before_the_beginning() -> None:
         ({"timeout": -1}, InvalidArgumentError, "timeout must not be negative"),
         ({"timeout": "soon"}, InvalidArgumentTypeError, "Expected timeout argument to be of type"),
         ({"pg_options": {}}, InvalidArgumentError, "pg_options"),
-        ({"device_id": torch.device("cpu")}, InvalidArgumentError, "a group is not bound to a device"),
+        ({"device_id": torch.device("cpu")}, InvalidArgumentError, "bound to a device|CUDA devices"),
         ({"store": dist.HashStore(), "init_method": "env://"}, InvalidArgumentError, "or `store`, not"),
         ({"store": dist.HashStore(), "rank": 2, "world_size": 2}, InvalidArgumentError, "rank must be"),
         ({"store": dist.HashStore(), "rank": 0}, InvalidArgumentError, "world size parameter missing"),

@@ -12,7 +12,8 @@ import torch
 import torchestra as dist
 from worlds import run
 
-GENERAL = 10
+# Where torch has CUDA, which device a tensor is on is asked first.
+GENERAL = 12 if torch.backends.cuda.is_built() else 10
 
 
 def functions_entered(call: Callable[[], object]) -> list[str]:

@@ -57,7 +57,12 @@ def test_logging_data_name_the_backend_as_it_was_asked_for(monkeypatch: pytest.M
         assert not any(name.startswith("gloo") for name in known)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "mpi", "cpu:gloo,cuda:nccl", "nonsense"])
+HAS_NCCL = torch.distributed.is_nccl_available()
+
+
+@pytest.mark.parametrize(
+    "backend", ["mpi", "nonsense", *([] if HAS_NCCL else ["nccl", "cpu:gloo,cuda:nccl"])]
+)
 def test_backends_that_cannot_be_had_are_refused(backend: str) -> None:
     with (
         thread_rank(0, 1, HashStore()),

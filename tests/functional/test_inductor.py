@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch._inductor import utils
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchestra as dist
@@ -16,6 +17,8 @@ import torchestra.functional as funcol
 from torchestra.functional.inductor import Overlap
 from worlds import run
 
+# Of an older name in torch 2.6.
+FRESH_CACHE: Any = getattr(utils, "fresh_cache", None) or utils.fresh_inductor_cache
 _EXCHANGE = "torch.ops.torchestra.all_to_all_single.default("
 _REDUCE = "torch.ops.torchestra.all_reduce_.default("
 _WAIT = "torch.ops.torchestra.wait_tensor.default("
@@ -25,7 +28,7 @@ _WAIT = "torch.ops.torchestra.wait_tensor.default("
 def _compiled_anew() -> Any:
     """Return what Inductor keeps on the disk does not depend on how we lower, and would hide it."""
     torch.compiler.reset()
-    with fresh_cache():
+    with FRESH_CACHE():
         yield
 
 

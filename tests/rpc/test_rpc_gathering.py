@@ -60,7 +60,7 @@ def test_the_leader_says_who_could_not_be_told() -> None:
 
 
 def _script(function: object) -> object:
-    with pytest.warns(DeprecationWarning, match=r"torch\.jit\.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match=r"torch\.jit\.script"):
         return torch.jit.script(function)
 
 
