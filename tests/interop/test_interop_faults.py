@@ -239,25 +239,75 @@ def test_ranks_may_be_threads_where_torch_makes_them_so() -> None:
     assert results == [(6.0, "threads"), (3.0, "threads"), (6.0, "threads")]
 
 
-def hand_over_tensors_without_memory() -> None:
-    dist.all_reduce(torch.ones(4))
+def plain() -> torch.Tensor:
+    return torch.ones(4)
+
+
+def on_root(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    return tensors if dist.get_rank() == 0 else None
+
+
+# By operation: a call for each of its arguments, with the given tensor there and plain ones besides.
+OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all_reduce": dist.all_reduce,
+    "all_reduce later": lambda odd: dist.all_reduce(odd, async_op=True).wait(),
+    "all_reduce_coalesced": lambda odd: dist.all_reduce_coalesced([plain(), odd]),
+    "reduce": lambda odd: dist.reduce(odd, 0),
+    "broadcast": lambda odd: dist.broadcast(odd, 0),
+    "all_gather of": lambda odd: dist.all_gather([plain(), plain()], odd),
+    "all_gather into": lambda odd: dist.all_gather([plain(), odd], plain()),
+    "all_gather_into_tensor of": lambda odd: dist.all_gather_into_tensor(torch.ones(8), odd),
+    "all_gather_into_tensor into": lambda odd: dist.all_gather_into_tensor(odd, torch.ones(2)),
+    "gather": lambda odd: dist.gather(odd, on_root([plain(), plain()]), 0),
+    "scatter": lambda odd: dist.scatter(odd, on_root([plain(), plain()]), 0),
+    "reduce_scatter of": lambda odd: dist.reduce_scatter(plain(), [plain(), odd]),
+    "reduce_scatter into": lambda odd: dist.reduce_scatter(odd, [plain(), plain()]),
+    "reduce_scatter_tensor of": lambda odd: dist.reduce_scatter_tensor(torch.ones(2), odd),
+    "reduce_scatter_tensor into": lambda odd: dist.reduce_scatter_tensor(odd, torch.ones(8)),
+    "all_to_all of": lambda odd: dist.all_to_all([plain(), plain()], [plain(), odd]),
+    "all_to_all into": lambda odd: dist.all_to_all([plain(), odd], [plain(), plain()]),
+    "all_to_all_single of": lambda odd: dist.all_to_all_single(plain(), odd),
+    "all_to_all_single into": lambda odd: dist.all_to_all_single(odd, plain()),
+    "send": lambda odd: dist.send(odd, 1 - dist.get_rank()),
+    "recv": lambda odd: dist.recv(odd, 1 - dist.get_rank()),
+    "recv from any": dist.recv,
+    "isend": lambda odd: dist.isend(odd, 1 - dist.get_rank()),
+    "irecv": lambda odd: dist.irecv(odd, 1 - dist.get_rank()),
+    "batch": lambda odd: dist.batch_isend_irecv([dist.P2POp(dist.isend, odd, 1 - dist.get_rank())]),
+}
+_MESSAGES = ("send", "recv", "recv from any", "isend", "irecv", "batch")
+
+
+def without_memory() -> dict[str, torch.Tensor]:
     with FakeTensorMode():
-        fake = torch.ones(4)
-    freed = torch.ones(4)
+        fake = plain()
+    freed = plain()
     freed.untyped_storage().resize_(0)
-    for tensor in (fake, freed, torch._efficientzerotensor(4)):
-        for call in (
-            dist.all_reduce,
-            lambda odd: dist.broadcast(odd, 0),
-            lambda odd: dist.send(odd, 1 - dist.get_rank()),
-        ):
-            with pytest.raises(torchestra.errors.InvalidArgumentError):
-                call(tensor)
+    return {
+        "fake": fake,
+        "freed": freed,
+        "zero": torch._efficientzerotensor(4),
+        "meta": torch.ones(4, device="meta"),
+        "functional": torch._to_functional_tensor(plain()),
+    }
+
+
+def hand_over_tensors_without_memory() -> None:
+    for operation, call in OPERATIONS.items():
+        if operation not in _MESSAGES:
+            call(plain())  # and opens the fast path
+        for kind, odd in without_memory().items():
+            try:
+                call(odd)
+            except (RuntimeError, ValueError) as error:
+                assert str(error)  # noqa: PT017
+            else:
+                raise AssertionError(f"{operation} has taken a {kind} tensor")
     total = torch.ones(4)
     dist.all_reduce(total)
     assert total.tolist() == [2.0] * 4
 
 
-def test_tensors_without_memory_are_refused() -> None:
+def test_tensors_without_memory_are_refused_by_every_operation() -> None:
     """A fake tensor ended every rank by SIGSEGV."""
     run(2, hand_over_tensors_without_memory)
