@@ -4,7 +4,8 @@
     python -m torchestra.interop -m module [argument ...]
 
 The same as TORCHESTRA_FOR=gloo in the environment. Also under torchrun (``torchrun -m torchestra.interop
-script.py``), torchestra run, mpiexec and Slurm. docs/interop.md tells what is served.
+script.py``) and torchestra run; under mpiexec and srun, whose numbers of ranks are handed on as RANK,
+WORLD_SIZE and so on (mpiexec needs MASTER_ADDR and MASTER_PORT besides). See docs/interop.md.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 
 from torchestra.launcher.main_script import run_script
 from torchestra.launcher.spec import Script
+from torchestra.rendezvous import launch_environment
 from torchestra.system.switch import SWITCH_VARIABLE
 
 
@@ -26,12 +28,29 @@ def main() -> None:
     if not arguments or arguments == ["-m"]:
         raise SystemExit(f"which program?\n{__doc__}")
     os.environ[SWITCH_VARIABLE] = "gloo"  # for the processes that the program starts, too
+    _hand_on_ranks()
     from torchestra.interop import autoload
 
     autoload.turn_on_switch()
     is_module = arguments[0] == "-m"
     name, *rest = arguments[1:] if is_module else arguments
     run_script(Script(name, tuple(rest), is_module))
+
+
+def _hand_on_ranks() -> None:
+    """Tell torch.distributed, which knows torchrun's variables only, what another launcher has set."""
+    found = launch_environment()
+    told = {
+        "RANK": found.rank,
+        "WORLD_SIZE": found.world_size,
+        "LOCAL_RANK": found.local_rank,
+        "LOCAL_WORLD_SIZE": found.local_world_size,
+        "MASTER_ADDR": found.master_addr,
+        "MASTER_PORT": found.master_port,
+    }
+    for name, value in told.items():
+        if value is not None:
+            os.environ.setdefault(name, str(value))
 
 
 if __name__ == "__main__":
