@@ -69,7 +69,7 @@ def main():
     seen = [rank, size, len(sampler), args.epochs, sharing.total(rank + 1), type(model).__module__]
     print(f"seen {seen}\n", end="", flush=True)
     try:
-        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed import _symmetric_memory
     except ImportError as error:
         print(f"refused {error}\n", end="", flush=True)
     dist.destroy_process_group()
@@ -108,6 +108,41 @@ if __name__ == "__main__":
 """
 
 
+SHARDED = r"""
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.remote_device import _remote_device
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+mesh = init_device_mesh("cpu", (size,))
+torch.manual_seed(0)
+model = fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
+model(torch.ones(2, 8)).sum().backward()
+assert isinstance(model.weight.grad, DTensor)
+assert model.weight.grad.full_tensor().eq(2).all()
+state = {"model": model.state_dict()}
+dcp.save(state, checkpoint_id=sys.argv[1])
+rows = dist.tensor.distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
+assert rows.full_tensor().sum() == 28
+stage = PipelineStage(torch.nn.Identity(), rank, size, torch.device("cpu"))
+schedule = ScheduleGPipe(stage, n_microbatches=2)
+out = schedule.step(*([torch.ones(4, 3)] if rank == 0 else []))
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+print(f"sharded {rank} {dist.__name__} {tensor.item()} {default_pg_timeout}\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
 def run(*command: str, cwd: Path) -> str:
     done = subprocess.run(
         [sys.executable, *command],
@@ -135,8 +170,18 @@ def test_a_training_program_runs_as_it_is(launcher: str, tmp_path: Path) -> None
     out = run(*start, "train.py", "--epochs", "2", cwd=tmp_path)
     for rank in (0, 1):
         assert f"seen [{rank}, 2, 32, 2, 3, 'torchestra.nn.parallel.distributed']" in out
-    refused = "cannot import name 'FullyShardedDataParallel' from 'torch.distributed.fsdp'"
+    refused = "cannot import name '_symmetric_memory' from 'torch.distributed'"
     assert out.count(f"refused {refused}: torchestra has no counterpart of it") == 2
+
+
+def test_torchs_own_code_runs_on_groups_of_torchestra(tmp_path: Path) -> None:
+    """FSDP2, DTensor, a checkpoint and a pipeline, beside torchestra's own functions."""
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    start = ["-m", "torchestra", "run", "--nproc", "2", "-m", "torchestra.compat"]
+    out = run(*start, "sharded.py", str(tmp_path / "saved"), cwd=tmp_path)
+    for rank in (0, 1):
+        assert f"sharded {rank} torchestra.compat 2.0 " in out
+    assert len(list((tmp_path / "saved").glob("*.distcp"))) == 2
 
 
 def test_processes_that_a_program_spawns_run_renamed(tmp_path: Path) -> None:
@@ -202,19 +247,20 @@ def test_all_else_stays_torchs() -> None:
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("import torch.distributed.fsdp", "No module named 'torch.distributed.fsdp'"),
-        ("import torch.distributed.tensor as t", "No module named 'torch.distributed.tensor'"),
+        ("import torch.distributed._local_tensor", "No module named 'torch.distributed._local_tensor'"),
+        ("import torch.distributed._symmetric_memory as s", "No module named 'torch.distributed._symm"),
         (
             "from torch.distributed import nonsense, ReduceOp",
             "cannot import name 'nonsense' from 'torch.dist",
         ),
-        ("from torch.distributed.checkpoint import *", "No module named 'torch.distributed.checkpoint'"),
+        ("from torch.distributed.collective_utils import *", "No module named 'torch.distributed.collect"),
     ],
 )
 def test_what_there_is_not_is_refused_where_it_is_imported(program: str, message: str) -> None:
-    with pytest.raises(ImportError, match=f"{message}.*: torchestra has no counterpart of it"):
+    told = f"{message}.*: torchestra has no counterpart of it.*; TORCHESTRA_FOR=gloo runs"
+    with pytest.raises(ImportError, match=told):
         renamed(program)
-    renamed("try:\n    import torch.distributed.fsdp\nexcept ImportError:\n    pass")
+    renamed("try:\n    import torch.distributed._local_tensor\nexcept ImportError:\n    pass")
 
 
 def test_errors_name_the_programs_own_lines() -> None:

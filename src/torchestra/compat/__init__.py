@@ -41,4 +41,7 @@ if not TYPE_CHECKING:  # so that type checkers know what there is not
         path = f"{__name__}.{name}"
         if not name.startswith("__") and importlib.util.find_spec(path) is not None:
             return importlib.import_module(path)
-        raise AttributeError(f"torch.distributed.{name} has no counterpart in torchestra (docs/compat.md)")
+        raise AttributeError(
+            f"torch.distributed.{name} has no counterpart in torchestra (docs/compat.md); TORCHESTRA_FOR=gloo"
+            " runs a program on torchestra with all of torch.distributed (docs/interop.md)"
+        )

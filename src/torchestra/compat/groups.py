@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+from torchestra.compat import torch_code
 from torchestra.compat.backends import engine_of, get_backend_config, registered
 from torchestra.errors import DistStoreError, InvalidArgumentError, StoreTimeoutError
 from torchestra.functional import groups as functional_groups
@@ -98,6 +99,7 @@ def init_process_group(
     terms = GroupTerms(timeout, None if maker else engine_of(backend), pg_options, device_id, maker)
     init.make_world(terms, init_method, world_size, rank, store, group_name)
     current_world().rename_backends({"native": "gloo", "threads": "gloo"})
+    torch_code.world_was_made()
 
 
 def new_group(

@@ -24,15 +24,36 @@ _RENAMED = {
     "torch.utils.data.DistributedSampler": ("torchestra.compat.sampling", "DistributedSampler"),
     "torch.utils.data.distributed": ("torchestra.compat.sampling", ""),
 }
-# Launching processes and supervising them, which concerns no group: torch's own serves.
-_KEPT = ("torch.distributed.elastic", "torch.distributed.launch", "torch.distributed.run")
+# What concerns no group, such as launching processes and supervising them: torch's own serves.
+_GROUPLESS = tuple(
+    f"torch.distributed.{name}"
+    for name in (
+        *("_checkpointable", "_mesh_layout", "_pycute", "_serialization", "algorithms._checkpoint"),
+        *("argparse_util", "config", "constants", "elastic", "flight_recorder", "fsdp.wrap", "launch"),
+        *("launcher", "logging_handlers", "remote_device", "run"),
+    )
+)
+# What torch's own code does on groups of torchestra: see torch_code.py.
+_ON_OUR_GROUPS = tuple(
+    f"torch.distributed.{name}"
+    for name in ("_composable", "_state_dict_utils", "_tools", "checkpoint", "fsdp", "pipelining", "tensor")
+)
+_KEPT = (*_GROUPLESS, *_ON_OUR_GROUPS)
+# Torch's too in a module that imports one of those, which take no other meshes.
+_MESHES = tuple(f"torch.distributed.{name}" for name in ("device_mesh", "init_device_mesh", "DeviceMesh"))
+_NEED_WORLD = "from torchestra.compat.torch_code import need_world as _need_world; _need_world()"
 
 
 def rename(tree: ast.Module) -> ast.Module:
     """Rename in a program, in place; an import of what has no counterpart becomes an ImportError."""
-    renaming = _Renaming(_bound(tree))
+    torchs = any(map(_on_our_groups, _imported(tree)))
+    renaming = _Renaming(_bound(tree), (*_KEPT, *_MESHES) if torchs else _KEPT)
     renaming.visit(tree)
-    imports = [ast.Import([ast.alias(module, name)]) for module, name in renaming.needed.items()]
+    imports: list[ast.stmt] = [
+        ast.Import([ast.alias(module, name)]) for module, name in renaming.needed.items()
+    ]
+    if torchs:
+        imports += ast.parse(_NEED_WORLD).body
     first = 0
     while first < len(tree.body) and _must_come_first(tree.body[first]):
         first += 1
@@ -50,9 +71,24 @@ def _within(path: str, parents: tuple[str, ...]) -> bool:
     return f"{path}.".startswith(tuple(f"{parent}." for parent in parents))
 
 
-def _new_path(path: str) -> str | None:
+def _imported(tree: ast.Module) -> set[str]:
+    """Return the dotted paths of what a program imports."""
+    paths: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            paths.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            paths.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return paths
+
+
+def _on_our_groups(path: str) -> bool:
+    return _within(path, _ON_OUR_GROUPS) and not _within(path, _GROUPLESS)
+
+
+def _new_path(path: str, kept: tuple[str, ...] = _KEPT) -> str | None:
     """Return the new form of a dotted path, or None if it stays."""
-    if not _within(path, _KEPT):
+    if not _within(path, kept):
         for old, (module, name) in _RENAMED.items():
             if _within(path, (old,)):
                 return (f"{module}.{name}" if name else module) + path[len(old) :]
@@ -86,7 +122,10 @@ def _exists(path: str) -> bool:
 
 
 def _refusal(message: str) -> ast.stmt:
-    text = f"{message}: torchestra has no counterpart of it (docs/compat.md tells what it serves)"
+    text = (
+        f"{message}: torchestra has no counterpart of it (docs/compat.md tells what it serves);"
+        " TORCHESTRA_FOR=gloo runs a program on torchestra with all of torch.distributed (docs/interop.md)"
+    )
     return ast.parse(f"raise ImportError({text!r})").body[0]
 
 
@@ -95,20 +134,22 @@ class _Renaming(ast.NodeTransformer):
 
     Args:
         bound: dotted paths of what its names stand for.
+        kept: dotted paths below which torch's own stays.
 
     Attributes:
         needed: modules that the changed program reaches something in, and the names that it has for them.
     """
 
-    def __init__(self, bound: dict[str, str]) -> None:
+    def __init__(self, bound: dict[str, str], kept: tuple[str, ...]) -> None:
         self._bound = bound
+        self._kept = kept
         self.needed: dict[str, str] = {}
 
     def visit_Import(self, node: ast.Import) -> Any:
         """``import torch.distributed.rpc [as rpc]``."""
         statements: list[ast.stmt] = []
         for alias in node.names:
-            new = _new_path(alias.name)
+            new = _new_path(alias.name, self._kept)
             if new is None:
                 statements.append(ast.Import([alias]))
             elif not _exists(new):
@@ -127,7 +168,7 @@ class _Renaming(ast.NodeTransformer):
         statements: list[ast.stmt] = []
         for alias in node.names:
             all_of_it = alias.name == "*"
-            new = _new_path(node.module if all_of_it else f"{node.module}.{alias.name}")
+            new = _new_path(node.module if all_of_it else f"{node.module}.{alias.name}", self._kept)
             if new is None:
                 kept.append(alias)
             elif not _exists(new):
@@ -145,8 +186,8 @@ class _Renaming(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> Any:
         """``torch.distributed``, of which attributes may be taken."""
         path = self._path(node)
-        if path is not None and _within(path, _KEPT):
-            return node
+        if path is not None and _within(path, self._kept):
+            return self._torchs(node, path)
         if path not in _RENAMED or not isinstance(node.ctx, ast.Load):
             return self.generic_visit(node)
         module, name = _RENAMED[path]
@@ -154,6 +195,21 @@ class _Renaming(ast.NodeTransformer):
         found: ast.expr = ast.Name(known_as, ast.Load())
         if name:
             found = ast.Attribute(found, name, ast.Load())
+        return ast.copy_location(found, node)
+
+    def _torchs(self, node: ast.Attribute, path: str) -> ast.expr:
+        """Return what reaches torch's own, though the name at the beginning may stand for ours now."""
+        root: ast.expr = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        renamed = isinstance(root, ast.Name) and self._bound[root.id] == "torch.distributed"
+        if not renamed or not isinstance(node.ctx, ast.Load):
+            return node
+        known_as = self.needed.setdefault("torch.distributed", "_torch_distributed")
+        parts = path.split(".")[2:]
+        found: ast.expr = ast.Name(known_as, ast.Load())
+        for part in parts:
+            found = ast.Attribute(found, part, ast.Load())
         return ast.copy_location(found, node)
 
     def _path(self, node: ast.expr) -> str | None:

@@ -1,0 +1,34 @@
+"""The modules of torch.distributed whose own code serves renamed programs, on groups of torchestra.
+
+FSDP, DTensor, checkpoints and pipelining are torch's. They ask torch.distributed for its default group; so,
+where a program imports one of them, torchestra's default group becomes that too (``interop.adopt``). The
+meshes that they are given are torch's.
+"""
+
+from __future__ import annotations
+
+from torchestra.interop.switch import turn_on
+from torchestra.interop.torch_distributed.adoption import adopt
+from torchestra.world.registry import current_world
+
+__all__ = ["need_world", "world_was_made"]
+
+_needed = False
+
+
+def need_world() -> None:
+    """Have torch.distributed's default group be torchestra's: now, if there is one, and whenever one is made.
+
+    Called by a program's imports of such modules.
+    """
+    global _needed
+    _needed = True
+    turn_on(telling=False)  # so that torch's code makes its groups of "gloo" on torchestra as well
+    if current_world().default is not None:
+        adopt()
+
+
+def world_was_made() -> None:
+    """Adopt the default group that a program has made, if its modules need that."""
+    if _needed:
+        adopt()
