@@ -162,7 +162,11 @@ def _message_builtin(
     def go_on(*message: int) -> int | None:
         return finish(*message, engine.waiter(communicator.timeout_s))  # type: ignore[no-any-return]
 
+    def leave(error: BaseException) -> None:
+        mailbox.leave_halfway(error, engine.waiter(communicator.timeout_s))
+
     entry.mailbox, entry.plans, entry.go_on = mailbox.address, ctypes.addressof(records), go_on
+    entry.leave = leave
     vars(entry)["kept"] += [mailbox, records]
     return _make(method, kernel, entry)
 

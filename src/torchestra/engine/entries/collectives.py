@@ -20,7 +20,7 @@ HOLDS_INTERPRETER has a wait return PENDING before it yields; then the lock is r
 on where it was. Large operations, and those of ranks that are threads, release it first.
 
 Signals. Handlers run between bytecodes, so never in here: no interrupt can leave INSIDE set, or the operation
-begun, but one within ``go_on``, and that is seen here (:func:`_leave_halfway`).
+begun, but one within ``go_on``, and that is seen here (:func:`leave_halfway`).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -34,21 +34,18 @@ from torchestra.engine.entries.plain_calls import (
     dtype_of,
     general_way,
     is_profiled,
+    leave_halfway,
     look_at,
     plan_for,
 )
 from torchestra.engine.entries.python_interface import (
     add_reference,
     call_object,
-    clear_error,
     drop_reference,
-    fetch_error,
     int_of,
     list_item,
     list_length,
-    normalize_error,
     release_interpreter,
-    restore_error,
     take_interpreter,
     word_of,
 )
@@ -153,26 +150,9 @@ def _go_on(entry, code, timeout, plan, first, second, third):
     for place in range(1, 6):
         drop_reference(load(given + place * 8))
     if result == 0:
-        _leave_halfway(entry)
+        leave_halfway(entry)
     _end(load(entry + e.STATE))
     return result
-
-
-@kernel
-def _leave_halfway(entry):
-    """Have Python see to what an exception has left, which may be the operation's end."""
-    error = entry + e.ARGUMENTS_AT
-    fetch_error(error, error + 8, error + 16)
-    normalize_error(error, error + 8, error + 16)
-    result = call_object(load(entry + e.LEAVE), error + 8, 1, 0)
-    if result == 0:  # a second interrupt, in its first line
-        clear_error()
-        result = call_object(load(entry + e.LEAVE), error + 8, 1, 0)
-    if result == 0:
-        clear_error()
-    else:
-        drop_reference(result)
-    restore_error(load(error), load(error + 8), load(error + 16))
 
 
 @kernel

@@ -9,9 +9,15 @@ one. A call is *plain* if
 * its tensor is plain, of a dtype that messages can have, not complex;
 * rank and tag are ints, the rank one of the group's (of recv None, too).
 
-The kernels (p2p/immediate.py) keep the interpreter's lock, and never wait: until they have ended no other
-thread runs here. What they have not done, since the message is long, or not there, or something else is under
-way, is done by ``go_on``, in Python, with what was read here.
+A message that is short, and has room or is there, is moved with the interpreter's lock held (p2p/immediate.py).
+Otherwise it is released while a kernel (p2p/kernels.py) moves the message, or waits for it. What that leaves,
+since something else is under way, or Python must have a look, is done by ``go_on``, in Python, with what was
+read here.
+
+Signals. A kernel that has not ended leaves BUSY to Python, which takes it over in the ``try`` that would give it
+back. HANDED_OVER says that it has not got there yet: if ``go_on`` raises and finds it still set to this thread,
+a handler has raised in its first line, and LEAVE gives the message up. No other thread has written it
+meanwhile: for that it would have had to find BUSY free.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -24,6 +30,7 @@ from torchestra.engine.entries.plain_calls import (
     dtype_of,
     general_way,
     is_profiled,
+    leave_halfway,
     look_at,
     plan_for,
 )
@@ -32,11 +39,15 @@ from torchestra.engine.entries.python_interface import (
     call_object,
     drop_reference,
     int_of,
+    release_interpreter,
+    take_interpreter,
     word_of,
 )
 from torchestra.engine.layout import DONE
 from torchestra.engine.native.atomics import kernel, load, store
+from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p.immediate import receive_now, send_now
+from torchestra.engine.p2p.kernels import transfer
 
 _PEER, _TAG, _OVERFLOW = e.ARGUMENTS_AT, e.ARGUMENTS_AT + 8, e.ARGUMENTS_AT + 16
 _REQUIRED, _MOST = 2, 4
@@ -127,8 +138,18 @@ def _move(entry, arguments, number, keywords, sending):
     else:
         code = receive_now(mailbox, address, length, kind, peer, tag)
         result = load(arguments + 8)
+    thread = 0
+    if code == w.OCCUPIED and peer >= 0:
+        thread = release_interpreter()
+        code = transfer(mailbox, mailbox + w.OWN_RECORD, sending, address, length, kind, peer, tag)
+        take_interpreter(thread)
+        if code not in (DONE, w.QUEUED_MEANWHILE, w.OCCUPIED):
+            store(mailbox + w.HANDED_OVER, thread)
     if code != DONE:
-        return _go_on(entry, code, address, length, kind, peer, tag)
+        result = _go_on(entry, code, address, length, kind, peer, tag)
+        if result == 0 and thread != 0 and load(mailbox + w.HANDED_OVER) == thread:
+            leave_halfway(entry)
+        return result
     add_reference(result)
     return result
 

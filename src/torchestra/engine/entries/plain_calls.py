@@ -5,7 +5,15 @@
 from __future__ import annotations
 
 from torchestra.engine import entry_layout as e
-from torchestra.engine.entries.python_interface import call_object, clear_error, dict_item
+from torchestra.engine.entries.python_interface import (
+    call_object,
+    clear_error,
+    dict_item,
+    drop_reference,
+    fetch_error,
+    normalize_error,
+    restore_error,
+)
 from torchestra.engine.native.atomics import call_function, kernel, load, store
 
 OBJECT_CLASS = 8
@@ -97,3 +105,20 @@ def plan_for(entry, dtype, op, root):
 def general_way(entry, arguments, number, keywords):
     """Hand a call that is not plain to the method, with the very same arguments."""
     return call_object(load(entry + e.GENERAL_WAY), arguments, number, keywords)
+
+
+@kernel
+def leave_halfway(entry):
+    """Have Python see to what an exception has left, which may be the operation's end."""
+    error = entry + e.ARGUMENTS_AT
+    fetch_error(error, error + 8, error + 16)
+    normalize_error(error, error + 8, error + 16)
+    result = call_object(load(entry + e.LEAVE), error + 8, 1, 0)
+    if result == 0:  # a second interrupt, in its first line
+        clear_error()
+        result = call_object(load(entry + e.LEAVE), error + 8, 1, 0)
+    if result == 0:
+        clear_error()
+    else:
+        drop_reference(result)
+    restore_error(load(error), load(error + 8), load(error + 16))

@@ -55,7 +55,7 @@ def _enter(state):
 
 
 @kernel
-def _leave(state):
+def leave(state):
     """Give the state back: DONE, or QUEUED_MEANWHILE."""
     store_ordered(state + w.BUSY, 0)
     return DONE if load_ordered(state + w.QUEUEING) == 0 else w.QUEUED_MEANWHILE
@@ -94,7 +94,7 @@ def send_now(state, address, length, kind, peer, tag):
     ring_doorbell(state, peer)
     context = load(state + w.CONTEXT)
     close_message(context, open_message(context, SENT | kind << 16, tag, length, peer + 1), length, True)
-    return _leave(state)
+    return leave(state)
 
 
 @kernel
@@ -135,4 +135,4 @@ def receive_now(state, address, length, kind, peer, tag):
         take(state, peer, False)
     store(state + w.NEXT_SOURCE, peer + 1)
     close_message(context, number, length, True)
-    return _leave(state)
+    return leave(state)

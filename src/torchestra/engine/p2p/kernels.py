@@ -36,6 +36,7 @@ from torchestra.engine.native.atomics import (
 )
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p import ring
+from torchestra.engine.p2p.immediate import leave
 from torchestra.engine.p2p.lists import append, remove, unlink
 from torchestra.engine.p2p.matching import advance, free_stored, receive_stored, send_to_self
 from torchestra.engine.recorder.clock import read_coarse_clock
@@ -199,8 +200,9 @@ def post(state, record, sending, address, length, kind, peer, tag, notify):
 def transfer(state, record, sending, address, length, kind, peer, tag):
     """Run a blocking call to its end, if nothing else is under way.
 
-    OCCUPIED: something is, and nothing was done. DONE or MISMATCH: finished. Otherwise it goes on with
-    :func:`run`, and the record stays in BUSY, so that no one else comes in between.
+    OCCUPIED: something is, and nothing was done. DONE, QUEUED_MEANWHILE: finished. Otherwise the record stays
+    in BUSY, so that no one else comes in between: it is finished, but does not fit (MISMATCH), or goes on with
+    :func:`run`.
     """
     if load_acquire(state + w.QUEUEING) != 0 or compare_exchange(state + w.BUSY, 0, record) != 0:
         return w.OCCUPIED
@@ -210,9 +212,7 @@ def transfer(state, record, sending, address, length, kind, peer, tag):
     code = _enqueue(state, record, sending, address, length, kind, peer, tag, 0)
     if code == PENDING:
         code = run(state, record, 1)
-    if code in (DONE, MISMATCH):
-        store_release(state + w.BUSY, 0)
-    return code
+    return leave(state) if code == DONE else code
 
 
 @kernel

@@ -55,7 +55,8 @@ SPIN_BUDGET = 136  # how often a wait spins now, SPINS at most
 WAITS = 144  # how many waits there have been
 YIELD_TIMESPEC = 152  # scratch of a wait that yields, two words
 MOST_SPINS = 168  # how often a wait may spin that keeps the interpreter
-OWN_RECORD = 192  # of a message that is sent at once
+HANDED_OVER = 176  # the thread whose blocking call Python is to take over, BUSY included; 0: none
+OWN_RECORD = 192  # of a blocking call that an entry runs, or of a message that is sent at once
 PEERS_AT = 320
 
 # Of each peer, in the private state.

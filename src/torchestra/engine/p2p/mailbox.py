@@ -66,24 +66,12 @@ class Mailbox(Traffic):
     def finish_send(
         self, code: int, address: int, nbytes: int, kind: int, destination: int, tag: int, waiter: Waiter
     ) -> None:
-        """Do what is left of :meth:`send` after ``send_now`` (immediate.py) has returned ``code``."""
-        if code == w.QUEUED_MEANWHILE:
-            self._have_posted()
-            return
-        own = self._spare_record()
-        transfer = None
-        try:
-            code = self._transfer(self._state, own.address, 1, address, nbytes, kind, destination, tag)
-            if code == DONE:
-                self._free.append(own)
-                if self._inbox:
-                    self._have_posted()
-                return
-            transfer = Transfer(True, address, nbytes, kind, destination, tag, waiter)
-            self._go_on(code, transfer, own)
-        except BaseException as error:
-            self._give_up(own, transfer, error, waiter)
-            raise
+        """Do what is left of :meth:`send` after a kernel has returned ``code``.
+
+        Either nothing was done (OCCUPIED), or the message was sent (QUEUED_MEANWHILE), or this rank's own
+        record is in BUSY, and the transfer may be underway.
+        """
+        self._finish_call(code, True, address, nbytes, kind, destination, tag, waiter)
 
     def recv(self, address: int, nbytes: int, kind: int, source: int | None, tag: int, waiter: Waiter) -> int:
         """Receive the oldest message with the tag from a rank, or from any (None); the rank that sent it.
@@ -102,25 +90,12 @@ class Mailbox(Traffic):
     def finish_recv(
         self, code: int, address: int, nbytes: int, kind: int, peer: int, tag: int, waiter: Waiter
     ) -> int:
-        """Do what is left of :meth:`recv` after ``receive_now`` has returned ``code``; any source is -1."""
-        if code == w.QUEUED_MEANWHILE:
-            self._have_posted()
-            return peer
-        own = self._spare_record()
-        transfer = None
-        try:
-            code = self._transfer(self._state, own.address, 0, address, nbytes, kind, peer, tag)
-            if code == DONE:
-                found = peer if peer >= 0 else own.word(w.FROM)
-                self._free.append(own)
-                if self._inbox:
-                    self._have_posted()
-                return found
-            transfer = Transfer(False, address, nbytes, kind, peer, tag, waiter)
-            return self._go_on(code, transfer, own)
-        except BaseException as error:
-            self._give_up(own, transfer, error, waiter)
-            raise
+        """Do what is left of :meth:`recv` as :meth:`finish_send` does; any source is -1."""
+        return self._finish_call(code, False, address, nbytes, kind, peer, tag, waiter)
+
+    def leave_halfway(self, error: BaseException, waiter: Waiter) -> None:
+        """Give up a call that a kernel has handed to Python, and that was left with an error before."""
+        self._give_up(self._own, None, error, waiter)
 
     def isend(
         self,
@@ -222,6 +197,42 @@ class Mailbox(Traffic):
             _vacate(self._state, token)
         self._tell()
 
+    def _finish_call(
+        self,
+        code: int,
+        sending: bool,
+        address: int,
+        nbytes: int,
+        kind: int,
+        peer: int,
+        tag: int,
+        waiter: Waiter,
+    ) -> int:
+        """Bring a blocking call to its end for which a kernel has returned ``code``; the rank that sent."""
+        if code == w.QUEUED_MEANWHILE:
+            self._have_posted()
+            return peer
+        own = self._spare_record() if code == w.OCCUPIED else self._own
+        transfer = None
+        try:
+            if code == w.OCCUPIED:
+                code = self._transfer(
+                    self._state, own.address, int(sending), address, nbytes, kind, peer, tag
+                )
+            else:
+                self._words[w.HANDED_OVER // 8] = 0
+            if code not in (DONE, w.QUEUED_MEANWHILE):
+                transfer = Transfer(sending, address, nbytes, kind, peer, tag, waiter)
+                return self._go_on(code, transfer, own)
+            found = own.word(w.FROM) if peer < 0 else peer
+            self._give_back(own)
+            if code == w.QUEUED_MEANWHILE or self._inbox:
+                self._have_posted()
+            return found
+        except BaseException as error:
+            self._give_up(own, transfer, error, waiter)
+            raise
+
     def _go_on(self, code: int, transfer: Transfer, own: Record) -> int:
         """Bring a blocking call to its end that did not end at once; the rank that sent."""
         if code == w.OCCUPIED:
@@ -243,9 +254,9 @@ class Mailbox(Traffic):
             else:
                 transfer.check()
             code = _run(self._state, own.address, 1)
-        _vacate(self._state, own.address)
         source = own.word(w.FROM)
-        self._free.append(own)
+        _vacate(self._state, own.address)
+        self._give_back(own)
         if self._inbox:
             self._have_posted()
         return source
@@ -254,6 +265,7 @@ class Mailbox(Traffic):
         """Take back what a blocking call has posted that is left with an error."""
         if int(self._words[w.BUSY // 8]) == own.address:
             try:
+                self._words[w.HANDED_OVER // 8] = 0
                 stage = _cancel(self._state, own.address)
                 self._pending.pop(own.address, None)
                 if stage == w.RUNNING:

@@ -88,6 +88,7 @@ class Traffic:
         self._send_now = entry_point(immediate.send_now)
         self._receive_now = entry_point(immediate.receive_now)
         self._tokens = itertools.count(-1, -1)
+        self._own = Record(self._words[w.OWN_RECORD // 8 : (w.OWN_RECORD + w.RECORD_BYTES) // 8])
         self._free: list[Record] = []
         self._pending: dict[int, Transfer] = {}  # by the address of the record
         self._finished: deque[Transfer] = deque()  # whose done() is still to be called
@@ -223,6 +224,10 @@ class Traffic:
             self._free.extend(others)
             return first
 
+    def _give_back(self, record: Record) -> None:
+        if record is not self._own:
+            self._free.append(record)
+
     def _rouse(self) -> None:
         """Leave what is still under way to the thread."""
         if self._resting and (self._pending or self._inbox):
@@ -343,7 +348,7 @@ class Traffic:
     def _retire(self, transfer: Transfer) -> None:
         record, transfer.record = transfer.record, None
         if record is not None and self._pending.pop(record.address, None) is not None:
-            self._free.append(record)
+            self._give_back(record)
 
     def _drop(self, transfer: Transfer, error: BaseException) -> None:
         """Fail a transfer that is not finished."""
