@@ -9,14 +9,14 @@ one. A call is *plain* if
 * its tensor is plain, of a dtype that messages can have, not complex;
 * rank and tag are ints, the rank one of the group's (of recv None, too).
 
-A message that is short, and has room or is there, is moved with the interpreter's lock held (p2p/immediate.py).
-Otherwise it is released while a kernel (p2p/kernels.py) moves the message, or waits for it. What that leaves,
-since something else is under way, or Python must have a look, is done by ``go_on``, in Python, with what was
-read here.
+A message that is short, and has room or is there, is moved with the interpreter's lock held
+(p2p/immediate.py). Otherwise it is released while a kernel (p2p/kernels.py) moves the message, or waits for
+it. What that leaves, since something else is under way, or Python must have a look, is done by ``go_on``, in
+Python, with what was read here.
 
-Signals. A kernel that has not ended leaves BUSY to Python, which takes it over in the ``try`` that would give it
-back. HANDED_OVER says that it has not got there yet: if ``go_on`` raises and finds it still set to this thread,
-a handler has raised in its first line, and LEAVE gives the message up. No other thread has written it
+Signals. A kernel that has not ended leaves BUSY to Python, which takes it over in the ``try`` that would give
+it back. HANDED_OVER says that it has not got there yet: if ``go_on`` raises and it is still set to this
+thread, a handler has raised in its first line, and LEAVE gives the message up. No other thread has written it
 meanwhile: for that it would have had to find BUSY free.
 """
 

@@ -200,9 +200,9 @@ def post(state, record, sending, address, length, kind, peer, tag, notify):
 def transfer(state, record, sending, address, length, kind, peer, tag):
     """Run a blocking call to its end, if nothing else is under way.
 
-    OCCUPIED: something is, and nothing was done. DONE, QUEUED_MEANWHILE: finished. Otherwise the record stays
-    in BUSY, so that no one else comes in between: it is finished, but does not fit (MISMATCH), or goes on with
-    :func:`run`.
+    OCCUPIED: something is, and nothing was done. DONE, QUEUED_MEANWHILE: finished. Otherwise the record
+    stays in BUSY, so that no one else comes in between: it is finished, but does not fit (MISMATCH), or goes
+    on with :func:`run`.
     """
     if load_acquire(state + w.QUEUEING) != 0 or compare_exchange(state + w.BUSY, 0, record) != 0:
         return w.OCCUPIED
