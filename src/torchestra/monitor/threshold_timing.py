@@ -76,7 +76,7 @@ def _stream_above(timing: _Timing, choices: Choices) -> int:
     tensor, above = torch.zeros(_LARGEST_STREAMED // 4), choices.stream_above
     for size in reversed(_powers(_MIB, _LARGEST_STREAMED)):
         variants = [replace(choices, stream_above=_NEVER), replace(choices, stream_above=0)]
-        cached, streamed = timing.times(variants, partial(dist.all_reduce, tensor[: size // 4]))
+        cached, streamed = timing.times(variants, partial(dist.broadcast, tensor[: size // 4], 0))
         if streamed > cached * _BETTER:
             break
         above = size // 2

@@ -72,9 +72,14 @@ def peer_slot(context, owner, reader):
 
 
 @kernel
-def streams(context, total):
-    """Return whether a result of ``total`` bytes is written past the caches."""
-    return total > load(context + STREAM_ABOVE)
+def streams(context, touched):
+    """Return whether results are written past the caches.
+
+    Args:
+        touched: bytes of its own tensors that a rank reads and writes in the operation. Where there are many,
+            those of all ranks do not stay in the last-level cache anyway.
+    """
+    return touched > load(context + STREAM_ABOVE)
 
 
 @kernel

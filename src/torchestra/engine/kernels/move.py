@@ -87,7 +87,7 @@ def share(plan, count, source):
         longest = max(longest, load(lengths + peer * 8))
         if load(targets + peer * 8) != 0:
             total += load(lengths + peer * 8)
-    stream = streams(context, total)
+    stream = streams(context, own + total)
     parts = max(1, (longest + chunk - 1) // chunk)
     iteration = load(context + RESUME)
     if iteration >= SHARED_PATH:
@@ -170,7 +170,7 @@ def all_gather(plan, count, source, target):
     """Everybody gets the pieces of all, each of ``count`` elements, one after the other."""
     context = load(plan + PLAN_CONTEXT)
     length = count * load(plan + PLAN_UNIT)
-    if length <= load(context + SHARE) and not streams(context, length * load(context + SIZE)):
+    if length <= load(context + SHARE) and not streams(context, length * (1 + load(context + SIZE))):
         return _all_gather_small(context, load(plan + PLAN_META), count, source, target, length)
     if load(context + RESUME) == 0:
         for peer in range(load(context + SIZE)):
@@ -302,7 +302,7 @@ def exchange(plan, count):
     for peer in range(size):
         total += load(expected + peer * 8)
         given += load(sent + peer * 8)
-    stream = streams(context, total)
+    stream = streams(context, given + total)
     iteration = load(context + RESUME)
     parts = 1
     if iteration <= 0:

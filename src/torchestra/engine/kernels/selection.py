@@ -6,15 +6,19 @@ they are chosen so that what is in flight stays in the caches: three buffers per
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from torchestra.engine.layout import EARLY_SLOT_BYTES
 from torchestra.errors import InvalidArgumentError
 
 _SMALLEST_CHUNK = 64
+_USUAL_CACHE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -28,22 +32,24 @@ class Choices:
             64 to a buffer.
         early: broadcast, reduce, gather and scatter with pieces of up to this many bytes have nobody wait for
             those whom it has nothing from (early.py). At most EARLY_SLOT_BYTES; -1 for none of them.
-        stream_above: results larger than this are written past the caches.
+        stream_above: an operation for which a rank reads and writes more than this of its own tensors writes
+            its results past the caches.
     """
 
     direct: int
     chunk: int
     share: int
     early: int = EARLY_SLOT_BYTES
-    stream_above: int = 4 << 20
+    stream_above: int = 12 << 20
 
     @classmethod
     def for_group(cls, size: int, buffer_bytes: int) -> Choices:
-        direct, share = (128 << 10, 256 << 10) if size == 2 else (16 << 10, 512 << 10)
+        direct, share = (128 << 10, 128 << 10) if size == 2 else (16 << 10, 512 << 10)
         return cls(
             direct=min(direct, buffer_bytes),
             chunk=min(512 << 10, buffer_bytes),
             share=min(share, buffer_bytes),
+            stream_above=3 * last_level_cache_bytes() // 4 // size,
         )
 
     def check(self, buffer_bytes: int) -> None:
@@ -75,6 +81,16 @@ class Choices:
     def part(self, size: int) -> int:
         """Bytes per chunk and peer of an operation in which a buffer holds one piece for each peer."""
         return max(_SMALLEST_CHUNK, self.chunk // max(1, size - 1) // 64 * 64)
+
+
+@functools.cache
+def last_level_cache_bytes() -> int:
+    """Return the size of the largest cache of a core, as the system tells, or what is usual."""
+    largest = 0
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            largest = max(largest, int(path.read_text().strip().removesuffix("K")) << 10)
+    return largest or _USUAL_CACHE_BYTES
 
 
 def cores_in_affinity() -> int:

@@ -9,9 +9,7 @@ The invariant: *a message overtakes no other of its channel, and a receive no ot
 and QUEUEING unset no send is queued and no receive posted (progress.py), so a send that puts its header into
 the next slot now comes after all that were sent before it. A receive takes only the message at the front of
 the channel; it may, as nothing that was sent before is elsewhere: neither half-arrived (CURRENT) nor in the
-store. Whoever queues a transfer sets QUEUEING and then tries for BUSY; here BUSY is given back before
-QUEUEING is read. So either they find BUSY free, or QUEUED_MEANWHILE tells the caller to post what they have
-queued.
+store.
 
 These kernels keep the interpreter: what they do takes less time than to give it away. So they never sleep or
 yield, and do not spin where a peer may be a thread of this process (MOST_SPINS).
@@ -21,13 +19,10 @@ yield, and do not spin where a peer may be a thread of this process (MOST_SPINS)
 
 from __future__ import annotations
 
-from torchestra.engine.layout import DONE, RECEIVED, SENT
+from torchestra.engine.layout import RECEIVED, SENT
 from torchestra.engine.native.atomics import (
-    compare_exchange,
     kernel,
     load,
-    load_acquire,
-    load_ordered,
     short_kernel,
     spin_hint,
     store,
@@ -35,30 +30,13 @@ from torchestra.engine.native.atomics import (
 )
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p import ring
+from torchestra.engine.p2p.exclusion import enter, leave
 from torchestra.engine.recorder.recorder import close_message, open_message
 
 _TOKEN = 1  # in BUSY: no record's address, and no other token (those are negative)
 
 channel_of, peer_of, ring_doorbell = ring.channel_of, ring.peer_of, ring.ring_doorbell
 put_header, next_header, take_header, take = ring.put_header, ring.next_header, ring.take_header, ring.take
-
-
-@kernel
-def _enter(state):
-    """Take the state, if nothing is under way with anybody: whether it was taken."""
-    if load_acquire(state + w.QUEUEING) != 0 or compare_exchange(state + w.BUSY, 0, _TOKEN) != 0:
-        return False
-    if load_acquire(state + w.QUEUEING) != 0:
-        store_ordered(state + w.BUSY, 0)
-        return False
-    return True
-
-
-@kernel
-def leave(state):
-    """Give the state back: DONE, or QUEUED_MEANWHILE."""
-    store_ordered(state + w.BUSY, 0)
-    return DONE if load_ordered(state + w.QUEUEING) == 0 else w.QUEUED_MEANWHILE
 
 
 @kernel
@@ -78,7 +56,7 @@ def send_now(state, address, length, kind, peer, tag):
     All are words: the mailbox's state, the address of so many bytes, what kind they are, the receiving rank
     and the tag.
     """
-    if peer == load(state + w.RANK) or not _enter(state):
+    if peer == load(state + w.RANK) or not enter(state, _TOKEN):
         return w.OCCUPIED
     record = state + w.OWN_RECORD
     store(record + w.ADDRESS, address)
@@ -119,7 +97,7 @@ def _is_wanted(header, length, kind, tag):
 @short_kernel
 def receive_now(state, address, length, kind, peer, tag):
     """Receive a message from a rank if it is there: as :func:`send_now`; any source (-1) is OCCUPIED."""
-    if peer < 0 or peer == load(state + w.RANK) or not _enter(state):
+    if peer < 0 or peer == load(state + w.RANK) or not enter(state, _TOKEN):
         return w.OCCUPIED
     known = peer_of(state, peer)
     header = 0

@@ -32,11 +32,10 @@ from torchestra.engine.native.atomics import (
     spin_hint,
     store,
     store_ordered,
-    store_release,
 )
 from torchestra.engine.p2p import layout as w
 from torchestra.engine.p2p import ring
-from torchestra.engine.p2p.immediate import leave
+from torchestra.engine.p2p.exclusion import enter, leave
 from torchestra.engine.p2p.lists import append, remove, unlink
 from torchestra.engine.p2p.matching import advance, free_stored, receive_stored, send_to_self
 from torchestra.engine.recorder.clock import read_coarse_clock
@@ -204,10 +203,7 @@ def transfer(state, record, sending, address, length, kind, peer, tag):
     stays in BUSY, so that no one else comes in between: it is finished, but does not fit (MISMATCH), or goes
     on with :func:`run`.
     """
-    if load_acquire(state + w.QUEUEING) != 0 or compare_exchange(state + w.BUSY, 0, record) != 0:
-        return w.OCCUPIED
-    if load_acquire(state + w.QUEUEING) != 0:
-        store_release(state + w.BUSY, 0)
+    if not enter(state, record):
         return w.OCCUPIED
     code = _enqueue(state, record, sending, address, length, kind, peer, tag, 0)
     if code == PENDING:

@@ -190,7 +190,7 @@ def _pull(state, peer):
     elif current == w.BROKEN:
         return 0
     if load(known + w.LEFT) > 0:
-        stream = streams(load(state + w.CONTEXT), load(current + w.FROM_LENGTH))
+        stream = streams(load(state + w.CONTEXT), 2 * load(current + w.FROM_LENGTH))
         if take(state, peer, stream):
             moved = 1
         if stream and load(known + w.LEFT) == 0:
