@@ -111,6 +111,7 @@ class SilentEndpoint:
     """One to which no message comes."""
 
     def __init__(self) -> None:
+        self.in_hand = None
         self.awaited = SimpleNamespace(finished=False, leading=False, latch=None)
 
     def receive(self, *, eager: bool) -> None:
@@ -125,6 +126,8 @@ class SilentEndpoint:
 def test_of_waiting_for_an_answer(monkeypatch: pytest.MonkeyPatch, what: str, taken: bool) -> None:
     for constant in ("_CHECK_SECONDS", "_PAUSE_SECONDS"):
         monkeypatch.setattr(pool_file, constant, 0.0)
+    monkeypatch.setattr(LeaderFollowersPool, "leave", lambda self, job: job())
+    monkeypatch.setattr(LeaderFollowersPool, "_wake_idle", lambda self: None)
     endpoint: Any = SilentEndpoint()
     pool = LeaderFollowersPool("of a test", endpoint, lambda _: (False, pool_file.Job), lambda: None, 1, 1)
     checks = itertools.count()

@@ -95,7 +95,6 @@ def test_a_worker_that_is_killed_is_named_and_the_others_go_on(road: str) -> Non
 
 
 def interrupted(road: str) -> int:
-    # An answer that comes just then may be lost with the interrupt, and its call ends when its time is over.
     rank = begin_on(road, rpc_timeout=20.0)
     large = torch.arange(1 << 24, dtype=torch.int32)
     count = 0

@@ -151,7 +151,7 @@ def use_after_the_end() -> None:
     with pytest.raises(RemoteReferenceError, match=r"Cannot call to_here\(\) on it after deletion"):
         rref.to_here()
     with pytest.raises(RemoteReferenceError, match="Cannot call fork an UserRRef after deletion"):
-        agent.rrefs.fork(rref, 0)
+        agent.rrefs.fork(rref, 0, [])
 
 
 def test_a_reference_is_of_no_use_after_the_end() -> None:

@@ -26,9 +26,9 @@ from torchestra.rpc import remote_errors
 from torchestra.rpc.calls import Label, PendingCall, name_of
 from torchestra.rpc.execution import CallExecutor
 from torchestra.rpc.headers import Creation, IncomingHeader, OutgoingHeader
-from torchestra.rpc.leader_followers import Job, LeaderFollowersPool
+from torchestra.rpc.leader_followers import ONCE, QUEUED, REPEATABLE, Job, LeaderFollowersPool
 from torchestra.rpc.liveness import Liveness
-from torchestra.rpc.message_scope import CallScope, MessageScope, TensorRecorder, new_scope
+from torchestra.rpc.message_scope import CallScope, MessageScope, new_scope
 from torchestra.rpc.messages import (
     CALL,
     FAILURE,
@@ -45,6 +45,7 @@ from torchestra.rpc.messages import (
 from torchestra.rpc.router import Router
 from torchestra.rpc.rref import RRef
 from torchestra.rpc.rref_context import RRefContext
+from torchestra.rpc.shared_buffers import OpenedBuffers
 from torchestra.rpc.worker_info import WorkerInfo
 from torchestra.system.deadline import RunningClock
 from torchestra.system.forking import forget_in_children, refusal
@@ -80,7 +81,7 @@ class Agent:
         self.rounds = itertools.count()
         self.calls_made = 0
         self._call_ids = itertools.count(1)
-        self._finishing: set[int] = set()  # calls whose answer is here, and whose future does not know it yet
+        self._entering: tuple[Message, IncomingHeader] | None = None
         self._null_scope = MessageScope(self)
         self._scope: MessageScope | None = None
         self._scope_lock = threading.Lock()
@@ -133,10 +134,10 @@ class Agent:
     def is_quiet(self) -> bool:
         """Return whether no call of this worker is pending or about to be made, and none waits for a thread.
 
-        A call that is about to be made becomes pending, and a pending one ends: checked in this order, none
-        is missed.
+        A call that is about to be made becomes pending, and a pending one ends when its future is done:
+        checked in this order, none is missed.
         """
-        return not (self.rrefs.is_telling or self.pool.queue or self.pending or self._finishing)
+        return not (self.rrefs.is_telling or self.pool.queue or self.pool.left or self.pending)
 
     # -- calling
 
@@ -169,37 +170,44 @@ class Agent:
         if self.closed:
             raise self._closed_error()
         if self.rrefs.dropped:
-            self.rrefs.clear_dropped()
-        encoded = recorder = None
+            self.pool.leave(self.rrefs.clear_dropped)
+        encoded = header = recorder = call = None
+        call_id = 0
         try:
             if scope is None and creates is None:
                 encoded = encode_plain_call(function, args, kwargs)
             if encoded is None:
                 if scope is not None:
                     recorder = scope.outgoing(to, (args, kwargs), is_call=True)
-                encoded = self.encode(to, (function, args, kwargs), creates, recorder)
-        except (pickle.PicklingError, AttributeError) as error:
-            raise self._pickling_error(error, to, function) from error
-        call_id = self.calls_made = next(self._call_ids)
-        call = PendingCall(
-            to,
-            function if label is None else label,
-            self.clock.elapsed(),
-            self.timeout if timeout < 0 else timeout,
-            (encoded, keep),
-            self.pool.wait,
-        )
-        self.pending[call_id] = call
-        if to in self.liveness.gone:
-            self.fail(call_id, remote_errors.gone(call, self))
+                header = OutgoingHeader(self.rrefs, to, creates, recorder, self.router.buffers_to(to))
+                encoded = header.encode((function, args, kwargs))
+            call_id = self.calls_made = next(self._call_ids)
+            self.pending[call_id] = call = PendingCall(
+                to,
+                function if label is None else label,
+                self.clock.elapsed(),
+                self.timeout if timeout < 0 else timeout,
+                (encoded, keep),
+                self.pool.wait,
+            )
+            if to in self.liveness.gone:
+                self.fail(call_id, remote_errors.gone(call, self))
+                return call
+            if to == self.rank or self.endpoint is None:
+                call.is_sent = True
+                self._send_to_self(CALL, call_id, encoded)
+            else:
+                self.endpoint.send(to, CALL, call_id, encoded.parts, encoded, call)
+            if recorder is not None:
+                recorder.sent()
             return call
-        if to == self.rank or self.endpoint is None:
-            self._send_to_self(CALL, call_id, encoded)
-        else:
-            self.endpoint.send(to, CALL, call_id, encoded.parts, encoded)
-        if recorder is not None:
-            recorder.sent()
-        return call
+        except BaseException as error:
+            self.pending.pop(call_id, None)  # nobody has its future
+            if header is not None and not (call is not None and call.is_sent):
+                header.withdraw()
+            if not call_id and isinstance(error, (pickle.PicklingError, AttributeError)):
+                raise self._pickling_error(error, to, function) from error
+            raise
 
     def _closed_error(self) -> RpcError:
         if self.inherited:
@@ -211,23 +219,6 @@ class Agent:
             f"{error} (in a call of {name_of(function)} on worker {self.workers[to].name!r}:"
             " functions and classes are sent by name, so they must be at the top level of a module)"
         )
-
-    def encode(
-        self, to: int, item: object, creates: Creation | None = None, recorder: TensorRecorder | None = None
-    ) -> Encoded:
-        """Serialize the content of a call or an answer, with its header.
-
-        Raises:
-            Exception: what pickling raised; then nothing is to be sent.
-        """
-        header, buffers = OutgoingHeader(self.rrefs, to, creates, recorder), self.router.buffers_to(to)
-        try:
-            return encode(
-                item, reducers=header.reducers, takes=header.takes, header=header.content, buffers=buffers
-            )
-        except BaseException:
-            header.withdraw()
-            raise
 
     def await_future(self, future: Future[Any], timeout: float, what: str) -> Any:
         """Wait for a future that something on this worker will complete; return its value.
@@ -259,90 +250,125 @@ class Agent:
             self.endpoint.send(to, kind, call_id, encoded.parts, encoded)
 
     def _send_to_self(self, kind: int, call_id: int, encoded: Encoded) -> None:
-        is_call, job = self._dispatch(to_self(self.rank, kind, call_id, encoded))
-        if is_call:
+        kind, job = self._dispatch(to_self(self.rank, kind, call_id, encoded))
+        if kind == QUEUED:
             self.pool.submit(job)
         else:
             job()
 
     def send_scope_message(self, to: int, note: object) -> None:
         """Send a note to the scope of a worker."""
-        self.send(to, SCOPE, 0, encode(note, buffers=self.router.buffers_to(to)))
+        buffers = self.router.buffers_to(to)
+        self.send(to, SCOPE, 0, encode(note, share=None if buffers is None else buffers.noting({})))
 
     # -- what comes
 
-    def _dispatch(self, message: Message) -> tuple[bool, Job]:
-        """Return whether a message is a call, and a job for it. An unreadable one ends its sender only."""
+    def _dispatch(self, message: Message) -> tuple[int, Job]:
+        """Return what a message is for the pool, and a job for it. An unreadable one ends its sender only.
+
+        May be called again for a message if an interrupt came before it was over.
+        """
         try:
             if message.kind > FAILURE or (message.lost is not None and not len(message.text)):
                 return self._dispatch_other(message)
             header: IncomingHeader | None = None
             is_call = message.kind == CALL
             if HEADER_LENGTH.unpack_from(message.text)[0]:  # type: ignore[arg-type]
-                header = self.rrefs.receive_header(message.source, header_of(message))
-                if header.mark is not None:
-                    header.scope = self.scope.enter(header.mark, message.source, is_call=is_call)
+                header = self._enter_header(message, is_call=is_call)
             if not is_call:
-                return False, partial(self._finish_call, message, header)
+                call = self.pending.get(message.tag)
+                kind = ONCE if call is not None and call.has_callbacks else REPEATABLE
+                return kind, partial(self._finish_call, message, header, _Answer())
             job = partial(self.executor.execute, message, header)
             if header is not None and header.defer(partial(self.pool.submit, job)):
-                return False, _nothing
-            return True, job
+                return REPEATABLE, _nothing
+            return QUEUED, job
         except Exception as error:
             self.liveness.give_up(message.source, error)
-            return False, _nothing
+            return REPEATABLE, _nothing
 
-    def _dispatch_other(self, message: Message) -> tuple[bool, Job]:
+    def _enter_header(self, message: Message, *, is_call: bool) -> IncomingHeader:
+        """Return the header of a message, entered. If an interrupt comes, the next call goes on with it."""
+        entering = self._entering
+        if entering is None or entering[0] is not message:
+            header = IncomingHeader()
+            self._entering = message, header
+        else:
+            header = entering[1]
+        self.rrefs.receive_header(message.source, header_of(message), header)
+        if header.mark is not None:
+            header.scope = self.scope.enter(header.mark, message.source, is_call=is_call)
+        return header
+
+    def _dispatch_other(self, message: Message) -> tuple[int, Job]:
         """Return a job for a message that is of no call, or that there was no memory for."""
         if message.kind == SCOPE:
-            return False, partial(self._read_scope_message, message)
+            return ONCE, partial(self._read_scope_message, message)
         if message.lost is not None and message.kind == TERMINATION:
             raise message.lost
         if message.kind == TERMINATION:
             values = self.termination.setdefault(message.tag, {})
             values[message.source] = pickle.loads(bytes(message.text))
-            return False, _nothing
+            return REPEATABLE, _nothing
         if message.kind == CALL:
-            return True, partial(self.executor.execute, message, None)
-        return False, partial(self._finish_call, message, None)
+            return QUEUED, partial(self.executor.execute, message, None)
+        return REPEATABLE, partial(self._finish_call, message, None, _Answer())
 
-    def read(self, message: Message, header: IncomingHeader) -> Any:
+    def read(self, message: Message, header: IncomingHeader, opened: OpenedBuffers | None = None) -> Any:
         """Return the content of a message that has a header, and let the scope have the tensors within.
+
+        Args:
+            opened: see :meth:`SharedBufferPool.open`; needed if this is done again after an interrupt.
 
         Raises:
             Exception: there is no memory for it, or it cannot be unpickled.
         """
+        if self._entering is not None and self._entering[1] is header:
+            self._entering = None
+        header.attached = []
         try:
-            return decode(message, header, self.router.borrow)
-        finally:
+            value = decode(message, header, self.router.borrow, opened)
+        except Exception:
             self._read_scope(message, header)
+            raise
+        self._read_scope(message, header)
+        return value
 
     def _read_scope(self, message: Message, header: IncomingHeader) -> None:
         if header.mark is not None:
             self.scope.read(header.scope, header.mark, header.attached, message.source)
 
-    def _finish_call(self, message: Message, header: IncomingHeader | None) -> None:
-        try:
-            self._finishing.add(message.tag)
-            call = self.pending.pop(message.tag, None)
-            if call is None:  # it took too long
-                if header is not None:
-                    self._read_scope(message, header)
-                return
+    def _finish_call(self, message: Message, header: IncomingHeader | None, answer: _Answer) -> None:
+        """Complete the call that a message answers. May be called again after an interrupt."""
+        call = self.pending.get(message.tag)
+        if call is None or not call.is_settled_by(answer):  # it took too long
+            if header is not None and not answer.finished:
+                self._read_scope(message, header)
+            return
+        if answer.result is None:
             value, error = None, None
+            opened = answer.opened
+            if opened is None:
+                opened = answer.opened = {}
             try:
-                borrow = self.router.borrow
-                value = decode(message, None, borrow) if header is None else self.read(message, header)
+                if header is None:
+                    value = decode(message, None, self.router.borrow, opened)
+                else:
+                    value = self.read(message, header, opened)
                 if message.kind == FAILURE:
                     error = remote_errors.rebuild(*value)
             except Exception as unreadable:
                 error = remote_errors.unreadable_result(unreadable, call, self)
+            answer.result = value, error
             self.finish(call, value, error)
-        finally:
-            self._finishing.discard(message.tag)
+        elif not call.finished or not call.done():
+            self.finish(call, *answer.result)
+        answer.finished = True
+        answer.result = answer.opened = None
+        self.pending.pop(message.tag, None)
 
     def finish(self, call: PendingCall, value: Any, error: BaseException | None) -> None:
-        """Complete a call, which is pending no more, with its result."""
+        """Complete a call with its result."""
         call.keep = None
         call.finished = True  # before callbacks of the future ask it
         if error is None:
@@ -354,9 +380,10 @@ class Agent:
 
     def fail(self, call_id: int, error: Exception) -> None:
         """End a call, if it is pending, by an error."""
-        call = self.pending.pop(call_id, None)
-        if call is not None:
+        call = self.pending.get(call_id)
+        if call is not None and call.is_settled_by(error):
             self.finish(call, None, error)
+            self.pending.pop(call_id, None)
 
     def _read_scope_message(self, message: Message) -> None:
         try:
@@ -382,6 +409,20 @@ class Agent:
             self.finish(self.waits.pop(call_id), None, ended)
         self.rrefs.close()
         self.scope.close()
+
+
+class _Answer:
+    """What has been done about an answer, for the next attempt if an interrupt stops this one.
+
+    Attributes:
+        result: of the call: the value and the error.
+        opened: see :meth:`SharedBufferPool.open`.
+        finished: the call is done.
+    """
+
+    result: tuple[Any, BaseException | None] | None = None
+    opened: OpenedBuffers | None = None
+    finished = False
 
 
 def _nothing() -> None:

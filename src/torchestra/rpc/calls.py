@@ -23,8 +23,13 @@ class PendingCall(Future):  # type: ignore[type-arg]
         function: what is called, for messages.
         began, timeout_s: when by the worker's clock, and how long it may take; 0 is without end.
         keep: what must live until the answer is there.
+        settler: what completes it: an answer, an error or the end of the worker, whichever came first.
+        is_sent: whether it is sure to be sent, whatever interrupts come.
+        has_callbacks: whether functions are to be called when it is done.
         finished, leading, latch: see leader_followers.py.
     """
+
+    is_sent = has_callbacks = False
 
     def __init__(
         self,
@@ -46,6 +51,10 @@ class PendingCall(Future):  # type: ignore[type-arg]
         self.leading = False
         self.latch: threading.Lock | None = None
 
+    def is_settled_by(self, settler: object) -> bool:
+        """Return whether it is this that completes the call: the first one that asks, whenever it asks."""
+        return self.__dict__.setdefault("settler", settler) is settler
+
     def is_late(self, now: float) -> bool:
         """Return whether its time is over."""
         return self.timeout_s > 0 and now > self.began + self.timeout_s
@@ -58,10 +67,12 @@ class PendingCall(Future):  # type: ignore[type-arg]
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """Return a future of what the callback returns, which is called in this thread's scope."""
+        self.has_callbacks = True
         return super().then(in_same_scope(callback))
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Have a callback called, in this thread's scope, when the future is done."""
+        self.has_callbacks = True
         super().add_done_callback(in_same_scope(callback))
 
 

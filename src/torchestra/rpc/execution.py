@@ -12,7 +12,7 @@ from torchestra.errors import RpcError
 from torchestra.rpc import remote_errors
 from torchestra.rpc.current import TAKES_AGENT
 from torchestra.rpc.functions import MARK
-from torchestra.rpc.headers import IncomingHeader
+from torchestra.rpc.headers import IncomingHeader, OutgoingHeader
 from torchestra.rpc.messages import ANSWER, FAILURE, decode, encode, encode_plain_value
 from torchestra.rpc.thread_state import thread_state
 from torchestra.transport.message import Message
@@ -82,9 +82,11 @@ class CallExecutor:
         encoded = encode_plain_value(result)
         if encoded is None:
             recorder = None if scope is None else scope.outgoing(source, result, is_call=False)
+            header = OutgoingHeader(agent.rrefs, source, None, recorder, agent.router.buffers_to(source))
             try:
-                encoded = agent.encode(source, result, None, recorder)
+                encoded = header.encode(result)
             except BaseException as error:
+                header.withdraw()
                 self._answer_failure(source, call_id, None, error)
                 return
         if source == agent.rank or agent.endpoint is None:

@@ -158,7 +158,9 @@ class _LateEndpoint:
         self._endpoint = endpoint
         self._agent = agent
 
-    def send(self, peer: int, kind: int, tag: int, parts: Parts, keep: object = None) -> None:
+    def send(
+        self, peer: int, kind: int, tag: int, parts: Parts, keep: object = None, sending: Any = None
+    ) -> None:
         self._agent.send_late(kind, partial(self._endpoint.send, peer, kind, tag, parts, keep))
 
     def __getattr__(self, name: str) -> Any:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchestra.rpc.messages import registered_reducers
+from torchestra.rpc.messages import Encoded, encode, registered_reducers
 from torchestra.rpc.rref_state import GlobalId, OwnerRRef
+from torchestra.rpc.shared_buffers import SharedBufferPool
 from torchestra.tensors.serialization import Reducer, deserialization_context
 
 if TYPE_CHECKING:
@@ -32,13 +33,35 @@ class ForkData(NamedTuple):
 
 
 class OutgoingHeader:
-    """The header of a message that is being pickled: (creation, references within, mark of the scope)."""
+    """The header of a message that is being pickled: (creation, references within, mark of the scope).
 
-    __slots__ = ("_creation", "_forks", "_recorder", "_rrefs", "_to", "reducers", "takes")
+    Args:
+        to: the worker that it is for.
+        buffers: where large memory is shared with that, if it is.
+    """
+
+    __slots__ = (
+        "_buffers",
+        "_creation",
+        "_forks",
+        "_recorder",
+        "_rrefs",
+        "_taken",
+        "_to",
+        "reducers",
+        "takes",
+    )
 
     def __init__(
-        self, rrefs: RRefContext, to: int, creation: Creation | None, recorder: TensorRecorder | None
+        self,
+        rrefs: RRefContext,
+        to: int,
+        creation: Creation | None,
+        recorder: TensorRecorder | None,
+        buffers: SharedBufferPool | None,
     ) -> None:
+        self._buffers = buffers
+        self._taken: dict[int, None] = {}
         self._rrefs = rrefs
         self._to = to
         self._creation = creation
@@ -46,6 +69,15 @@ class OutgoingHeader:
         self.takes = None if recorder is None else recorder.takes
         self._forks: list[ForkData] = []
         self.reducers: dict[type, Reducer] = {**registered_reducers(), rrefs.rref_class: self._reduce_rref}
+
+    def encode(self, item: object) -> Encoded:
+        """Serialize the content of the message, and this with it.
+
+        Raises:
+            Exception: what pickling raised; then nothing is to be sent.
+        """
+        share = None if self._buffers is None else self._buffers.noting(self._taken)
+        return encode(item, reducers=self.reducers, takes=self.takes, header=self.content, share=share)
 
     def content(self) -> tuple[Any, ...] | None:
         """Return the header's content, or None if it has none."""
@@ -55,14 +87,15 @@ class OutgoingHeader:
         return None
 
     def _reduce_rref(self, rref: RRef) -> Any:
-        self._forks.append(self._rrefs.fork(rref, self._to))
+        self._rrefs.fork(rref, self._to, self._forks)
         return _rref_of_message, (len(self._forks) - 1,)
 
     def withdraw(self) -> None:
         """Undo it: the message will not be sent."""
         for each in self._forks:
             self._rrefs.withdraw_fork(each)
-        self._forks.clear()
+        if self._buffers is not None:
+            self._buffers.withdraw(self._taken)
 
 
 def _rref_of_message(index: int) -> Any:
@@ -75,28 +108,30 @@ class IncomingHeader:
 
     Attributes:
         owned: what the result of the call is to be kept in, if so.
-        rrefs: the references within.
+        rrefs: the references within, by their numbers.
         mark: what the scope of the sender says.
         unconfirmed: how many of the references are not confirmed.
         scope: the scope that the message belongs to, if that is here.
         attached: the tensors within that the sender's scope has recorded.
     """
 
-    owned: OwnerRRef | None
-    rrefs: list[RRef]
-    mark: Any
-    unconfirmed: int
+    owned: OwnerRRef | None = None
+    rrefs: dict[int, RRef] = field(default_factory=dict)
+    mark: Any = None
+    unconfirmed: int = 0
     scope: CallScope | None = None
     attached: list[torch.Tensor] = field(default_factory=list)
+    _is_deferred: bool = False
     _job: Callable[[], Any] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def defer(self, job: Callable[[], Any]) -> bool:
         """Do a job when all references within are confirmed; return False if they are, and it is not done."""
         with self._lock:
-            if self.unconfirmed:
+            if self.unconfirmed and not self._is_deferred:
+                self._is_deferred = True
                 self._job = job
-            return bool(self.unconfirmed)
+            return self._is_deferred
 
     def confirmed_one(self) -> None:
         """Note that one of the references within is confirmed, or never will be."""

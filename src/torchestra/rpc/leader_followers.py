@@ -14,32 +14,49 @@ limit, calls wait in ``queue``, and everything else goes on.
 
 So some thread always receives, whatever functions and callbacks wait for, sends to a slow peer included; but
 no thread that waits may hold the locks in here. Finalisers run anywhere, so none may send.
+
+*Interrupts.* A signal's handler may raise on a thread that waits, after any call (CPython looks for signals
+then, and at the beginning of functions and of further turns of loops). Nothing that has come is lost by it: a
+message is *in hand* at the endpoint until it has become a job, and whoever leads next dispatches it again; a
+job that was not done to its end is left to the pool, whose threads no signal interrupts. So to dispatch a
+message, and to do the job of an answer, twice must be the same as once. Whatever is not so, or runs callbacks
+(in which torch swallows what is raised), is left to the pool at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from torchestra.engine.p2p import Message
-from torchestra.errors import DistBackendError
 from torchestra.rpc.router import Endpoint
 from torchestra.rpc.thread_state import run_detached, thread_state
 from torchestra.system.limits import start_thread
 from torchestra.system.try_lock import TryLock
+
+_log = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 0.05
 _JOIN_SECONDS = 2.0
 _DRAIN_SECONDS = 1.0
 _PAUSE_SECONDS = 0.0005
 
-Job = Callable[[], None]
+Job: TypeAlias = Callable[[], None]
+Jobs: TypeAlias = "OrderedDict[Job, None]"
+"""Jobs in their order; one that is added twice is there once."""
+
+QUEUED, REPEATABLE, ONCE = range(3)
+"""How a job is done: a *queued* one (a call) by the pool, when a thread is free. A *repeatable* one by any
+thread at once, and from the beginning again if an interrupt stops it. One to be done *once*, by the pool.
+"""
 
 
 class Waitable(Protocol):
@@ -62,9 +79,9 @@ class LeaderFollowersPool:
     Args:
         name: for the names of the threads.
         endpoint: where messages come, None if there are no other workers.
-        dispatch: returns what to do about a message: whether it is a call, and a job for a thread that is
+        dispatch: returns what to do about a message: one of the three above, and a job for a thread that is
             not the leader. It is called by the leader, so it must run nobody's code.
-        check: called some 20 times a second.
+        check: called some 20 times a second, by a thread of the pool.
         max_idle: how many threads may wait for work.
         max_threads: how many there may be.
     """
@@ -73,14 +90,15 @@ class LeaderFollowersPool:
         self,
         name: str,
         endpoint: Endpoint | None,
-        dispatch: Callable[[Message], tuple[bool, Job]],
+        dispatch: Callable[[Message], tuple[int, Job]],
         check: Callable[[], None],
         max_idle: int,
         max_threads: int,
     ) -> None:
         self.max_threads = max_threads
         self.closed = False
-        self.queue: deque[Job] = deque()
+        self.queue: Jobs = OrderedDict()  # calls
+        self.left: Jobs = OrderedDict()  # all else that a thread that waits has left to the pool
         self._name = name
         self._endpoint = endpoint
         self._dispatch = dispatch
@@ -117,27 +135,37 @@ class LeaderFollowersPool:
         endpoint = self._endpoint
         leader, claim = self._leader, object()
         while not (waitable.finished or self.closed):
-            received = message = None  # what they refer to shall not wait for the next ones
+            message = job = None  # what they refer to shall not wait for the next ones
             leads = False
             try:
-                if endpoint is not None and not self._draining and (leads := leader.take(claim)):
-                    waitable.leading = True
-                    if not waitable.finished and (message := endpoint.receive(eager=True)) is not None:
-                        received = self._dispatch(message)
-            finally:
-                waitable.leading = False
-                if leader.holder is claim:
-                    del leader.holder
-            if not leads:
-                self._sleep(waitable)
-            elif received is None:
-                self.check()
-            elif received[0]:
-                self.submit(received[1])
-            elif thread_state.scope is thread_state.graph_task is None and torch.is_grad_enabled():
-                received[1]()
-            else:
-                run_detached(received[1])
+                try:
+                    if endpoint is not None and not self._draining and (leads := leader.take(claim)):
+                        waitable.leading = True
+                        if not waitable.finished and (message := endpoint.receive(eager=True)) is not None:
+                            kind, job = self._dispatch(message)
+                            endpoint.in_hand = None
+                finally:
+                    waitable.leading = False
+                    if leader.holder is claim:
+                        del leader.holder
+                if job is None:
+                    if not leads:
+                        self._sleep(waitable)
+                    self._leave_check()
+                elif kind != REPEATABLE:
+                    jobs = self.queue if kind == QUEUED else self.left
+                    jobs[job] = None
+                    job = None
+                    self._wake_idle()
+                elif thread_state.scope is thread_state.graph_task is None and torch.is_grad_enabled():
+                    job()
+                else:
+                    run_detached(job)
+            except BaseException:
+                if job is not None:
+                    (self.queue if kind == QUEUED else self.left)[job] = None
+                self._wake_idle()  # there may be a message in hand as well
+                raise
         if self._waiting:
             self._promote()
 
@@ -157,7 +185,6 @@ class LeaderFollowersPool:
             with self._gate:
                 if waitable in self._waiting:  # not so if an interrupt came first
                     self._waiting.remove(waitable)
-        self.check()
 
     def _promote(self) -> None:
         """Have a thread that waits try to become the leader."""
@@ -180,12 +207,28 @@ class LeaderFollowersPool:
         return latch is not None
 
     def submit(self, job: Job) -> None:
-        """Have a thread of the pool do a job."""
-        self.queue.append(job)
+        """Have a thread of the pool execute a call."""
+        self.queue[job] = None
+        self._wake_idle()
+
+    def leave(self, job: Job) -> None:
+        """Have a thread of the pool do something that is no call, and so waits for no thread to be free."""
+        self.left[job] = None
+        self._wake_idle()
+
+    def _wake_idle(self) -> None:
+        """Have a thread of the pool look for what there is to do."""
         with self._gate:
-            if self._idle:
-                self._idle.pop().release()
-            elif len(self._threads) < self.max_threads:
+            while self._idle:
+                latch = self._idle[-1]
+                try:
+                    latch.release()
+                except RuntimeError:  # it was woken, and an interrupt came before the next line
+                    del self._idle[-1]
+                else:
+                    del self._idle[-1]
+                    return
+            if len(self._threads) < self.max_threads and not self.closed:
                 self._add()
 
     def drain(self) -> bool:
@@ -193,7 +236,7 @@ class LeaderFollowersPool:
         endpoint = self._endpoint
         if endpoint is None:
             return True
-        received: list[tuple[bool, Job]] = []
+        received: list[tuple[int, Job]] = []
         leader, claim = self._leader, object()
         try:
             if not self._become_leader(endpoint, claim):
@@ -201,6 +244,7 @@ class LeaderFollowersPool:
             deadline = time.monotonic() + _DRAIN_SECONDS
             while (message := endpoint.receive(eager=True)) is not None:
                 received.append(self._dispatch(message))
+                endpoint.in_hand = None
                 if time.monotonic() > deadline:
                     break
         finally:
@@ -208,8 +252,8 @@ class LeaderFollowersPool:
             if leader.holder is claim:
                 del leader.holder
         self._promote()
-        for is_call, job in received:
-            if is_call:
+        for kind, job in received:
+            if kind == QUEUED:
                 self.submit(job)
             else:
                 job()
@@ -228,8 +272,13 @@ class LeaderFollowersPool:
                 return True
         return False
 
+    def _leave_check(self) -> None:
+        """Have a thread of the pool call ``check``, if it is time to."""
+        if time.monotonic() >= self._next_check:
+            self.leave(self.check)
+
     def check(self) -> None:
-        """Call ``check`` if it is time to."""
+        """Call ``check`` if it is time to; for threads of the pool."""
         if time.monotonic() < self._next_check:
             return
         checking, claim = self._checking, object()
@@ -249,7 +298,8 @@ class LeaderFollowersPool:
         with self._gate:
             threads = tuple(self._threads)
             while self._idle:
-                self._idle.pop().release()
+                with contextlib.suppress(RuntimeError):  # it was woken, see _wake_idle()
+                    self._idle.pop().release()
             for waitable in self._waiting:
                 self.wake(waitable)
         deadline = time.monotonic() + _JOIN_SECONDS
@@ -261,22 +311,42 @@ class LeaderFollowersPool:
 
     def _add(self) -> None:
         run = self._context.copy().run
-        thread = threading.Thread(target=run, args=(self._serve,), daemon=True, name=f"rpc-{self._name}")
+        thread = threading.Thread(target=run, args=(self._run,), daemon=True, name=f"rpc-{self._name}")
         self._threads.add(thread)
         try:
             start_thread(thread)
-        except DistBackendError:
+        except BaseException:  # after an interrupt it may run all the same
             self._threads.discard(thread)
             raise
 
-    def _serve(self) -> None:
-        """Lead, follow, work or idle, until the pool is closed or has threads enough."""
+    def _run(self) -> None:
+        """Serve until there is no need, and then leave the pool; go on after an error, which is a bug."""
         thread = threading.current_thread()
+        try:
+            with self._gate:
+                self._threads.add(thread)
+            while True:
+                try:
+                    self._serve(thread)
+                    break
+                except Exception:
+                    _log.exception("thread %s goes on after an error", thread.name)
+                    time.sleep(_CHECK_SECONDS)
+        finally:
+            with self._gate:
+                self._threads.discard(thread)
+
+    def _serve(self, thread: threading.Thread) -> None:
+        """Lead, follow, work or idle, until the pool is closed or has threads enough."""
         endpoint = self._endpoint
         must_lead = False
         claim = object()  # no signal is handled on this thread
         while not self.closed:
-            received = message = None  # what they refer to shall not wait for the next ones
+            message = job = None  # what they refer to shall not wait for the next ones
+            if self.left and (job := _next(self.left)) is not None:
+                if not self._work(thread, job):
+                    job()
+                continue
             if self.queue and self._work(thread, None):
                 continue
             # A thread that was just woken with an answer will mostly call again, and should lead itself then.
@@ -286,17 +356,18 @@ class LeaderFollowersPool:
                 must_lead = False
                 try:
                     if (message := endpoint.receive(eager=True)) is not None:
-                        received = self._dispatch(message)
+                        kind, job = self._dispatch(message)
+                        endpoint.in_hand = None
                 finally:
                     del self._leader.holder
-                if received is None:
+                if job is None:
                     self.check()
                     endpoint.send_leftovers()
-                elif not self._work(thread, received[1]):
-                    if received[0]:
-                        self.queue.append(received[1])
+                elif not self._work(thread, job):
+                    if kind == QUEUED:
+                        self.queue[job] = None
                     else:
-                        received[1]()  # an answer: threads that work may wait for it
+                        job()  # threads that work may wait for it
                 if self._waiting:
                     self._promote()
             elif endpoint is not None and self._follower.take(claim):
@@ -309,8 +380,6 @@ class LeaderFollowersPool:
                 return
             elif endpoint is None:
                 self.check()
-        with self._gate:
-            self._threads.discard(thread)
 
     def _work(self, thread: threading.Thread, job: Job | None) -> bool:
         """Do a job, or the next one of the queue; return whether another thread is free, so that this may."""
@@ -320,16 +389,15 @@ class LeaderFollowersPool:
                     return False
                 self._add()
             elif self._idle and self._follower.holder is None:
-                self._idle.pop().release()
+                with contextlib.suppress(RuntimeError):  # it was woken, see _wake_idle()
+                    self._idle.pop().release()
             self._busy += 1
         thread.is_working = True  # type: ignore[attr-defined]
         try:
             if job is None:
-                try:
-                    job = self.queue.popleft()
-                except IndexError:
-                    return True
-            job()
+                job = _next(self.queue)
+            if job is not None:
+                job()
         finally:
             thread.is_working = False  # type: ignore[attr-defined]
             with self._gate:
@@ -340,18 +408,28 @@ class LeaderFollowersPool:
         """Sleep until needed; return False if there are enough that do."""
         latch = threading.Lock()
         with self._gate:
-            if self.closed or self.queue or not (self._follower.holder is not None or self._endpoint is None):
+            if (
+                self.closed
+                or self.queue
+                or self.left
+                or not (self._follower.holder is not None or self._endpoint is None)
+            ):
                 return True
             if len(self._idle) >= self.max_idle:
-                self._threads.discard(thread)
+                self._threads.discard(thread)  # in the same step, so that not all of them go
                 return False
             latch.acquire()
             self._idle.append(latch)
-        if self._endpoint is not None:
-            latch.acquire()
-            return True
-        if not latch.acquire(timeout=_CHECK_SECONDS):
-            with self._gate:
-                if latch in self._idle:
-                    self._idle.remove(latch)
+        latch.acquire(timeout=-1 if self._endpoint is not None else _CHECK_SECONDS)
+        with self._gate:
+            if latch in self._idle:
+                self._idle.remove(latch)
         return True
+
+
+def _next(jobs: Jobs) -> Job | None:
+    """Take the first job; None if another thread has been quicker."""
+    try:
+        return jobs.popitem(last=False)[0]
+    except KeyError:
+        return None

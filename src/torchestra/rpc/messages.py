@@ -13,11 +13,11 @@ import pickle
 import struct
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from torchestra.rpc.shared_buffers import SharedBufferPool
+from torchestra.rpc.shared_buffers import OpenedBuffers
 from torchestra.tensors.serialization import Reducer, deserialize, serialize
 from torchestra.transport.message import Message
 
@@ -25,6 +25,7 @@ CALL, ANSWER, FAILURE, TERMINATION, SCOPE = range(1, 6)
 """The kinds of messages, see agent.py."""
 
 HEADER_LENGTH = struct.Struct("=i")
+Borrow: TypeAlias = Callable[[int, int, int, OpenedBuffers], torch.UntypedStorage]
 _LENGTHS = struct.Struct("=ii")  # of the header, and the count of storages with which the data begins
 _PLAIN_START = _LENGTHS.pack(0, 0)
 _PLAIN_TYPES = frozenset((bool, bytes, float, int, str, type(None)))
@@ -56,13 +57,13 @@ def encode(
     reducers: Mapping[type, Reducer] | None = None,
     takes: Callable[[torch.Tensor], bool] | None = None,
     header: Callable[[], object] | None = None,
-    buffers: SharedBufferPool | None = None,
+    share: Callable[[int, int], int] | None = None,
 ) -> Encoded:
     """Serialize an object for another worker.
 
     Args:
         header: asked afterwards for something small that is read before the object, or for None.
-        buffers: where large memory is copied to.
+        share: copies large memory to where the worker finds it, and returns its place there.
 
     Raises:
         Exception: what pickling raised.
@@ -70,7 +71,7 @@ def encode(
     serialized = serialize(item, reducers=_registered if reducers is None else reducers, takes=takes)
     around = None if header is None else header()
     head = b"" if around is None else pickle.dumps(around, 5)
-    pieces, outside = serialized.pack(None if buffers is None else buffers.share)
+    pieces, outside = serialized.pack(share)
     text = b"".join((HEADER_LENGTH.pack(len(head)), head, *pieces))
     parts = [(address_of(text), len(text))]
     parts += [(storage.data_ptr() + first, length) for storage, first, length in outside]
@@ -104,12 +105,14 @@ def header_of(message: Message) -> Any:
 def decode(
     message: Message,
     context: object = None,
-    borrow: Callable[[int, int, int], torch.UntypedStorage] | None = None,
+    borrow: Borrow | None = None,
+    opened: OpenedBuffers | None = None,
 ) -> Any:
     """Return the object that :func:`encode` was given.
 
     Args:
-        borrow: returns memory that a rank has shared, for the rank, its place and length.
+        borrow: returns memory that a rank has shared, for the rank, its place and length, and ``opened``.
+        opened: see :meth:`SharedBufferPool.open`.
 
     Raises:
         MemoryError: there was no memory for the message.
@@ -121,7 +124,8 @@ def decode(
     length, count = _LENGTHS.unpack_from(data)
     if length == count == 0:
         return pickle.loads(data[_LENGTHS.size :])
-    own = None if borrow is None else lambda offset, size: borrow(message.source, offset, size)
+    memo: OpenedBuffers = {} if opened is None else opened
+    own = None if borrow is None else lambda offset, size: borrow(message.source, offset, size, memo)
     return deserialize(data[HEADER_LENGTH.size + length :], message.storages, context, own)
 
 

@@ -16,8 +16,8 @@ import torch
 from torchestra.engine import p2p
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.multihost.hosts import Hosts
-from torchestra.rpc.shared_buffers import SharedBufferPool
-from torchestra.transport.message import Message
+from torchestra.rpc.shared_buffers import OpenedBuffers, SharedBufferPool
+from torchestra.transport.message import Message, Sending
 
 if TYPE_CHECKING:
     from torchestra.transport.transport import Transport
@@ -29,16 +29,37 @@ Parts = Sequence[tuple[int, int]]
 
 
 class Endpoint(Protocol):
-    """Sends and receives for a worker; the endpoint in shared memory (engine/p2p) is one."""
+    """Sends and receives for a worker; the endpoint in shared memory (engine/p2p) is one.
 
-    def send(self, peer: int, kind: int, tag: int, parts: Parts, keep: object = None) -> None:
-        """Send a message to another worker. Every thread may call."""
+    Attributes:
+        in_hand: the message that was received last, until whoever received it sets this to None.
+    """
+
+    in_hand: Message | None
+
+    def send(
+        self,
+        peer: int,
+        kind: int,
+        tag: int,
+        parts: Parts,
+        keep: object = None,
+        sending: Sending | None = None,
+    ) -> None:
+        """Send a message to another worker. Every thread may call.
+
+        Args:
+            sending: is told when the message is queued.
+        """
 
     def send_leftovers(self) -> None:
         """Send what a thread has left that was interrupted while it sent."""
 
     def receive(self, *, eager: bool) -> Message | None:
-        """Receive a message, as the leader; return None if none came for a while, or when roused."""
+        """Receive a message, as the leader; return None if none came for a while, or when roused.
+
+        It is the same one again while it is in hand, so that an interrupt loses none.
+        """
 
     def watch(self) -> bool:
         """Sleep until a message has come that nobody takes, or for a while; return whether one has."""
@@ -108,9 +129,9 @@ class Router:
         """Return the buffers for large memory to a worker: none to other hosts, nor to oneself."""
         return self.shared_buffers if rank != self.rank and self.is_local[rank] else None
 
-    def borrow(self, source: int, offset: int, length: int) -> torch.UntypedStorage:
-        """Return the storage that a worker has shared with this one."""
-        return self.shared_buffers.open(self.hosts.local_rank_of[source], offset, length)
+    def borrow(self, source: int, offset: int, length: int, opened: OpenedBuffers) -> torch.UntypedStorage:
+        """Return the storage that a worker has shared with this one. See :meth:`SharedBufferPool.open`."""
+        return self.shared_buffers.open(self.hosts.local_rank_of[source], offset, length, opened)
 
     def lost(self, gone: Container[int]) -> dict[int, str]:
         """Return the fate of workers that are gone, except those that are known to be."""
@@ -139,18 +160,27 @@ class RoutedEndpoint:
         self._router = router
         self._local_rank_of = router.hosts.local_rank_of
         self._arrived: deque[Message] = deque()
+        self.in_hand: Message | None = None
         self.send_leftovers = shared_memory.send_leftovers
         self.watch = shared_memory.watch
         self.wake_leader = shared_memory.wake_leader
         self.close = shared_memory.close
 
-    def send(self, peer: int, kind: int, tag: int, parts: Parts, keep: object = None) -> None:
+    def send(
+        self,
+        peer: int,
+        kind: int,
+        tag: int,
+        parts: Parts,
+        keep: object = None,
+        sending: Sending | None = None,
+    ) -> None:
         """See :class:`Endpoint`."""
         if self._router.is_local[peer]:
-            self._shared_memory.send(self._local_rank_of[peer], kind, tag, parts, keep)
+            self._shared_memory.send(self._local_rank_of[peer], kind, tag, parts, keep, sending)
         else:
             assert self._router.network is not None
-            self._router.network.send(peer, kind, tag, parts, keep)
+            self._router.network.send(peer, kind, tag, parts, keep, sending)
 
     def deliver(self, message: Message) -> None:
         """Queue a message from the network, and wake the leader. For one thread at a time."""
@@ -161,11 +191,17 @@ class RoutedEndpoint:
         """See :class:`Endpoint`.
 
         Any word that something has arrived will do: an interrupt may have come between one and its message.
+        A message changes hands by two assignments after one another, between which no interrupt comes.
         """
-        while not self._arrived:
-            message = self._shared_memory.receive(eager=eager)
+        shared_memory = self._shared_memory
+        while self.in_hand is None and not self._arrived:
+            message = shared_memory.receive(eager=eager)
             if message is None:
                 return None
             if message.kind != _ARRIVED:
-                return message._replace(source=self._router.local_ranks[message.source])
-        return self._arrived.popleft()
+                self.in_hand = message._replace(source=self._router.local_ranks[message.source])
+            shared_memory.in_hand = None
+        if self.in_hand is None:
+            self.in_hand = self._arrived[0]
+            del self._arrived[0]
+        return self.in_hand

@@ -56,10 +56,12 @@ class RRef:
         self._state: OwnerRRef | UserRRef = agent.rrefs.own(value)
 
     @classmethod
-    def _of(cls, agent: Agent, state: OwnerRRef | UserRRef) -> RRef:
+    def _of(cls, agent: Agent, state: OwnerRRef | UserRRef | None) -> RRef:
+        """Return a reference; one without a state is given it before anybody else sees it."""
         rref = cls.__new__(cls)
         rref._agent = agent
-        rref._state = state
+        if state is not None:
+            rref._state = state
         rref._type = None
         return rref
 

@@ -67,16 +67,12 @@ class RRefContext:
         self._freed_by_loss: set[GlobalId] = set()
         self.dropped: deque[UserRRef | OwnerRRef] = deque()
         self._closed = False
-        self._to_tell = 0  # how much there is to tell other workers that is no pending call yet
+        self._to_tell: dict[object, None] = {}  # what there is to tell other workers that is no call yet
 
     @property
     def is_telling(self) -> bool:
         """Return whether other workers are still to be told something, besides what pending calls tell."""
-        return self._to_tell > 0
-
-    def _expect_telling(self, change: int) -> None:
-        with self._lock:
-            self._to_tell += change
+        return bool(self._to_tell)
 
     def new_id(self) -> GlobalId:
         """Return a number that no reference or fork has."""
@@ -115,8 +111,9 @@ class RRefContext:
         """Do what :meth:`drop` has left."""
         while self.dropped:
             released: list[UserRRef] = []
-            self._expect_telling(1)
+            key = id(released)
             try:
+                self._to_tell[key] = None
                 with self._lock:
                     while self.dropped:
                         state = self.dropped.popleft()
@@ -129,7 +126,7 @@ class RRefContext:
                 for user in released:
                     self._release(user)
             finally:
-                self._expect_telling(-1)
+                del self._to_tell[key]
 
     def _release(self, user: UserRRef) -> None:
         """Have the fork of a dropped user removed, if that may be done by now."""
@@ -186,20 +183,26 @@ class RRefContext:
 
     # -- messages
 
-    def fork(self, rref: RRef, to: int) -> ForkData:
-        """Make a fork for a worker that a reference is passed to."""
+    def fork(self, rref: RRef, to: int, forks: list[ForkData]) -> None:
+        """Make a fork for a worker that a reference is passed to, and add it to those of its message.
+
+        It is made and added, or neither: nothing is called between the assignments, so no interrupt comes.
+        """
         state = rref._state
         if state.error is not None:
             raise state.error
         fork_id = self.new_id()
         if isinstance(state, OwnerRRef):
+            fork = ForkData(state.rref_id, self._rank, fork_id, True)
             with self._lock:
                 state.forks[fork_id] = to
-            return ForkData(state.rref_id, self._rank, fork_id, True)
+                forks += (fork,)
+            return
         rref._check_not_deleted("fork an UserRRef")
+        fork = ForkData(state.rref_id, state.owner, fork_id, False)
         with self._lock:
             self._kept[fork_id] = (rref, to)
-        return ForkData(state.rref_id, state.owner, fork_id, False)
+            forks += (fork,)
 
     def withdraw_fork(self, fork: ForkData) -> None:
         """Undo :meth:`fork`, for a message that is not sent."""
@@ -208,51 +211,66 @@ class RRefContext:
                 self.remove_fork(fork.rref_id, fork.fork_id)
             self._kept.pop(fork.fork_id, None)
 
-    def receive_header(self, source: int, content: tuple[Any, ...]) -> IncomingHeader:
-        """Enter what a message tells of references: as the leader, in the order of messages; send nothing."""
-        creation, forks, mark = content
-        owned = None
+    def receive_header(self, source: int, content: tuple[Any, ...], header: IncomingHeader) -> None:
+        """Enter what a message tells of references: as the leader, in the order of messages; send nothing.
+
+        After an interrupt this is called again with the same header, and goes on.
+        """
+        creation, forks, header.mark = content
+        data = [ForkData(*each) for each in forks]
         with self._lock:
             if creation is not None:
-                owned = self._owner_rref(creation[0])
+                header.owned = owned = self._owner_rref(creation[0])
                 owned.created = True
                 if creation[1] is not None:
                     owned.forks[creation[1]] = source
-            unconfirmed: list[UserRRef] = []
-            rrefs = [self._receive(source, ForkData(*each), unconfirmed) for each in forks]
-        header = IncomingHeader(owned, rrefs, mark, len(unconfirmed))
-        for user in unconfirmed:
-            user.incoming = header
-            self._later(partial(self._ask_to_list, user, source))
-        return header
+            for number, fork in enumerate(data):
+                if number not in header.rrefs:
+                    self._receive(fork, header, number)
+                if fork.listed and fork.owner == self._rank:
+                    self._owner_rref(fork.rref_id).forks.pop(fork.fork_id, None)
+        for number, fork in enumerate(data):
+            state = header.rrefs[number]._state
+            if fork.listed:
+                continue
+            if isinstance(state, UserRRef):
+                self._later(fork.fork_id, partial(self._ask_to_list, state, source))
+            else:
+                self._later(fork.fork_id, partial(self._tell, source, _accept, fork.fork_id))
 
-    def _receive(self, source: int, fork: ForkData, unconfirmed: list[UserRRef]) -> RRef:
+    def _receive(self, fork: ForkData, header: IncomingHeader, number: int) -> None:
+        """Enter a reference. The assignments are all done or none: nothing is called between them."""
+        rref = self.rref_class._of(self._agent, None)
         if fork.owner == self._rank:
             owned = self._owner_rref(fork.rref_id)
             owned.handles += 1
-            if fork.listed:
-                owned.forks.pop(fork.fork_id, None)
-            else:
-                self._later(lambda: self._tell(source, _accept, fork.fork_id))
-            return self.rref_class._of(self._agent, owned)
-        user = self.use(UserRRef(fork.rref_id, fork.fork_id, fork.owner, fork.listed))
-        if not fork.listed:
-            unconfirmed.append(user)
-        return self.rref_class._of(self._agent, user)
+            rref._state = owned
+        else:
+            user = UserRRef(fork.rref_id, fork.fork_id, fork.owner, fork.listed)
+            self._users[fork.fork_id] = user
+            rref._state = user
+            if not fork.listed:
+                user.incoming = header
+                header.unconfirmed += 1
+        header.rrefs[number] = rref
 
-    def _later(self, tell: Callable[[], Any]) -> None:
-        """Have a thread of the pool tell another worker something."""
+    def _later(self, key: object, tell: Callable[[], Any]) -> None:
+        """Have a thread of the pool tell another worker something; maybe twice, after an interrupt."""
 
         def job() -> None:
             try:
                 tell()
             finally:
-                self._expect_telling(-1)
+                self._to_tell.pop(key, None)
 
-        self._expect_telling(1)
+        self._to_tell[key] = None
         self._agent.pool.submit(job)
 
     def _ask_to_list(self, user: UserRRef, parent: int) -> None:
+        if user.is_asked:
+            return
+        user.is_asked = True
+
         def answered(future: Future[Any]) -> None:
             try:
                 future.value()

@@ -79,6 +79,7 @@ class UserRRef:
         error: why there is no value, where the call that creates it failed.
         created: at its creator, the answer of the call that makes the value.
         incoming: the message that it came with, while it is not confirmed.
+        is_asked: the owner was asked to list the fork.
     """
 
     rref_id: GlobalId
@@ -90,3 +91,4 @@ class UserRRef:
     error: Exception | None = None
     created: Future[Any] | None = None
     incoming: IncomingHeader | None = None
+    is_asked: bool = False

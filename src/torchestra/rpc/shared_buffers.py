@@ -16,6 +16,8 @@ import ctypes
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -23,6 +25,9 @@ from torchestra.engine.kernels import shared_words
 from torchestra.engine.membership.rank_context import RankContext
 from torchestra.engine.memory.heap import Heap
 from torchestra.tensors.serialization import OUT_OF_BAND
+
+OpenedBuffers: TypeAlias = dict[int, torch.UntypedStorage]
+"""The buffers that a message lies in, by their places."""
 
 SHARE_FROM = 1 << 15  # bytes; smaller memory is a part of the message
 _HEAD_BYTES = 128
@@ -49,44 +54,69 @@ class SharedBufferPool:
             self._collect()
             return len(self._shared)
 
-    def share(self, address: int, length: int) -> int:
-        """Copy large memory into a buffer; return where in this rank's heap it is, or -1 for small memory."""
+    def share(self, address: int, length: int, taken: dict[int, None]) -> int:
+        """Copy large memory into a buffer; return where in this rank's heap it is, or -1 for small memory.
+
+        Args:
+            taken: where the buffer is noted, for :meth:`withdraw` if an interrupt comes.
+        """
         if length < SHARE_FROM:
             return OUT_OF_BAND
-        offset = self._buffer(length)
+        offset = self._buffer(length, taken)
         ctypes.memmove(self._heap.first_address + offset + _HEAD_BYTES, address, length)
         return offset
 
-    def open(self, rank: int, offset: int, length: int) -> torch.UntypedStorage:
-        """Return a storage that lies in a buffer of a rank; when it dies, the buffer is released."""
+    def noting(self, taken: dict[int, None]) -> Callable[[int, int], int]:
+        """Return :meth:`share`, for buffers that are noted there."""
+        return lambda address, length: self.share(address, length, taken)
+
+    def withdraw(self, taken: dict[int, None]) -> None:
+        """Release buffers of a message that is not sent."""
+        for offset in taken:
+            shared_words.store_ordered(self._heap.first_address + offset, 1)
+
+    def open(self, rank: int, offset: int, length: int, opened: OpenedBuffers) -> torch.UntypedStorage:
+        """Return a storage that lies in a buffer of a rank; when it dies, the buffer is released.
+
+        Args:
+            opened: the buffers of the message that this call, or one before it that an interrupt has stopped,
+                has opened. For whoever reads a message again: none of them may be released between.
+        """
+        if offset in opened:
+            return opened[offset]
         heaps = self._arena.heaps
         start = rank * self._arena.layout.heap_bytes + offset
         memory = heaps[start + _HEAD_BYTES : start + _HEAD_BYTES + length]
-        weakref.finalize(memory, _release, heaps.ctypes.data + start, os.getpid()).atexit = False
-        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        is_open: list[bool] = []
+        weakref.finalize(memory, _release, heaps.ctypes.data + start, os.getpid(), is_open).atexit = False
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        is_open += (True,)  # nothing is called between this and the next line, so no interrupt comes
+        opened[offset] = storage
+        return storage
 
-    def _buffer(self, length: int) -> int:
+    def _buffer(self, length: int, taken: dict[int, None]) -> int:
         size = max(_SMALLEST, 1 << (length + _HEAD_BYTES - 1).bit_length())
         with self._lock:
             self._collect()
             kept = self._kept.get(size)
-            if kept:
-                self._kept_bytes -= size
-                offset = kept.pop()
-            else:
-                offset = self._heap.take(size)
+            offset = kept[-1] if kept else self._heap.take(size)
             shared_words.store_ordered(self._heap.first_address + offset, 0)
+            if kept:  # from here on nothing is called, so no interrupt comes
+                self._kept_bytes -= size
+                del kept[-1]
             self._shared[offset] = size
+            taken[offset] = None
         return offset
 
     def _collect(self) -> None:
         """Take back the buffers that have been released."""
         for offset, size in tuple(self._shared.items()):
             if shared_words.load_acquire(self._heap.first_address + offset) == 1:
+                kept = self._kept.setdefault(size, [])
                 del self._shared[offset]
                 if self._kept_bytes + size <= _KEPT_BYTES:
                     self._kept_bytes += size
-                    self._kept.setdefault(size, []).append(offset)
+                    kept += (offset,)
                 else:
                     self._heap.give(offset, size)
 
@@ -98,6 +128,6 @@ def _free_kept(heap: Heap, kept: dict[int, list[int]]) -> None:
             heap.give(offset, size)
 
 
-def _release(address: int, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child only drops its copy of the storage
+def _release(address: int, owner: int, is_open: list[bool]) -> None:
+    if is_open and os.getpid() == owner:  # a forked child only drops its copy of the storage
         shared_words.store_ordered(address, 1)

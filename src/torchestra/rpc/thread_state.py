@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from torchestra.rpc.message_scope import CallScope
 
 
+_set_grad_enabled = torch._C._set_grad_enabled
+
+
 class _ThreadState(threading.local):
     """The state of a thread.
 
@@ -52,9 +55,11 @@ def in_same_scope(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def run_detached(job: Callable[[], Any]) -> None:
     """Do the work of others on this thread, which waits, as a thread would that has no state."""
     scope, graph_task = thread_state.scope, thread_state.graph_task
-    thread_state.scope = thread_state.graph_task = None
+    has_grad = torch.is_grad_enabled()
     try:
-        with torch.enable_grad():
-            job()
-    finally:
+        thread_state.scope = thread_state.graph_task = None
+        _set_grad_enabled(True)
+        job()
+    finally:  # its first call is executed even if an interrupt comes
         thread_state.scope, thread_state.graph_task = scope, graph_task
+        _set_grad_enabled(has_grad)

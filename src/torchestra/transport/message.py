@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,16 @@ class Message(NamedTuple):
     text: bytes | npt.NDArray[np.uint8]
     storages: Sequence[torch.UntypedStorage]
     lost: MemoryError | None = None
+
+
+class Sending(Protocol):
+    """What is told that a message is queued, and so will be sent whatever interrupts come.
+
+    Attributes:
+        is_sent: set to True then.
+    """
+
+    is_sent: bool
 
 
 def new_storage(length: int) -> torch.UntypedStorage | None:

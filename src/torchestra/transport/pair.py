@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from torchestra.transport.endpoint import EndpointRecord
 from torchestra.transport.framing import FRONT_BYTES, MessageAssembler, frames, text_frames
+from torchestra.transport.message import Sending
 
 ALIVE = b""
 GOODBYE = b"\0"
@@ -177,20 +178,23 @@ class PairConnection:
         keep: object,
         done: Callable[[], None] | None = None,
         reliable: bool = False,
+        sending: Sending | None = None,
     ) -> None:
         """Queue a message; ``done`` is called when it has been sent. A reliable one is kept till it came."""
-        self._put(_Outgoing(kind, tag, parts, keep, done=done, reliable=reliable))
+        self._put(_Outgoing(kind, tag, parts, keep, done=done, reliable=reliable), sending)
 
     def post_text(self, kind: int, tag: int, text: bytes) -> None:
         """Queue a message of one part, which is kept until it has come."""
         self._put(_Outgoing(kind, tag, (), None, text, reliable=True))
 
-    def _put(self, message: _Outgoing) -> None:
-        with self._lock:
+    def _put(self, message: _Outgoing, sending: Sending | None = None) -> None:
+        with self._lock:  # nothing is called in here, so an interrupt comes before all of it, or after it
             self._posted += message.size
             self._sequence += 1
             message.sequence = self._sequence
-            self._queue.append(message)
+            self._queue += (message,)
+            if sending is not None:
+                sending.is_sent = True
 
     @property
     def is_full(self) -> bool:

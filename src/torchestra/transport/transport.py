@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torchestra.errors import DistNetworkError
 from torchestra.transport.endpoint import EndpointRecord
 from torchestra.transport.event_loop import LINGER_SECONDS, EventLoop, Handlers
-from torchestra.transport.message import Message
+from torchestra.transport.message import Message, Sending
 from torchestra.transport.pair import ENDED_SECONDS
 from torchestra.transport.sockets import await_confirmed, await_met
 
@@ -110,12 +110,20 @@ class Transport:
         if not self._loop.expect(endpoints, connect=connect):
             raise DistNetworkError("this end was closed")
 
-    def send(self, peer: int, kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object) -> None:
+    def send(
+        self,
+        peer: int,
+        kind: int,
+        tag: int,
+        parts: Sequence[tuple[int, int]],
+        keep: object,
+        sending: Sending | None = None,
+    ) -> None:
         """Send a message, see :meth:`~torchestra.engine.p2p.Endpoint.send`.
 
         Waits while 64 MB are under way to that rank.
         """
-        self.post(peer, kind, tag, parts, keep)
+        self.post(peer, kind, tag, parts, keep, sending=sending)
         to = self._loop.peers[peer]
         while to.is_full and not self._loop.closing:
             time.sleep(_ROOM_SECONDS)  # an Event has a lock that an interrupt may leave taken
@@ -129,17 +137,19 @@ class Transport:
         keep: object,
         done: Callable[[], None] | None = None,
         reliable: bool = False,
+        sending: Sending | None = None,
     ) -> None:
         """Begin to send a message; never waits. To a rank that is gone nothing is sent.
 
         Args:
             reliable: see :meth:`post_text`; the parts must not be changed any more.
             done: called when the parts may be changed, by the thread of the transport or before this returns.
+            sending: is told when the message is queued, whatever this raises.
         """
         loop = self._loop
         to = loop.peers.get(peer) or loop.peer(peer)
         if not (to.how or loop.closing):
-            to.post(kind, tag, parts, keep, done, reliable)
+            to.post(kind, tag, parts, keep, done, reliable, sending)
             loop.send(to)
 
     def post_text(self, peer: int, kind: int, tag: int, text: bytes) -> None:

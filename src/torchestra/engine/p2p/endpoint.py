@@ -15,21 +15,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchestra.engine.layout import DONE
+from torchestra.engine.layout import DONE, PENDING
 from torchestra.engine.native.kernel import entry_point
 from torchestra.engine.p2p import endpoint_kernels
 from torchestra.engine.p2p import layout as w
 from torchestra.system.try_lock import TryLock
-from torchestra.transport.message import Message, new_storage, no_room
+from torchestra.transport.message import Message, Sending, new_storage, no_room
 
 _PARTS_SHIFT = 16
 _SCRATCH_BYTES = 1 << 16
 _GRACE_NANOSECONDS = 100_000
 _NOWHERE = 0  # the address to which a message is taken that there is no memory for
-
-
-class _LostPeerError(Exception):
-    """The rank at the other end died halfway through a message."""
+_NONE = object()  # the memory there
 
 
 class _OutgoingMessage:
@@ -44,6 +41,35 @@ class _OutgoingMessage:
         self.keep = keep
         self.next = 0
         self.begun = False
+
+
+class _IncomingMessage:
+    """A message that is being received. If an interrupt comes, the next leader goes on with it.
+
+    Attributes:
+        parts: those that are here, by their numbers; the first is the text.
+        next: the number of the next part, of ``count``.
+        taking: the memory that part is being taken to, while it is; :data:`_NONE` if there is none for it.
+        lost: why not all of it can be received.
+    """
+
+    __slots__ = ("count", "kind", "lost", "next", "parts", "source", "tag", "taking")
+
+    def __init__(self, source: int, tag: int, word: int) -> None:
+        self.source = source
+        self.tag = tag
+        self.kind = word & ((1 << _PARTS_SHIFT) - 1)
+        self.count = word >> _PARTS_SHIFT
+        self.next = 0
+        self.parts: dict[int, Any] = {}
+        self.taking: Any = None
+        self.lost: MemoryError | None = None
+
+    def message(self) -> Message:
+        """Return the whole, when all parts are here."""
+        text = b"" if self.parts[0] is _NONE else self.parts[0]
+        storages = [] if self.lost is not None else [self.parts[number] for number in range(1, self.count)]
+        return Message(self.source, self.kind, self.tag, text, storages, self.lost)
 
 
 class _SendQueue:
@@ -63,6 +89,9 @@ class Endpoint:
         context: address of the rank's kernel context (layout.py).
         area: address, here, of the arena's channels.
         lost: whether a rank is gone: what is under way to it is thrown away, what is from it never ends.
+
+    Attributes:
+        in_hand: the message that was received last, until whoever received it sets this to None.
     """
 
     def __init__(self, context: int, area: int, rank: int, size: int, lost: Callable[[int], bool]) -> None:
@@ -98,9 +127,17 @@ class Endpoint:
         self._abandon: Any = entry_point(endpoint_kernels.abandon)
         self._rouse: Any = entry_point(endpoint_kernels.rouse)
         self._closed = False
+        self.in_hand: Message | None = None
+        self._incoming: _IncomingMessage | tuple[int, int, int, int] | None = None
 
     def send(
-        self, peer: int, kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object = None
+        self,
+        peer: int,
+        kind: int,
+        tag: int,
+        parts: Sequence[tuple[int, int]],
+        keep: object = None,
+        sending: Sending | None = None,
     ) -> None:
         """Send a message to another rank. Every thread may call.
 
@@ -111,10 +148,14 @@ class Endpoint:
             kind: below 65,536.
             tag: any 63-bit number.
             parts: the address and length of each part; the first is the text.
+            sending: is told when the message is sure to be sent, whatever this raises.
         """
         queue = self._send_queues[peer]
         message = _OutgoingMessage(kind, tag, parts, keep)
-        queue.messages.append(message)
+        messages = queue.messages
+        messages += (message,)
+        if sending is not None:  # nothing is called between the two, so no interrupt comes
+            sending.is_sent = True
         self._send_queued(peer, queue, message)
 
     def send_leftovers(self) -> None:
@@ -158,69 +199,104 @@ class Endpoint:
     def receive(self, *, eager: bool) -> Message | None:
         """Return the next message, with the lead; None if none came for a while, or attention was called.
 
+        It is the same one until the caller has set ``in_hand`` to None. So an interrupt, wherever it comes,
+        loses no message: the next call goes on with what this one has left. (CPython handles signals after
+        a call, at the beginning of a function and of a loop's next turn, and nowhere else. So of two
+        assignments after one another, either none or both are executed.)
+
         One that there is no memory for is taken out of the channel all the same, and says so. One whose
         sender died halfway through it never comes.
 
         Args:
             eager: somebody waits for it, so that yielding the core for a while may spare a sleep.
         """
+        if self.in_hand is not None:
+            return self.in_hand
         state = self._state
-        if not self._look(state, -1):
-            code = self._await_message(state, int(eager), -1)
-            if code == endpoint_kernels.INTERRUPTED and not self._closed:
-                self._words[w.ATTENTION // 8] = 0
-            if code != DONE or not self._look(state, -1):
-                return None
-        try:
+        if (incoming := self._incoming) is None:
+            if not self._look(state, -1):
+                code = self._await_message(state, int(eager), -1)
+                if code == endpoint_kernels.INTERRUPTED and not self._closed:
+                    self._words[w.ATTENTION // 8] = 0
+                if code != DONE or not self._look(state, -1):
+                    return None
             source, tag, length, word = self._out.tolist()
-            more = (word >> _PARTS_SHIFT) - 1
-            text: bytes | npt.NDArray[np.uint8] = b""
-            lost: MemoryError | None = None
-            if length <= _SCRATCH_BYTES:
-                # As _take(), whose call would cost as much as the rest.
-                if self._begin_receive(state, source, self._scratch_address, int(not more)) != DONE:
-                    self._continue_take(source)
+            if word >> _PARTS_SHIFT == 1 and length <= _SCRATCH_BYTES:
+                # Nothing is called before the kernel: if this is set, the message is being taken.
+                self._incoming = source, tag, length, word
+                if self._begin_receive(state, source, self._scratch_address, 1) != DONE:
+                    return self._continue_short(source, tag, length, word)
                 text = bytes(self._scratch_view[:length])
-            else:
-                try:
-                    room = np.empty(length, dtype=np.uint8)
-                except MemoryError:
-                    lost = no_room(source, "the text", length)
-                    self._take(source, _NOWHERE, more)
-                else:
-                    self._take(source, room.ctypes.data, more)
-                    text = room
-            storages: list[torch.UntypedStorage] = []
-            while more:
-                more -= 1
+                # As Message(...), which calls a function of Python.
+                fields: tuple[Any, ...] = (source, word & ((1 << _PARTS_SHIFT) - 1), tag, text, [], None)
+                self.in_hand = message = tuple.__new__(Message, fields)
+                self._incoming = None
+                return message
+            self._incoming = incoming = _IncomingMessage(source, tag, word)
+        elif isinstance(incoming, tuple):
+            return self._continue_short(*incoming)
+        return self._continue_long(incoming)
+
+    def _continue_short(self, source: int, tag: int, length: int, word: int) -> Message | None:
+        """Take the rest of a message whose text goes to the scratch memory."""
+        if not self._continue_take(source):
+            return None
+        text = bytes(self._scratch_view[:length])
+        message = Message(source, word & ((1 << _PARTS_SHIFT) - 1), tag, text, [])
+        self.in_hand, self._incoming = message, None
+        return message
+
+    def _continue_long(self, incoming: _IncomingMessage) -> Message | None:
+        """Take the parts of a message that are not here yet."""
+        state, source = self._state, incoming.source
+        while incoming.next < incoming.count:
+            code = PENDING
+            if incoming.taking is None:
                 while not self._look(state, source):
                     code = self._await_message(state, 1, source)
                     if code != DONE and (self._closed or self._lost(source)):
-                        self._abandon(state, source)
-                        raise _LostPeerError
-                length = int(self._out[2])
-                if lost is None and (storage := new_storage(length)) is not None:
-                    self._take(source, storage.data_ptr(), more)
-                    storages.append(storage)
-                else:  # those behind it are to be found in the channel all the same
-                    lost = lost or no_room(source, "a tensor", length)
-                    storages.clear()
-                    self._take(source, _NOWHERE, more)
-            kind = word & ((1 << _PARTS_SHIFT) - 1)
-            # As Message(...), which calls a function of Python.
-            return tuple.__new__(Message, (source, kind, tag, text, storages, lost))
-        except _LostPeerError:
-            return None
+                        self._give_up(source)
+                        return None
+                memory = self._memory_for(incoming, int(self._out[2]))
+                address = _NOWHERE if memory is _NONE else _address_of(memory)
+                is_last = 1 if incoming.next + 1 == incoming.count else 0
+                incoming.taking = memory  # and nothing is called before the kernel
+                code = self._begin_receive(state, source, address, is_last)
+            if code != DONE and not self._continue_take(source):
+                return None
+            incoming.parts[incoming.next] = incoming.taking
+            incoming.taking = None
+            incoming.next += 1
+        message = incoming.message()
+        self.in_hand, self._incoming = message, None
+        return message
 
-    def _take(self, source: int, address: int, more: int) -> None:
-        if self._begin_receive(self._state, source, address, int(not more)) != DONE:
-            self._continue_take(source)
+    def _memory_for(self, incoming: _IncomingMessage, length: int) -> Any:
+        """Return memory for the next part; none if there is none, or was none for one before."""
+        if incoming.next == 0:
+            try:
+                return np.empty(length, dtype=np.uint8)
+            except MemoryError:
+                incoming.lost = no_room(incoming.source, "the text", length)
+                return _NONE
+        storage = None if incoming.lost is not None else new_storage(length)
+        if storage is None:  # those behind it are to be found in the channel all the same
+            incoming.lost = incoming.lost or no_room(incoming.source, "a tensor", length)
+            return _NONE
+        return storage
 
-    def _continue_take(self, source: int) -> None:
+    def _continue_take(self, source: int) -> bool:
+        """Take the rest of a part; return False if its sender is gone. May be called when all is taken."""
         while self._continue_receive(self._state, source) != DONE:
             if self._closed or self._lost(source):
-                self._abandon(self._state, source)
-                raise _LostPeerError
+                self._give_up(source)
+                return False
+        return True
+
+    def _give_up(self, source: int) -> None:
+        """Take nothing more from a rank that died halfway through a message."""
+        self._abandon(self._state, source)
+        self._incoming = None
 
     def watch(self) -> bool:
         """Sleep until a message has come that nobody takes, or for a while: whether one has.
@@ -237,3 +313,7 @@ class Endpoint:
         """Wake everybody; from now on nothing sleeps here."""
         self._closed = True
         self._rouse(self._state, 1)
+
+
+def _address_of(memory: npt.NDArray[np.uint8] | torch.UntypedStorage) -> int:
+    return memory.data_ptr() if isinstance(memory, torch.UntypedStorage) else memory.ctypes.data

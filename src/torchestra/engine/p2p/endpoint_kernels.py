@@ -122,11 +122,15 @@ def _put(state, record, peer):
 
 @kernel
 def _push(state, record, peer):
-    """Send what there is room for: whether that was all."""
-    while _put(state, record, peer):
-        if load(record + w.MOVED) == load(record + w.LENGTH):
+    """Send what there is room for: whether that was all.
+
+    All may have been sent before: the caller need not know, after an interrupt, what a kernel has returned.
+    """
+    while True:
+        if load(record + w.STAGE) == w.RUNNING and load(record + w.MOVED) == load(record + w.LENGTH):
             return True
-    return False
+        if not _put(state, record, peer):
+            return False
 
 
 @short_kernel
