@@ -73,7 +73,7 @@ MODULES = {
     ".".join(("torchestra", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
     for path in FILES
 }
-KNOW_EACH_OTHER = ("communicator/", "process_group/", "rpc/")
+KNOW_EACH_OTHER = ("communicator/", "rpc/")
 """Whose modules name each other's classes in annotations; nowhere else do two."""
 
 

@@ -16,7 +16,7 @@ from torchestra.engine.membership.arena_transfer import leave_store
 from torchestra.errors import InvalidArgumentError, shown
 from torchestra.process_group.message_methods import MessageMethods
 from torchestra.process_group.methods import CollectiveMethods
-from torchestra.process_group.shrinking import shrunk
+from torchestra.process_group.shrinking import Made, shrunk
 from torchestra.process_group.starting import choose_backend, requires_nccl, start
 from torchestra.process_group.torch_names import BackendNames
 from torchestra.store import Store
@@ -268,7 +268,7 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
             DistNetworkError: the ranks are on several hosts, and the group's store is gone.
             InvalidArgumentError: `exclude` names a rank that the group does not have, or this one.
         """
-        return self._succeed(shrunk(self, exclude, timeout, abort=True))
+        return self._shrink(exclude, timeout, abort=True)
 
     @checked
     def shrink_when_idle(self, exclude: Sequence[int], timeout: Timeout | None = None) -> ProcessGroup:
@@ -276,10 +276,30 @@ class ProcessGroup(CollectiveMethods, BackendNames, MessageMethods):
 
         Takes, returns and raises what :meth:`shrink` does.
         """
-        return self._succeed(shrunk(self, exclude, timeout, abort=False))
+        return self._shrink(exclude, timeout, abort=False)
 
-    def _succeed(self, new: ProcessGroup) -> ProcessGroup:
-        """Put a group in this one's place."""
+    def _shrink(self, exclude: Sequence[int], timeout: Timeout | None, *, abort: bool) -> ProcessGroup:
+        """Put the group of the ranks that are left in this one's place."""
+        name = f"{self.group_name.removesuffix(f'~{self.generation}')}~{self.generation + 1}"
+
+        def put_into_place(made: Made) -> ProcessGroup:
+            options = self.options
+            options.group_name = name
+            new = type(self)(
+                made.store,
+                made.communicator.rank,
+                made.communicator.size,
+                options,
+                ranks=[self.ranks[rank] for rank in made.survivors],
+                description=self.group_desc,
+                communicator=made.communicator,
+            )
+            new.generation = self.generation + 1
+            new.previous_ranks = made.survivors
+            new.lost_ranks = tuple(rank for rank in range(self.size()) if rank not in made.survivors)
+            return new
+
+        new = shrunk(self.communicator, self.backend, name, exclude, timeout, put_into_place, abort=abort)
         self.successor = new
         self.communicator.queue.became = new.group_name
         if self.when_shrunk is None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Union, cast
+from typing import Any, NamedTuple, Union
 
 import torch
 
@@ -278,7 +278,7 @@ def start_group(
             store, rank, size, name, timeout_s, backend, program, hosts, request=request, agreement=agreement
         )
 
-    def made_of(communicator: Communicator) -> ProcessGroup:
+    def made_of(communicator: Communicator | LazyCommunicator) -> ProcessGroup:
         options = GroupOptions(timeout_s, backend=backend)
         return ProcessGroup(
             store, rank, size, options, ranks=ranks, description=description, communicator=communicator
@@ -287,7 +287,7 @@ def start_group(
     if not deferred:
         return made_of(meet(timeout_s))
     placeholder = LazyCommunicator(rank, size, name, timeout_s, meet)
-    group = made_of(cast(Communicator, placeholder))
+    group = made_of(placeholder)
     placeholder.replace = lambda made: setattr(group, "communicator", made)
     return group
 
