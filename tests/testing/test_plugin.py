@@ -423,6 +423,15 @@ def test_raises():
 def test_differs():
     td.all_reduce(torch.ones(2 + td.get_rank()))
 
+@both
+def test_returns_early():
+    if td.get_rank() == 0:
+        td.barrier()
+
+@pytest.mark.ranks(2, world="torch")
+def test_makes_a_second_default_group():
+    td.init_process_group("gloo")
+
 @pytest.mark.ranks(2, world="torch", timeout=20)
 def test_exits():
     if td.get_rank() == 1:
@@ -439,7 +448,7 @@ def test_afterwards_gloo_is_gloo():
 def test_ranks_in_the_world_of_torch_distributed(pytester: pytest.Pytester) -> None:
     """One run for all: what it takes to load torch for it costs more than the tests."""
     result = run_apart(pytester, TORCH_WORLD, "-v", "-rf")
-    result.assert_outcomes(passed=5, failed=7)
+    result.assert_outcomes(passed=5, failed=10)
     text = result.stdout.str()
     for kind in ("processes", "threads"):
         _, _, hang = text.partition(f" test_waits_for_a_rank_that_sleeps[2-{kind}] _")
@@ -455,7 +464,11 @@ def test_ranks_in_the_world_of_torch_distributed(pytester: pytest.Pytester) -> N
         _, _, differed = text.partition(f" test_differs[2-{kind}] _")
         assert "rank 1 called all_reduce(SUM, float32, 3 elements)" in differed
         assert "failed likewise" in differed.partition("\n____")[0]
+        _, _, early = text.partition(f" test_returns_early[2-{kind}] _")
+        assert "- Captured rank 1 of 2 call -" in early.partition("\n____")[0]
+        assert "had ended the test" in early.partition("\n____")[0]
     assert "the process of rank 1 ended with exit code 7" in text
+    assert "init=False) leaves that to it" in text
     assert "src/torchestra" not in text, "torchestra's own frames"
     assert "distributed_c10d.py" not in text, "torch's frames beneath the user's"
 

@@ -15,6 +15,7 @@ from torchestra.errors import DistError
 _OURS = str(Path(torchestra.__file__).parent) + "/"
 _TORCH = importlib.util.find_spec("torch")  # not imported: the launcher does without it
 _TORCHS = str(Path(_TORCH.origin).parent) + "/" if _TORCH is not None and _TORCH.origin else _OURS
+_TORCHS_FUNCTIONS = "/torch/distributed/distributed_c10d.py"
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
@@ -31,11 +32,12 @@ def is_users(path: str) -> bool:
 def end_in_users_code(error: BaseException) -> None:
     """Take the frames of torchestra and of torch beneath the user's code out of tracebacks, for good.
 
-    So with each error of the chain that is torchestra's own: they say what has happened, where, and what to
-    do. Any other keeps all its frames, as its cause may be anywhere.
+    So with each error of the chain that is torchestra's own, or that a function of torch.distributed raises
+    itself: they say what has happened and what to do. Any other keeps all its frames, as its cause may be
+    anywhere.
     """
     for each in _chain(error):
-        if isinstance(each, DistError):
+        if isinstance(each, DistError) or _innermost(each.__traceback__).endswith(_TORCHS_FUNCTIONS):
             with contextlib.suppress(TypeError):  # an exception that refuses it keeps what it has
                 each.__traceback__ = _shortened(each.__traceback__)
 
@@ -46,6 +48,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _innermost(trace: TracebackType | None) -> str:
+    path = ""
+    while trace is not None:
+        path, trace = trace.tb_frame.f_code.co_filename, trace.tb_next
+    return path
 
 
 def _shortened(trace: TracebackType | None) -> TracebackType | None:

@@ -10,6 +10,7 @@ process ends, however it does, the server sees its connection close, kills what 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import pickle
@@ -167,5 +168,6 @@ def _redirect_output(path: str) -> None:
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.close(descriptor)
+    faulthandler.enable(2)  # pytest's own writes to where pytest's output goes
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

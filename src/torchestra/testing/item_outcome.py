@@ -37,17 +37,19 @@ def conclude(item: pytest.Function, outcomes: Sequence[Outcome], kind: str, time
     if shown.late:
         pytest.fail(_lateness(outcomes, kind, timeout_s), pytrace=False)
     assert shown.error is not None
-    say_where(item, shown.error, f"rank {shown.rank} of {len(outcomes)} {kind}")
+    note(item, shown.error, f"on rank {shown.rank} of {len(outcomes)} {kind}")
+    ended = [each.rank for each in outcomes if not each.failed and each.skip is None]
+    if shown.consequence and ended:
+        item.add_report_section("call", f"{ranks_phrase(ended)} of {len(outcomes)}", "had ended the test")
     raise shown.error
 
 
-def say_where(item: pytest.Function, error: BaseException, where: str) -> None:
-    """Have the report of an error name the rank that it comes from."""
-    note = f"on {where}"
+def note(item: pytest.Function, error: BaseException, text: str) -> None:
+    """Have the report of an error say something more, as which rank it comes from."""
     if not hasattr(error, "add_note"):  # Python 3.10
-        item.add_report_section("call", "failure", note)
-    elif note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+        item.add_report_section("call", "failure", text)
+    elif text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
 
 
 def report_of_error(item: pytest.Function, error: BaseException) -> object:
@@ -63,14 +65,14 @@ def _add_sections(item: pytest.Function, outcomes: Sequence[Outcome], shown: Out
     ranks_by_text: dict[str, list[int]] = {}
     for each in outcomes:
         if each.failed and (each.late or each is not shown):
-            text = _text_of(item, each, said)
+            text = _text_of(item, each, shown, said)
             ranks_by_text.setdefault(text, []).append(each.rank)
             said += text
     for text, ranks in ranks_by_text.items():
         item.add_report_section("call", f"{ranks_phrase(ranks)} of {len(outcomes)}", text)
 
 
-def _text_of(item: pytest.Function, outcome: Outcome, said: str) -> str:
+def _text_of(item: pytest.Function, outcome: Outcome, shown: Outcome, said: str) -> str:
     if outcome.late or outcome.error is None:
         return outcome.text
     if outcome.consequence:
@@ -78,7 +80,17 @@ def _text_of(item: pytest.Function, outcome: Outcome, said: str) -> str:
         return "\n".join([f"was released: {first}", *(line for line in lines if line not in said)])
     if str(outcome.error) and str(outcome.error) in said:
         return "failed likewise"
-    return str(outcome.report or report_of_error(item, outcome.error))
+    report = _report(item, outcome)
+    place = report.rstrip().rpartition("\n")[2]  # "test_it.py:27: AssertionError"
+    if place and place in _report(item, shown):
+        return f"failed in the same line: {str(outcome.error).partition(chr(10))[0]}"
+    return report
+
+
+def _report(item: pytest.Function, outcome: Outcome) -> str:
+    if outcome.report is None and outcome.error is not None:
+        outcome.report = report_of_error(item, outcome.error)
+    return str(outcome.report)
 
 
 def _lateness(outcomes: Sequence[Outcome], kind: str, timeout_s: float) -> str:

@@ -17,7 +17,8 @@ import torch
 from _pytest.tmpdir import tmppath_result_key
 
 from torchestra.interop.rank_world import join_as_process, leave, prepare_process
-from torchestra.testing.item_outcome import report_of_error, say_where
+from torchestra.interop.world_names import TORCH
+from torchestra.testing.item_outcome import note, report_of_error
 from torchestra.testing.marker import mark_as_rank
 from torchestra.testing.outcomes import Outcome, RankFailure
 
@@ -112,7 +113,7 @@ def run_item(
         # First of all: the others wait for this rank.
         with contextlib.suppress(Exception):
             leave(request.world)
-        outcome = _outcome(item, rank, request.size, error)
+        outcome = _outcome(item, rank, request, error)
         if request.debug and request.debug_rank in (None, rank) and not outcome.consequence:
             _debug(error, tell)
         return outcome
@@ -128,11 +129,13 @@ def _provide_shared_values(item: pytest.Function, request: ItemRequest) -> None:
         object.__setattr__(definition, "argnames", ())
 
 
-def _outcome(item: pytest.Function, rank: int, size: int, error: BaseException) -> Outcome:
+def _outcome(item: pytest.Function, rank: int, request: ItemRequest, error: BaseException) -> Outcome:
     """Return the outcome of a rank that raised ``error``, in a form that can be pickled."""
     report: object
     try:
-        say_where(item, error, f"rank {rank} of {size} processes")
+        note(item, error, f"on rank {rank} of {request.size} processes")
+        if request.init and request.world == TORCH and "process group twice" in str(error):
+            note(item, error, "the test began in the default group: ranks(..., init=False) leaves that to it")
         report = report_of_error(item, error)
         pickle.loads(pickle.dumps(report))
     except Exception:

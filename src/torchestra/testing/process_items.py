@@ -47,7 +47,7 @@ def run_on_processes(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> 
             world.kill(world.running)
         outcomes = [late.get(rank, world.outcomes[rank]) for rank in range(spec.size)]
         for rank in range(spec.size):
-            text = world.output(rank)
+            text = _without_our_frames(world.output(rank))
             if text:
                 item.add_report_section("call", f"output of rank {rank}", text)
     conclude(item, outcomes, "processes", spec.limit)
@@ -94,6 +94,17 @@ def _await(item: pytest.Function, world: RankWorld, timeout_s: float) -> dict[in
     if suspended:
         capture.resume_global_capture()
     return late
+
+
+def _without_our_frames(output: str) -> str:
+    """Return a rank's output, the stacks of its death cut off where they leave the test for pytest."""
+    lines, cutting = [], False
+    for line in output.splitlines(keepends=True):
+        frame = line.startswith('  File "')
+        cutting = frame and (cutting or "/_pytest/" in line or "/pluggy/" in line)
+        if not cutting:
+            lines.append(line)
+    return "".join(lines)
 
 
 def _ended_with_the_others(outcome: Outcome) -> Outcome:
