@@ -76,7 +76,9 @@ def options_from(
         InvalidArgumentTypeError: ``given`` is none of these.
     """
     options: Any = kind()
-    if given.__class__ is kind:
+    if given is None:
+        pass
+    elif given.__class__ is kind:
         vars(options).update(vars(given))
     elif isinstance(given, OperationOptions):
         vars(options).update({key: value for key, value in vars(given).items() if hasattr(options, key)})
@@ -87,7 +89,7 @@ def options_from(
     elif isinstance(given, (timedelta, int, float)) and not isinstance(given, bool):
         timeout_seconds(given, name, "opts")
         options.timeout = given
-    elif given is not None:
+    else:
         raise InvalidArgumentTypeError(
             f"{name}: incompatible function arguments: expected {kind.__name__} as `opts`, got {shown(given)}"
         )
@@ -153,6 +155,8 @@ class Form:
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return arguments by name; Python's own TypeError if they are not those of the method."""
         given = dict(zip(self._by_place, args, strict=False))
+        if not kwargs and len(self._required) <= len(args) == len(given):
+            return given  # those without a default come first
         given.update(kwargs)
         if len(given) != len(args) + len(kwargs) or not self._required <= given.keys() <= self._names:
             inspect.Signature(self.parameters).bind(*args, **kwargs)
