@@ -1,9 +1,8 @@
-"""Entries, the builtin functions of plain calls, give what the general way gives, and hold nothing back."""
+"""Entries, the builtin functions of plain calls: references, turns, interrupts, deaths, the general way."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import signal
 import sys
@@ -25,100 +24,6 @@ from worlds import outcomes, run
 pytestmark = pytest.mark.skipif(tensor_access.access_to_tensors() is None, reason=tensor_access.why_not())
 
 SOON = 20.0
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def shortened(tensor: torch.Tensor, part: int = 2) -> torch.Tensor:
-    """Return a tensor with a part of its memory; 0: with none."""
-    made = tensor.clone()
-    made.untyped_storage().resize_(made.untyped_storage().nbytes() // part if part else 0)
-    return made
-
-
-FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "plain": plain,
-    "offset": lambda tensor: torch.cat([tensor, tensor])[tensor.shape[0] :],
-    "strided": lambda tensor: torch.stack([tensor, tensor], -1)[..., 0],
-    "expanded": lambda tensor: tensor[:1].expand(tensor.shape),
-    "stacked": lambda tensor: tensor.unsqueeze(1).unsqueeze(0).squeeze(0),
-    "parameter": lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
-    "subclass": lambda tensor: tensor.as_subclass(Subclass),
-    "negative": lambda tensor: torch._neg_view(tensor) if tensor.dtype.is_floating_point else tensor,
-    "zero": lambda tensor: torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),
-    "short": shortened,
-    "freed": lambda tensor: shortened(tensor, 0),
-    "meta": lambda tensor: tensor.to("meta"),
-    "sparse": lambda tensor: tensor.to_sparse(),
-}
-OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "list", "send", "recv")
-OPS = [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.BXOR]
-
-
-def outcome_of(communicator: Any, name: str, form: str, dtype: torch.dtype, count: int, op: ReduceOp) -> Any:
-    """Call an operation on one rank by the communicator's method of now; what came of it."""
-    torch.manual_seed(1)
-    tensor = FORMS[form]((torch.rand(count) * 9).to(dtype))
-    output = torch.zeros(count, dtype=dtype)
-    try:
-        if name == "all_reduce":
-            communicator.all_reduce(tensor, op)
-        elif name == "list":
-            communicator.all_reduce_list([tensor, output], op)
-        elif name == "broadcast":
-            communicator.broadcast(tensor, 0)
-        elif name == "all_gather":
-            communicator.all_gather_into_tensor(output, tensor)
-        elif name == "reduce_scatter":
-            communicator.reduce_scatter_tensor(output, tensor, op)
-        elif name == "all_to_all":
-            communicator.all_to_all_single(output, tensor)
-        elif name == "send":
-            communicator.send(tensor, 0, 7)
-            communicator.recv(output, 0, 7)
-        else:
-            communicator.send(torch.ones(count, dtype=dtype), 0)
-            try:
-                communicator.recv(tensor, None)
-            except Exception:
-                communicator.recv(output, 0)
-                raise
-    except Exception as error:
-        return type(error), str(error)
-    shown = tensor.to_dense() if tensor.is_sparse else tensor
-    return shown.tolist() if form not in ("short", "freed", "meta") else None, output.tolist()
-
-
-def compare_both_ways() -> None:
-    communicator: Any = dist.group.WORLD.communicator
-    served = {name: value for name, value in vars(communicator).items() if name in dir(type(communicator))}
-    entries = {name: value for name, value in served.items() if type(value) is type(len)}
-    assert len(entries) == 9
-    turns = itertools.count()
-    cases = [(name, form, DTYPES[next(turns) % 7]) for name in OPERATIONS for form in FORMS]
-    cases += [(name, "plain", dtype) for name in OPERATIONS for dtype in DTYPES]
-    for name, form, dtype in cases:
-        case = name, form, dtype, 1 + next(turns) % 5, OPS[next(turns) % 4]
-        found = [outcome_of(communicator, *case) for _ in range(2)]
-        for entry in entries:
-            vars(communicator).pop(entry)
-        try:
-            expected = outcome_of(communicator, *case)
-        finally:
-            vars(communicator).update(entries)
-        assert repr(found) == repr([expected] * 2), case
-    assert communicator.queue.state.inside == communicator.queue.state.general == 0
-
-
-def test_both_ways_give_the_same_bits_and_the_same_errors() -> None:
-    run("threads", 1, compare_both_ways)
 
 
 def count_references() -> None:
@@ -129,6 +34,10 @@ def count_references() -> None:
         lambda: communicator.all_reduce(tensor, ReduceOp.SUM),
         lambda: communicator.all_gather_into_tensor(output, tensor),
         lambda: communicator.all_reduce_list([tensor, output], ReduceOp.SUM),
+        lambda: communicator.reduce(tensor, ReduceOp.SUM, 0),
+        lambda: communicator.gather([output], tensor, 0),
+        lambda: communicator.scatter(output, [tensor], 0),
+        lambda: communicator.reduce_scatter(output, [tensor], ReduceOp.SUM),
         communicator.barrier,
     ]
     for call in calls:

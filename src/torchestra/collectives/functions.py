@@ -15,20 +15,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from torchestra.arguments.annotations import checked, refuse_type
 from torchestra.communicator.work import Work
 from torchestra.engine.operations import (
-    ALL_GATHER,
     ALL_TO_ALL,
     GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
     SCATTER,
-    Collective,
 )
 from torchestra.engine.thread_ranks import current_thread_rank
 from torchestra.errors import InvalidArgumentError, shown
@@ -109,23 +104,6 @@ def _root(
     return default
 
 
-def _run(
-    row: Collective,
-    output: Any,
-    input: Any,  # noqa: A002 - the row's word
-    group: AnyGroup | None,
-    async_op: bool,
-    op: ReduceOp | None = None,
-    root: tuple[int | None, int | None] = (None, None),
-) -> Work | None:
-    """Run a collective that has no entry; ``root`` is the global rank, or that in the group."""
-    member = default_group() if group is None else _member(group, row.name, 5)
-    if member is None:
-        return None
-    chosen = _root(member, *root, row.root, row.name, row.default_root) if row.root else None
-    return member.communicator.collective(row, output, input, op, chosen, async_op=async_op)
-
-
 def all_reduce(
     tensor: torch.Tensor,
     op: ReduceOp = ReduceOp.SUM,
@@ -150,7 +128,11 @@ def reduce(
     group_dst: int | None = None,
 ) -> Work | None:
     """Replace the tensor of rank ``dst`` by the reduction of all ranks' tensors; the others' stay."""
-    return _run(REDUCE, tensor, tensor, group, async_op, op, (dst, group_dst))
+    member = default_group() if group is None else _member(group, "reduce")
+    if member is None:
+        return None
+    root = _root(member, dst, group_dst, "dst", "reduce")
+    return member.communicator.reduce(tensor, op, root, async_op)
 
 
 def broadcast(
@@ -177,7 +159,10 @@ def all_gather(
     async_op: bool = False,
 ) -> Work | None:
     """Put the tensor of rank p into ``tensor_list[p]`` on every rank. Sizes may differ between ranks."""
-    return _run(ALL_GATHER, tensor_list, tensor, group, async_op)
+    member = default_group() if group is None else _member(group, "all_gather")
+    if member is None:
+        return None
+    return member.communicator.all_gather(tensor_list, tensor, async_op)
 
 
 def all_gather_into_tensor(
@@ -210,7 +195,11 @@ def gather(
     group_dst: int | None = None,
 ) -> Work | None:
     """Put the tensor of rank p into ``gather_list[p]`` on rank ``dst`` (default: rank 0 of the group)."""
-    return _run(GATHER, gather_list, tensor, group, async_op, root=(dst, group_dst))
+    member = default_group() if group is None else _member(group, "gather")
+    if member is None:
+        return None
+    root = _root(member, dst, group_dst, "dst", "gather", GATHER.default_root)
+    return member.communicator.gather(gather_list, tensor, root, async_op)
 
 
 def scatter(
@@ -222,7 +211,11 @@ def scatter(
     group_src: int | None = None,
 ) -> Work | None:
     """Put ``scatter_list[p]`` of rank ``src`` (default: rank 0 of the group) into the tensor of rank p."""
-    return _run(SCATTER, tensor, scatter_list, group, async_op, root=(src, group_src))
+    member = default_group() if group is None else _member(group, "scatter")
+    if member is None:
+        return None
+    root = _root(member, src, group_src, "src", "scatter", SCATTER.default_root)
+    return member.communicator.scatter(tensor, scatter_list, root, async_op)
 
 
 def reduce_scatter(
@@ -233,7 +226,10 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Put the reduction of all ranks' ``input_list[p]`` into the output of rank p."""
-    return _run(REDUCE_SCATTER, output, input_list, group, async_op, op)
+    member = default_group() if group is None else _member(group, "reduce_scatter")
+    if member is None:
+        return None
+    return member.communicator.reduce_scatter(output, input_list, op, async_op)
 
 
 def reduce_scatter_tensor(
@@ -262,7 +258,12 @@ def all_to_all(
     async_op: bool = False,
 ) -> Work | None:
     """Send ``input_tensor_list[p]`` to rank p, and put what it sends here into ``output_tensor_list[p]``."""
-    return _run(ALL_TO_ALL, output_tensor_list, input_tensor_list, group, async_op)
+    member = default_group() if group is None else _member(group, "all_to_all")
+    if member is None:
+        return None
+    return member.communicator.collective(
+        ALL_TO_ALL, output_tensor_list, input_tensor_list, async_op=async_op
+    )
 
 
 def all_to_all_single(

@@ -30,6 +30,7 @@ from torchestra.communicator.work import Work
 from torchestra.engine.interface import Engine
 from torchestra.engine.multihost.hosts import Hosts
 from torchestra.engine.operations import (
+    ALL_GATHER,
     ALL_GATHER_INTO_TENSOR,
     ALL_REDUCE,
     ALL_REDUCE_LIST,
@@ -37,8 +38,12 @@ from torchestra.engine.operations import (
     BARRIER,
     BROADCAST,
     EXSCAN,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
     REDUCE_SCATTER_TENSOR,
     SCAN,
+    SCATTER,
     Collective,
 )
 from torchestra.system.forking import forget_in_children
@@ -262,11 +267,28 @@ class Communicator:
 
         return self.queue.run(operation, f"{name}({op.name}, sparse)", async_op, sparse.OPERATIONS, tensors)
 
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        root: int,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work | None:
+        """Replace the root's tensor by the reduction of all ranks' tensors."""
+        return self.collective(REDUCE, tensor, tensor, op, root, async_op=async_op, timeout_s=timeout_s)
+
     def broadcast(
         self, tensor: torch.Tensor, root: int, async_op: bool = False, timeout_s: float | None = None
     ) -> Work | None:
         """Replace every rank's tensor by the root's."""
         return self.collective(BROADCAST, tensor, tensor, root=root, async_op=async_op, timeout_s=timeout_s)
+
+    def all_gather(
+        self, outputs: Any, tensor: torch.Tensor, async_op: bool = False, timeout_s: float | None = None
+    ) -> Work | None:
+        """Put every rank's tensor into one of the outputs, a list."""
+        return self.collective(ALL_GATHER, outputs, tensor, async_op=async_op, timeout_s=timeout_s)
 
     def all_gather_into_tensor(
         self,
@@ -277,6 +299,39 @@ class Communicator:
     ) -> Work | None:
         """Put every rank's tensor into the output, one after the other."""
         return self.collective(ALL_GATHER_INTO_TENSOR, output, tensor, async_op=async_op, timeout_s=timeout_s)
+
+    def gather(
+        self,
+        outputs: Any,
+        tensor: torch.Tensor,
+        root: int,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work | None:
+        """Put every rank's tensor into one of the root's outputs, a list; elsewhere None."""
+        return self.collective(GATHER, outputs, tensor, None, root, async_op=async_op, timeout_s=timeout_s)
+
+    def scatter(
+        self,
+        output: torch.Tensor,
+        tensors: Any,
+        root: int,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work | None:
+        """Put one of the root's tensors, a list, into each rank's output; elsewhere None."""
+        return self.collective(SCATTER, output, tensors, None, root, async_op=async_op, timeout_s=timeout_s)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        tensors: Any,
+        op: ReduceOp,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work | None:
+        """Reduce the ranks' tensors for this rank, of a list of each, into its output."""
+        return self.collective(REDUCE_SCATTER, output, tensors, op, async_op=async_op, timeout_s=timeout_s)
 
     def reduce_scatter_tensor(
         self,

@@ -1,8 +1,8 @@
 """Puts entries into a communicator: builtin functions in the place of methods, for plain calls.
 
-Between the call of a small operation and its kernel Python would take longer than the kernel does. So the
-commonest operations, and send and recv, have entries (engine/entries), builtin functions that are attributes
-of the communicator of their methods' names and parameters. A call that is not plain they hand to the method.
+Between the call of a small operation and its kernel Python would take longer than the kernel does. So
+operations and blocking messages have entries (engine/entries), builtin functions that are attributes of the
+communicator of their methods' names and parameters. A call that is not plain they hand to the method.
 
 There are none where the engine has no kernels, where kernels run interpreted, or where torch's tensors are
 read in a way that is not known (engine/entries/tensor_access.py; `torchestra doctor` tells); nor after the
@@ -17,20 +17,25 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import torch
-
+from torchestra.communicator.host_staging import tensors_in
 from torchestra.engine.dtypes import DTYPE_CODE
-from torchestra.engine.entries import collectives, messages
+from torchestra.engine.entries import collectives, lists, messages
+from torchestra.engine.entries.running import WORDS
 from torchestra.engine.entries.tensor_access import access_to_tensors, dtype_word
 from torchestra.engine.entry_layout import Entry, PlanRecord, TensorAccess
 from torchestra.engine.native.kernel import address_of, is_interpreted
 from torchestra.engine.operations import (
+    ALL_GATHER,
     ALL_GATHER_INTO_TENSOR,
     ALL_REDUCE,
     ALL_TO_ALL_SINGLE,
     BARRIER,
     BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
     REDUCE_SCATTER_TENSOR,
+    SCATTER,
     Collective,
 )
 from torchestra.types import ReduceOp
@@ -38,7 +43,7 @@ from torchestra.types import ReduceOp
 if TYPE_CHECKING:
     from torchestra.communicator.communicator import Communicator
 
-__all__ = ["Entries"]
+__all__ = ["MESSAGES", "SERVED", "Entries"]
 
 _METH_FASTCALL_KEYWORDS = 0x80 | 0x02
 _ANY_DTYPE = 1
@@ -63,41 +68,39 @@ class _Served(NamedTuple):
         method: the communicator's, of the same parameters.
         row: of the table.
         entry: a kernel.
-        kernel: the attribute of ``engine.kernels`` that the entry calls.
-        arguments: how many that takes besides the plan.
+        kernel: the one of ``engine.kernels`` that the entry runs.
     """
 
     method: str
     row: Collective
     entry: Any
     kernel: str
-    arguments: int
 
 
-_SERVED = (
-    _Served("all_reduce", ALL_REDUCE, collectives.all_reduce, "all_reduce", 2),
-    _Served("all_reduce_list", ALL_REDUCE, collectives.all_reduce_list, "all_reduce_iovec", 3),
-    _Served("broadcast", BROADCAST, collectives.broadcast, "broadcast", 2),
+SERVED = (
+    _Served("all_reduce", ALL_REDUCE, collectives.all_reduce, "all_reduce"),
+    _Served("all_reduce_list", ALL_REDUCE, lists.all_reduce_list, "all_reduce_iovec"),
+    _Served("reduce", REDUCE, collectives.reduce, "all_reduce"),
+    _Served("broadcast", BROADCAST, collectives.broadcast, "broadcast"),
+    _Served("all_gather", ALL_GATHER, lists.all_gather, "share"),
     _Served(
-        "all_gather_into_tensor",
-        ALL_GATHER_INTO_TENSOR,
-        collectives.all_gather_into_tensor,
-        "all_gather",
-        3,
+        "all_gather_into_tensor", ALL_GATHER_INTO_TENSOR, collectives.all_gather_into_tensor, "all_gather"
     ),
+    _Served("gather", GATHER, lists.gather, "gather"),
+    _Served("scatter", SCATTER, lists.scatter, "scatter"),
+    _Served("reduce_scatter", REDUCE_SCATTER, lists.reduce_scatter, "reduce_scatter"),
     _Served(
         "reduce_scatter_tensor",
         REDUCE_SCATTER_TENSOR,
         collectives.reduce_scatter_tensor,
         "reduce_scatter_even",
-        3,
     ),
-    _Served("all_to_all_single", ALL_TO_ALL_SINGLE, collectives.all_to_all_single, "all_to_all_even", 3),
-    _Served("barrier", BARRIER, collectives.barrier, "barrier", 1),
+    _Served("all_to_all_single", ALL_TO_ALL_SINGLE, collectives.all_to_all_single, "all_to_all_even"),
+    _Served("barrier", BARRIER, collectives.barrier, "barrier"),
 )
-
-
-_MESSAGES = {"send": messages.send, "recv": messages.recv}
+"""The entries of collectives."""
+MESSAGES = {"send": messages.send, "recv": messages.recv}
+"""The entries of messages, by the communicator's method."""
 
 # By method: what its builtins are made of, and refer to for as long as there are any.
 _definitions: dict[str, _Definition] = {}
@@ -124,9 +127,9 @@ class Entries:
         if access is None or is_interpreted() or communicator.engine.kernels is None:
             return
         self._communicator = communicator
-        for served in _SERVED:
+        for served in SERVED:
             vars(communicator)[served.method] = _builtin(communicator, served, access)
-        for method, kernel in _MESSAGES.items():
+        for method, kernel in MESSAGES.items():
             vars(communicator)[method] = _message_builtin(communicator, method, kernel, access)
 
     def close(self) -> None:
@@ -134,7 +137,7 @@ class Entries:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.queue.state.off = 1
-            for method in (*(served.method for served in _SERVED), *_MESSAGES):
+            for method in (*(served.method for served in SERVED), *MESSAGES):
                 vars(communicator).pop(method, None)
 
 
@@ -185,11 +188,11 @@ def _message_records() -> ctypes.Array[PlanRecord]:
 
 def _builtin(communicator: Communicator, served: _Served, access: TensorAccess) -> Callable[..., Any]:
     entry, engine = _entry(communicator, served.method, access), cast(Any, communicator.engine)
-    kernel = getattr(engine.kernels, served.kernel)
+    kernel, words = getattr(engine.kernels, served.kernel), WORDS[served.kernel]
 
     def go_on(timeout_s: float | None, code: int, *arguments: int) -> None:
         limit = communicator.timeout_s if timeout_s is None else timeout_s
-        engine.context.finish(code, kernel, arguments[: 1 + served.arguments], limit, None)
+        engine.context.finish(code, kernel, arguments[: 1 + words], limit, None)
 
     # The engine is told what has come of an exception; so are the flight record, and the other ranks.
     entry.go_on, entry.leave = go_on, engine.leave_halfway
@@ -227,9 +230,9 @@ class _Plans:
         work = self._general(*arguments)
         op = None if self._op is None else arguments[self._op]
         root = None if self._root is None else arguments[self._root]
-        if arguments[0].__class__ is list:
+        if self._row is ALL_REDUCE and arguments[0].__class__ is list:
             self._hold_list(len(arguments[0]))
-        dtype: torch.dtype = (arguments[0][0] if arguments[0].__class__ is list else arguments[0]).dtype
+        dtype = next(tensors_in(arguments)).dtype
         # Another ReduceOp of the same name may be gone one day, and its address another object's.
         named = op is None or any(op is each for each in _OPS)
         if named and not dtype.is_complex and dtype_word(dtype):

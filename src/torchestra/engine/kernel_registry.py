@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.engine.entries import collectives, messages
+from torchestra.engine.entries import collectives, lists, messages
 from torchestra.engine.kernels import doorbell, move, prefix, reduce, shared_words
 from torchestra.engine.native.declarations import Intrinsic, KernelSource
 from torchestra.engine.native.kernel import declared
@@ -17,6 +17,7 @@ _MODULES = (
     endpoint_kernels,
     immediate,
     kernels,
+    lists,
     message_records,
     messages,
     move,

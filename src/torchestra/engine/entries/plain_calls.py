@@ -25,6 +25,18 @@ _ONE_LANE = 1
 
 
 @kernel
+def is_int(access, value):
+    """Return whether an object is an int, and no bool."""
+    return load(value + OBJECT_CLASS) == load(access + e.INTEGER)
+
+
+@kernel
+def is_list(access, value):
+    """Return whether an object is a list."""
+    return load(value + OBJECT_CLASS) == load(access + e.LIST)
+
+
+@kernel
 def look_at(access, tensor, view):
     """Fill a view; return whether the tensor is plain.
 

@@ -1,0 +1,172 @@
+"""How an entry runs the operation of a plain call: turns, the interpreter's lock, and what has not ended.
+
+The interpreter's lock. Among ranks that are processes a small operation keeps it for as long as its kernel
+only spins, some 3 µs: to give it away and take it back costs as much as the operation. The word
+HOLDS_INTERPRETER has a wait return PENDING before it yields; then the lock is released, and the kernel goes
+on where it was. Large operations, and those of ranks that are threads, release it first.
+
+A kernel that has not ended (it waits for long, the ranks called different operations) is brought to its end
+by ``go_on``, in Python.
+
+Signals. Handlers run between bytecodes, so never in here: no interrupt can leave INSIDE set, or the operation
+begun, but one within ``go_on``, and that is seen here (:func:`leave_halfway`).
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from torchestra.engine import entry_layout as e
+from torchestra.engine import layout as at
+from torchestra.engine.entries.plain_calls import is_profiled, leave_halfway
+from torchestra.engine.entries.python_interface import (
+    add_reference,
+    call_object,
+    drop_reference,
+    int_of,
+    release_interpreter,
+    take_interpreter,
+)
+from torchestra.engine.kernels import move, reduce
+from torchestra.engine.kernels.waiting import EVERYBODY, FUTEX, FUTEX_WAKE
+from torchestra.engine.native.atomics import kernel, load, store, syscall
+
+DONE, PENDING, HOLDS_INTERPRETER = at.DONE, at.PENDING, at.HOLDS_INTERPRETER
+
+WORDS = {
+    "all_reduce": 2,
+    "all_reduce_iovec": 3,
+    "broadcast": 2,
+    "all_gather": 3,
+    "reduce_scatter_even": 3,
+    "all_to_all_even": 3,
+    "reduce_scatter": 3,
+    "share": 2,
+    "gather": 2,
+    "scatter": 2,
+    "exchange": 1,
+    "barrier": 1,
+}
+"""The kernels that entries run, by name as in engine/local.py: how many words each takes after a plan."""
+(
+    ALL_REDUCE,
+    ALL_REDUCE_IOVEC,
+    BROADCAST,
+    ALL_GATHER,
+    REDUCE_SCATTER_EVEN,
+    ALL_TO_ALL_EVEN,
+    REDUCE_SCATTER,
+    SHARE,
+    GATHER,
+    SCATTER,
+    EXCHANGE,
+    BARRIER,
+) = range(len(WORDS))
+LARGEST_KEPT = 1 << 14  # bytes: larger operations release the interpreter's lock first
+
+
+@kernel
+def run_kernel(which, plan, first, second, third):
+    """Call the kernel of a number, with as many of the words as it takes."""
+    if which == ALL_REDUCE:
+        return reduce.all_reduce(plan, first, second)
+    if which == ALL_REDUCE_IOVEC:
+        return reduce.all_reduce_iovec(plan, first, second, third)
+    if which == BROADCAST:
+        return move.broadcast(plan, first, second)
+    if which == ALL_GATHER:
+        return move.all_gather(plan, first, second, third)
+    if which == REDUCE_SCATTER_EVEN:
+        return reduce.reduce_scatter_even(plan, first, second, third)
+    if which == ALL_TO_ALL_EVEN:
+        return move.all_to_all_even(plan, first, second, third)
+    if which == REDUCE_SCATTER:
+        return reduce.reduce_scatter(plan, first, second, third)
+    if which == SHARE:
+        return move.share(plan, first, second)
+    if which == GATHER:
+        return move.gather(plan, first, second)
+    if which == SCATTER:
+        return move.scatter(plan, first, second)
+    if which == EXCHANGE:
+        return move.exchange(plan, first)
+    return move.barrier(plan, first)
+
+
+@kernel
+def is_free(entry, arguments, number, keywords, required):
+    """Return whether all but the tensors is plain; ``required`` arguments come before async_op."""
+    if keywords != 0 or number < required or number > required + 2:
+        return False
+    state = load(entry + e.STATE)
+    access = load(entry + e.ACCESS)
+    if load(state + e.OFF) | load(state + e.PENDING_OPERATIONS) != 0:
+        return False
+    if load(state + e.GENERAL) | load(state + e.INSIDE) != 0:
+        return False
+    if number > required and load(arguments + required * 8) != load(access + e.FALSE):
+        return False
+    return not is_profiled(access)
+
+
+@kernel
+def timeout_of(entry, arguments, number, required):
+    """Return the time-out that was given, an object."""
+    if number > required + 1:
+        return load(arguments + (required + 1) * 8)
+    return load(load(entry + e.ACCESS) + e.NONE)
+
+
+@kernel
+def learn(entry, arguments, number):
+    """Hand a call that only lacks its plan to Python, which runs it and makes the plan known."""
+    return call_object(load(entry + e.LEARN), arguments, number, 0)
+
+
+@kernel
+def end(state):
+    """Let others use the group, and wake who waits for it."""
+    store(state + e.INSIDE, 0)
+    if load(state + e.WANTED) != 0:
+        syscall(FUTEX, state + e.INSIDE, FUTEX_WAKE, EVERYBODY, 0, 0, 0)
+
+
+@kernel
+def run(entry, which, plan, first, second, third, nbytes, timeout):
+    """Run the operation of a plain call; returns None, or 0 with an exception."""
+    state = load(entry + e.STATE)
+    context = load(state + e.CONTEXT)
+    store(state + e.INSIDE, 1)
+    code = PENDING
+    if nbytes <= LARGEST_KEPT and load(state + e.RELEASES) == 0:
+        store(context + HOLDS_INTERPRETER, 1)
+        code = run_kernel(which, plan, first, second, third)
+        store(context + HOLDS_INTERPRETER, 0)
+    if code == PENDING:
+        thread = release_interpreter()
+        code = run_kernel(which, plan, first, second, third)
+        take_interpreter(thread)
+    if code != DONE:
+        return _go_on(entry, code, timeout, plan, first, second, third)
+    end(state)
+    none = load(load(entry + e.ACCESS) + e.NONE)
+    add_reference(none)
+    return none
+
+
+@kernel
+def _go_on(entry, code, timeout, plan, first, second, third):
+    given = entry + e.ARGUMENTS_AT
+    store(given, timeout)
+    store(given + 8, int_of(code))
+    store(given + 16, int_of(plan))
+    store(given + 24, int_of(first))
+    store(given + 32, int_of(second))
+    store(given + 40, int_of(third))
+    result = call_object(load(entry + e.GO_ON), given, 6, 0)
+    for place in range(1, 6):
+        drop_reference(load(given + place * 8))
+    if result == 0:
+        leave_halfway(entry)
+    end(load(entry + e.STATE))
+    return result
