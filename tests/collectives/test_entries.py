@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_frames import functions_entered
+from test_frames import functions_entered, needs_entries
 from torch.autograd import profiler
 
 import torchestra as dist
-from torchestra.engine.entries import tensor_access
 from torchestra.types import ReduceOp
 from worlds import outcomes, run
 
-pytestmark = pytest.mark.skipif(tensor_access.access_to_tensors() is None, reason=tensor_access.why_not())
+pytestmark = needs_entries
 
 SOON = 20.0
 
@@ -39,6 +38,8 @@ def count_references() -> None:
         lambda: communicator.scatter(output, [tensor], 0),
         lambda: communicator.reduce_scatter(output, [tensor], ReduceOp.SUM),
         communicator.barrier,
+        dist.all_reduce_init(tensor),
+        dist.all_gather_init([output], tensor),
     ]
     for call in calls:
         call()
@@ -211,6 +212,39 @@ def exchange_by_threads() -> None:
 
 def test_threads_of_one_rank_send_and_receive_at_once() -> None:
     run("processes", 2, exchange_by_threads)
+
+
+def call_persistent_ones() -> None:
+    """No Python function is entered between the call of a plan and its kernel, and a misuse is told."""
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    tensor, received = torch.full((5,), float(rank)), torch.zeros(5)
+    plans = [
+        dist.all_reduce_init(torch.ones(3)),
+        dist.broadcast_init(torch.ones(3), 1),
+        dist.all_gather_init([torch.ones(2), torch.ones(2)], torch.ones(2)),
+        dist.reduce_scatter_init(torch.ones(2), [torch.ones(2), torch.ones(2)]),
+        dist.all_to_all_single_init(torch.ones(4), torch.ones(4)),
+    ]
+    for plan in plans:
+        plan()
+        plan()
+        dist.barrier()
+        with pytest.raises(TypeError, match="argument"):
+            plan(3)  # type: ignore[call-arg]
+        assert functions_entered(plan) == []
+    sends, receives = dist.send_init(tensor, other), dist.recv_init(received, other)
+    for step in range(3):
+        tensor.fill_(10.0 * step + rank)
+        sends()
+        dist.barrier()
+        receives()
+        assert receives.source_rank() == other
+        assert received.tolist() == [10.0 * step + other] * 5
+        dist.barrier()
+
+
+def test_a_persistent_operation_reaches_its_kernel_without_python() -> None:
+    run("processes", 2, call_persistent_ones)
 
 
 def keep_a_builtin() -> None:

@@ -15,15 +15,15 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from test_frames import needs_entries
 
 import torchestra as dist
 from torchestra.communicator.entries import MESSAGES, SERVED
-from torchestra.engine.entries import tensor_access
 from torchestra.engine.operations import Collective, Parameter, Shape
 from torchestra.types import ReduceOp
 from worlds import run
 
-pytestmark = pytest.mark.skipif(tensor_access.access_to_tensors() is None, reason=tensor_access.why_not())
+pytestmark = needs_entries
 
 ROWS = {served.method: served.row for served in SERVED}
 LIST = "all_reduce_list"  # takes a list in place, which no row tells
@@ -233,8 +233,8 @@ def compare(cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@settings(max_examples=20, deadline=None, phases=[Phase.generate], database=None)
-@given(st.lists(CASES, min_size=1, max_size=80))
+@settings(max_examples=8, deadline=None, phases=[Phase.generate], database=None)
+@given(st.lists(CASES, min_size=1, max_size=50))
 def test_both_ways_give_the_same_bits_and_the_same_errors(size: int, cases: list[Case]) -> None:
     run("threads", size, compare, [on_all_alike(case, size) for case in cases], timeout=5.0)
 

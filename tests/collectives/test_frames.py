@@ -7,13 +7,22 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 
 import torchestra as dist
+from torchestra.engine.entries.tensor_access import access_to_tensors, why_not
+from torchestra.engine.native.kernel import is_interpreted
 from worlds import run
 
 # Where torch has CUDA, which device a tensor is on is asked first.
 GENERAL = 12 if torch.backends.cuda.is_built() else 10
+
+needs_entries = pytest.mark.skipif(
+    access_to_tensors() is None or is_interpreted(),
+    reason=f"there are no entries: {why_not() or 'kernels run interpreted'}",
+)
+"""Marks what tests entries, which there are not everywhere (communicator/entries.py)."""
 
 
 def functions_entered(call: Callable[[], object]) -> list[str]:
@@ -52,6 +61,28 @@ def frames_above_the_kernel(call: Callable[[], object]) -> int:
     return seen[0]
 
 
+def measure_entries() -> None:
+    tensor = torch.ones(4)
+
+    def reduce_plain() -> None:
+        dist.all_reduce(tensor)
+
+    reduce_plain()  # the first goes the general way
+    assert functions_entered(reduce_plain) == ["all_reduce"]
+    plan = dist.all_reduce_init(tensor)
+    plan()
+
+    def start_a_persistent_one() -> None:
+        plan()
+
+    assert functions_entered(start_a_persistent_one) == []
+
+
+@needs_entries
+def test_there_are_none_before_an_entry() -> None:
+    run("processes", 1, measure_entries)
+
+
 def measure() -> None:
     tensor = torch.ones(4)
     strided = torch.ones(4, 4).t()[1:3]
@@ -67,17 +98,7 @@ def measure() -> None:
         assert work is not None
         work.wait()
 
-    reduce_plain()  # the first goes the general way
-    assert functions_entered(reduce_plain) == ["all_reduce"]
-    plan = dist.all_reduce_init(tensor)
-    plan()
-
-    def start_a_persistent_one() -> None:
-        plan()
-
-    assert functions_entered(start_a_persistent_one) == ["__call__"]
-
-    # From here on there are no entries: another function has been in the place of a kernel.
+    # There are no entries here: another function is in the place of a kernel.
     assert frames_above_the_kernel(reduce_plain) <= GENERAL
     assert frames_above_the_kernel(reduce_strided) <= GENERAL
     assert frames_above_the_kernel(reduce_in_the_background) <= GENERAL

@@ -14,15 +14,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import torch
 
 from torchestra.communicator.host_staging import tensors_in
 from torchestra.engine.dtypes import DTYPE_CODE
 from torchestra.engine.entries import collectives, lists, messages
 from torchestra.engine.entries.running import WORDS
 from torchestra.engine.entries.tensor_access import access_to_tensors, dtype_word
-from torchestra.engine.entry_layout import Entry, PlanRecord, TensorAccess
+from torchestra.engine.entry_layout import Entry, MemoryRecord, PlanRecord, Request, TensorAccess
 from torchestra.engine.native.kernel import address_of, is_interpreted
 from torchestra.engine.operations import (
     ALL_GATHER,
@@ -42,8 +44,9 @@ from torchestra.types import ReduceOp
 
 if TYPE_CHECKING:
     from torchestra.communicator.communicator import Communicator
+    from torchestra.engine.local import PreparedKernel
 
-__all__ = ["MESSAGES", "SERVED", "Entries"]
+__all__ = ["MESSAGES", "SERVED", "Entries", "request_of_collective", "request_of_message"]
 
 _METH_FASTCALL_KEYWORDS = 0x80 | 0x02
 _ANY_DTYPE = 1
@@ -123,9 +126,12 @@ class Entries:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator: Communicator | None = None
+        self.access: TensorAccess | None = None
+        """How tensors are read; None if there are no entries."""
         access = access_to_tensors()
         if access is None or is_interpreted() or communicator.engine.kernels is None:
             return
+        self.access = access
         self._communicator = communicator
         for served in SERVED:
             vars(communicator)[served.method] = _builtin(communicator, served, access)
@@ -135,19 +141,102 @@ class Entries:
     def close(self) -> None:
         """Have every call go the general way, those of builtins that somebody has kept included."""
         communicator, self._communicator = self._communicator, None
+        self.access = None
         if communicator is not None:
             communicator.queue.state.off = 1
             for method in (*(served.method for served in SERVED), *MESSAGES):
                 vars(communicator).pop(method, None)
 
 
-def _entry(communicator: Communicator, method: str, access: TensorAccess) -> Entry:
-    """Return the entry of a method, with what all have."""
-    entry, state = Entry(), communicator.queue.state
+_Kind = TypeVar("_Kind", bound=Entry)
+
+
+def _entry(
+    kind: type[_Kind], communicator: Communicator, access: TensorAccess, general: Callable[..., Any]
+) -> _Kind:
+    """Return an entry with what all have."""
+    entry, state = kind(), communicator.queue.state
     entry.state, entry.access, entry.size = state.address, ctypes.addressof(access), communicator.size
-    entry.general = getattr(communicator, method)
+    entry.general = general
     vars(entry)["kept"] = [state, access]
     return entry
+
+
+def _finish_collective(communicator: Communicator, name: str) -> Callable[..., None]:
+    """Return what brings a collective to its end whose kernel has not."""
+    engine = cast(Any, communicator.engine)
+    kernel, words = getattr(engine.kernels, name), WORDS[name]
+
+    def go_on(timeout_s: float | None, code: int, *arguments: int) -> None:
+        limit = communicator.timeout_s if timeout_s is None else timeout_s
+        engine.context.finish(code, kernel, arguments[: 1 + words], limit, None)
+
+    return go_on
+
+
+def request_of_collective(
+    communicator: Communicator,
+    access: TensorAccess,
+    general: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    prepared: PreparedKernel,
+) -> Request:
+    """Return all that machine code needs to run a collective again and again on the same tensors."""
+    request = _entry(Request, communicator, access, general)
+    request.go_on = _finish_collective(communicator, prepared.name)
+    request.leave = cast(Any, communicator.engine).leave_halfway
+    request.which = [*WORDS].index(prepared.name)
+    request.words[: len(prepared.arguments)] = prepared.arguments
+    request.nbytes_moved = sum(tensor.nbytes for tensor in tensors)
+    if prepared.tables is not None:
+        request.tables, request.tables_bytes = prepared.tables.ctypes.data, prepared.tables.nbytes
+    _hold_memory(request, tensors)
+    vars(request)["kept"].append(prepared)
+    return request
+
+
+def request_of_message(
+    communicator: Communicator,
+    access: TensorAccess,
+    general: Callable[..., Any],
+    tensor: torch.Tensor,
+    words: tuple[int, ...],
+    *,
+    sends: bool,
+) -> Request:
+    """Return all that machine code needs to send or receive again and again from or to one tensor.
+
+    Args:
+        words: address, length, kind, rank (-1: any) and tag.
+    """
+    request, engine = _entry(Request, communicator, access, general), cast(Any, communicator.engine)
+    mailbox, address = engine.mailbox, ctypes.addressof(request)
+
+    def finish_send(*message: int) -> None:
+        mailbox.finish_send(*message, engine.waiter(communicator.timeout_s))
+
+    def finish_recv(*message: int) -> None:
+        source = mailbox.finish_recv(*message, engine.waiter(communicator.timeout_s))
+        Request.from_address(address).source = source  # the request holds this, and this does not hold it
+
+    def leave(error: BaseException) -> None:
+        mailbox.leave_halfway(error, engine.waiter(communicator.timeout_s))
+
+    request.mailbox, request.go_on = mailbox.address, finish_send if sends else finish_recv
+    request.leave = leave
+    request.words[:] = words
+    _hold_memory(request, [tensor])
+    vars(request)["kept"].append(mailbox)
+    return request
+
+
+def _hold_memory(request: Request, tensors: Sequence[torch.Tensor]) -> None:
+    """Note where the tensors are, which the request holds."""
+    records = (MemoryRecord * len(tensors))(
+        *(MemoryRecord(id(each), each.data_ptr(), each.untyped_storage().nbytes()) for each in tensors)
+    )
+    request.memory, request.tensors = ctypes.addressof(records), len(tensors)
+    vars(request)["kept"] += [records, list(tensors)]
 
 
 def _make(method: str, kernel: Any, entry: Entry) -> Callable[..., Any]:
@@ -158,7 +247,8 @@ def _make(method: str, kernel: Any, entry: Entry) -> Callable[..., Any]:
 def _message_builtin(
     communicator: Communicator, method: str, kernel: Any, access: TensorAccess
 ) -> Callable[..., Any]:
-    entry, engine = _entry(communicator, method, access), cast(Any, communicator.engine)
+    engine = cast(Any, communicator.engine)
+    entry = _entry(Entry, communicator, access, getattr(communicator, method))
     mailbox, records = engine.mailbox, _message_records()
     finish = mailbox.finish_send if method == "send" else mailbox.finish_recv
 
@@ -187,15 +277,10 @@ def _message_records() -> ctypes.Array[PlanRecord]:
 
 
 def _builtin(communicator: Communicator, served: _Served, access: TensorAccess) -> Callable[..., Any]:
-    entry, engine = _entry(communicator, served.method, access), cast(Any, communicator.engine)
-    kernel, words = getattr(engine.kernels, served.kernel), WORDS[served.kernel]
-
-    def go_on(timeout_s: float | None, code: int, *arguments: int) -> None:
-        limit = communicator.timeout_s if timeout_s is None else timeout_s
-        engine.context.finish(code, kernel, arguments[: 1 + words], limit, None)
-
+    entry = _entry(Entry, communicator, access, getattr(communicator, served.method))
+    entry.go_on = _finish_collective(communicator, served.kernel)
     # The engine is told what has come of an exception; so are the flight record, and the other ranks.
-    entry.go_on, entry.leave = go_on, engine.leave_halfway
+    entry.leave = cast(Any, communicator.engine).leave_halfway
     plans = _Plans(entry, communicator, served.row)
     entry.learn = plans.learn
     vars(entry)["kept"].append(plans)

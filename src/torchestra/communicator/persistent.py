@@ -2,9 +2,9 @@
 
 What an ordinary operation does on every call is done once: its arguments are checked, the engine's plan is
 looked up, tensors that are not contiguous get buffers, and where the engine has kernels, kernel and arguments
-are fixed (:meth:`~torchestra.engine.interface.Engine.prepare`). What is left of a synchronous one is the call
-of the operation's entry (entries.py), or else, with nothing pending, a lock and the call of the kernel. Other
-ranks cannot tell it from an ordinary operation.
+are fixed (:meth:`~torchestra.engine.interface.Engine.prepare`). Where there are entries (entries.py), what is
+left of a synchronous one is machine code (engine/entries/persistent.py); else, with nothing pending, a lock
+and the call of the kernel. Other ranks cannot tell it from an ordinary operation.
 
 An engine prepares when the operation's turn first comes, not before: what the kernels share (the tables by
 peer) belongs to the operation that runs then.
@@ -15,18 +15,26 @@ every start compares addresses and lengths; and so does an operation that had to
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd import profiler
 
 from torchestra.communicator import point_to_point, profiling
+from torchestra.communicator.entries import request_of_collective, request_of_message
 from torchestra.communicator.host_staging import is_on_gpu, tensors_in
 from torchestra.communicator.work import Work
+from torchestra.engine.dtypes import DTYPE_CODE
+from torchestra.engine.entries import persistent as native
+from torchestra.engine.entries.running import WORDS
+from torchestra.engine.entry_layout import Request
 from torchestra.engine.interface import Prepared
+from torchestra.engine.native.callable_type import NativeCallable, bind
+from torchestra.engine.native.kernel import address_of
 from torchestra.engine.operations import Collective
 from torchestra.errors import DistError, InvalidArgumentError, NotReadyError
 from torchestra.tensors.arguments import Call, check_call, pieces
@@ -38,6 +46,8 @@ if TYPE_CHECKING:
     from torchestra.communicator.communicator import Communicator
 
 __all__ = ["PersistentOperation", "persistent_collective", "persistent_message"]
+
+_KNOWN = (torch.Tensor, torch.nn.Parameter)
 
 
 class PersistentOperation:
@@ -81,7 +91,7 @@ class PersistentOperation:
             DistError: what the ordinary operation raises when it is called.
         """
         self.check()
-        self._work = self._begin()
+        self._set_work(self._begin())
 
     def wait(self, timeout: Timeout | None = None) -> bool:
         """Block until the operation is done, at once if it is inactive; then it can be started again.
@@ -103,7 +113,7 @@ class PersistentOperation:
             return work.wait() if timeout is None else work.wait(timeout)
         finally:
             if work.is_completed():
-                self._work = None
+                self._set_work(None)
                 self._end(work)
 
     def __call__(self) -> None:
@@ -149,6 +159,10 @@ class PersistentOperation:
         """Begin it in the group's order."""
         return Work.finished(self.name, [])
 
+    def _set_work(self, work: Work | None) -> None:
+        """Make it active, or inactive: None."""
+        self._work = work
+
     def _end(self, work: Work) -> None:
         """Note what its Work says when it is over."""
 
@@ -168,7 +182,6 @@ class _Collective(PersistentOperation):
         given: Sequence[torch.Tensor],
         op: ReduceOp | None,
         root: int | None,
-        entry: Callable[..., object] | None,
     ) -> None:
         engine = communicator.engine
         name = row.name if op is None else f"{row.name}({op.name})"
@@ -188,11 +201,6 @@ class _Collective(PersistentOperation):
         self._queue = communicator.queue
         self._prepared: Prepared | None = None
         self._direct: Prepared | None = None
-        self._entry: Callable[[], object] | None = None
-        if entry is not None and self._factor is None and not (self._copied_in or self._copied_out):
-            tensors = given[:1] if row.in_place else given
-            options = ((row.reduces, op), (row.root, root), (row.splits, None), (row.splits, None))
-            self._entry = partial(entry, *tensors, *(option for has, option in options if has))
 
     def _begin(self) -> Work:
         work = self._queue.run(self._perform, self.name, True, reads=self._reads)
@@ -219,13 +227,6 @@ class _Collective(PersistentOperation):
 
     def __call__(self) -> None:
         """See :meth:`PersistentOperation.__call__`. Here in as few steps as there can be to the kernel."""
-        if (entry := self._entry) is not None and self._work is None:
-            for tensor, address, _, _ in self._memory:
-                if tensor.data_ptr() != address:
-                    break
-            else:
-                entry()
-                return
         communicator = self._communicator
         if (
             (direct := self._direct) is not None
@@ -297,6 +298,84 @@ class _Message(PersistentOperation):
             write_back([self._tensor], [self._buffer])
 
 
+class _Native(NativeCallable, PersistentOperation):
+    """What is called as machine code is, once it has a request; by Python before, or if it is not plain."""
+
+    _request: Request | None = None
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # Until there is a request, one that has nothing but the general way.
+        self._unbound = Request(general=type(self)._call_by_python)
+        self._bind(native.call_in_general, self._unbound)
+
+    @staticmethod
+    def _call_by_python(operation: Any) -> None:
+        """Do what a call does, in Python."""
+        raise NotImplementedError
+
+    def _bind(self, function: Any, request: Request) -> None:
+        bind(self, address_of(function), ctypes.addressof(request))
+
+    def _set_work(self, work: Work | None) -> None:
+        super()._set_work(work)
+        if self._request is not None:
+            self._request.active = int(work is not None)
+
+    def _may_be_bound(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether the tensors are such as machine code can read."""
+        return self._request is None and all(type(tensor) in _KNOWN for tensor in tensors)
+
+
+class _NativeCollective(_Native, _Collective):
+    """A collective that machine code runs from its second start on."""
+
+    @staticmethod
+    def _call_by_python(operation: Any) -> None:
+        _Collective.__call__(operation)
+
+    def _perform(self, site: str | None) -> list[Any]:
+        result = super()._perform(site)
+        access, direct = self._communicator.entries.access, cast(Any, self._direct)
+        tensors = [tensor for tensor, _, _, _ in self._memory]
+        if access is not None and direct is not None and direct.name in WORDS and self._may_be_bound(tensors):
+            general = type(self)._call_by_python
+            self._request = request_of_collective(self._communicator, access, general, tensors, direct)
+            self._request.active = int(self._work is not None)
+            self._bind(native.collective, self._request)
+        return result
+
+
+class _NativeMessage(_Native, _Message):
+    """A message that machine code sends or receives."""
+
+    @staticmethod
+    def _call_by_python(operation: Any) -> None:
+        _Message.__call__(operation)
+
+    def __init__(
+        self, communicator: Communicator, name: str, tensor: torch.Tensor, rank: int | None, tag: int
+    ) -> None:
+        super().__init__(communicator, name, tensor, rank, tag)
+        access = communicator.entries.access
+        if access is None or _copies([self._buffer], [tensor]) or not self._may_be_bound([tensor]):
+            return
+        kind, peer = DTYPE_CODE[tensor.dtype], -1 if rank is None else rank
+        words = (tensor.data_ptr(), tensor.nbytes, kind, peer, self._tag)
+        general = type(self)._call_by_python
+        self._request = request_of_message(communicator, access, general, tensor, words, sends=self._sends)
+        self._request.source = -1
+        self._bind(native.send if self._sends else native.recv, self._request)
+
+    def source_rank(self) -> int:
+        return self._source if self._request is None or self._sends else self._request.source
+
+    def _end(self, work: Work) -> None:
+        super()._end(work)
+        if self._request is not None:
+            self._request.source = self._source
+
+
 class _Ordinary(PersistentOperation):
     """An ordinary operation, called on every start: where tensors are not in the memory of this host."""
 
@@ -344,8 +423,8 @@ def persistent_collective(
     given = list(tensors_in([output, input]))
     if not engine.is_fake and not all(tensor.is_cpu for tensor in given):
         return _Ordinary(communicator, row.name, ordinary)
-    entry = vars(communicator).get(row.name) if splits == (None, None) else None
-    return _Collective(communicator, row, call, given, op, root, entry)
+    kind = _Collective if communicator.entries.access is None else _NativeCollective
+    return kind(communicator, row, call, given, op, root)
 
 
 def persistent_message(
@@ -356,7 +435,8 @@ def persistent_message(
     if communicator.engine.delegates or (isinstance(tensor, torch.Tensor) and is_on_gpu(tensor)):
         begin = communicator.isend if name == "send" else communicator.irecv
         return _Ordinary(communicator, name, partial(begin, tensor, rank, tag))  # type: ignore[arg-type]
-    return _Message(communicator, name, tensor, rank, tag)
+    kind = _Message if communicator.entries.access is None else _NativeMessage
+    return kind(communicator, name, tensor, rank, tag)
 
 
 def _copies(

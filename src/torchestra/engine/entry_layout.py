@@ -21,6 +21,8 @@ _ACCESS_WORDS = ("describe", "implementation", "keys", "storage", "data", "nbyte
 _ACCESS_OBJECTS = ("tensor", "parameter", "integer", "list", "none", "false", "profiler", "profiler_flag")
 _RECORD_WORDS = ("dtype", "op", "root", "plan")
 _ENTRY_WORDS = ("state", "access", "plans", "size", "iovec", "longest_list", "mailbox")
+_MEMORY_WORDS = ("tensor", "address", "nbytes")
+_REQUEST_WORDS = ("active", "memory", "tensors", "which", "nbytes_moved", "tables", "tables_bytes", "source")
 _ENTRY_OBJECTS = ("general", "learn", "go_on", "leave")
 
 
@@ -137,6 +139,46 @@ class Entry(ctypes.Structure):
     ]
 
 
+class MemoryRecord(ctypes.Structure):
+    """Where a tensor was when a persistent operation was set up.
+
+    Attributes:
+        tensor: the address of its object.
+        address: of its first element.
+        nbytes: the length of its storage.
+    """
+
+    tensor: int
+    address: int
+    nbytes: int
+    _fields_ = [(name, _WORD) for name in _MEMORY_WORDS]
+
+
+class Request(Entry):
+    """A persistent operation: an entry, and all that its kernel is called with.
+
+    Attributes:
+        active: it was started, and nobody has waited for it since.
+        memory, tensors: address of the first MemoryRecord, and how many there are.
+        which: the kernel of a collective, by its number (entries/running.py).
+        nbytes_moved: how much it moves: whether the interpreter's lock is kept.
+        tables, tables_bytes: address and length of what the tables by peer are to be; 0 if it uses none.
+        source: of a receive, the rank that sent last; else -1.
+        words: what the kernel is called with: of a collective the plan comes first, of a message the address.
+    """
+
+    active: int
+    memory: int
+    tensors: int
+    which: int
+    nbytes_moved: int
+    tables: int
+    tables_bytes: int
+    source: int
+    words: Any
+    _fields_ = [*((name, _WORD) for name in _REQUEST_WORDS), ("words", _WORD * 5)]
+
+
 def _at(structure: type[ctypes.Structure], field: str) -> int:
     offset: int = getattr(structure, field).offset
     return offset
@@ -162,6 +204,14 @@ TENSOR, PARAMETER, INTEGER, LIST, NONE, FALSE, PROFILER, PROFILER_FLAG = (
 
 PLAN_DTYPE, PLAN_OP, PLAN_ROOT, PLAN = (_at(PlanRecord, name) for name in _RECORD_WORDS)
 PLAN_RECORD_BYTES = ctypes.sizeof(PlanRecord)
+
+MEMORY_TENSOR, MEMORY_ADDRESS, MEMORY_NBYTES = (_at(MemoryRecord, name) for name in _MEMORY_WORDS)
+MEMORY_RECORD_BYTES = ctypes.sizeof(MemoryRecord)
+
+ACTIVE, MEMORY, TENSORS, WHICH, NBYTES_MOVED, TABLES, TABLES_BYTES, SOURCE = (
+    _at(Request, name) for name in _REQUEST_WORDS
+)
+WORDS_AT = _at(Request, "words")
 
 # A view: a DLTensor (data, device, dimensions and dtype, shape, strides, offset), and what was made of it.
 VIEW_DATA = 0

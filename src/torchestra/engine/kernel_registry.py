@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchestra.engine.entries import collectives, lists, messages
+from torchestra.engine.entries import collectives, lists, messages, persistent
 from torchestra.engine.kernels import doorbell, move, prefix, reduce, shared_words
 from torchestra.engine.native.declarations import Intrinsic, KernelSource
 from torchestra.engine.native.kernel import declared
@@ -21,6 +21,7 @@ _MODULES = (
     message_records,
     messages,
     move,
+    persistent,
     prefix,
     reduce,
     shared_words,

@@ -338,24 +338,9 @@ class LocalEngine(Engine):
             raise
 
     def prepare(self, plan: LocalPlan, inputs: Tensors, outputs: Tensors) -> Prepared:
-        context, kernels = self.context, self.kernels
         kernel, arguments = ALGORITHMS[plan.row.algorithm](self, plan, inputs, outputs)
-        name = next(name for name, each in vars(kernels).items() if each is kernel)
-        tables = context.tables() if name in _WITH_TABLES else None
-
-        def run(timeout_s: float, site: str | None = None) -> None:
-            # Found by its name, as another function is in its place when the group cannot be used any more.
-            kernel = getattr(kernels, name)
-            try:
-                if tables is not None:
-                    context.set_tables(tables)
-                if code := kernel(*arguments):
-                    context.finish(code, kernel, arguments, timeout_s, site)
-            except BaseException as error:
-                self.leave_halfway(error)
-                raise
-
-        return run
+        name = next(name for name, each in vars(self.kernels).items() if each is kernel)
+        return PreparedKernel(self, name, arguments, self.context.tables() if name in _WITH_TABLES else None)
 
     def call(self, kernel: Kernel, arguments: Arguments, timeout_s: float, site: str | None = None) -> None:
         """Call a kernel until it is done."""
@@ -464,6 +449,36 @@ class LocalEngine(Engine):
                 # Not a method of this object, which would then hold itself, and the arena, once it is closed.
                 self.kernels.replace(partial(_refuse, self.context))
                 reclaim(self.context)
+
+
+class PreparedKernel:
+    """A kernel and what it is to be called with, again and again.
+
+    Attributes:
+        name: of the kernel.
+        arguments: the plan's address first.
+        tables: what the tables by peer are to be; None if the kernel reads none.
+    """
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        name: str,
+        arguments: Arguments,
+        tables: npt.NDArray[np.int64] | None,
+    ) -> None:
+        self._engine = engine
+        self.name = name
+        self.arguments = arguments
+        self.tables = tables
+
+    def __call__(self, timeout_s: float, site: str | None = None) -> None:
+        """Call the kernel until it is done."""
+        engine = self._engine
+        if self.tables is not None:
+            engine.context.set_tables(self.tables)
+        # Found by its name, as another function is in its place when the group cannot be used any more.
+        engine.call(getattr(engine.kernels, self.name), self.arguments, timeout_s, site)
 
 
 def combine_tensors(target: torch.Tensor, sources: Tensors, op: ReduceOp) -> None:

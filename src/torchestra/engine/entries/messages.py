@@ -119,25 +119,13 @@ def _go_on(entry, code, address, length, kind, peer, tag):
 
 
 @kernel
-def _move(entry, arguments, number, keywords, sending):
-    """Send or receive; returns the result, or 0 with an exception."""
-    if not _is_plain(entry, arguments, number, keywords, sending):
-        return general_way(entry, arguments, number, keywords)
-    view = entry + e.VIEWS
-    kind = plan_for(entry, dtype_of(view), 0, 0) - 1
-    if kind < 0:
-        return general_way(entry, arguments, number, keywords)
-    peer = load(entry + _PEER)
-    tag = load(entry + _TAG)
-    address = load(view + e.VIEW_DATA)
-    length = load(view + e.VIEW_LENGTH)
+def move(entry, sending, address, length, kind, peer, tag, result):
+    """Send or receive a message; returns ``result``, or what ``go_on`` does, or 0 with an exception."""
     mailbox = load(entry + e.MAILBOX)
     if sending != 0:
         code = send_now(mailbox, address, length, kind, peer, tag)
-        result = load(load(entry + e.ACCESS) + e.NONE)
     else:
         code = receive_now(mailbox, address, length, kind, peer, tag)
-        result = load(arguments + 8)
     thread = 0
     if code == w.OCCUPIED and peer >= 0:
         thread = release_interpreter()
@@ -152,6 +140,26 @@ def _move(entry, arguments, number, keywords, sending):
         return result
     add_reference(result)
     return result
+
+
+@kernel
+def _move(entry, arguments, number, keywords, sending):
+    """Send or receive; returns the result, or 0 with an exception."""
+    if not _is_plain(entry, arguments, number, keywords, sending):
+        return general_way(entry, arguments, number, keywords)
+    view = entry + e.VIEWS
+    kind = plan_for(entry, dtype_of(view), 0, 0) - 1
+    if kind < 0:
+        return general_way(entry, arguments, number, keywords)
+    peer = load(entry + _PEER)
+    tag = load(entry + _TAG)
+    address = load(view + e.VIEW_DATA)
+    length = load(view + e.VIEW_LENGTH)
+    if sending != 0:
+        result = load(load(entry + e.ACCESS) + e.NONE)
+    else:
+        result = load(arguments + 8)
+    return move(entry, sending, address, length, kind, peer, tag, result)
 
 
 @kernel
