@@ -240,12 +240,12 @@ def test_the_doctor_shows_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "python -m torchestra.interop" in row()
 
 
-SMALL = """
+SMALL = r"""
 import sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 tensor = torch.ones(1)
 dist.all_reduce(tensor)
-print(sys.argv[1:], type(dist.group.WORLD).__name__, tensor.item(), flush=True)
+sys.stdout.write(f"{sys.argv[1:]} {type(dist.group.WORLD).__name__} {tensor.item()}\n")  # in one piece
 dist.destroy_process_group()
 """
 
