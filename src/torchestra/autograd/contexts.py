@@ -60,7 +60,7 @@ class Context:
     # -- messages
 
     def outgoing(self, to: int, content: object, *, is_call: bool) -> SendRecorder | None:
-        """See :class:`~torchestra.rpc.message_scope.CallScope`."""
+        """See :class:`~torchestra.rpc.call_scope.CallScope`."""
         with self.lock:
             if self.released:
                 return None

@@ -23,12 +23,13 @@ from torch.futures import Future
 from torchestra.arguments.annotations import refuse_type
 from torchestra.errors import RpcError, shown
 from torchestra.rpc import remote_errors
+from torchestra.rpc.call_scope import CallScope
 from torchestra.rpc.calls import Label, PendingCall, name_of
 from torchestra.rpc.execution import CallExecutor
 from torchestra.rpc.headers import Creation, IncomingHeader, OutgoingHeader
 from torchestra.rpc.leader_followers import ONCE, QUEUED, REPEATABLE, Job, LeaderFollowersPool
 from torchestra.rpc.liveness import Liveness
-from torchestra.rpc.message_scope import CallScope, MessageScope, new_scope
+from torchestra.rpc.message_scope import MessageScope, new_scope
 from torchestra.rpc.messages import (
     CALL,
     FAILURE,

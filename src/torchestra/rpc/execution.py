@@ -10,17 +10,17 @@ from torch.futures import Future
 
 from torchestra.errors import RpcError
 from torchestra.rpc import remote_errors
+from torchestra.rpc.call_scope import CallScope
 from torchestra.rpc.current import TAKES_AGENT
 from torchestra.rpc.functions import MARK
 from torchestra.rpc.headers import IncomingHeader, OutgoingHeader
 from torchestra.rpc.messages import ANSWER, FAILURE, decode, encode, encode_plain_value
+from torchestra.rpc.rref_state import OwnerRRef
 from torchestra.rpc.thread_state import thread_state
 from torchestra.transport.message import Message
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
-    from torchestra.rpc.message_scope import CallScope
-    from torchestra.rpc.rref_state import OwnerRRef
 
 
 class CallExecutor:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from torchestra.rpc.call_scope import CallScope, TensorRecorder
 from torchestra.rpc.messages import Encoded, encode, registered_reducers
-from torchestra.rpc.rref_state import GlobalId, OwnerRRef
+from torchestra.rpc.rref_state import GlobalId, OwnerRRef, UserRRef
 from torchestra.rpc.shared_buffers import SharedBufferPool
 from torchestra.tensors.serialization import Reducer, deserialization_context
-
-if TYPE_CHECKING:
-    from torchestra.rpc.message_scope import CallScope, TensorRecorder
-    from torchestra.rpc.rref import RRef
-    from torchestra.rpc.rref_context import RRefContext
 
 Creation = tuple[GlobalId, "GlobalId | None"]
 """The numbers of the reference that the result of a call is kept under, and of its creator's fork."""
@@ -30,6 +26,26 @@ class ForkData(NamedTuple):
     owner: int
     fork_id: GlobalId
     listed: bool
+
+
+class Reference(Protocol):
+    """A reference in a message: an :class:`~torchestra.rpc.RRef`."""
+
+    _state: OwnerRRef | UserRRef
+
+
+class Forks(Protocol):
+    """Makes the forks of references in messages: an RRefContext."""
+
+    @property
+    def rref_class(self) -> type:
+        """Return the class of references."""
+
+    def fork(self, rref: Any, to: int, forks: list[ForkData]) -> None:
+        """Make a fork for a worker, and add it to those of its message."""
+
+    def withdraw_fork(self, fork: ForkData) -> None:
+        """Undo :meth:`fork`, for a message that is not sent."""
 
 
 class OutgoingHeader:
@@ -54,7 +70,7 @@ class OutgoingHeader:
 
     def __init__(
         self,
-        rrefs: RRefContext,
+        rrefs: Forks,
         to: int,
         creation: Creation | None,
         recorder: TensorRecorder | None,
@@ -86,7 +102,7 @@ class OutgoingHeader:
             return (self._creation, [tuple(each) for each in self._forks], mark)
         return None
 
-    def _reduce_rref(self, rref: RRef) -> Any:
+    def _reduce_rref(self, rref: Reference) -> Any:
         self._rrefs.fork(rref, self._to, self._forks)
         return _rref_of_message, (len(self._forks) - 1,)
 
@@ -116,7 +132,7 @@ class IncomingHeader:
     """
 
     owned: OwnerRRef | None = None
-    rrefs: dict[int, RRef] = field(default_factory=dict)
+    rrefs: dict[int, Reference] = field(default_factory=dict)
     mark: Any = None
     unconfirmed: int = 0
     scope: CallScope | None = None

@@ -11,34 +11,15 @@ and importing it installs the scope: a worker needs no import of its own to be c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchestra.errors import RpcError
+from torchestra.rpc.call_scope import CallScope
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
-
-
-class TensorRecorder(Protocol):
-    """Records the tensors in a message that is being pickled."""
-
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor that requires gradients is to be given to :meth:`MessageScope.read`."""
-
-    def close(self) -> Any:
-        """All is pickled: return the mark of the message, or None."""
-
-    def sent(self) -> None:
-        """Note that the message has been sent."""
-
-
-class CallScope(Protocol):
-    """The scope of the calls of a thread, and of the answers to a call."""
-
-    def outgoing(self, to: int, content: object, *, is_call: bool) -> TensorRecorder | None:
-        """Return a recorder for a message to a worker; None if the scope is over."""
 
 
 class MessageScope:

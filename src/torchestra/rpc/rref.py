@@ -21,10 +21,10 @@ from torchestra.rpc.profiling import profiler_is_on, recorded
 from torchestra.rpc.rref_context import fetch
 from torchestra.rpc.rref_state import GlobalId, OwnerRRef, UserRRef, id_text
 from torchestra.rpc.thread_state import calling_scope
+from torchestra.rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
-    from torchestra.rpc.worker_info import WorkerInfo
 
 
 class RRef:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.futures import Future
 
 from torchestra.errors import RpcError
-
-if TYPE_CHECKING:
-    from torchestra.rpc.headers import IncomingHeader
 
 GlobalId = tuple[int, int]
 """Of a reference or a fork: the rank of the worker that created it, and how many it had created before."""
@@ -66,6 +63,13 @@ class OwnerRRef:
         return first
 
 
+class Confirmable(Protocol):
+    """A message that waits until the references within are confirmed."""
+
+    def confirmed_one(self) -> None:
+        """Note that one of them is confirmed, or never will be."""
+
+
 @dataclass(slots=True, eq=False)
 class UserRRef:
     """A reference to a value elsewhere.
@@ -90,5 +94,5 @@ class UserRRef:
     released: bool = False
     error: Exception | None = None
     created: Future[Any] | None = None
-    incoming: IncomingHeader | None = None
+    incoming: Confirmable | None = None
     is_asked: bool = False

@@ -73,11 +73,7 @@ def init_rpc(
             "Argument rpc_backend_options must be an instance of RpcBackendOptions"
         )
     WorkerInfo(name, rank)
-    if (agent := agent_or_none()) is not None and agent.inherited:
-        stop(agent)
-        leave_thread_rank()
-    elif agent is not None:
-        raise RpcError("RPC is already initialized")
+    _check_no_worker()
     options = rpc_backend_options or RpcBackendOptions()
     here = current_thread_rank()
     store, method = options.store, options.init_method
@@ -105,6 +101,17 @@ def init_rpc(
     set_agent(agent)
     _open.add(agent)
     agent.start()
+
+
+def _check_no_worker() -> None:
+    """Refuse a rank that is a worker already; drop the worker that a forked child has from its parent."""
+    agent = agent_or_none()
+    if agent is None:
+        return
+    if not agent.inherited:
+        raise RpcError("RPC is already initialized")
+    stop(agent)
+    leave_thread_rank()
 
 
 def _connect_hosts(

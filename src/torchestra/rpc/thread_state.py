@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from torchestra.rpc.message_scope import CallScope
-
+from torchestra.rpc.call_scope import CallScope
 
 _set_grad_enabled = torch._C._set_grad_enabled
 
