@@ -77,13 +77,12 @@ def share(plan, count, source):
     meta = load(plan + PLAN_META)
     chunk = load(context + SHARE)
     rank = load(context + RANK)
-    size = load(context + SIZE)
     targets = load(context + TARGETS)
     lengths = load(context + TARGET_BYTES)
     own = load(lengths + rank * 8)
     longest = 0
     total = 0
-    for peer in range(size):
+    for peer in range(load(context + SIZE)):
         longest = max(longest, load(lengths + peer * 8))
         if load(targets + peer * 8) != 0:
             total += load(lengths + peer * 8)
@@ -99,40 +98,25 @@ def share(plan, count, source):
             return code
     while iteration < parts + 1:
         if iteration > 0:
-            if iteration == 1:
-                code = meet(context, meta, count)
-            else:
-                code = wait_for_step(context, iteration)
+            code = meet(context, meta, count) if iteration == 1 else wait_for_step(context, iteration)
             if code != DONE:
                 store(context + RESUME, iteration)
                 return code
             if iteration == 1 and parts > 1 and everyone_shares(context):
                 return _share_in_place(context, source, stream)
         offset = iteration * chunk
-        if iteration < parts and offset < own:
-            length = min(chunk, own - offset)
+        if offset < own:
             buffer = buffer_of(context, rank, iteration) if iteration else first_piece(context, rank, longest)
-            memcpy(buffer, source + offset, length)
+            memcpy(buffer, source + offset, min(chunk, own - offset))
         if iteration == 0 and parts == 1:
             post(context, meta, count)
         elif iteration == 0:
             arrive(context, meta, count, offset_in_heap(context, source))
-        if iteration < parts and offset < own:
-            length = min(chunk, own - offset)
-            target = load(targets + rank * 8)
-            if target != 0 and target != source:
-                copy_out(target + offset, source + offset, length, stream)
+        target = load(targets + rank * 8)
+        if offset < own and target != 0 and target != source:
+            copy_out(target + offset, source + offset, min(chunk, own - offset), stream)
         if iteration > 0:
-            offset -= chunk
-            for peer in range(size):
-                target = load(targets + peer * 8)
-                length = min(chunk, load(lengths + peer * 8) - offset)
-                if peer != rank and target != 0 and length > 0:
-                    if parts > 1:
-                        buffer = buffer_of(context, peer, iteration - 1)
-                    else:
-                        buffer = first_piece(context, peer, longest)
-                    copy_out(target + offset, buffer, length, stream)
+            _fetch_parts(context, iteration - 1, chunk, longest, stream)
         if 0 < iteration < parts:
             publish(context, iteration + 1)
         iteration += 1
@@ -140,6 +124,24 @@ def share(plan, count, source):
         stream_fence()
     end_posted(context)
     return DONE
+
+
+@kernel
+def _fetch_parts(context, number, chunk, longest, stream):
+    """Copy part ``number`` of the pieces that are wanted out of the buffers of their owners."""
+    rank = load(context + RANK)
+    targets = load(context + TARGETS)
+    lengths = load(context + TARGET_BYTES)
+    offset = number * chunk
+    for peer in range(load(context + SIZE)):
+        target = load(targets + peer * 8)
+        length = min(chunk, load(lengths + peer * 8) - offset)
+        if peer != rank and target != 0 and length > 0:
+            if longest > chunk:
+                buffer = buffer_of(context, peer, number)
+            else:
+                buffer = first_piece(context, peer, longest)
+            copy_out(target + offset, buffer, length, stream)
 
 
 @kernel
@@ -291,11 +293,8 @@ def exchange(plan, count):
     context = load(plan + PLAN_CONTEXT)
     meta = load(plan + PLAN_META)
     chunk = load(context + PEER_CHUNK)
-    rank = load(context + RANK)
     size = load(context + SIZE)
-    sources = load(context + SOURCES)
     sent = load(context + SOURCE_BYTES)
-    targets = load(context + TARGETS)
     expected = load(context + TARGET_BYTES)
     total = 0
     given = 0
@@ -327,29 +326,13 @@ def exchange(plan, count):
             if code != DONE:
                 store(context + RESUME, iteration)
                 return code
-        offset = iteration * chunk
         if iteration < parts:
-            buffer = buffer_of(context, rank, iteration)
-            for peer in range(size):
-                length = min(chunk, load(sent + peer * 8) - offset)
-                if peer != rank and length > 0:
-                    source = load(sources + peer * 8) + offset
-                    memcpy(buffer + peer_slot(context, rank, peer) * chunk, source, length)
+            _leave_parts(context, iteration, chunk)
         if iteration == 0:
             arrive(context, meta, count, NOT_SHARED)
-        # What a rank sends itself. (That it expects as much is found out with the other pairs.)
-        length = min(chunk, min(load(sent + rank * 8), load(expected + rank * 8)) - offset)
-        if length > 0:
-            source = load(sources + rank * 8) + offset
-            copy_out(load(targets + rank * 8) + offset, source, length, stream)
+        _keep_part(context, iteration, chunk, stream)
         if iteration > 0:
-            offset -= chunk
-            for step in range(1, size):
-                peer = (rank + step) % size
-                length = min(chunk, load(expected + peer * 8) - offset)
-                if length > 0:
-                    buffer = buffer_of(context, peer, iteration - 1) + peer_slot(context, peer, rank) * chunk
-                    copy_out(load(targets + peer * 8) + offset, buffer, length, stream)
+            _take_parts(context, iteration - 1, chunk, stream)
         if 0 < iteration < parts:
             publish(context, iteration + 1)
         iteration += 1
@@ -357,6 +340,46 @@ def exchange(plan, count):
         stream_fence()
     end(context)
     return DONE
+
+
+@kernel
+def _leave_parts(context, number, chunk):
+    """Copy part ``number`` of the piece for each peer into this rank's buffer."""
+    rank = load(context + RANK)
+    buffer = buffer_of(context, rank, number)
+    for peer in range(load(context + SIZE)):
+        length = min(chunk, load(load(context + SOURCE_BYTES) + peer * 8) - number * chunk)
+        if peer != rank and length > 0:
+            source = load(load(context + SOURCES) + peer * 8) + number * chunk
+            memcpy(buffer + peer_slot(context, rank, peer) * chunk, source, length)
+
+
+@kernel
+def _keep_part(context, number, chunk, stream):
+    """Copy part ``number`` of what a rank sends itself.
+
+    That it expects as much is found out with the other pairs.
+    """
+    place = load(context + RANK) * 8
+    whole = min(load(load(context + SOURCE_BYTES) + place), load(load(context + TARGET_BYTES) + place))
+    length = min(chunk, whole - number * chunk)
+    if length > 0:
+        source = load(load(context + SOURCES) + place) + number * chunk
+        copy_out(load(load(context + TARGETS) + place) + number * chunk, source, length, stream)
+
+
+@kernel
+def _take_parts(context, number, chunk, stream):
+    """Copy part ``number`` of the pieces for this rank out of the peers' buffers, beginning with the next."""
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    for step in range(1, size):
+        peer = (rank + step) % size
+        length = min(chunk, load(load(context + TARGET_BYTES) + peer * 8) - number * chunk)
+        if length > 0:
+            buffer = buffer_of(context, peer, number) + peer_slot(context, peer, rank) * chunk
+            target = load(load(context + TARGETS) + peer * 8) + number * chunk
+            copy_out(target, buffer, length, stream)
 
 
 @kernel

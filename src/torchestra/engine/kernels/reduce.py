@@ -161,14 +161,7 @@ def _all_reduce_chunked(context, meta, count, parts, number, unit, function, roo
             if iteration == 1 and everyone_shares(context):
                 return _all_reduce_shared(context, count, unit, function, root)
         if iteration < chunks:
-            offset = iteration * chunk
-            length = min(chunk, count - offset)
-            buffer = buffer_of(context, rank, iteration)
-            for peer in range(size):
-                if peer != rank:
-                    first = _piece(peer, size, length)
-                    last = _piece(peer + 1, size, length)
-                    copy_in(parts, number, offset + first, last - first, unit, buffer + first * unit)
+            _leave_pieces(context, parts, number, iteration, count, chunk, unit)
         if 0 < iteration <= chunks:
             offset = (iteration - 1) * chunk
             length = min(chunk, count - offset)
@@ -181,14 +174,7 @@ def _all_reduce_chunked(context, meta, count, parts, number, unit, function, roo
                 copy = load(pointers + rank * 8) if root < 0 or not wanted else 0
                 reduce_in(context, parts, number, offset + first, last - first, unit, function, wanted, copy)
         if iteration > 1 and wanted:
-            offset = (iteration - 2) * chunk
-            length = min(chunk, count - offset)
-            for peer in range(size):
-                if peer != rank:
-                    first = _piece(peer, size, length)
-                    last = _piece(peer + 1, size, length)
-                    buffer = buffer_of(context, peer, iteration - 2) + first * unit
-                    copy_out(parts, number, offset + first, last - first, unit, buffer)
+            _fetch_pieces(context, parts, number, iteration - 2, count, chunk, unit)
         if iteration == 0:
             arrive(context, meta, count, shared)
         elif iteration < chunks + 1:
@@ -196,6 +182,34 @@ def _all_reduce_chunked(context, meta, count, parts, number, unit, function, roo
         iteration += 1
     end(context)
     return DONE
+
+
+@kernel
+def _leave_pieces(context, parts, number, which, count, chunk, unit):
+    """Copy the peers' pieces of chunk ``which`` into this rank's buffer, for them to reduce."""
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    length = min(chunk, count - which * chunk)
+    buffer = buffer_of(context, rank, which)
+    for peer in range(size):
+        if peer != rank:
+            first = _piece(peer, size, length)
+            last = _piece(peer + 1, size, length)
+            copy_in(parts, number, which * chunk + first, last - first, unit, buffer + first * unit)
+
+
+@kernel
+def _fetch_pieces(context, parts, number, which, count, chunk, unit):
+    """Copy the peers' pieces of chunk ``which``, which they have reduced, out of their buffers."""
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    length = min(chunk, count - which * chunk)
+    for peer in range(size):
+        if peer != rank:
+            first = _piece(peer, size, length)
+            last = _piece(peer + 1, size, length)
+            buffer = buffer_of(context, peer, which) + first * unit
+            copy_out(parts, number, which * chunk + first, last - first, unit, buffer)
 
 
 @kernel
