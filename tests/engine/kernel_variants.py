@@ -192,11 +192,17 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
             "        if is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
             "            arrive(context, meta, count, NOT_SHARED)\n",
         ),
-        (  # both
-            "        offset = iteration * chunk\n        if iteration < parts",
+        (  # share
+            "        offset = iteration * chunk\n        if offset < own",
             "        if 0 < iteration < parts and is_broken(COPY_BEFORE_PUBLISHING):\n"
             "            publish(context, iteration + 1)\n"
-            "        offset = iteration * chunk\n        if iteration < parts",
+            "        offset = iteration * chunk\n        if offset < own",
+        ),
+        (  # exchange
+            "        if iteration < parts:\n            _leave_parts",
+            "        if 0 < iteration < parts and is_broken(COPY_BEFORE_PUBLISHING):\n"
+            "            publish(context, iteration + 1)\n"
+            "        if iteration < parts:\n            _leave_parts",
         ),
     ],
     reduce: [
@@ -213,12 +219,12 @@ _EDITS: dict[ModuleType, list[tuple[str, str]]] = {
             "        copy_in(parts, number, 0, count",
         ),
         (  # all_reduce, chunked
-            "        if iteration < chunks:\n            offset = iteration * chunk\n",
+            "        if iteration < chunks:\n            _leave_pieces",
             "        if iteration == 0 and is_broken(FIRST_PIECE_BEFORE_ARRIVAL):\n"
             "            arrive(context, meta, count, shared)\n"
             "        if 0 < iteration < chunks + 1 and is_broken(COPY_BEFORE_PUBLISHING):\n"
             "            publish(context, iteration + 1)\n"
-            "        if iteration < chunks:\n            offset = iteration * chunk\n",
+            "        if iteration < chunks:\n            _leave_pieces",
         ),
         (  # reduce_scatter
             "        offset = iteration * chunk * unit\n        if iteration < parts",
