@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -75,3 +76,25 @@ def test_a_time_out_names_the_ranks_and_where_they_are() -> None:
 def test_an_environment_of_their_own_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="ranks that are threads share one environment"):
         launch(print, 2, kind="threads", env={"A": "B"})
+
+
+def test_lines_bear_the_rank_that_printed_them(capsys) -> None:
+    both_here = threading.Barrier(2)
+
+    def speak() -> None:
+        rank = current_thread_rank().rank
+        both_here.wait(10)
+        print("line", rank)
+        print("unfinished", rank, end="")
+        print("error", rank, file=sys.stderr)
+
+    before = sys.stdout
+    launch(speak, 2, kind="threads")
+    print("afterwards")
+    assert sys.stdout is before
+    out, err = capsys.readouterr()
+    *lines, last = out.splitlines()
+    words = ("line", "unfinished")
+    assert sorted(lines) == [f"[rank {rank}] {word} {rank}" for rank in (0, 1) for word in words]
+    assert last == "afterwards"
+    assert sorted(err.splitlines()) == ["[rank 0] error 0", "[rank 1] error 1"]

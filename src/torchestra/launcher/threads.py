@@ -17,6 +17,7 @@ from torchestra.errors import LaunchTimeoutError, RankError
 from torchestra.launcher.failure_report import ranks_phrase
 from torchestra.launcher.root_cause import FailedRank, failure_from, root_cause
 from torchestra.launcher.spec import Failure
+from torchestra.launcher.thread_output import outputs_by_rank
 from torchestra.store import HashStore
 from torchestra.world.registry import thread_rank
 
@@ -121,8 +122,9 @@ def launch_threads(fn: Callable[..., T], nproc: int, args: tuple[Any, ...], time
     Raises:
         RankError, LaunchTimeoutError: as told there.
     """
-    threads = ThreadRanks(nproc, lambda rank: fn(*args))
-    threads.join(timeout, _PEERS_GRACE_S)
+    with outputs_by_rank():
+        threads = ThreadRanks(nproc, lambda rank: fn(*args))
+        threads.join(timeout, _PEERS_GRACE_S)
     cause = root_cause(
         FailedRank(each.rank, 1, each.failure.time, each.failure)
         for each in threads.ranks
