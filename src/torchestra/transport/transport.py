@@ -2,8 +2,9 @@
 
 A rank listens at one port, where it only receives (PULL), and has a connection of its own to each of the
 others, where it only sends (PUSH). Callers leave messages in queues (pair.py), so an interrupted caller
-leaves nothing halfway; short ones they send on their own thread if they can. One thread (event_loop.py) sends
-the rest, and hands on what has come.
+leaves nothing halfway; short ones they send on their own thread if they can, and receive on their own thread
+if they wait for them (:meth:`Transport.receive_for`). One thread (event_loop.py) sends the rest, and hands on
+what else has come.
 
 *Who is connected.* :meth:`Transport.join` connects ranks that all need each other, and returns when all have
 met. Ranks that :meth:`Transport.expect` has made known are connected when one of the two first sends the
@@ -55,7 +56,7 @@ class Transport:
         broken: called with a rank whose connection has ended without a goodbye, and how; then the transport
             makes another one. Default: the rank is lost.
 
-    The thread of the transport calls all three.
+    The thread of the transport calls all three; messages that somebody received for itself it does not see.
 
     Attributes:
         endpoint: how this rank is reached.
