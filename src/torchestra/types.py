@@ -77,6 +77,8 @@ class ReduceOp:
     BOR: ClassVar[ReduceOp]
     BXOR: ClassVar[ReduceOp]
     PREMUL_SUM: ClassVar[ReduceOp]
+    RedOpType: ClassVar[type[ReduceOp]]
+    """torch's name for the type of ``ReduceOp.SUM``; here that is ReduceOp itself."""
 
     name: str
     code: int
@@ -118,6 +120,25 @@ class ReduceOp:
             )
         return cls("PREMUL_SUM", float(factor))
 
+    def __call__(self, factor: float) -> ReduceOp:
+        """``ReduceOp.PREMUL_SUM(factor)`` is :meth:`premul_sum`; other operations take no factor."""
+        if self.name != "PREMUL_SUM":
+            raise InvalidArgumentTypeError(f"{self!r} takes no factor, got {shown(factor)}; PREMUL_SUM does")
+        return ReduceOp.premul_sum(factor)
+
+    @property
+    def op(self) -> ReduceOp:
+        """Return the operation without its factor."""
+        return ReduceOp(self.name)
+
+    @property
+    def value(self) -> int:
+        """Return the number that torch has for the operation, from 0 (SUM) to 8 (PREMUL_SUM)."""
+        return self.code
+
+    def __index__(self) -> int:
+        return self.code
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ReduceOp):
             return NotImplemented
@@ -135,3 +156,4 @@ class ReduceOp:
 
 for _name in ReduceOp._NAMES:
     setattr(ReduceOp, _name, ReduceOp(_name))
+ReduceOp.RedOpType = ReduceOp

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +19,24 @@ from torchestra.system.forking import forks_so_far, refusal
 from torchestra.types import Timeout, timeout_seconds
 
 _LOOK_SECONDS = 1.0  # how long one who waits may miss the end that an interrupt has kept from being told
+
+
+class WorkResult(enum.IntEnum):
+    """Say how an operation has ended."""
+
+    SUCCESS = 0
+    TIMEOUT = 1
+    COMM_ERROR = 2
+
+
+def _result_of(future: torch.futures.Future[Any]) -> int:
+    try:
+        future.value()
+    except CollectiveTimeoutError:
+        return WorkResult.TIMEOUT
+    except Exception:
+        return WorkResult.COMM_ERROR
+    return WorkResult.SUCCESS
 
 
 class _Trace(Exception):
@@ -128,8 +148,9 @@ class Work:
         """Block until the operation is done.
 
         Args:
-            timeout: how long to wait here; default: as long as the operation itself may take. Without one
-                the calling thread runs the operation itself, if it has not been begun.
+            timeout: how long to wait here; default, and for ``timedelta(0)``, as torch means it: as long as
+                the operation itself may take. Without one the calling thread runs the operation itself, if it
+                has not been begun.
 
         Returns:
             True.
@@ -139,6 +160,8 @@ class Work:
                 again.
             DistError: what the operation failed with.
         """
+        if isinstance(timeout, timedelta) and not timeout:
+            timeout = None
         if timeout is not None:
             timeout_seconds(timeout, "wait")
         if not self._ended:
@@ -208,6 +231,14 @@ class Work:
     def synchronize(self) -> None:
         """:meth:`wait`: when it returns, the tensors can be used on every stream of their device."""
         self.wait()
+
+    def block_current_stream(self) -> None:
+        """Have the device's current stream wait for the operation; here by :meth:`wait`, on the host."""
+        self.wait()
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """A future of a :class:`WorkResult`, how the operation has ended; it has no exception."""
+        return self.get_future().then(_result_of)
 
     def _source_rank(self) -> int:
         """:meth:`source_rank`, as torch spells it."""

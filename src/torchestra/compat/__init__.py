@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torchestra.communicator.work import Work
 from torchestra.compat import aliases, distributed_c10d
 from torchestra.compat.distributed_c10d import *  # noqa: F403
+from torchestra.compat.remote_device import _remote_device
 from torchestra.compat.rendezvous import rendezvous
 from torchestra.device_mesh import DeviceMesh, init_device_mesh
 
@@ -28,6 +29,7 @@ __all__ = [
     "DeviceMesh",
     "_Backend",
     "_Work",
+    "_remote_device",
     "distributed_c10d",
     "init_device_mesh",
     "rendezvous",

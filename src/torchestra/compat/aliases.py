@@ -17,7 +17,9 @@ _AVERAGING = "algorithms.model_averaging"
 _BELOW_COMPAT: AliasTable = {
     "_functional_collectives": {"torchestra.functional": "* _expand_group=expand_group RANK_TYPES=Group"},
     "_shard": {},
+    "_shard.metadata": {"torchestra.sharded": "ShardMetadata"},
     "_shard.sharded_tensor": {"torchestra.sharded": "*"},
+    "_shard.sharded_tensor.api": {"torchestra.sharded": "Shard ShardedTensor ShardedTensorMetadata"},
     "_spmd": {},
     "_spmd.comm_tensor": {"torchestra.functional.comm_tensor": "CommTensor _wait_comm=wait_comm"},
     "_tensor": _MESH,
@@ -44,6 +46,7 @@ _BELOW_COMPAT: AliasTable = {
         f"torchestra.{_AVERAGING}.hierarchical_model_averager": "*"
     },
     f"{_AVERAGING}.utils": {f"torchestra.{_AVERAGING}.parameters": "*"},
+    "constants": {"torchestra.compat.distributed_c10d": "default_pg_timeout"},
     "device_mesh": _MESH,
     "nn": {"torchestra.compat.nn.functional": "*", "torchestra.nn": "RemoteModule"},
     "nn.api": {},

@@ -26,12 +26,10 @@ from torchestra import (
     ScatterOptions,
     Work,
     abort_process_group,
-    default_pg_timeout,
     destroy_process_group,
     get_node_local_rank,
     get_pg_count,
     get_process_group_ranks,
-    get_rank,
     get_world_size,
     group,
     is_available,
@@ -52,20 +50,32 @@ from torchestra.collectives.coalescing import CoalescingManager, coalescing_mana
 from torchestra.collectives.functions import *  # noqa: F403
 from torchestra.collectives.functions import all_gather_into_tensor, reduce_scatter_tensor
 from torchestra.collectives.objects import *  # noqa: F403
-from torchestra.compat import backends, debug_level, groups, reducing, registry_view
+from torchestra.communicator.work import WorkResult
+from torchestra.compat import backends, debug_level, groups, internals, reducing, registry_view
 from torchestra.compat.backends import *  # noqa: F403
+from torchestra.compat.control_collectives import _ControlCollectives, _StoreCollectives
 from torchestra.compat.debug_level import *  # noqa: F403
 from torchestra.compat.groups import *  # noqa: F403
+from torchestra.compat.internals import *  # noqa: F403
 from torchestra.compat.reducing import *  # noqa: F403
 from torchestra.compat.registered import DistributedBackendOptions, ProcessGroup
 from torchestra.compat.registry_view import *  # noqa: F403
-from torchestra.compat.rendezvous import *  # noqa: F403
+from torchestra.compat.rendezvous import (
+    _create_store_from_options,
+    register_rendezvous_handler,
+    rendezvous,
+)
 from torchestra.compat.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchestra.nn.parallel import Reducer
 from torchestra.types import DEFAULT_TIMEOUT
 
 ProcessGroupGloo = process_group.ProcessGroup
-_DEFAULT_PG_TIMEOUT = DEFAULT_TIMEOUT
+_DEFAULT_PG_TIMEOUT = default_pg_timeout = DEFAULT_TIMEOUT
+_GLOO_AVAILABLE = True
+_MPI_AVAILABLE = is_mpi_available()
+_NCCL_AVAILABLE = is_nccl_available()
+_UCC_AVAILABLE = is_ucc_available()
+_XCCL_AVAILABLE = is_xccl_available()
 _DistributedBackendOptions = DistributedBackendOptions
 _CoalescingManager = CoalescingManager
 _abort_process_group = abort_process_group
@@ -80,6 +90,11 @@ __all__ = [
     "SHRINK_ABORT",
     "SHRINK_DEFAULT",
     "_DEFAULT_PG_TIMEOUT",
+    "_GLOO_AVAILABLE",
+    "_MPI_AVAILABLE",
+    "_NCCL_AVAILABLE",
+    "_UCC_AVAILABLE",
+    "_XCCL_AVAILABLE",
     "AllToAllOptions",
     "AllgatherOptions",
     "AllreduceCoalescedOptions",
@@ -108,11 +123,15 @@ __all__ = [
     "Store",
     "TCPStore",
     "Work",
+    "WorkResult",
     "_CoalescingManager",
+    "_ControlCollectives",
     "_DistributedBackendOptions",
+    "_StoreCollectives",
     "_abort_process_group",
     "_all_gather_base",
     "_coalescing_manager",
+    "_create_store_from_options",
     "_reduce_scatter_base",
     "_set_pg_timeout",
     "abort_process_group",
@@ -121,7 +140,6 @@ __all__ = [
     "get_node_local_rank",
     "get_pg_count",
     "get_process_group_ranks",
-    "get_rank",
     "get_world_size",
     "group",
     "is_available",
@@ -132,6 +150,8 @@ __all__ = [
     "is_ucc_available",
     "is_xccl_available",
     "reduce_op",
+    "register_rendezvous_handler",
+    "rendezvous",
     "set_pg_timeout",
     "shrink_group",
     "supports_complex",
@@ -139,6 +159,7 @@ __all__ = [
 __all__ += backends.__all__
 __all__ += debug_level.__all__
 __all__ += groups.__all__
+__all__ += internals.__all__
 __all__ += reducing.__all__
 __all__ += registry_view.__all__
 __all__ += coalescing.__all__

@@ -40,6 +40,7 @@ __all__ = [
     "_store_based_barrier",
     "get_global_rank",
     "get_group_rank",
+    "get_rank",
     "init_process_group",
     "new_group",
     "new_subgroups",
@@ -281,6 +282,20 @@ def get_global_rank(group: AnyGroup, group_rank: int) -> int:
 
 
 _get_global_rank = get_global_rank
+
+
+def get_rank(group: AnyGroup | None = None) -> int:
+    """Call :func:`torchestra.get_rank`.
+
+    Raises:
+        InvalidArgumentError: the group has been destroyed, or was not made by ``new_group`` and its like.
+    """
+    found = init.get_rank(group)
+    if isinstance(group, ProcessGroup) and group not in current_world().groups.values():
+        raise InvalidArgumentError(
+            f"Group {group!r} is not registered, please create group with torch.distributed.new_group API"
+        )
+    return found
 
 
 def _round_robin_process_groups(process_groups: Sequence[ProcessGroup]) -> RoundRobinGroup:

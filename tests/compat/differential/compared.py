@@ -30,11 +30,17 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
         return Outcome(None, tuple(names[: names.index("Exception")]))
 
 
-def differs(theirs: Outcome, ours: Outcome) -> bool:
-    """Return whether a program could tell: the values differ, or what catches torch's error misses ours."""
-    if theirs.errors or ours.errors:
-        return not (theirs.errors and ours.errors and set(theirs.errors) <= set(ours.errors))
-    return type(theirs.value) is not type(ours.value) or bool(theirs.value != ours.value)
+def differs(theirs: Any, ours: Any) -> bool:
+    """Return whether a program could tell: values differ, or what catches torch's error misses ours."""
+    if isinstance(theirs, Outcome) and isinstance(ours, Outcome):
+        if theirs.errors or ours.errors:
+            return not (theirs.errors and ours.errors and set(theirs.errors) <= set(ours.errors))
+        return differs(theirs.value, ours.value)
+    if type(theirs) is not type(ours):
+        return True
+    if isinstance(theirs, (list, tuple)):
+        return len(theirs) != len(ours) or any(map(differs, theirs, ours))
+    return bool(theirs != ours)
 
 
 def assert_same(what: object, theirs: Outcome, ours: Outcome) -> None:
