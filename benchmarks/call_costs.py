@@ -4,7 +4,14 @@
 
 Each operation is timed twice on the same tensors: through the public call, and as the bare kernel that it
 comes down to. The medians of several turns, in µs; the slowest rank's.
+
+Before that, with 2 ranks: an all_reduce of 4 B by the public call, by a persistent operation, and by its
+kernel in a compiled loop, with no Python at all; and how long a cache line takes from one rank to the other.
+They are measured by turns, so that a noisy machine is noisy for all; the least of each, and how many times
+the kernel's it is.
 """
+
+# mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
 
 from __future__ import annotations
 
@@ -17,7 +24,10 @@ from typing import Any
 import torch
 
 import torchestra as dist
+from torchestra.engine import layout as at
+from torchestra.engine.kernels import reduce
 from torchestra.engine.layout import DONE
+from torchestra.engine.native.atomics import kernel, load_acquire, spin_hint, store_release
 from torchestra.engine.operations import ALL_GATHER_INTO_TENSOR, ALL_REDUCE, ALL_TO_ALL_SINGLE
 from torchestra.engine.p2p import kernels
 from torchestra.types import ReduceOp
@@ -41,6 +51,73 @@ def timed(call: Callable[[], object], repetitions: int) -> float:
     slowest = torch.tensor([statistics.median(turns)])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
+
+
+@kernel
+def repeat_all_reduce(plan, count, address, number):
+    """Reduce so often; return what was not DONE, but once more called."""
+    waits = 0
+    for _ in range(number):
+        while reduce.all_reduce(plan, count, address) != DONE:
+            waits += 1
+    return waits
+
+
+@kernel
+def bounce(own, peer, begins, number):
+    """Write so often what the peer waits for, and wait for its answer: each rank writes a line of its own."""
+    for step in range(1, number + 1):
+        if begins:
+            store_release(own, step)
+        while load_acquire(peer) != step:
+            spin_hint()
+        if not begins:
+            store_release(own, step)
+    return 0
+
+
+def smallest(number: int = 2000, turns: int = 41) -> dict[str, float]:
+    """Return, with 2 ranks, the least µs of an all_reduce of 4 B in each way, and of a line one way."""
+    engine: Any = default_group().communicator.engine
+    rank, tensor, context = dist.get_rank(), torch.ones(1), engine.context
+    plan = engine.plan(ALL_REDUCE, torch.float32, ReduceOp.SUM)
+    persistent = dist.all_reduce_init(tensor)
+    lines = dist.empty(256, dtype=torch.int64)
+    offset = lines.data_ptr() - context.word(at.HEAPS) - rank * context.word(at.HEAP_BYTES)
+    offsets: list[Any] = [None, None]
+    dist.all_gather_object(offsets, offset)
+    here, there = (
+        context.word(at.HEAPS) + each * context.word(at.HEAP_BYTES) + offsets[each] + 512
+        for each in (rank, 1 - rank)
+    )
+
+    def repeated(call: Callable[[], object]) -> Callable[[], object]:
+        def repeat() -> None:
+            for _ in range(number):
+                call()
+
+        return repeat
+
+    def one_way() -> None:
+        lines.zero_()
+        dist.barrier()
+        bounce(here, there, int(rank == 0), number)
+
+    ways = {
+        "public call": repeated(lambda: dist.all_reduce(tensor)),
+        "persistent": repeated(persistent),
+        "kernel": lambda: repeat_all_reduce(plan.address, 1, tensor.data_ptr(), number),
+        "one way": one_way,
+    }
+    found = dict.fromkeys(ways, float("inf"))
+    for _ in range(turns):
+        for name, way in ways.items():
+            dist.barrier()
+            began = time.perf_counter()
+            way()
+            each = (time.perf_counter() - began) / number * 1e6
+            found[name] = min(found[name], each / 2 if name == "one way" else each)
+    return found
 
 
 def calls_of(size: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
@@ -111,6 +188,15 @@ def there_and_back(size: int) -> dict[str, tuple[Callable[[], object], Callable[
     return {"send + recv": (public, bare)}
 
 
+def measure_smallest() -> dict[str, float]:
+    """Return :func:`smallest`, on every rank of a group of 2."""
+    torch.set_num_threads(1)
+    dist.init_process_group()
+    found = smallest()
+    dist.destroy_process_group()
+    return found
+
+
 def measure(sizes: list[int]) -> list[tuple[int, str, float, float]]:
     """Return, on every rank, (size, operation, µs of the public call, µs of the kernel)."""
     torch.set_num_threads(1)
@@ -131,9 +217,14 @@ def main() -> None:
     """Measure, and print a line for each size and operation."""
     ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     sizes = [int(text) for text in sys.argv[2:]] or SIZES
+    if ranks == 2:
+        found = dist.launch(measure_smallest, 2)[0]
+        print("all_reduce of 4 B, 2 ranks: ns, and times the kernel")
+        for name, each in found.items():
+            print(f"{name:<14} {each * 1000:>8.0f} {each / found['kernel']:>8.2f}")
     print(f"{ranks} ranks, µs\n{'size':>9} {'operation':<14} {'call':>8} {'kernel':>8} {'Python':>8}")
-    for size, name, call, kernel in dist.launch(measure, ranks, sizes)[0]:
-        print(f"{size:>9} {name:<14} {call:>8.2f} {kernel:>8.2f} {call - kernel:>8.2f}")
+    for size, name, call, bare in dist.launch(measure, ranks, sizes)[0]:
+        print(f"{size:>9} {name:<14} {call:>8.2f} {bare:>8.2f} {call - bare:>8.2f}")
 
 
 if __name__ == "__main__":
