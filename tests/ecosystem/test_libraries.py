@@ -20,7 +20,7 @@ import pytest
 import torchestra
 
 PROGRAMS = Path(__file__).parent / "programs"
-LIMIT_SECONDS = 280.0
+LIMIT_SECONDS = 600.0
 SERVED = 'serves "gloo" here'
 TORCHRUN = (
     "-m",

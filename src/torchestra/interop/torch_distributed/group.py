@@ -17,7 +17,7 @@ from torch._C import _distributed_c10d as c10d
 from torchestra.arguments.options import GroupOptions
 from torchestra.communicator.communicator import Communicator
 from torchestra.communicator.host_staging import POSSIBLE
-from torchestra.errors import DistError, InvalidArgumentError
+from torchestra.errors import DistBackendError, DistError, InvalidArgumentError
 from torchestra.interop.registration import BACKEND
 from torchestra.interop.torch_distributed.errors import as_torch_error
 from torchestra.interop.torch_distributed.operations import CoalescedBlock, Operations
@@ -316,7 +316,20 @@ def create_group(options: Any, backend_options: Any) -> TorchestraGroup:
     Args:
         options: torch's ``_DistributedBackendOptions``: store, rank, size, time-out, name and ranks.
         backend_options: the ``pg_options`` of the call, which only backends of other devices use.
+
+    Raises:
+        DistBackendError: this torch is too old, or the ranks did not meet.
     """
+    _check_torch()
     group = TorchestraGroup(rendezvous(options), options.store, backend_options)
     group._registered = True
     return group
+
+
+def _check_torch() -> None:
+    """Refuse versions whose C++ parts would wait for ever for a group in Python, as those of 2.6 do."""
+    if not hasattr(c10d.AllreduceOptions, "asyncOp"):
+        raise DistBackendError(
+            f"torch {torch.__version__} is too old for a backend of torch.distributed in Python: take a newer"
+            " one (docs/interop.md names those that were tested), or use torchestra's own functions"
+        )

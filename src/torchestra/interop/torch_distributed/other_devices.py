@@ -17,6 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from torchestra.errors import InvalidArgumentError
 
+_GroupName: Any = getattr(c10d, "GroupName", str)  # in torch 2.6 a plain string
+
 
 class Membership(NamedTuple):
     """Hold the arguments from which a backend makes a group.
@@ -64,7 +66,7 @@ def group_on(device: str, backend: str, member: Membership) -> ProcessGroup:
         )
     group._set_default_backend(kind)
     group._register_backend(torch.device(device), kind, made)
-    group._set_group_name(c10d.GroupName(member.name))
+    group._set_group_name(_GroupName(member.name))
     group._set_group_desc(member.description)
     return group
 
@@ -78,7 +80,7 @@ def _backend(backend: str, store: Store, member: Membership) -> Any:
             options = c10d.ProcessGroupNCCL.Options()
         options._timeout = member.timeout
         options.global_ranks_in_group = member.ranks
-        options.group_name = c10d.GroupName(member.name)
+        options.group_name = _GroupName(member.name)
         return c10d.ProcessGroupNCCL(store, member.rank, member.size, options)
     plugin = c10d.Backend._plugins.get(backend.upper())
     if plugin is None:
