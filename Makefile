@@ -13,7 +13,7 @@ DEFINED_BY := pyproject.toml constraints.txt
 # Constraints for the builds that pip runs in environments of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: attack demo test test-torch test-interop test-ecosystem test-ray lint docs bench bench-hosts bench-join conformance wheel clean
+.PHONY: attack prove demo test test-torch test-interop test-ecosystem test-ray lint docs bench bench-hosts bench-join conformance wheel clean
 
 demo: $(VENV)/.examples
 	$(RUN) -m torchestra run --nproc 2 examples/digits.py
@@ -33,6 +33,10 @@ test-torch: .venv-torch-$(TORCH)/.test
 # All attacks of tools/attacks, for ten minutes; some need root. `make test` runs each for a moment.
 attack: $(VENV)/.test
 	$(RUN) tools/attack.py $(ARGS)
+
+# The kernels' own source in every order of events that a weak memory allows. DEEP=1: all states, for hours.
+prove: $(VENV)/.test
+	$(RUN) -m verification $(if $(DEEP),--deep) $(ARGS)
 
 # With libraries that run on torch.distributed, which are large.
 test-interop: $(VENV)/.interop

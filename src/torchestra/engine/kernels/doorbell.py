@@ -17,6 +17,9 @@ sequentially consistent, so one of the two sees the other's write: the thread th
 futex compares it once more, as one step with falling asleep), or who rings that it is to wake the thread. A
 wake-up without a change of the word would be lost if it came between the thread's last look and its sleep.
 
+CLOSED is read before SUBMITTED, and written after the last task has been counted there: so whoever finds it
+set, and nothing submitted that is not begun, has seen all tasks.
+
 A nap begins with a look at URGENT, before the others, and is a wait for that word to change, or for GRACE to
 pass: an early nap's end that is missed costs no more than that.
 """
@@ -77,12 +80,13 @@ def await_task(words):
     while True:
         urgent = load_ordered(words + URGENT)
         begun = load_acquire(words + BEGUN)
+        closed = load_ordered(words + CLOSED)
         submitted = load_ordered(words + SUBMITTED)
         if submitted > begun:
             naps = 0
             if urgent > begun:
                 return 1
-        elif load_ordered(words + CLOSED) != 0:
+        elif closed != 0:
             return 0
         elif naps == NAPS:
             naps = 0

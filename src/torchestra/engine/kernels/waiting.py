@@ -248,6 +248,7 @@ def _compare_until(context, last):
 @kernel
 def differs_late(context, sequence):
     """Return LATE_MISMATCH, in this operation."""
+    wake_sleepers(context)
     store(context + DIFFERS, sequence)
     return LATE_MISMATCH
 
@@ -322,6 +323,8 @@ def meet(context, meta, count):
     if verdict == MISMATCH and metas & EARLY:
         return differs_late(context, sequence)
     store(context + SEEN, sequence)
+    if verdict != DONE:
+        wake_sleepers(context)  # the operation ends here, without end_posted()
     return verdict
 
 

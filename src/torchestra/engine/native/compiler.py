@@ -123,7 +123,8 @@ def _functions_of(lines: tuple[str, ...]) -> dict[tuple[str, int], ast.FunctionD
     }
 
 
-def _tree_of(function: Callable[..., Any]) -> ast.FunctionDef:
+def tree_of(function: Callable[..., Any]) -> ast.FunctionDef:
+    """Return the syntax tree of a function, as its module's file has it. KernelError: it is not there."""
     code = function.__code__
     lines = tuple(linecache.getlines(code.co_filename))
     try:
@@ -142,7 +143,7 @@ class _FunctionCompiler:
         self._program = program
         self._python = source.function
         self._function = function
-        self._tree = _tree_of(source.function)
+        self._tree = tree_of(source.function)
         entry = function.append_basic_block("entry")
         self._variables = ir.IRBuilder(entry)  # writes the places of variables, before all code
         self._builder = ir.IRBuilder(function.append_basic_block("body"))

@@ -1,0 +1,184 @@
+"""The cases that are searched: what ranks run, how operations are cut, what may happen besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchestra.engine.native.declarations import KernelSource
+from verification import drivers, message_drivers
+from verification.memory import Known
+from verification.program import Edit, Library, unchanged
+from verification.ranks import Ranks, Sizes
+from verification.violations import WrongResult
+from verification.world import OPERATIONS, Rules, World, now
+
+Make = Callable[[Known], World]
+Arguments = Callable[[Ranks, int], tuple[int, ...]]
+"""Of the ranks and a rank's number: what its driver is called with."""
+
+
+def _expect(found: int, wanted: int) -> int:
+    if found != wanted:
+        raise WrongResult(f"rank {now.rank} got {found} instead of {wanted}")
+    return 0
+
+
+def _nothing(*words: int) -> int:
+    return 0
+
+
+REPLACED: dict[str, Callable[..., int]] = dict.fromkeys(
+    (
+        "recorder.recorder.open_entry",
+        "recorder.recorder.close_entry",
+        "recorder.recorder.begin_wait",
+        "recorder.recorder.end_wait",
+        "recorder.recorder.open_message",
+        "recorder.recorder.close_message",
+        "recorder.recorder.message_came",
+        "recorder.clock.read_coarse_clock",
+        "kernels.placement.settle",
+    ),
+    _nothing,
+)
+"""Kernels that models leave out: they record what happens, and do not decide when ranks go on."""
+
+
+def library(edit: Edit = unchanged) -> Library:
+    """Return the kernels, ready to run; ``edit`` changes their trees."""
+    operations: dict[str, Callable[..., Any]] = {
+        **OPERATIONS,
+        "expect": _expect,
+        "somebody_crashed": lambda: int(bool(now.world.crashed)),
+    }
+    return Library(operations, REPLACED, edit)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model.
+
+    Attributes:
+        name: for reports.
+        size: how many ranks.
+        driver: what each of them runs.
+        arguments: what it is called with.
+        sizes: by which operations are cut.
+        rules: what may happen besides.
+    """
+
+    name: str
+    size: int
+    driver: KernelSource
+    arguments: Arguments
+    sizes: Sizes = field(default_factory=Sizes)
+    rules: Rules = field(default_factory=Rules)
+
+    def make(self, kernels: Library, ranks: Ranks) -> Make:
+        """Return what makes the first state, of ranks in a new arena."""
+        return ranks.world(kernels, self.driver, lambda rank: self.arguments(ranks, rank), self.rules)
+
+
+def in_place(count: int, *more: int, root: int = -1) -> Arguments:
+    """Return the arguments of operations on one tensor of ``count`` words."""
+    return lambda ranks, rank: (ranks.plan(rank, root=root), count, ranks.tensor(rank, count), *more)
+
+
+def between(count: int, inputs: int, outputs: int, *more: int, root: int = -1) -> Arguments:
+    """Return the arguments of operations with an input and an output, of so many words."""
+    return lambda ranks, rank: (
+        ranks.plan(rank, root=root),
+        count,
+        ranks.tensor(rank, inputs),
+        ranks.tensor(rank, outputs),
+        *more,
+    )
+
+
+def in_heap(count: int, *more: int, root: int = -1) -> Arguments:
+    """Return the arguments of operations on one tensor of ``count`` words in the rank's heap."""
+    return lambda ranks, rank: (ranks.plan(rank, root=root), count, ranks.heap_tensor(rank), *more)
+
+
+def from_heap(count: int, outputs: int, *more: int) -> Arguments:
+    """Return the arguments of operations with an input in the rank's heap, and an output elsewhere."""
+    return lambda ranks, rank: (
+        ranks.plan(rank),
+        count,
+        ranks.heap_tensor(rank),
+        ranks.tensor(rank, outputs),
+        *more,
+    )
+
+
+def message(count: int, *more: int) -> Arguments:
+    """Return the arguments of messages of ``count`` words."""
+    return lambda ranks, rank: (
+        ranks.mailbox(rank),
+        ranks.tensor(rank, 16),
+        ranks.tensor(rank, count),
+        count,
+        *more,
+    )
+
+
+_CRASH = Rules(crashes=1)
+_SPURIOUS = Rules(spurious=1)
+_BOUNDED = Rules(preemptions=2)
+# Beside the flag, in a slot, in two chunks.
+_SMALL, _SLOT, _CHUNKS = 1, 7, 200
+d, m = drivers, message_drivers
+
+CASES = [
+    Case("barrier", 2, d.barriers, lambda r, k: (r.plan(k), 3)),
+    Case("barrier, woken for nothing", 2, d.barriers, lambda r, k: (r.plan(k), 2), rules=_SPURIOUS),
+    Case("barrier, a rank crashes", 2, d.barriers, lambda r, k: (r.plan(k), 2), rules=_CRASH),
+    Case("barrier, counts differ", 2, d.barriers_with_mismatch, lambda r, k: (r.plan(k), 3, 7 * (k == 0))),
+    Case("all_reduce beside the flag", 2, d.all_reduces, in_place(_SMALL, -1, 3)),
+    Case("all_reduce in slots", 2, d.all_reduces, in_place(_SLOT, -1, 3)),
+    Case("all_reduce in slots, a rank crashes", 2, d.all_reduces, in_place(_SLOT, -1, 2), rules=_CRASH),
+    Case("all_reduce in chunks", 2, d.all_reduces, in_place(_CHUNKS, -1, 1)),
+    Case("all_reduce in heaps", 2, d.all_reduces, in_heap(_CHUNKS, -1, 2)),
+    Case("all_reduce in heaps, a rank crashes", 2, d.all_reduces, in_heap(_CHUNKS, -1, 1), rules=_CRASH),
+    Case("reduce", 2, d.all_reduces, in_place(_SLOT, 0, 3, root=0)),
+    Case("reduce in chunks", 2, d.all_reduces, in_place(_CHUNKS, 0, 1, root=0)),
+    Case("broadcast", 2, d.broadcasts, in_place(6, 0, 3, root=0)),
+    Case("broadcast, ten ahead", 2, d.broadcasts, in_place(6, 0, 10, root=0)),
+    Case("broadcast, a rank crashes", 2, d.broadcasts, in_place(6, 0, 2, root=0), rules=_CRASH),
+    Case("broadcast in parts", 2, d.broadcasts, in_place(13, 0, 1, root=0)),
+    Case("broadcast, counts differ", 2, d.differing_broadcasts,
+         lambda r, k: (r.plan(k, root=0), 1, r.tensor(k, 4), 0, 3 if k else 1)),
+    Case("all_reduces and broadcasts in turn", 2, d.alternating,
+         lambda r, k: (r.plan(k, meta=2, root=0), r.plan(k), 6, r.tensor(k, 6), 3)),
+    Case("all_gather", 2, d.all_gathers, between(3, 3, 6, 3)),
+    Case("all_gather in parts", 2, d.all_gathers, between(13, 13, 26, 1)),
+    Case("all_gather from heaps", 2, d.all_gathers, from_heap(13, 26, 2)),
+    Case("gather", 2, d.gathers, between(6, 6, 12, 0, 3, root=0)),
+    Case("scatter", 2, d.scatters, between(6, 12, 6, 0, 3, root=0)),
+    Case("reduce_scatter", 2, d.reduce_scatters, between(6, 12, 6, 2)),
+    Case("reduce_scatter in parts", 2, d.reduce_scatters, between(13, 26, 13, 1)),
+    Case("all_to_all", 2, d.exchanges, between(6, 12, 12, 2)),
+    Case("all_to_all in parts", 2, d.exchanges, between(13, 26, 26, 1)),
+    Case("scan", 2, d.scans, in_place(_CHUNKS, 1)),
+    Case("messages", 2, m.stream, message(1, 3)),
+    Case("messages there and back", 2, m.ping_pong, message(2, 2)),
+    Case("messages without a record", 2, m.at_once, message(2, 3)),
+    Case("messages through the ring", 2, m.stream, message(12, 1)),
+    Case("a message longer than the ring", 2, m.stream, message(40, 1), rules=_BOUNDED),
+    Case("a message longer than the ring, a rank crashes", 2, m.stream, message(40, 1),
+         rules=Rules(crashes=1, preemptions=1)),
+    Case("doorbell", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 3, 0)),
+    Case("doorbell, urgent", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 2, 1)),
+    Case("barrier of three", 3, d.barriers, lambda r, k: (r.plan(k), 2), rules=_BOUNDED),
+    Case("all_reduce of three", 3, d.all_reduces, in_place(_SMALL, -1, 2), rules=_BOUNDED),
+    Case("broadcast of three", 3, d.broadcasts, in_place(6, 1, 2, root=1), rules=_BOUNDED),
+    Case("reduce of three", 3, d.all_reduces, in_place(6, 1, 2, root=1), rules=_BOUNDED),
+    Case("a message from any of two", 3, m.any_source, message(1, 2), rules=_BOUNDED),
+]  # fmt: skip
+
+
+def case_named(name: str) -> Case:
+    """Return a case."""
+    return next(case for case in CASES if case.name == name)

@@ -1,0 +1,315 @@
+"""The programs that ranks run in a model, written as kernels: they call the product's, and check what comes.
+
+Where a kernel returns PENDING the product looks around in Python (RankContext.finish), and aborts the group
+if a peer has died. :func:`look_around` stands for that.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+
+from __future__ import annotations
+
+from torchestra.engine import layout as at
+from torchestra.engine.kernels import move, prefix, reduce
+from torchestra.engine.native.atomics import load, store, store_ordered
+from torchestra.engine.native.declarations import External, KernelSource
+
+ABORT, PLAN_CONTEXT, RANK, SIZE, RESUME = at.ABORT, at.PLAN_CONTEXT, at.RANK, at.SIZE, at.RESUME
+TARGETS, TARGET_BYTES, SOURCES, SOURCE_BYTES = at.TARGETS, at.TARGET_BYTES, at.SOURCES, at.SOURCE_BYTES
+PENDING, DONE, ABORTED, MISMATCH, LATE_MISMATCH = (
+    at.PENDING,
+    at.DONE,
+    at.ABORTED,
+    at.MISMATCH,
+    at.LATE_MISMATCH,
+)
+PLAN_META = at.PLAN_META
+
+all_reduce, all_gather, barrier, broadcast = reduce.all_reduce, move.all_gather, move.barrier, move.broadcast
+reduce_scatter_even, all_to_all_even = reduce.reduce_scatter_even, move.all_to_all_even
+gather, scatter, scan = move.gather, move.scatter, prefix.scan
+
+expect = External("expect", "i64", "i64", "i64")
+"""Fail unless two words are equal."""
+somebody_crashed = External("somebody_crashed", "i64")
+"""Return whether a rank has crashed."""
+
+
+def driver(function):
+    """Make a program of a function on words."""
+    return KernelSource(function, keeps_interpreter=False)
+
+
+@driver
+def value(rank, operation, index):
+    """Return what a rank sends: different for every rank, operation and element."""
+    return (operation + 1) * 10000 + index * 100 + rank + 1
+
+
+@driver
+def fill(tensor, rank, operation, count):
+    """Write what a rank sends."""
+    for index in range(count):
+        store(tensor + 8 * index, value(rank, operation, index))
+
+
+@driver
+def look_around(context):
+    """Abort the group if a rank has crashed; done after PENDING, as RankContext.finish does."""
+    if somebody_crashed():
+        store_ordered(load(context + ABORT), 1)
+
+
+@driver
+def abort_after(context, code):
+    """Abort the group if ranks no longer agree on where they are, as RankContext.finish does."""
+    if code == LATE_MISMATCH:
+        store_ordered(load(context + ABORT), 1)
+    return code
+
+
+@driver
+def all_reduces(plan, count, tensor, root, operations):
+    """Reduce sums into all ranks, or the root."""
+    context = load(plan + PLAN_CONTEXT)
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    for operation in range(operations):
+        fill(tensor, rank, operation, count)
+        code = all_reduce(plan, count, tensor)
+        while code == PENDING:
+            look_around(context)
+            code = all_reduce(plan, count, tensor)
+        if code != DONE:
+            return abort_after(context, code)
+        if root < 0 or root == rank:
+            for index in range(count):
+                total = 0
+                for peer in range(size):
+                    total += value(peer, operation, index)
+                expect(load(tensor + 8 * index), total)
+    return DONE
+
+
+@driver
+def broadcasts(plan, count, tensor, root, operations):
+    """Broadcast from the root."""
+    context = load(plan + PLAN_CONTEXT)
+    rank = load(context + RANK)
+    for operation in range(operations):
+        fill(tensor, rank, operation, count)
+        code = broadcast(plan, count, tensor)
+        while code == PENDING:
+            look_around(context)
+            code = broadcast(plan, count, tensor)
+        if code != DONE:
+            return abort_after(context, code)
+        for index in range(count):
+            expect(load(tensor + 8 * index), value(root, operation, index))
+    return DONE
+
+
+@driver
+def all_gathers(plan, count, tensor, output, operations):
+    """Gather the pieces of all ranks on all."""
+    context = load(plan + PLAN_CONTEXT)
+    rank = load(context + RANK)
+    for operation in range(operations):
+        fill(tensor, rank, operation, count)
+        code = all_gather(plan, count, tensor, output)
+        while code == PENDING:
+            look_around(context)
+            code = all_gather(plan, count, tensor, output)
+        if code != DONE:
+            return abort_after(context, code)
+        for peer in range(load(context + SIZE)):
+            for index in range(count):
+                expect(load(output + 8 * (peer * count + index)), value(peer, operation, index))
+    return DONE
+
+
+@driver
+def gathers(plan, count, tensor, output, root, operations):
+    """Gather the pieces of all ranks on the root."""
+    context = load(plan + PLAN_CONTEXT)
+    rank = load(context + RANK)
+    for operation in range(operations):
+        fill(tensor, rank, operation, count)
+        for peer in range(load(context + SIZE)):
+            store(load(context + TARGETS) + 8 * peer, output + 8 * peer * count if rank == root else 0)
+            store(load(context + TARGET_BYTES) + 8 * peer, 8 * count)
+        code = gather(plan, count, tensor)
+        while code == PENDING:
+            look_around(context)
+            code = gather(plan, count, tensor)
+        if code != DONE:
+            return abort_after(context, code)
+        if rank == root:
+            for peer in range(load(context + SIZE)):
+                for index in range(count):
+                    expect(load(output + 8 * (peer * count + index)), value(peer, operation, index))
+    return DONE
+
+
+@driver
+def exchanges(plan, count, tensor, output, operations):
+    """Send each rank a piece, and get one from each."""
+    context = load(plan + PLAN_CONTEXT)
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    for operation in range(operations):
+        fill(tensor, rank, operation, size * count)
+        code = all_to_all_even(plan, 8 * count, tensor, output)
+        while code == PENDING:
+            look_around(context)
+            code = all_to_all_even(plan, 8 * count, tensor, output)
+        if code != DONE:
+            return abort_after(context, code)
+        for peer in range(size):
+            for index in range(count):
+                expect(
+                    load(output + 8 * (peer * count + index)), value(peer, operation, rank * count + index)
+                )
+    return DONE
+
+
+@driver
+def reduce_scatters(plan, count, tensor, output, operations):
+    """Reduce, and leave each rank its piece."""
+    context = load(plan + PLAN_CONTEXT)
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    for operation in range(operations):
+        fill(tensor, rank, operation, size * count)
+        code = reduce_scatter_even(plan, count, tensor, output)
+        while code == PENDING:
+            look_around(context)
+            code = reduce_scatter_even(plan, count, tensor, output)
+        if code != DONE:
+            return abort_after(context, code)
+        for index in range(count):
+            total = 0
+            for peer in range(size):
+                total += value(peer, operation, rank * count + index)
+            expect(load(output + 8 * index), total)
+    return DONE
+
+
+@driver
+def barriers(plan, operations):
+    """Meet several times."""
+    context = load(plan + PLAN_CONTEXT)
+    for _ in range(operations):
+        code = barrier(plan, 0)
+        while code == PENDING:
+            look_around(context)
+            code = barrier(plan, 0)
+        if code != DONE:
+            return abort_after(context, code)
+    return DONE
+
+
+@driver
+def barriers_with_mismatch(plan, operations, wrong):
+    """Meet several times; in the second this rank calls with another count. The others must learn of it."""
+    context = load(plan + PLAN_CONTEXT)
+    for operation in range(operations):
+        count = wrong if operation == 1 else 0
+        code = barrier(plan, count)
+        while code == PENDING:
+            code = barrier(plan, count)
+        expect(code, MISMATCH if operation == 1 else DONE)
+        store(context + RESUME, 0)
+    return DONE
+
+
+@driver
+def scatters(plan, count, tensor, output, root, operations):
+    """Give each rank a piece of the root's."""
+    context = load(plan + PLAN_CONTEXT)
+    rank = load(context + RANK)
+    size = load(context + SIZE)
+    for operation in range(operations):
+        fill(tensor, rank, operation, size * count)
+        for peer in range(size):
+            store(load(context + SOURCES) + 8 * peer, tensor + 8 * peer * count)
+            store(load(context + SOURCE_BYTES) + 8 * peer, 8 * count if rank == root else 0)
+            store(load(context + TARGETS) + 8 * peer, output if peer == root else 0)
+            store(load(context + TARGET_BYTES) + 8 * peer, 8 * count if peer == root else 0)
+        code = scatter(plan, count, output)
+        while code == PENDING:
+            look_around(context)
+            code = scatter(plan, count, output)
+        if code != DONE:
+            return abort_after(context, code)
+        for index in range(count):
+            expect(load(output + 8 * index), value(root, operation, rank * count + index))
+    return DONE
+
+
+@driver
+def scans(plan, count, tensor, operations):
+    """Reduce the tensors of the ranks up to each."""
+    context = load(plan + PLAN_CONTEXT)
+    rank = load(context + RANK)
+    for operation in range(operations):
+        fill(tensor, rank, operation, count)
+        code = scan(plan, count, tensor, 1)
+        while code == PENDING:
+            look_around(context)
+            code = scan(plan, count, tensor, 1)
+        if code != DONE:
+            return abort_after(context, code)
+        for index in range(count):
+            total = 0
+            for peer in range(rank + 1):
+                total += value(peer, operation, index)
+            expect(load(tensor + 8 * index), total)
+    return DONE
+
+
+@driver
+def differing_broadcasts(plan, count, tensor, root, wrong):
+    """Broadcast with another count than the other rank's: all learn of it, then or in the next operation."""
+    context = load(plan + PLAN_CONTEXT)
+    rank = load(context + RANK)
+    for operation in range(3):
+        fill(tensor, rank, operation, count)
+        asked = wrong if operation == 1 else count
+        code = broadcast(plan, asked, tensor)
+        while code == PENDING:
+            code = broadcast(plan, asked, tensor)
+        if code != DONE:
+            expect(code in (LATE_MISMATCH, ABORTED), 1)
+            return abort_after(context, code)
+    code = barrier(plan, 0)
+    while code == PENDING:
+        code = barrier(plan, 0)
+    expect(code in (LATE_MISMATCH, ABORTED), 1)
+    return abort_after(context, code)
+
+
+@driver
+def alternating(plan, reduction, count, tensor, operations):
+    """An all_reduce, in which all meet, and a broadcast from rank 0, in which the root goes on; in turn.
+
+    ``plan`` is the broadcast's, ``reduction`` the all_reduce's.
+    """
+    context = load(plan + PLAN_CONTEXT)
+    rank = load(context + RANK)
+    for operation in range(operations):
+        fill(tensor, rank, operation, count)
+        meets = operation % 2 == 0
+        code = PENDING
+        while code == PENDING:
+            if meets:
+                code = all_reduce(reduction, count, tensor)
+            else:
+                code = broadcast(plan, count, tensor)
+        if code != DONE:
+            return code
+        for index in range(count):
+            total = value(0, operation, index)
+            if meets:
+                total += value(1, operation, index)
+            expect(load(tensor + 8 * index), total)
+    return DONE

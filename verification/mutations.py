@@ -1,0 +1,210 @@
+"""Ways to break the kernels, each of which a case must find: this is how the checker itself is checked.
+
+A mutation weakens an ordering by one degree, drops a fence, a check or a wait, swaps two steps, or uses one
+buffer where there are several.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from verification.program import Edit
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of one kernel.
+
+    Attributes:
+        kernel: its name.
+        old: a text that its source has exactly once, as :func:`ast.unparse` writes it.
+        new: what stands in its place.
+        case: which finds it.
+    """
+
+    kernel: str
+    old: str
+    new: str
+    case: str
+
+    def edit(self) -> Edit:
+        """Return what changes the kernel's tree."""
+
+        def change(name: str, tree: ast.FunctionDef) -> ast.FunctionDef:
+            if name != self.kernel:
+                return tree
+            text = ast.unparse(tree)
+            if text.count(self.old) != 1:
+                raise ValueError(f"{self.kernel} has {text.count(self.old)} times {self.old!r}:\n{text}")
+            changed = ast.parse(text.replace(self.old, self.new)).body[0]
+            assert isinstance(changed, ast.FunctionDef)
+            return changed
+
+        return change
+
+
+_WAITING, _BUFFERS, _EARLY, _MOVE, _REDUCE = (
+    f"kernels.{name}." for name in ("waiting", "buffers", "early", "move", "reduce")
+)
+_RING, _DOORBELL = "p2p.ring.", "kernels.doorbell."
+_FLAG = "(load(context + SEQUENCE) << STEP_BITS) + step"
+
+MUTATIONS = [
+    # Publishing a step, and waking those who sleep.
+    Mutation(_WAITING + "publish", "store_ordered(line", "store_relaxed(line", "all_reduce in chunks"),
+    Mutation(_WAITING + "publish", "store_ordered(line", "store_release(line", "all_reduce in chunks"),
+    Mutation(
+        _WAITING + "publish",
+        f"store_ordered(line, {_FLAG})\n    _wake_if_any(context, line)",
+        f"_wake_if_any(context, line)\n    store_ordered(line, {_FLAG})",
+        "all_reduce in chunks",
+    ),
+    Mutation(_WAITING + "publish", "\n    _wake_if_any(context, line)", "", "all_reduce in chunks"),
+    Mutation(_WAITING + "_wake_if_any", "load_ordered(", "load_acquire(", "all_reduce in chunks"),
+    Mutation(
+        _WAITING + "_wake_if_any",
+        "syscall(FUTEX, line, FUTEX_WAKE, EVERYBODY, 0, 0, 0)",
+        "pass",
+        "barrier",
+    ),
+    Mutation(_WAITING + "wake_sleepers", "    full_fence()\n", "", "barrier"),
+    Mutation(_WAITING + "post", "store_release(line", "store_relaxed(line", "all_reduce beside the flag"),
+    Mutation(_WAITING + "end_posted", "    wake_sleepers(context)\n", "", "barrier"),
+    # Waiting for a step.
+    Mutation(
+        _WAITING + "wait_until",
+        "if load_acquire(word) >= target:\n        return DONE\n    for",
+        "if load_relaxed(word) >= target:\n        return DONE\n    for",
+        "all_reduce beside the flag",
+    ),
+    Mutation(
+        _WAITING + "_yield_then_sleep",
+        "now = load_acquire(word)",
+        "now = load_relaxed(word)",
+        "all_reduce in slots",
+    ),
+    Mutation(
+        _WAITING + "_yield_then_sleep",
+        "fetch_add(waiters, 1)\n",
+        "pass\n",
+        "barrier",
+    ),
+    Mutation(
+        _WAITING + "_yield_then_sleep",
+        "fetch_add(waiters, 1)",
+        "store_ordered(waiters, load_ordered(waiters) + 1)",
+        "barrier of three",
+    ),
+    Mutation(_WAITING + "_yield_then_sleep", "if seen < target:", "if True:", "barrier"),
+    Mutation(
+        _WAITING + "_yield_then_sleep",
+        "if load_acquire(load(context + ABORT)) != 0:",
+        "if False:",
+        "barrier, a rank crashes",
+    ),
+    # Beginning an operation, and meeting.
+    Mutation(_WAITING + "enter", "load(context + SEEN) < begun", "False", "broadcast, ten ahead"),
+    Mutation(_WAITING + "enter", "- apart", "- apart - 1", "broadcast, ten ahead"),
+    Mutation(
+        _WAITING + "meet",
+        "if code != DONE:\n                return code\n            line",
+        "line",
+        "all_reduce in slots, a rank crashes",
+    ),
+    Mutation(_WAITING + "meet", "verdict = MISMATCH", "verdict = DONE", "barrier, counts differ"),
+    Mutation(
+        _WAITING + "meet",
+        "if verdict != DONE:\n        wake_sleepers(context)\n    ",
+        "",
+        "barrier, counts differ",
+    ),
+    Mutation(
+        _WAITING + "arrive",
+        "    store(line + SHARED, shared)\n    publish(context, 1)",
+        "    publish(context, 1)\n    store(line + SHARED, shared)",
+        "all_reduce in heaps",
+    ),
+    Mutation(_WAITING + "await_piece", "code == DONE", "code == PENDING", "broadcast, counts differ"),
+    Mutation(
+        _WAITING + "await_piece",
+        "wait_until(context, peer, (sequence << STEP_BITS) + 1)",
+        "DONE",
+        "broadcast",
+    ),
+    Mutation(_WAITING + "final_barrier", "wait_for_step(context, 2)", "DONE", "all_reduce in heaps"),
+    Mutation(_WAITING + "flag_line", "sequence & FLAGS - 1", "0", "all_reduce beside the flag"),
+    # Buffers.
+    Mutation(_BUFFERS + "buffer_of", "load(context + SEQUENCE) & 1", "0", "all_reduce in slots"),
+    Mutation(_BUFFERS + "buffer_of", "chunk % 3", "chunk % 1", "all_gather in parts"),
+    Mutation(_BUFFERS + "early_piece", "load(context + SEQUENCE) & WINDOW - 1", "0", "broadcast"),
+    Mutation(_BUFFERS + "apart", "else 1", "else 2", "all_reduces and broadcasts in turn"),
+    Mutation(
+        _EARLY + "early_broadcast",
+        "if rank == root:\n            memcpy(",
+        "post(context, meta, count)\n        if rank == root:\n            memcpy(",
+        "broadcast",
+    ),
+    Mutation(
+        _REDUCE + "_all_reduce_direct",
+        "memcpy(first_piece(context, rank, length), address, length)\n        post(context, meta, count)",
+        "post(context, meta, count)\n        memcpy(first_piece(context, rank, length), address, length)",
+        "all_reduce beside the flag",
+    ),
+    Mutation(
+        _REDUCE + "_all_reduce_shared", "code = final_barrier(context)", "code = DONE", "all_reduce in heaps"
+    ),
+    Mutation(
+        _MOVE + "_share_in_place", "code = final_barrier(context)", "code = DONE", "all_gather from heaps"
+    ),
+    # Messages.
+    Mutation(_RING + "put", "    full_fence()\n", "    pass\n", "a message longer than the ring"),
+    Mutation(_RING + "prepare_sleep", "    full_fence()\n", "", "a message longer than the ring"),
+    Mutation(
+        _RING + "prepare_sleep",
+        "rung = load_ordered(doorbell + w.RUNG)\n    store_ordered(doorbell + w.SLEEPING, 1)",
+        "store_ordered(doorbell + w.SLEEPING, 1)\n    rung = load_ordered(doorbell + w.RUNG)",
+        "messages",
+    ),
+    Mutation(
+        _RING + "put", "store_release(channel", "store_relaxed(channel", "a message longer than the ring"
+    ),
+    Mutation(_RING + "put_header", "store_ordered(slot", "store_release(slot", "messages"),
+    Mutation(_RING + "put_header", "store_release(slot", "store_relaxed(slot", "messages through the ring"),
+    Mutation(_RING + "next_header", "load_acquire(", "load_relaxed(", "messages"),
+    Mutation(_RING + "take", "    full_fence()\n", "    pass\n", "a message longer than the ring"),
+    Mutation(
+        _RING + "take", "load_acquire(channel", "load_relaxed(channel", "a message longer than the ring"
+    ),
+    Mutation(_RING + "ring_doorbell", "fetch_add(doorbell + w.RUNG, 1)\n", "pass\n", "messages"),
+    # The doorbell of a queue.
+    Mutation(_DOORBELL + "ring", "load_ordered(", "load_acquire(", "doorbell"),
+    Mutation(
+        _DOORBELL + "await_task",
+        "closed = load_ordered(words + CLOSED)\n        submitted = load_ordered(words + SUBMITTED)",
+        "submitted = load_ordered(words + SUBMITTED)\n        closed = load_ordered(words + CLOSED)",
+        "doorbell",
+    ),
+    Mutation(
+        _DOORBELL + "await_task",
+        "store_ordered(words + ASLEEP, 1)",
+        "store_release(words + ASLEEP, 1)",
+        "doorbell",
+    ),
+    Mutation(
+        _DOORBELL + "close",
+        "store_ordered(words + CLOSED, 1)\n    ring(words)",
+        "ring(words)\n    store_ordered(words + CLOSED, 1)",
+        "doorbell",
+    ),
+]
+
+REDUNDANT = [
+    # The system's part of falling asleep begins with a full fence, and compares the word once more. The load
+    # stays as it is, so that the proof in waiting.py needs nothing of the system but the comparison.
+    Mutation(_WAITING + "_yield_then_sleep", "seen = load_ordered(", "seen = load_acquire(", "barrier"),
+    # Every operation that posts wakes sleepers at its end. This call is for promptness: they need not sleep
+    # as long as this rank does.
+    Mutation(_WAITING + "_yield_then_sleep", "    wake_sleepers(context)\n", "", "all_reduce in slots"),
+]
+"""Changes that break nothing, and why the kernels do not have them. They must pass."""

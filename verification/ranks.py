@@ -1,0 +1,140 @@
+"""Make the first state of a model: the product sets up an arena and its ranks, whose memory the model reads.
+
+So where everything lies, and what the words of a context hold, is said nowhere but in the product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchestra.engine import layout as at
+from torchestra.engine.kernels.selection import SpinPolicy
+from torchestra.engine.local import LocalPlan
+from torchestra.engine.membership.rank_context import RankContext
+from torchestra.engine.memory.arena import Arena
+from torchestra.engine.memory.heap import find_heaps
+from torchestra.engine.p2p import Mailbox, channel_area_bytes
+from torchestra.engine.p2p import layout as p2p
+from verification.memory import Known, SharedMemory
+from verification.program import Library
+from verification.world import ALLOCATED, Rules, Start, World
+
+HEAP_BYTES = 1 << 16
+WORD = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """By how many bytes operations are cut; small, so that they are several chunks."""
+
+    direct: int = 64
+    chunk: int = 1040
+    share: int = 48
+    peer_chunk: int = 48
+    early: int = 64
+    stream_above: int = 1 << 40
+
+
+class Ranks:
+    """Some ranks of a group in an arena, in this process; nothing runs.
+
+    Args:
+        size: how many ranks.
+        sizes: by which operations are cut.
+    """
+
+    def __init__(self, size: int, sizes: Sizes = Sizes()) -> None:
+        self.size = size
+        self.layout = at.Layout(size, 4096, 4096, channel_area_bytes(size), HEAP_BYTES)
+        self.arena, _ = Arena.create(self.layout, "model")
+        self.contexts = [RankContext(self.arena, rank, "model", SpinPolicy(0, 0)) for rank in range(size)]
+        self._private: list[list[range]] = [[range(ALLOCATED, ALLOCATED + (1 << 30))] for _ in range(size)]
+        self._kept: list[object] = []
+        self._words: np.ndarray | None = None
+        for rank, context in enumerate(self.contexts):
+            for offset, value in (
+                (at.SPINS, 0), (at.YIELDS, 0), (at.STREAM_ABOVE, sizes.stream_above),
+                (at.DIRECT, sizes.direct), (at.CHUNK, sizes.chunk), (at.SHARE, sizes.share),
+                (at.PEER_CHUNK, sizes.peer_chunk),
+                (at.EARLY_BYTES, sizes.early),
+            ):  # fmt: skip
+                context.set_word(offset, value)
+            find_heaps(self.arena, context._words)
+            self.own(rank, context._words)
+            self.own(rank, context._tables)
+            self.own(rank, context._poll_interval)
+            self.own(rank, context._masks)
+
+    def own(self, rank: int, words: np.ndarray) -> int:
+        """Let only one rank use an array; return its address."""
+        self._kept.append(words)
+        start = words.ctypes.data
+        self._private[rank].append(range(start, start + words.nbytes))
+        return start
+
+    def tensor(self, rank: int, words: int) -> int:
+        """Return the address of memory of one rank."""
+        return self.own(rank, np.zeros(words, dtype=np.int64))
+
+    def heap_tensor(self, rank: int, offset: int = 0) -> int:
+        """Return the address of memory in a rank's heap, which peers may use."""
+        return int(self.arena.heaps.ctypes.data) + rank * HEAP_BYTES + offset
+
+    def plan(self, rank: int, meta: int = 1, unit: int = WORD, function: int = 1, root: int = -1) -> int:
+        """Return the address of a plan (local.py)."""
+        plan = LocalPlan(self.contexts[rank].address, meta, unit, function, root)
+        self._kept.append(plan)
+        return self.own(rank, plan._words)
+
+    def mailbox(self, rank: int, ring: int = 256, piece: int = 256) -> int:
+        """Return the address of the state of a rank's mailbox, with a short ring."""
+        base = self.arena.address + self.layout.channels
+        mailbox = Mailbox(self.contexts[rank].address, base, rank, self.size, peers_are_threads=True)
+        self._kept.append(mailbox)
+        for offset, value in ((p2p.RING_BYTES, ring), (p2p.PIECE_BYTES, piece)):
+            mailbox._words[offset // WORD] = value
+        return self.own(rank, mailbox._words)
+
+    def shared_words(self, number: int) -> int:
+        """Return the address of words that all ranks use; the same at each call."""
+        if self._words is None:
+            self._words = np.zeros(number, dtype=np.int64)
+        return int(self._words.ctypes.data)
+
+    def is_private(self, rank: int) -> Callable[[int], bool]:
+        """Return a function that tells which addresses only that rank uses."""
+        ranges = self._private[rank]
+        known: dict[int, bool] = {}
+
+        def test(address: int) -> bool:
+            found = known.get(address)
+            if found is None:
+                found = known[address] = any(address in each for each in ranges)
+            return found
+
+        return test
+
+    def world(
+        self, library: Library, driver: object, arguments: Callable[[int], Sequence[int]], rules: Rules
+    ) -> Callable[[Known], World]:
+        """Return what makes the first state, in which each rank calls a driver."""
+        program = library.program(driver)  # type: ignore[arg-type]
+        starts = [Start(program, arguments(rank), self.is_private(rank)) for rank in range(self.size)]
+        values: dict[int, int] = {}
+        relaxed = frozenset(
+            self.arena.address + self.arena.control(rank) + at.WAITERS for rank in range(self.size)
+        )
+
+        def initial(address: int) -> int:
+            found = values.get(address)
+            if found is None:
+                made = address < ALLOCATED
+                found = values[address] = ctypes.c_int64.from_address(address).value if made else 0
+            return found
+
+        abort = self.arena.address + at.HEADER_ABORT
+        return lambda known: World(starts, SharedMemory(self.size, initial, known, relaxed), rules, abort)

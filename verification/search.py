@@ -1,0 +1,172 @@
+"""Search the states that events lead to: all of them, or along random paths."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from verification.memory import Known, KnowsMore
+from verification.violations import Deadlock, NeverEnds, Violation
+from verification.world import CRASH, Event, World
+
+Make = Callable[[Known], World]
+"""Makes the first state, of what is known of its words."""
+_LONGEST_WALK = 20_000
+
+
+@dataclass
+class Outcome:
+    """What a search has found.
+
+    Attributes:
+        states: how many different states it has seen.
+        steps: how many events it has tried.
+        ends: how many states in which all ranks have ended.
+        complete: whether it has seen all states that there are, within its rules.
+        seconds: how long it took.
+        violation: what is wrong, if something is.
+        path: the events that lead there.
+    """
+
+    states: int = 0
+    steps: int = 0
+    ends: int = 0
+    complete: bool = False
+    seconds: float = 0.0
+    violation: Violation | None = None
+    path: list[Event] = field(default_factory=list)
+
+
+def search(make: Make, most_states: int = 10**9, seconds: float = 1e9) -> Outcome:
+    """Look at every state once, up to a number of them or for some seconds.
+
+    A search that is complete has also seen that the ranks can end from every state. States are told apart by
+    a hash of 64 bits.
+    """
+    known = Known()
+    while True:
+        try:
+            return _Search(make(known)).run(most_states, seconds)
+        except KnowsMore:
+            pass
+
+
+class _Search:
+    def __init__(self, first: World) -> None:
+        self._outcome = Outcome(states=1)
+        self._first = first.key()
+        self._waiting = [(self._first, first)]
+        self._origins: dict[int, tuple[int, Event] | None] = {self._first: None}  # of each state
+        self._before: dict[int, list[int]] = defaultdict(list)
+        self._ends: list[int] = []
+
+    def run(self, most_states: int, seconds: float) -> Outcome:
+        began = time.monotonic()
+        outcome = self._outcome
+        while self._waiting and outcome.violation is None:
+            if outcome.states >= most_states or time.monotonic() - began > seconds:
+                break
+            self._expand(*self._waiting.pop())
+        outcome.complete = not self._waiting and outcome.violation is None
+        if outcome.complete:
+            self._refuse_livelock()
+        outcome.states, outcome.ends = len(self._origins), len(self._ends)
+        outcome.seconds = time.monotonic() - began
+        return outcome
+
+    def _expand(self, key: int, world: World) -> None:
+        events = list(world.events())
+        event = None
+        try:
+            _refuse_deadlock(world, events)
+            for event in events:
+                self._outcome.steps += 1
+                after = world.copy()
+                after.apply(event)
+                new = after.key()
+                self._before[new].append(key)
+                if new in self._origins:
+                    continue
+                self._origins[new] = (key, event)
+                self._outcome.states += 1
+                if after.has_ended():
+                    self._ends.append(new)
+                else:
+                    self._waiting.append((new, after))
+        except Violation as violation:
+            self._fail(violation, key, event)
+
+    def _refuse_livelock(self) -> None:
+        """Fail if there is a state from which the ranks cannot end."""
+        can_end = set(self._ends)
+        looked_at = list(self._ends)
+        while looked_at:
+            for before in self._before[looked_at.pop()]:
+                if before not in can_end:
+                    can_end.add(before)
+                    looked_at.append(before)
+        for key in self._origins:
+            if key not in can_end:
+                self._outcome.complete = False
+                self._fail(NeverEnds("from here on the ranks cannot end, whatever happens"), key, None)
+                return
+
+    def _fail(self, violation: Violation, key: int, event: Event | None) -> None:
+        path = [] if event is None else [event]
+        while (origin := self._origins[key]) is not None:
+            key = origin[0]
+            path.append(origin[1])
+        self._outcome.violation, self._outcome.path = violation, path[::-1]
+
+
+def walk(make: Make, seconds: float, seed: int = 0) -> Outcome:
+    """Take random paths: ranks change seldom or often, and old values are read now and then."""
+    known = Known()
+    began = time.monotonic()
+    outcome = Outcome()
+    dice = random.Random(seed)
+    while time.monotonic() - began < seconds and outcome.violation is None:
+        try:
+            _walk(make(known), dice, outcome)
+        except KnowsMore:
+            continue
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def _walk(world: World, dice: random.Random, outcome: Outcome) -> None:
+    change = dice.choice((0.02, 0.1, 0.5))
+    rank = -1
+    path: list[Event] = []
+    try:
+        while not world.has_ended():
+            events = list(world.events())
+            _refuse_deadlock(world, events)
+            if dice.random() < 0.99:
+                events = [event for event in events if event.choice != CRASH] or events
+            ranks = sorted({event.rank for event in events})
+            if rank not in ranks or dice.random() < change:
+                rank = dice.choice(ranks)
+            mine = [event for event in events if event.rank == rank]
+            event = mine[-1] if dice.random() < 0.7 else dice.choice(mine)
+            path.append(event)
+            outcome.steps += 1
+            world.apply(event)
+            if len(path) > _LONGEST_WALK:
+                raise NeverEnds(f"the ranks have not ended after {_LONGEST_WALK} events")
+        outcome.ends += 1
+    except Violation as violation:
+        outcome.violation, outcome.path = violation, path
+
+
+def _refuse_deadlock(world: World, events: list[Event]) -> None:
+    if not any(event.choice != CRASH for event in events):
+        where = [
+            f"rank {rank} {'sleeps' if world.asleep[rank] else 'waits'} at {stop.line}"
+            for rank, stop in enumerate(world.stops)
+            if stop is not None and rank not in world.crashed
+        ]
+        raise Deadlock("nobody can go on: " + ", ".join(where))

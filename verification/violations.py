@@ -1,0 +1,31 @@
+"""What a search can find wrong."""
+
+from __future__ import annotations
+
+
+class Violation(Exception):
+    """A property that does not hold in some order of events."""
+
+
+class DataRace(Violation):
+    """Two accesses to a word, one of them a write, that nothing orders."""
+
+    def __init__(self, address: int, rank: int, verb: str, other: int, did: str) -> None:
+        super().__init__(address, rank, verb, other, did)
+        self.address = address
+        self._text = f"data race: rank {rank} {verb} a word that rank {other} {did}"
+
+    def __str__(self) -> str:
+        return self._text
+
+
+class WrongResult(Violation):
+    """A rank has got something other than what the operation must give."""
+
+
+class Deadlock(Violation):
+    """No rank can go on, and not all have ended: a wake-up is lost, or ranks wait for each other."""
+
+
+class NeverEnds(Violation):
+    """Ranks that go on for ever."""
