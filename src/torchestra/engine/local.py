@@ -488,7 +488,6 @@ def combine_tensors(target: torch.Tensor, sources: Tensors, op: ReduceOp) -> Non
 
 
 reduces = supports
-"""Whether tensors of a dtype can be reduced by an operation."""
 
 
 def _refuse(context: RankContext, *arguments: int) -> int:

@@ -58,7 +58,7 @@ def rendezvous(
     store: Store | None = None,
     secret: Secret = None,
 ) -> Rendezvous:
-    """Meets the other ranks; returns when all have come. Must be called by every rank.
+    """Meet the other ranks; return when all have come. Must be called by every rank.
 
     It may be called again, in the same processes and with the same arguments, for a new world: the keys of
     the old one are not seen. Rank 0's server goes on meanwhile, until its process ends.
@@ -93,15 +93,7 @@ def rendezvous(
     launch = launch_environment()
     rank = _settled("rank", rank, query, launch.rank, parts.scheme)
     world_size = _settled("world_size", world_size, query, launch.world_size, parts.scheme)
-    if world_size > _MOST_RANKS:
-        raise InvalidArgumentError(
-            f"world_size (WORLD_SIZE) is {shown(world_size)}, but a world has at most {_MOST_RANKS} ranks"
-        )
-    if not 0 <= rank < world_size:
-        raise InvalidArgumentError(
-            f"rank must be from 0 to world_size - 1, got rank {shown(rank)} and world_size"
-            f" {shown(world_size)}"
-        )
+    _check_rank(rank, world_size)
     if store is not None:
         shared = store if isinstance(store, Store) else TorchStore(store, proves=job_secret(secret))
         own = gather(shared, rank, world_size, timeout_s)
@@ -112,6 +104,18 @@ def rendezvous(
     if secret is not None:
         own.secret = secret
     return Rendezvous(own, rank, world_size)
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    if world_size > _MOST_RANKS:
+        raise InvalidArgumentError(
+            f"world_size (WORLD_SIZE) is {shown(world_size)}, but a world has at most {_MOST_RANKS} ranks"
+        )
+    if not 0 <= rank < world_size:
+        raise InvalidArgumentError(
+            f"rank must be from 0 to world_size - 1, got rank {shown(rank)} and world_size"
+            f" {shown(world_size)}"
+        )
 
 
 def _split(place: str) -> SplitResult:

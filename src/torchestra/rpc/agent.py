@@ -183,14 +183,10 @@ class Agent:
                 header = OutgoingHeader(self.rrefs, to, creates, recorder, self.router.buffers_to(to))
                 encoded = header.encode((function, args, kwargs))
             call_id = self.calls_made = next(self._call_ids)
-            self.pending[call_id] = call = PendingCall(
-                to,
-                function if label is None else label,
-                self.clock.elapsed(),
-                self.timeout if timeout < 0 else timeout,
-                (encoded, keep),
-                self.pool.wait,
-            )
+            what = function if label is None else label
+            timeout_s = self.timeout if timeout < 0 else timeout
+            call = PendingCall(to, what, self.clock.elapsed(), timeout_s, (encoded, keep), self.pool.wait)
+            self.pending[call_id] = call
             if to in self.liveness.gone:
                 self.fail(call_id, remote_errors.gone(call, self))
                 return call
@@ -203,12 +199,16 @@ class Agent:
                 recorder.sent()
             return call
         except BaseException as error:
-            self.pending.pop(call_id, None)  # nobody has its future
-            if header is not None and not (call is not None and call.is_sent):
-                header.withdraw()
+            self._take_back(call_id, call, header)
             if not call_id and isinstance(error, (pickle.PicklingError, AttributeError)):
                 raise self._pickling_error(error, to, function) from error
             raise
+
+    def _take_back(self, call_id: int, call: PendingCall | None, header: OutgoingHeader | None) -> None:
+        """Forget a call that could not be made: nobody has its future."""
+        self.pending.pop(call_id, None)
+        if header is not None and not (call is not None and call.is_sent):
+            header.withdraw()
 
     def _closed_error(self) -> RpcError:
         if self.inherited:

@@ -16,7 +16,6 @@ announced message only if the mailbox has not begun with one and gives the recei
 
 from __future__ import annotations
 
-import contextvars
 import ctypes
 import itertools
 import threading
@@ -31,6 +30,7 @@ from torchestra.engine.multihost.hierarchy import Hierarchy, bytes_of
 from torchestra.engine.multihost.message_recorder import MessageRecorder, RecordedMessage
 from torchestra.engine.multihost.p2p_request import EagerCredits, P2PRequest, Patient, UnexpectedMessage
 from torchestra.engine.multihost.packets import Packet, PacketType, pack, unpack, warnings
+from torchestra.engine.multihost.periodic_look import PeriodicLook
 from torchestra.engine.multihost.wait_policy import WaitPolicy
 from torchestra.engine.operations import DTYPE_NAMES
 from torchestra.engine.p2p import Mailbox, Transfer
@@ -70,9 +70,7 @@ class PointToPoint:
         self._coming: dict[tuple[int, int], P2PRequest] = {}  # by sender and number: what may be sent
         self._left: set[int] = set()  # ranks that have said that they leave
         self._peers: set[int] = set()  # ranks that have been sent something, or have sent
-        self._closed = threading.Event()
-        self._stirred = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._periodic_look = PeriodicLook(f"torchestra-messages-{hierarchy.name}", self._look_after_all)
         self._is_leaving = False
         transport.listen(Channel.p2p, self._arrived, self._lose_connection)
         transport.before_close(self.leave)
@@ -143,10 +141,9 @@ class PointToPoint:
     def close(self) -> None:
         """End the thread; whatever is under way fails with GroupDestroyedError."""
         with self._lock:
-            if self._closed.is_set():
+            if self._periodic_look.has_ended:
                 return
-            self._closed.set()
-        self._stirred.set()
+            self._periodic_look.end()
         for request in self._under_way():
             self._fail(request, GroupDestroyedError(f"{request}, but the group was destroyed"))
         self.leave()
@@ -325,22 +322,9 @@ class PointToPoint:
         """Have a thread look after a message that nobody may be waiting for."""
         if request.done is None:
             return
-        if self._watcher is None:
-            with self._lock:
-                if self._watcher is None:
-                    # In the context of the rank that makes it, so that callbacks know which rank they are of.
-                    run, name = contextvars.copy_context().run, f"torchestra-messages-{self._hierarchy.name}"
-                    self._watcher = threading.Thread(
-                        target=run, args=(self._look_on,), name=name, daemon=True
-                    )
-                    self._watcher.start()
+        self._periodic_look.start()
         if request.timeout_s < _LONGEST_PAUSE:
-            self._stirred.set()
-
-    def _look_on(self) -> None:
-        while not self._closed.is_set():
-            self._stirred.wait(self._look_after_all())
-            self._stirred.clear()
+            self._periodic_look.stir()
 
     def _under_way(self) -> list[P2PRequest]:
         with self._lock:
@@ -363,7 +347,7 @@ class PointToPoint:
 
     def _look_after(self, request: P2PRequest) -> None:
         """Raise if waiting for a message any longer is in vain."""
-        if self._closed.is_set():
+        if self._periodic_look.has_ended:
             raise GroupDestroyedError(f"{request}, but the group was destroyed")
         self._wait_policy.check(request)
 

@@ -1,0 +1,55 @@
+"""A thread that looks after requests, so that those that nobody waits for meet their deadlines too."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+
+
+class PeriodicLook:
+    """Call a function in a thread, again and again; the thread is started by the first :meth:`start`.
+
+    Args:
+        name: of the thread.
+        look: returns for how many seconds nobody need look again.
+    """
+
+    def __init__(self, name: str, look: Callable[[], float]) -> None:
+        self._name = name
+        self._look = look
+        self._ended = threading.Event()
+        self._stirred = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether :meth:`end` has been called."""
+        return self._ended.is_set()
+
+    def start(self) -> None:
+        """Start the thread, if it has not been."""
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None:
+                    # In the context of the rank that makes it, so that callbacks know which rank they are of.
+                    run = contextvars.copy_context().run
+                    self._thread = threading.Thread(
+                        target=run, args=(self._go_on,), name=self._name, daemon=True
+                    )
+                    self._thread.start()
+
+    def stir(self) -> None:
+        """Have the thread look now."""
+        self._stirred.set()
+
+    def end(self) -> None:
+        """Have the thread end."""
+        self._ended.set()
+        self._stirred.set()
+
+    def _go_on(self) -> None:
+        while not self._ended.is_set():
+            self._stirred.wait(self._look())
+            self._stirred.clear()
