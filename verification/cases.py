@@ -113,10 +113,10 @@ def from_heap(count: int, outputs: int, *more: int) -> Arguments:
     )
 
 
-def message(count: int, *more: int) -> Arguments:
-    """Return the arguments of messages of ``count`` words."""
+def message(count: int, *more: int, ring: int = 256) -> Arguments:
+    """Return the arguments of messages of ``count`` words, through a ring of so many bytes."""
     return lambda ranks, rank: (
-        ranks.mailbox(rank),
+        ranks.mailbox(rank, ring),
         ranks.tensor(rank, 16),
         ranks.tensor(rank, count),
         count,
@@ -127,6 +127,7 @@ def message(count: int, *more: int) -> Arguments:
 _CRASH = Rules(crashes=1)
 _SPURIOUS = Rules(spurious=1)
 _BOUNDED = Rules(preemptions=2)
+_NAPS = Rules(time_outs=True)
 # Beside the flag, in a slot, in two chunks.
 _SMALL, _SLOT, _CHUNKS = 1, 7, 200
 d, m = drivers, message_drivers
@@ -167,10 +168,11 @@ CASES = [
     Case("messages without a record", 2, m.at_once, message(2, 3)),
     Case("messages through the ring", 2, m.stream, message(12, 1)),
     Case("a message longer than the ring", 2, m.stream, message(40, 1), rules=_BOUNDED),
+    Case("a message as long as two rings", 2, m.stream, message(32, 1, ring=128), rules=_BOUNDED),
     Case("a message longer than the ring, a rank crashes", 2, m.stream, message(40, 1),
          rules=Rules(crashes=1, preemptions=1)),
-    Case("doorbell", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 3, 0)),
-    Case("doorbell, urgent", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 2, 1)),
+    Case("doorbell", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 2, 0), rules=_NAPS),
+    Case("doorbell, urgent", 2, m.queue_and_thread, lambda r, k: (r.shared_words(8), k, 1, 1), rules=_NAPS),
     Case("barrier of three", 3, d.barriers, lambda r, k: (r.plan(k), 2), rules=_BOUNDED),
     Case("all_reduce of three", 3, d.all_reduces, in_place(_SMALL, -1, 2), rules=_BOUNDED),
     Case("broadcast of three", 3, d.broadcasts, in_place(6, 1, 2, root=1), rules=_BOUNDED),

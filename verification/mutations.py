@@ -172,7 +172,7 @@ MUTATIONS = [
     Mutation(_RING + "put_header", "store_ordered(slot", "store_release(slot", "messages"),
     Mutation(_RING + "put_header", "store_release(slot", "store_relaxed(slot", "messages through the ring"),
     Mutation(_RING + "next_header", "load_acquire(", "load_relaxed(", "messages"),
-    Mutation(_RING + "take", "    full_fence()\n", "    pass\n", "a message longer than the ring"),
+    Mutation(_RING + "take", "    full_fence()\n", "    pass\n", "a message as long as two rings"),
     Mutation(
         _RING + "take", "load_acquire(channel", "load_relaxed(channel", "a message longer than the ring"
     ),
@@ -186,12 +186,6 @@ MUTATIONS = [
         "doorbell",
     ),
     Mutation(
-        _DOORBELL + "await_task",
-        "store_ordered(words + ASLEEP, 1)",
-        "store_release(words + ASLEEP, 1)",
-        "doorbell",
-    ),
-    Mutation(
         _DOORBELL + "close",
         "store_ordered(words + CLOSED, 1)\n    ring(words)",
         "ring(words)\n    store_ordered(words + CLOSED, 1)",
@@ -200,9 +194,15 @@ MUTATIONS = [
 ]
 
 REDUNDANT = [
-    # The system's part of falling asleep begins with a full fence, and compares the word once more. The load
-    # stays as it is, so that the proof in waiting.py needs nothing of the system but the comparison.
+    # The system's part of falling asleep begins with a full fence, and compares the word again. These stay
+    # as they are, so that the proofs in waiting.py and doorbell.py need nothing of it but the comparison.
     Mutation(_WAITING + "_yield_then_sleep", "seen = load_ordered(", "seen = load_acquire(", "barrier"),
+    Mutation(
+        _DOORBELL + "await_task",
+        "store_ordered(words + ASLEEP, 1)",
+        "store_release(words + ASLEEP, 1)",
+        "doorbell",
+    ),
     # Every operation that posts wakes sleepers at its end. This call is for promptness: they need not sleep
     # as long as this rank does.
     Mutation(_WAITING + "_yield_then_sleep", "    wake_sleepers(context)\n", "", "all_reduce in slots"),

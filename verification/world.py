@@ -68,11 +68,14 @@ class Rules:
     Attributes:
         crashes: how many ranks may crash, at any moment.
         spurious: how often a sleeping rank may wake without a reason, in all.
+        time_outs: sleeps that have a limit may end at it always, not only once a rank has crashed or the
+            group is aborted.
         preemptions: how often a rank that could go on may be stopped for another; None for any number.
     """
 
     crashes: int = 0
     spurious: int = 0
+    time_outs: bool = False
     preemptions: int | None = None
 
 
@@ -91,8 +94,8 @@ now = Running()
 class World:
     """A state of all ranks.
 
-    A sleep that has a limit ends at it only once a rank has crashed or the group is aborted: all else must
-    wake the sleeper, so that a lost wake-up is a deadlock.
+    A sleep that has a limit ends at it only once a rank has crashed or the group is aborted, if the rules do
+    not say otherwise: all else must wake the sleeper, so that a lost wake-up is a deadlock.
 
     Args:
         starts: the ranks.
@@ -185,7 +188,8 @@ class World:
             if asleep == SLEEP_ENDS:
                 yield SLEEP_ENDS
             else:
-                if words[4] and (self.crashed or self.memory.newest(self.abort) != 0):
+                limits = self.rules.time_outs or self.crashed or self.memory.newest(self.abort) != 0
+                if words[4] and limits:
                     yield TIME_OUT
                 if self.spurious < self.rules.spurious:
                     yield SLEEP_ENDS

@@ -115,7 +115,7 @@ def test_what_holds_the_secret_does_not_show_it() -> None:
     spec = JobSpec(2, call, {"TORCHESTRA_SECRET": "the secret"}, "/")
     place = _Place(["10.0.0.1"], 1, "the secret")
     options = RpcBackendOptions(secret="the secret")
-    request = ItemRequest("", 2, 1.0, True, (), "/", {}, {"TORCHESTRA_SECRET": "the secret"}, False, None)
+    request = ItemRequest("", 2, "", 1.0, True, (), "/", {}, {"TORCHESTRA_SECRET": "the secret"}, False, None)
     decision = Ballot(0, 1, State.PROPOSED, 0, (0, 1), b"the secret")
     for each in (spec, call, place, options, request, decision):
         assert "the secret" not in f"{each!r} {each}"

@@ -64,6 +64,11 @@ def values(what: str) -> Any:
     return rpc.RRef("a value")
 
 
+def has_ended(thread: threading.Thread) -> bool:
+    """Return whether a thread has run; the pool counts one that is about to be started, too."""
+    return thread.ident is not None and not thread.is_alive()
+
+
 def await_none_pending() -> None:
     agent, deadline = current_agent(), time.monotonic() + LONGEST
     while agent.pending:
@@ -81,12 +86,14 @@ def interrupt_calls(what: str) -> int:
         for number, future in enumerate(before):
             assert future.wait()[0] == number, where
         await_none_pending()
-        assert all(thread.is_alive() for thread in tuple(current_agent().pool._threads)), where
+        assert not any(map(has_ended, tuple(current_agent().pool._threads))), where
         if not where:
             return place
     raise AssertionError
 
 
+# An interrupt in a finalizer that runs meanwhile is reported, and lost, by Python itself.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["threads", "hosts"], ids=["arena", "wire"])
 @pytest.mark.parametrize("what", ["number", "text", "tensor", "reference"])
 def test_an_interrupt_at_any_point_of_a_call_costs_nobody_an_answer(kind: str, what: str) -> None:
@@ -105,7 +112,7 @@ def break_a_thread() -> None:
     assert raised.wait(LONGEST)
     assert rpc.rpc_sync("worker1", echo, (3,), timeout=LONGEST) == 3
     assert pool.threads
-    assert all(thread.is_alive() for thread in tuple(pool._threads))
+    assert not any(map(has_ended, tuple(pool._threads)))
     deadline = time.monotonic() + LONGEST
     while pool._busy:
         assert time.monotonic() < deadline

@@ -17,10 +17,16 @@ __all__ = ["empty", "full", "ones", "zeros"]
 
 
 def sharing_engine(group: AnyGroup | None, name: str) -> Engine:
-    """Return the engine whose ranks share memory; InvalidArgumentError on a rank that is not in the group."""
+    """Return the engine whose ranks share memory.
+
+    Raises:
+        InvalidArgumentError: this rank is not in the group.
+        GroupDestroyedError: it has left the group.
+    """
     chosen = default_group() if group is None else group
     if isinstance(chosen, NonMember):
         raise InvalidArgumentError(f"{name}: this rank is {chosen!r}")
+    chosen.communicator.queue.refuse_if_closed(name)
     return chosen.communicator.engine
 
 
