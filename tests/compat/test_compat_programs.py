@@ -253,7 +253,7 @@ def test_all_else_stays_torchs() -> None:
             "from torch.distributed import nonsense, ReduceOp",
             "cannot import name 'nonsense' from 'torch.dist",
         ),
-        ("from torch.distributed.collective_utils import *", "No module named 'torch.distributed.collect"),
+        ("from torch.distributed._symmetric_memory import *", "No module named 'torch.distributed._symm"),
     ],
 )
 def test_what_there_is_not_is_refused_where_it_is_imported(program: str, message: str) -> None:
