@@ -10,8 +10,8 @@ With N samples per channel over all ranks, x' = (x - mean) / std and y = w x' + 
 
     dL/dx = w / std (dy - 1/N sum(dy) - x' 1/N sum(dy x')),
 
-its two sums over all ranks. They travel in one all_reduce. The gradients of w and b are this rank's part, to
-be averaged with those of all other parameters by DistributedDataParallel.
+with both sums over all ranks, which one all_reduce computes. The gradients of w and b are this rank's part;
+DistributedDataParallel averages them with those of all other parameters.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from torchestra.world.init import AnyGroup, default_group, is_initialized
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """BatchNorm whose statistics in training are those of all ranks' batches together.
 
-    Arguments, parameters, buffers and state are those of :class:`torch.nn.SyncBatchNorm`, from which it is
-    derived. All ranks must run forward and backward the same number of times; batches may have different
-    sizes, and be empty on some ranks. In evaluation, in a group of one rank and without a group it is an
-    ordinary BatchNorm. Half precision inputs are normalized in float32.
+    Arguments, parameters, buffers and state are those of :class:`torch.nn.SyncBatchNorm`, its base class. All
+    ranks must run forward and backward the same number of times; batches may have different sizes, and may be
+    empty on some ranks. In evaluation, in a group of one rank and without a group it is an ordinary
+    BatchNorm. Half precision inputs are normalized in float32.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats: as of :class:`torch.nn.BatchNorm2d`.
         process_group: the ranks; None: the default group at the time of the forward pass.
 
     Raises:
-        InvalidArgumentError: from forward, on all ranks: their batches together have but one value per
+        InvalidArgumentError: from forward, on all ranks: their batches together have only one value per
             channel. From forward, without communication: the input has fewer than two dimensions, no channel,
             or another number of channels than ``num_features``.
     """
@@ -94,14 +94,14 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         """Replace all BatchNorm modules of a module by this one, with the same parameters and buffers.
 
         Args:
-            module: is changed; wrap it in DistributedDataParallel afterwards.
-            process_group: for all of them.
+            module: the module, which is changed in place; wrap it in DistributedDataParallel afterwards.
+            process_group: the group of all of them.
 
         Returns:
-            The module; if it is a BatchNorm itself, what is to take its place.
+            The module; if it is a BatchNorm itself, its replacement.
 
         Raises:
-            InvalidArgumentError: a BatchNorm is lazy, and has not seen an input yet.
+            InvalidArgumentError: a BatchNorm is lazy and has not seen an input yet.
         """
         return _converted(module, process_group, {})
 
@@ -109,7 +109,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 def _converted(
     module: torch.nn.Module, group: AnyGroup | None, known: dict[torch.nn.Module, torch.nn.Module]
 ) -> torch.nn.Module:
-    """Replace a module's BatchNorms; one that is found in two places, by the same in both."""
+    """Replace a module's BatchNorms; one that occurs twice gets the same replacement in both places."""
     if module in known:
         return known[module]
     known[module] = module
@@ -140,7 +140,7 @@ def _replacement(module: torch.nn.modules.batchnorm._BatchNorm, group: AnyGroup 
 
 
 def _over(batch: torch.Tensor) -> list[int]:
-    """Return all dimensions but that of the channels."""
+    """Return all dimensions except that of the channels."""
     return [0, *range(2, batch.dim())]
 
 
@@ -170,7 +170,7 @@ def _statistics(batch: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor,
             "Expected more than 1 value per channel when training, got one in the batches of all"
             f" {group.size()} ranks together"
         )
-    # Empty batches everywhere: nothing will be normalized, so any numbers do.
+    # If all batches are empty, nothing will be normalized, so any numbers will do.
     shares = counts / max(count, 1)
     means, variances = gathered[:, :channels], gathered[:, channels:-1]
     mean = (shares * means).sum(dim=0)
@@ -179,7 +179,7 @@ def _statistics(batch: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor,
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalizing by given statistics, which depend on the inputs of all ranks by the formula above."""
+    """Normalizes by given statistics, which depend on the inputs of all ranks by the formula above."""
 
     @staticmethod
     def forward(

@@ -1,12 +1,12 @@
 """Differentiable collectives, in the form of torch.distributed.nn.functional.
 
-They are for losses that join what several ranks have computed. Each is to be called by every rank of the
-group in the same order, and so is backward(), which runs the transposed collective: sums go back as sums,
-what was sent comes back. Tensors are returned; arguments stay as they are, but for outputs that are named
-so. Roots are global ranks. Derivatives of derivatives can be taken, since each backward calls a function of
-this module.
+They are for losses that combine the results of several ranks. Every rank of the group must call them in the
+same order, and backward() too, which runs the transposed collective: the gradient of a sum is a sum, and the
+gradient of a sent tensor goes back to its sender. The functions return their results, and change no argument
+except outputs. Roots are global ranks. Derivatives of derivatives can be taken, since each
+backward calls a function of this module.
 
-Raised: what the functions of :mod:`torchestra.collectives.functions` raise.
+They raise the errors of :mod:`torchestra.collectives.functions`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Run = Callable[..., Union[torch.Tensor, Tensors]]
 
 
 class _Collective(Function):
-    """A collective of tensors, and its transpose of their gradients."""
+    """Runs a collective on tensors, and its transpose on their gradients."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, transposed: _Run, *tensors: torch.Tensor) -> torch.Tensor | Tensors:
@@ -63,7 +63,7 @@ def _several(run: _Run, transposed: _Run, *tensors: torch.Tensor) -> Tensors:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor, to be overwritten."""
+    """Copy a tensor, so that a collective may overwrite the copy."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -79,7 +79,7 @@ def broadcast(tensor: torch.Tensor, src: int, group: AnyGroup | None = None) -> 
 
 
 def _sum_on(tensor: torch.Tensor, dst: int, group: AnyGroup | None) -> torch.Tensor:
-    """Return the sum on the root, zeros elsewhere: the transpose of a broadcast."""
+    """Return the sum on the root, zeros on the other ranks: the transpose of a broadcast."""
 
     def run(tensor: torch.Tensor) -> torch.Tensor:
         result = _own(tensor)
@@ -114,7 +114,7 @@ def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: AnyGroup | Non
 def reduce(
     tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, group: AnyGroup | None = None
 ) -> torch.Tensor:
-    """Return the reduction of all ranks' tensors on rank ``dst``, its own tensor on each other one."""
+    """Return the reduction of all ranks' tensors on rank ``dst``; on every other rank, its own tensor."""
 
     def run(tensor: torch.Tensor) -> torch.Tensor:
         result = _own(tensor)
@@ -143,7 +143,7 @@ def reduce_scatter(
     op: ReduceOp = ReduceOp.SUM,
     group: AnyGroup | None = None,
 ) -> torch.Tensor:
-    """Put the reduction of all ranks' tensors p into the output of rank p, and return it."""
+    """Put the reduction of all ranks' p-th tensors into the output of rank p, and return it."""
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         functions.reduce_scatter(result := output.detach(), list(tensors), op, group)
@@ -189,7 +189,7 @@ def all_to_all(
     input_tensor_list: Sequence[torch.Tensor],
     group: AnyGroup | None = None,
 ) -> Tensors:
-    """Send tensor p to rank p, and put the one from there into output p; return the outputs."""
+    """Send tensor p to rank p, and put the one received from it into output p; return the outputs."""
     shapes = [tensor.shape for tensor in input_tensor_list]
 
     def run(*tensors: torch.Tensor) -> Tensors:

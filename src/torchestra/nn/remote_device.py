@@ -30,7 +30,7 @@ class RemoteDevice:
         Without a device: the worker's CPU.
 
         Raises:
-            InvalidArgumentError: it is neither.
+            InvalidArgumentError: it has none of these forms.
             RuntimeError: torch knows no such device.
         """
         if isinstance(text, torch.device):

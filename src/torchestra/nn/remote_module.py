@@ -21,7 +21,7 @@ from torchestra.tensors.serialization import reducer_in_progress
 M = TypeVar("M", bound="RemoteModule")
 
 PICKLED_ATTRIBUTES = ("on", "device", "is_device_map_set", "is_scriptable", "module_rref")
-"""What of a RemoteModule is sent with it."""
+"""The attributes that are sent with a RemoteModule."""
 
 _METHODS = ("forward_async", "forward")
 _log = logging.getLogger(__name__)
@@ -31,16 +31,16 @@ class RemoteModule(torch.nn.Module):
     """A module that is made, and whose ``forward`` is run, on another worker.
 
     Within a distributed autograd context its gradients are computed there. It may be passed to other workers
-    in calls, as a reference may: all use the one module. Its parameters are :meth:`remote_parameters`. What
-    else a module has, hooks and states among it, is not to be had from here: use ``module_rref``.
+    in calls, like a reference: all use the same module. Its parameters are :meth:`remote_parameters`. For
+    everything else of the module, such as its hooks and state, use ``module_rref``.
 
     Args:
-        remote_device: where: ``"<worker>/<device>"`` or ``"rank:<rank>/<device>"``. Without a device: its
+        remote_device: ``"<worker>/<device>"`` or ``"rank:<rank>/<device>"``. Without a device: the worker's
             CPU. Inputs are moved to a device that is not the CPU, and results back from it.
         module_cls: makes the module; anything callable that can be sent.
         args, kwargs: for it.
         _module_interface_cls: a TorchScript interface whose ``forward`` the module's is. Then the module is
-            scripted there, and this one may be by ``torch.jit.script``: scripts can call it.
+            scripted there, and this one can be scripted too, by ``torch.jit.script``: scripts can call it.
 
     Attributes:
         on: the worker's name or rank.
@@ -51,7 +51,7 @@ class RemoteModule(torch.nn.Module):
     Raises:
         RpcError: ``init_rpc`` has not been called, or there is no such worker.
         InvalidArgumentError: ``remote_device`` cannot be read.
-        ValueError: by whatever uses the module first: ``module_cls`` makes none.
+        ValueError: from the first use of the module: ``module_cls`` has not returned a module.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class RemoteModule(torch.nn.Module):
     def init_from_module_rref(
         remote_device: str | torch.device, module_rref: RRef, _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """Make a RemoteModule of a module that exists already.
+        """Make a RemoteModule from a module that exists already.
 
         Args:
             remote_device: as for the constructor; the module's device.
-            module_rref: refers to the module, wherever that is.
+            module_rref: refers to the module, on any worker.
             _module_interface_cls: as for the constructor.
         """
         made = RemoteModule.__new__(RemoteModule)
@@ -111,11 +111,11 @@ class RemoteModule(torch.nn.Module):
         return made
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run the module's forward; a future of what it returns."""
+        """Start the module's forward; return a future of its result."""
         return _begin((self.module_rref, self.device), args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, and return what it returns."""
+        """Run the module's forward, and return its result."""
         return self.forward_async(*args, **kwargs).wait()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ class RemoteModule(torch.nn.Module):
         return self.forward(*args, **kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef]:
-        """Return references to the module's parameters; without ``recurse`` not those of its submodules."""
+        """Return references to the module's parameters; without ``recurse``, not to those of submodules."""
         found: list[RRef] = rpc_sync(self.module_rref.owner(), _parameters, (self.module_rref, recurse))
         return found
 
@@ -132,7 +132,7 @@ class RemoteModule(torch.nn.Module):
         return self.module_rref
 
     def train(self: M, mode: bool = True) -> M:
-        """Put the module into training mode, or evaluation mode."""
+        """Put the module into training mode; with ``mode=False``, into evaluation mode."""
         rpc_sync(self.module_rref.owner(), _train, (self.module_rref, mode))
         return self
 
@@ -160,13 +160,13 @@ class RemoteModule(torch.nn.Module):
 def _begin(
     place: tuple[RRef, str], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> Future[Any]:
-    """Begin a call of the module at a place: its reference, and its device."""
+    """Begin a call of the module at a place, which is a reference to it and its device."""
     rref, device = place
     return rpc_async(rref.owner(), _forward, (rref, device, args, kwargs or {}))
 
 
 def _received(kind: type[RemoteModule], attributes: list[Any]) -> RemoteModule:
-    """Make what a worker receives: these attributes and methods, and no state of a module."""
+    """Make a received RemoteModule: it has these attributes and methods, and no module state."""
     made = kind.__new__(kind)
     vars(made).update(zip(PICKLED_ATTRIBUTES, attributes, strict=True))
     vars(made).update({name: getattr(made, name) for name in _METHODS})
@@ -197,7 +197,7 @@ RemoteModule.parameters = _not_supported(  # type: ignore[method-assign]
 )
 
 
-# What is called where the module is.
+# Functions that the module's worker runs.
 
 
 def _make_module(

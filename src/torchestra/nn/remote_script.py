@@ -1,8 +1,8 @@
-"""Makes a RemoteModule callable by TorchScript: methods typed as its interface's ``forward`` is.
+"""Makes a RemoteModule callable by TorchScript, with methods typed like its interface's ``forward``.
 
 A script cannot make a remote call, but it can call Python (``torch.jit.ignore``). So ``forward`` begins its
-call and ends it there. ``forward_async`` begins it on the caller's thread, whose autograd context counts, and
-has it ended on a thread of ``torch.jit.fork``, which makes a future of the right type.
+call and ends it in Python. ``forward_async`` begins it on the caller's thread, whose autograd context counts,
+and has ``torch.jit.fork`` end it on another thread, which makes a future of the right type.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torchestra.errors import InvalidArgumentError
 NOT_PICKLED = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
 
 Home = Future[Any]
-"""Says where calls go. A script module keeps no Python objects, but finished futures, which may hold any."""
+"""Says where calls go. A script module cannot hold Python objects, but a finished future can hold any."""
 
 Begin = Callable[[Any, tuple[Any, ...]], Future[Any]]
-"""Begins a call: of what a home holds, with arguments."""
+"""Begins a call, given the place that a home holds and the arguments."""
 
 _SOURCE = """
 def forward_async(self, {typed}) -> _Future[_Result]:
@@ -64,7 +64,7 @@ def home_of(place: Any) -> Home:
 
 
 def _keep(call: Future[Any]) -> int:
-    """Keep a call that has been begun until it is ended; its number."""
+    """Keep a call that was begun until it is ended; return its number."""
     number = next(_numbers)
     _begun[number] = call
     return number
@@ -75,10 +75,10 @@ def scripted_methods(interface: type, begin: Begin) -> dict[str, Callable[..., A
     """Make the methods of a module that is called by an interface; they use its attribute ``_home``.
 
     Args:
-        interface: what ``torch.jit.interface`` has made, with a method ``forward``.
+        interface: a class made by ``torch.jit.interface``, with a method ``forward``.
 
     Raises:
-        InvalidArgumentError: it is no interface, or one without ``forward``.
+        InvalidArgumentError: it is not an interface, or has no ``forward``.
     """
     forward = getattr(interface, "forward", None)
     if not getattr(interface, "__torch_script_interface__", False) or forward is None:
@@ -111,7 +111,7 @@ def scripted_methods(interface: type, begin: Begin) -> dict[str, Callable[..., A
         names="".join(f"{parameter.name}, " for parameter in parameters),
         not_pickled=f"{NOT_PICKLED}. {_NOT_SENT}",
     )
-    # TorchScript compiles from the text.
+    # TorchScript compiles the source text.
     file = f"<methods of a RemoteModule by {interface.__module__}.{interface.__qualname__}, {next(_numbers)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     exec(compile(source, file, "exec", dont_inherit=True), namespace)

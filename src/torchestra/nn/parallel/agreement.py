@@ -18,7 +18,7 @@ Description = list[tuple[str, str]]
 def describe(
     module: torch.nn.Module, options: Mapping[str, object], ignored: Collection[str] = ()
 ) -> Description:
-    """List what must be the same on all ranks, as pairs: its name, and its description here."""
+    """List everything that must be the same on all ranks, as pairs of name and this rank's description."""
     lines = [(f"argument `{name}`", repr(value)) for name, value in options.items()]
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         kept = [(name, tensor) for name, tensor in named if name not in ignored]
@@ -34,10 +34,10 @@ def describe(
 
 
 def check_agreement(mine: Description, group: ProcessGroup) -> None:
-    """Compare what the ranks have. Must be called by all of them.
+    """Compare the descriptions of all ranks. Must be called by all of them.
 
     Raises:
-        InvalidArgumentError: on every rank, naming the first difference, when they are not the same.
+        InvalidArgumentError: on every rank: they differ. The message names the first difference.
     """
     text = json.dumps(mine).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)

@@ -20,7 +20,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def choose_group(process_group: AnyGroup | None, device_mesh: Any) -> ProcessGroup:
-    """Return the given group, that of a mesh of one dimension, or the default group.
+    """Return the given group, the group of a one-dimensional mesh, or the default group.
 
     Raises:
         InvalidArgumentError: both are given, the mesh has more dimensions, or this rank is not in the group.
@@ -37,7 +37,7 @@ def choose_group(process_group: AnyGroup | None, device_mesh: Any) -> ProcessGro
 def choose_devices(
     device_ids: Sequence[Any] | None, output_device: Any, dim: int, parameters: Sequence[torch.Tensor]
 ) -> tuple[torch.device | None, torch.device | None]:
-    """Return the device that inputs are moved to (None: they are not), and the nominal one of outputs.
+    """Return the device to move inputs to (None: do not move them), and the nominal one of outputs.
 
     Raises:
         InvalidArgumentError: devices are named though the module is not on one GPU, or is on another; or
@@ -95,14 +95,14 @@ def bucket_limits(
 
 
 def warn_of_check_reduction(check_reduction: bool) -> None:
-    """Warn of an argument that does nothing."""
+    """Warn if an argument is given that has no effect."""
     if check_reduction:
         text = "`check_reduction` has no effect: reductions always end, whatever is unused"
         warnings.warn(text, FutureWarning, stacklevel=3)
 
 
 def check_is_module(module: object) -> None:
-    """Refuse what is no module."""
+    """Refuse anything but a module."""
     if not isinstance(module, torch.nn.Module):
         raise InvalidArgumentTypeError(
             f"{NAME}: `module` must be a torch.nn.Module, got {type(module).__name__}"
@@ -110,7 +110,7 @@ def check_is_module(module: object) -> None:
 
 
 def ignored_names(module: torch.nn.Module) -> set[str]:
-    """Return the names of parameters and buffers to ignore: as the module says, and sharded tensors."""
+    """Return the names of parameters and buffers to ignore: those the module names, and sharded tensors."""
     named: list[tuple[str, torch.Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     said: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return {*said, *(name for name, tensor in named if isinstance(tensor, ShardedTensor))}
@@ -137,7 +137,7 @@ def check_not_all_delayed(
     """Refuse mixed precision where the gradients of all parameters are averaged together later.
 
     Raises:
-        InvalidArgumentError: as that.
+        InvalidArgumentError: they are.
     """
     named = module.named_parameters()
     if delayed and not any(each.requires_grad for name, each in named if name not in ignored):
@@ -153,11 +153,11 @@ def check_module(
     """Refuse modules whose state cannot be sent, or whose gradients cannot be averaged.
 
     Args:
-        ignored: the names of parameters and buffers that are none of ours.
-        may_be_empty: whether no parameter needs to require a gradient.
+        ignored: the names of parameters and buffers that are not checked.
+        may_be_empty: accept a module of which no parameter requires a gradient.
 
     Raises:
-        InvalidArgumentError: says which parameter or buffer is wrong, and how.
+        InvalidArgumentError: it is one; the message says which parameter or buffer is wrong, and why.
     """
     trained = False
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

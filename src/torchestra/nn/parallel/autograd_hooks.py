@@ -17,7 +17,7 @@ queue_callback: Callable[[Callable[[], None]], None] = (
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a method, and does not keep its object alive."""
+    """Return a function that calls a method but does not keep its object alive."""
     assert isinstance(method, MethodType)
     function, reference = method.__func__, weakref.ref[Any](method.__self__)
 
@@ -29,7 +29,7 @@ def weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def one_at_a_time(hooks: Sequence[Callable[[torch.Tensor], None]]) -> list[Callable[[torch.Tensor], None]]:
-    """Return the same hooks, of which no two run at once: autograd has a thread for each device."""
+    """Wrap the hooks so that no two run at once: autograd has a thread for each device."""
     lock = threading.RLock()
 
     def guarded(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:

@@ -1,22 +1,21 @@
 """Reduces one bucket: gathers its gradients, averages them over the ranks, and writes the averages back.
 
-``start`` is called when all gradients of a bucket are ready; in between other buckets are started. At the end
-of backward ``complete`` is called for all buckets, then ``write_back``. On every rank each is called for the
-same buckets in the same order.
+The reducer calls ``start`` when all gradients of a bucket are ready. At the end of backward it calls
+``complete`` for all buckets, then ``write_back``. On every rank it calls each for the same buckets, in the
+same order.
 
-Gradients are reduced in slot, all of a bucket in one operation. Where a bucket has memory (buckets.py) they
+Gradients are reduced in place, all of a bucket in one operation. Where a bucket has memory (buckets.py) they
 are copied into it first.
 
-Autograd may give two parameters gradients in the same memory: parts of one tensor that both were added into.
-Such gradients are reduced in copies, since in slot the second would be made of the first's average.
+Autograd may give two parameters gradients in the same memory: parts of one tensor into which it has added
+both. Such gradients are reduced in copies: in place, the second would be reduced from the first's average.
 
 The gradient of a parameter that this rank has not used in the round must not change before all ranks know, at
 the end, whether another rank has used it. So such gradients are reduced in a copy.
 
 Where the host has cores to spare, the group's own thread reduces while backward goes on. Where it has none,
-the two could only take turns, and backward would find its caches emptied, and wait for the slowest rank once
-more for each reduction; so reductions run at the end of backward. Ranks need not do the same: the order of
-operations is.
+the two could only take turns: each reduction would empty backward's caches and wait once more for the slowest
+rank; so reductions run at the end of backward. Ranks may differ in this: the order of operations is the same.
 
 Between hosts the network is to be kept busy, so reductions always overlap with backward, and the first of a
 round is sent before backward goes on.
@@ -61,12 +60,12 @@ class _PendingBucket:
     Attributes:
         gradients: of its parameters, None where there is none.
         unused: the slots of parameters that this rank has not used.
-        copies: by slot, what is reduced instead of a gradient.
-        saved: by slot, a gradient that is in the bucket's memory, and may have to be restored.
-        tensors: what is reduced.
+        copies: by slot, the tensor that is reduced instead of a gradient.
+        saved: by slot, a copy of a gradient in the bucket's memory that may have to be restored.
+        tensors: the tensors to reduce.
         work: the reduction, if it has begun.
-        future: what the communication hook has returned.
-        shadow: this rank contributes zeros, and keeps its gradients.
+        future: the communication hook's future.
+        shadow: whether this rank contributes zeros, and keeps its gradients.
     """
 
     __slots__ = ("copies", "future", "gradients", "saved", "shadow", "tensors", "unused", "work")
@@ -88,7 +87,7 @@ class BucketReducer:
     """Averages the gradients of buckets over the ranks of a group.
 
     Args:
-        counters: count what was done.
+        counters: count the work.
         as_views: leave each gradient as a view of its bucket's memory, instead of a copy of it.
         overlap: run reductions on the group's thread, concurrently with backward.
 
@@ -133,18 +132,18 @@ class BucketReducer:
         self.has_hook = self.begins_early = True
 
     def adopt_hook(self, former: BucketReducer, former_group: ProcessGroup, group: ProcessGroup) -> None:
-        """Take the hook of another one, and let its state refer to this one's group from now on."""
+        """Take over the hook of another reducer, and replace that reducer's group in the hook's state."""
         if former._hook is not None:
             hook, state = former._hook
             self.set_hook(hook, follow(state, former_group, group))
 
     def reset(self) -> None:
-        """Forget the buckets that were started, when their operations have ended."""
+        """Wait for the operations of the buckets that were started, then forget these."""
         for pending in self._pending.values():
             if pending.work is not None:
                 pending.work.await_end()
             if pending.future is not None:
-                # Callbacks of a hook may still write into its state. Its failure is known.
+                # Callbacks of a hook may still write into its state. Its failure was reported already.
                 with contextlib.suppress(Exception):
                     await_future(pending.future, _HOOK_TIMEOUT_S)
         self._pending.clear()
@@ -163,7 +162,7 @@ class BucketReducer:
         """
         began = _now()
         pending = self._pending[bucket.number] = _PendingBucket(self._store.take(bucket.parameters), unused)
-        # With create_graph=True the gradients are part of a graph, and are left as they are.
+        # With create_graph=True the gradients are part of a graph, and must not change.
         if torch.is_grad_enabled():
             self._copy_graph(bucket, pending)
         if bucket.sparse:
@@ -195,7 +194,7 @@ class BucketReducer:
             hook, state = self._hook
             grad_bucket = GradBucket(bucket.number, pending.tensors[0], bucket.parameters, is_last)
             pending.future = run_comm_hook(hook, state, grad_bucket)
-        # After the last there is nothing left to overlap with, and another thread would take longer to begin.
+        # After the last one there is nothing left to overlap with, and another thread would start later.
         elif not (is_last and bucket.nbytes <= _INLINE_BYTES):
             engine = self._communicator.engine
             if engine.hosts is not None and len(self._pending) == 1 and not is_last:
@@ -238,7 +237,7 @@ class BucketReducer:
                         self._check(bucket, slot, pending)
                 raise
         if self._as_views:
-            # Now, not when the average is there: the memory that this frees serves the next gradients.
+            # Now, not when the average is ready: the next gradients can use the memory that this frees.
             for slot, view in enumerate(views):
                 if gradients[slot] is not view and slot not in pending.unused:
                     self._store.put(bucket.parameters[slot], view)
@@ -253,8 +252,8 @@ class BucketReducer:
         for slot, tensor in enumerate(tensors):
             if tensor is None or tensor.layout is not torch.strided:
                 self._check(bucket, slot, pending)
-        # The average of an average is the same again, but not the sum of a sum: with a divisor, nothing may
-        # be reduced in place before all has been copied.
+        # Averaging an average changes nothing, but summing a sum does: with a divisor, nothing may be reduced
+        # in place before all has been copied.
         if self._share_memory(tensors) or (self._overlap and self.divisor is not None):
             for other in self._pending.values():
                 if other.work is not None:
@@ -329,7 +328,7 @@ class BucketReducer:
         self._counters.wait_ns += _now() - began
 
     def write_back(self, bucket: Bucket, used: Sequence[int]) -> None:
-        """Make the averages of a bucket that is complete the gradients of its parameters.
+        """Make the averages of a completed bucket the gradients of its parameters.
 
         Args:
             used: for each parameter, the number of ranks that have used it; read for those unused here.
@@ -377,7 +376,7 @@ class BucketReducer:
             torch._foreach_copy_([gradients[slot] for slot in slots], [bucket.views[slot] for slot in slots])
 
     def _write_back_unused(self, bucket: Bucket, slot: int, pending: _PendingBucket, used: bool) -> None:
-        """Write the average to a parameter that was not used here, if it was used elsewhere."""
+        """Give a parameter that was not used here the average, if another rank has used it."""
         parameter, gradient = bucket.parameters[slot], pending.gradients[slot]
         if not used:
             if slot in pending.saved:

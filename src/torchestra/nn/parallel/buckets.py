@@ -1,11 +1,11 @@
 """Assigns gradients to buckets, and allocates the buckets' memory.
 
-Gradients travel in *buckets*: few operations instead of one per parameter, and still several of them, so that
-the first can be on its way while backward computes the rest. A bucket has one dtype, and is on one device.
+Gradients are reduced in *buckets*: few operations instead of one per parameter, but several, so that the
+first can run while backward computes the rest. A bucket has one dtype, and is on one device.
 
-Gradients are reduced where they are, so a bucket needs no memory. Only where all of it must be in one tensor
-(a communication hook is given it, or gradients are to be views of it) it has memory that the group's ranks
-share.
+Gradients are reduced in place, so a bucket needs no memory of its own. It has memory, which the group's ranks
+share, only where all of it must be in one tensor: for a communication hook, or for gradients that are views
+of it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def compute_bucket_assignment_by_size(
     expect_sparse_gradient: Sequence[bool] = (),
     tensor_indices: Sequence[int] = (),
 ) -> tuple[list[list[int]], list[int]]:
-    """Assign tensors to buckets: neighbours of one dtype and device, until they have reached a size.
+    """Assign tensors to buckets: neighbours of one dtype and device, until they reach a size.
 
     Args:
-        tensors: what to put into buckets.
-        bucket_size_limits: in bytes: the first bucket of each kind is closed when it has reached the first
-            of them, the second the second, and so on; the last limit holds for all further ones.
-        expect_sparse_gradient: by index; a tensor of which this is true gets a bucket of its own.
+        tensors: the tensors to put into buckets.
+        bucket_size_limits: in bytes: the first bucket of each dtype and device is closed when it reaches the
+            first limit, the second at the second, and so on; the last limit holds for all further ones.
+        expect_sparse_gradient: by index; a tensor for which this is true gets a bucket of its own.
         tensor_indices: the index of each of ``tensors``, where they are not 0, 1, 2, ...; then the order of
             ``tensors`` is the order in which they will be ready.
 
@@ -45,7 +45,7 @@ def compute_bucket_assignment_by_size(
         buckets are in the order in which they will be complete, else in the order of their first members.
 
     Raises:
-        InvalidArgumentError: there is no tensor or no limit, a tensor is sparse, or lengths do not fit.
+        InvalidArgumentError: there is no tensor or no limit, a tensor is sparse, or lengths do not match.
     """
     indices = list(tensor_indices) or list(range(len(tensors)))
     _check_assignment(tensors, bucket_size_limits, expect_sparse_gradient, indices)
@@ -150,7 +150,7 @@ def make_bucket(
 def shared_memory(numel: int, dtype: torch.dtype, group: ProcessGroup, device: torch.device) -> torch.Tensor:
     """Allocate memory that the group's ranks share, where there is room, else ordinary memory.
 
-    Uninitialised. That of a GPU is not shared.
+    It is uninitialised. A GPU's memory is not shared.
     """
     if device.type != "cpu":
         return torch.empty(numel, dtype=dtype, device=device)
@@ -163,14 +163,14 @@ def shared_memory(numel: int, dtype: torch.dtype, group: ProcessGroup, device: t
 def shared_flat(
     parameters: Sequence[torch.Tensor], group: ProcessGroup
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Allocate one tensor of zeros, in memory that the ranks share, for all parameters; and its views."""
+    """Allocate one tensor of zeros for all parameters, in shared memory; return it and its views."""
     first = parameters[0]
     flat = shared_memory(sum(map(torch.Tensor.numel, parameters)), first.dtype, group, first.device).zero_()
     return flat, views_of(flat, parameters)
 
 
 def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """View consecutive parts of a tensor as the parameters are."""
+    """View consecutive parts of a tensor with the parameters' shapes and strides."""
     return list(map(like, flat.split(list(map(torch.Tensor.numel, parameters))), parameters))
 
 
@@ -189,7 +189,7 @@ def check_plan(
     gradient alone.
 
     Raises:
-        InvalidArgumentError: as that.
+        InvalidArgumentError: the buckets are such.
     """
     if not parameters:
         raise InvalidArgumentError("Reducer: Expected at least one parameter.")

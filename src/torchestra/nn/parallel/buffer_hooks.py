@@ -19,9 +19,9 @@ class BufferCommHookLocation(enum.Enum):
 
 
 class BufferCommHook(NamedTuple):
-    """A buffer hook: ``hook(state, named_buffers)`` synchronises them.
+    """A buffer hook: ``hook(state, named_buffers)`` synchronises the buffers.
 
-    It may return futures, which are waited for at the end of backward.
+    It may return futures, for which the reducer waits at the end of backward.
     """
 
     buffer_comm_hook: Callable[[Any, Mapping[str, torch.Tensor]], _Futures]

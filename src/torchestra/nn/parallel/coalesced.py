@@ -1,4 +1,4 @@
-"""Broadcasts of many tensors at once: those of one dtype travel as one."""
+"""Broadcasts many tensors at once: those of one dtype are packed into one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_BYTES = 32 << 20
 
 
 class CoalescedBroadcast:
-    """Tensors of one dtype and device, packed. On every rank the same: dtype, shapes, order."""
+    """Tensors of one dtype and device, packed. Dtype, shapes and order are the same on every rank."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
         self._group = group
@@ -24,7 +24,7 @@ class CoalescedBroadcast:
         self._views = _unflatten_dense_tensors(self._flat, tensors)
 
     def run(self, root: int = 0) -> None:
-        """Replace the tensors on every rank by those of a rank of the group. Must be called by all ranks."""
+        """Replace all ranks' tensors by those of the group's rank ``root``. Must be called by all ranks."""
         with torch.no_grad():
             if self._group.rank() == root:
                 torch._foreach_copy_(self._views, self._tensors)
@@ -47,7 +47,7 @@ def broadcast_coalesced(
 def batches(tensors: Sequence[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
     """Batch the tensors of each dtype and device, in their order, up to ``most_bytes`` together.
 
-    A batch has one at least.
+    A batch has at least one tensor.
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -67,7 +67,7 @@ def batches(tensors: Sequence[torch.Tensor], most_bytes: int) -> Iterator[list[t
 class BufferBroadcast:
     """Broadcasts a module's buffers from a rank, before a forward pass.
 
-    Where the buffers are is looked up once; what they are, each time, since modules may replace them.
+    Their modules and names are looked up once; the tensors each time, since modules may replace them.
     """
 
     def __init__(self, module: torch.nn.Module, group: ProcessGroup, ignored: Collection[str] = ()) -> None:

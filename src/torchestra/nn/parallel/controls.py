@@ -1,4 +1,4 @@
-"""The part of a DistributedDataParallel that does not train: how it averages, its buffers, its statistics."""
+"""The part of a DistributedDataParallel that does not train: averaging, buffers, rebuilding, statistics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from torchestra.world.init import AnyGroup, default_group
 
 
 class Controls(torch.nn.Module, Joinable):
-    """A DistributedDataParallel but for its construction, its forward and its copies."""
+    """A DistributedDataParallel without its construction, its forward and its copies."""
 
     module: torch.nn.Module
     process_group: ProcessGroup
@@ -67,8 +67,8 @@ class Controls(torch.nn.Module, Joinable):
             state: handed to the hook. Groups in it are replaced by :meth:`rebuild`, and by nothing else.
             hook: ``hook(state, bucket)`` is called when all gradients of a bucket are there, with a
                 :class:`torchestra.GradBucket`. It returns a ``torch.futures.Future`` of a tensor with the
-                averages, laid out as ``bucket.buffer()``; the buffer itself if you like. It has to divide by
-                the number of ranks itself. ``work.get_future()`` holds a list: chain
+                averages, laid out as ``bucket.buffer()``, or of the buffer itself. The hook must divide by
+                the number of ranks. ``work.get_future()`` holds a list: chain
                 ``.then(lambda future: future.value()[0])``.
 
         Raises:
@@ -83,7 +83,7 @@ class Controls(torch.nn.Module, Joinable):
         self.logger.set("comm_hook", getattr(hook, "__qualname__", repr(hook)))
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        """Average gradients by a hook that comes with the package; see :meth:`register_comm_hook`."""
+        """Average gradients by a built-in hook; see :meth:`register_comm_hook`."""
         with self._errors_logged():
             self._check_not_all_delayed()
             self.reducer.register_builtin_comm_hook(comm_hook_type)
@@ -101,7 +101,7 @@ class Controls(torch.nn.Module, Joinable):
         It must not be stepped otherwise; excludes communication hooks and :meth:`no_sync`.
 
         Args:
-            optim: its class; made of the parameters, ``args`` and ``kwargs``.
+            optim: its class, called with the parameters, ``args`` and ``kwargs``.
             optim_params: which parameters to update; default: all.
 
         Raises:
@@ -163,7 +163,7 @@ class Controls(torch.nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(
         module: torch.nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Let a wrapper of ``module`` have nothing to do with these parameters and buffers.
+        """Have wrappers of ``module`` ignore these parameters and buffers.
 
         They are neither compared nor synchronised, and their gradients are not averaged.
         """
@@ -213,7 +213,7 @@ class Controls(torch.nn.Module, Joinable):
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """Broadcast these, or all buffers, from a rank, in a buffer hook. Must be called by all ranks."""
+        """Broadcast these buffers, or all, from a rank; for buffer hooks. Must be called by all ranks."""
         buffers = list(self.module.buffers()) if bufs is None else bufs
         if bucket_size is None:
             broadcast_coalesced(buffers, self.process_group, authoritative_rank)
@@ -222,7 +222,7 @@ class Controls(torch.nn.Module, Joinable):
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Tell whether the next forward takes rank 0's buffers; set by code that runs forwards itself."""
+        """Whether the next forward takes rank 0's buffers. Programs that run forwards themselves set it."""
         return self.require_backward_grad_sync or self._buffers_may_differ
 
     @require_forward_param_sync.setter
@@ -230,7 +230,7 @@ class Controls(torch.nn.Module, Joinable):
         self._buffers_may_differ = required
 
     def will_sync_module_buffers(self) -> bool:
-        """Return whether the next forward takes the buffers of rank 0: there are some, and it is to."""
+        """Return whether the next forward takes rank 0's buffers: it is to, and there are some."""
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
@@ -247,7 +247,7 @@ class Controls(torch.nn.Module, Joinable):
             took = time.perf_counter_ns() - began
             self._counters.communication_ns += took
             self._counters.wait_ns += took
-        if self._buffers_may_differ is not reducing:  # setting a module's attribute takes long
+        if self._buffers_may_differ is not reducing:  # setting a module's attribute is slow
             self._buffers_may_differ = reducing
 
     def _state(self, *, with_buffers: bool) -> list[torch.Tensor]:
@@ -267,31 +267,32 @@ class Controls(torch.nn.Module, Joinable):
     # -- the group
 
     def rebuild(self, process_group: AnyGroup | None = None) -> None:
-        """Average over another group from now on, in place of one that has failed. By all of its ranks.
+        """Average over another group from now on, such as after a failure. All of its ranks must call it.
 
-        A step that failed is forgotten. Nothing is sent: as some ranks may have ended the step and others
+        A step that failed is forgotten. Nothing is sent: since some ranks may have ended the step and others
         not, broadcast the state of one of them (parameters, buffers, optimizer) before you go on.
 
-        The group takes the old one's place in all that belongs to the wrapper: in SyncBatchNorms inside, and
-        in the state of a communication hook or buffer hook, if the state is the old group, or has it as an
-        attribute or item. (Other groups there that were shrunk are replaced by what they became.) A state
-        with a method ``on_rebuild()`` begins anew by it: PowerSGD's and post-local SGD's count their first
-        steps again. A ZeroRedundancyOptimizer that updates in backward is rebuilt too. What remains for you:
-        a group that a hook holds otherwise, such as in its closure; other optimizers
+        The group replaces the old one in everything that belongs to the wrapper: in SyncBatchNorms inside,
+        and in the state of a communication hook or buffer hook, if the state is the old group, or has it as
+        an attribute or item. (Other groups there that were shrunk are replaced by their successors.) A state
+        with a method ``on_rebuild()`` is reset by it: PowerSGD's and post-local SGD's count their first steps
+        again. A ZeroRedundancyOptimizer that updates in backward is rebuilt too. You must replace the group
+        yourself where a hook holds it otherwise, such as in its closure, and in other optimizers
         (:meth:`torchestra.optim.ZeroRedundancyOptimizer.rebuild`) and averagers.
 
         Args:
-            process_group: the group; default: the default group, such as :meth:`ProcessGroup.shrink` made it.
+            process_group: the group; default: the default group, for instance after
+                :meth:`ProcessGroup.shrink`.
 
         Raises:
-            InvalidArgumentError: the wrapper is in a join context, which ends with the group. Leave it first.
+            InvalidArgumentError: the wrapper is in a join context of the old group. Leave it first.
         """
         self._update_process_group(default_group() if process_group is None else process_group)
 
     def _update_process_group(self, new_process_group: AnyGroup) -> None:
         """Average over another group from now on; also after a group has failed.
 
-        On ranks that are not in it nothing happens.
+        Does nothing on ranks that are not in it.
         """
         if new_process_group.rank() < 0:
             return
@@ -331,11 +332,11 @@ class Controls(torch.nn.Module, Joinable):
     # -- statistics
 
     def statistics(self) -> DDPStatistics:
-        """Return how much was reduced so far, and where the time went, on this rank."""
+        """Return how much was reduced so far on this rank, and how long it took."""
         return self._counters.snapshot()
 
     def _get_ddp_logging_data(self) -> dict[str, LoggingValue]:
-        """Describe this wrapper and its work, in torch's fields."""
+        """Return a description of this wrapper and its work, in torch's fields."""
         return self.logger.data()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -352,15 +353,15 @@ class Controls(torch.nn.Module, Joinable):
         self.reducer.check_finished()
 
     def _remove_autograd_hooks(self) -> None:
-        """Have no part in backward any more, so that another wrapper can have it."""
+        """Take no part in backward any more, so that another wrapper can."""
         self.reducer.remove_autograd_hooks()
         if self._delayed is not None:
             self._delayed.remove_autograd_hook()
 
-    # -- torch's, for modules on several devices
+    # -- torch's methods for modules on several devices
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> tuple[Any, Any]:
-        """Return the inputs of each of this rank's devices: there is one, so all of them."""
+        """Return the inputs of each of this rank's devices: there is one device, so all inputs."""
         return (inputs,), (kwargs,)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
-"""Parameters whose gradients are averaged together, when that of one of them, the trigger, is ready.
+"""Averages the gradients of some parameters together, when that of one parameter, the trigger, is ready.
 
-Their gradients are views of one tensor, made so before each backward, and are reduced by one operation.
+Before each backward their gradients are made views of one tensor, which one operation reduces.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torchestra.types import ReduceOp
 
 
 class DelayedReduction:
-    """Averages the gradients of some parameters at a moment of one's choice. Must be made by all ranks.
+    """Averages the gradients of some parameters at a chosen moment. Must be constructed by all ranks.
 
     Args:
-        parameters: which; of one dtype. All ranks take rank 0's.
-        trigger: when its gradient is computed, those of ``parameters`` must be there; they are reduced then.
-        counters: where to count what was done.
+        parameters: the parameters, of one dtype. All ranks take rank 0's values.
+        trigger: the gradients of ``parameters`` are reduced, and must be ready, when its own is computed.
+        counters: count the work.
 
     Raises:
         InvalidArgumentError: the parameters have several dtypes, or there is none.
 
     Attributes:
         parameters: as given.
-        divisor: by what sums are divided; None: the number of ranks.
+        divisor: divides sums; None: the number of ranks.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class DelayedReduction:
         self._counters = counters
         self.update_process_group(group)
         broadcast_coalesced([parameter.detach() for parameter in parameters], group)
-        # Not before its own gradient is there: it may be one of the parameters.
+        # Not before its own gradient is ready: it may be one of the parameters.
         self._hook = trigger.register_post_accumulate_grad_hook(self._reduce)
 
     def remove_autograd_hook(self) -> None:
-        """Have no part in backward any more."""
+        """Take no part in backward any more."""
         self._hook.remove()
 
     def update_process_group(self, group: ProcessGroup) -> None:
@@ -68,7 +68,7 @@ class DelayedReduction:
 
     @untraced
     def arm(self, *, averages: bool) -> None:
-        """Let the gradients of the forward that ends accumulate in the one tensor, and be averaged or not."""
+        """Accumulate the gradients of the forward that has ended in the one tensor; average them or not."""
         self._armed = averages
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
@@ -80,7 +80,7 @@ class DelayedReduction:
         self._armed = False
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is not view:
-                # Autograd, or the program, has put a tensor of its own there.
+                # Autograd, or the program, has replaced it by another tensor.
                 if parameter.grad is None:
                     view.zero_()
                 else:
@@ -89,10 +89,10 @@ class DelayedReduction:
         self._average(self._flat)
 
     def shadow(self, *, write_back: bool) -> None:
-        """Take part in a reduction of the other ranks, with nothing to contribute.
+        """Take part in a reduction of the other ranks, contributing zeros.
 
         Args:
-            write_back: let the averages be this rank's gradients too; if not, they stay as they are.
+            write_back: make the averages this rank's gradients too; if not, its gradients do not change.
         """
         zeros = torch.zeros_like(self._flat)
         self._average(zeros)

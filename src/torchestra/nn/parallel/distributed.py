@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the module that users wrap theirs in."""
+"""DistributedDataParallel: trains a module on many ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from torchestra.nn.parallel.mixed_precision import LowPrecision, MixedPrecision,
 from torchestra.nn.parallel.reducer import Reducer
 from torchestra.nn.parallel.statistics import Counters
 
-# torch has these in the module of this name, where code imports them from.
+# torch has these names in the module of this name, from which programs import them.
 from torchestra.nn.parallel.torch_names import (  # noqa: F401
     _DEFAULT_BUCKET_CAP_MB,
     _MB_TO_BYTES,
@@ -69,7 +69,7 @@ _NOT_COPIED = (
 
 
 class DistributedDataParallel(Controls):
-    """A module whose copies on all ranks train together, each on samples of its own.
+    """A module whose copies on all ranks train together, each on its own samples.
 
     Wrap the same module on every rank of a group; then train as on one rank::
 
@@ -82,61 +82,61 @@ class DistributedDataParallel(Controls):
 
     At construction every rank takes rank 0's parameters and buffers. During ``backward`` gradients are
     averaged over the ranks, in buckets that are reduced while backward goes on, so that afterwards ``.grad``
-    is, bit for bit, the same everywhere: the gradient of the mean of the ranks' losses. Only ``.grad`` is
+    is bit for bit the same on all ranks: the gradient of the mean of the ranks' losses. Only ``.grad`` is
     averaged; ``torch.autograd.grad`` returns this rank's gradients. All ranks must run forward and backward
     the same number of times. A forward pass under ``torch.no_grad()`` leads to no reduction, and neither does
     a backward through ``model.module`` called directly.
 
-    ``state_dict()`` has the prefix ``module.`` before every name, as torch's has. A copy or a pickle, which
-    only wrappers over the default group have, is a wrapper of a copy of the module, with no hooks registered;
-    none of the ranks waits for another in making or loading it.
+    ``state_dict()`` has the prefix ``module.`` before every name, as torch's has. Only wrappers over the
+    default group can be copied or pickled; the copy wraps a copy of the module, and has no hooks registered.
+    Copying, pickling and unpickling do not communicate.
 
     Args:
-        module: what to train. Its parameters are on the CPU or on GPUs (whose gradients travel through the
-            host), and one at least requires a gradient. Parameters must not be added, removed or frozen
-            afterwards. An ``nn.Embedding`` or ``nn.EmbeddingBag`` with
-            ``sparse=True`` gets sparse averages.
-        device_ids: of a module on one GPU, a list of it (its number, or a torch.device): inputs are moved
-            there. Else None.
-        output_device: of such a module, where outputs are said to be.
-        dim: must be 0; it concerns several devices per rank, which are not served.
+        module: the module to train. Its parameters are on the CPU or on GPUs (whose gradients are sent
+            through the host's memory), and at least one requires a gradient. Parameters must not be added,
+            removed or frozen afterwards. An ``nn.Embedding`` or ``nn.EmbeddingBag`` with ``sparse=True`` gets
+            sparse averages.
+        device_ids: for a module on one GPU, a list with that GPU (its number, or a torch.device), to which
+            inputs are moved. Else None.
+        output_device: for such a module, the nominal device of outputs.
+        dim: must be 0; it concerns several devices per rank, which are not supported.
         broadcast_buffers: replace buffers, such as BatchNorm's statistics, by rank 0's at construction,
             before every forward pass that is to be reduced, and before the first one after it that is not.
-        init_sync: compare the module between the ranks, and take rank 0's state. If False, you answer for
-            both.
+        init_sync: compare the module between the ranks, and take rank 0's state. If False, you must ensure
+            that modules and states are the same.
         process_group: the group; default: the default group.
         bucket_cap_mb: how many MiB of gradients are reduced together, roughly; default 25. The first bucket
-            has 1 MiB, or this if it is less, so that communication begins early.
+            has 1 MiB, or this if less, so that communication begins early.
         find_unused_parameters: in every forward pass, find the parameters that its output does not depend on,
             and do not wait for their gradients, nor at the end of a backward for those of outputs that the
             loss does not depend on. A parameter that was used on no rank keeps its ``.grad`` as it was; one
-            that was used on some gets the average, to which the others contribute what they have in
-            ``.grad``, or zeros. Costs a walk through autograd's graph.
+            that was used on some ranks gets the average, to which the other ranks contribute their ``.grad``,
+            or zeros. Costs a walk through autograd's graph.
         check_reduction: without effect, as in torch; deprecated there.
         gradient_as_bucket_view: let each ``.grad`` be part of a bucket. Saves memory; but a ``.grad`` that
             you keep is overwritten by the next backward, and cannot be detached in place.
-        static_graph: every step is like the first: the same parameters are used, equally often. Then unused
-            parameters are found once, and a parameter may get its gradient in several parts (reentrant
+        static_graph: declare that every step uses the same parameters as the first, equally often. Then
+            unused parameters are found once, and a parameter may get its gradient in several parts (reentrant
             checkpointing of shared weights). The first step reduces after backward.
         delay_all_reduce_named_params, param_to_hook_all_reduce: some parameters by name, of one dtype, whose
             gradients are averaged all at once, when that of ``param_to_hook_all_reduce`` has been computed;
-            theirs must be there by then. No other argument concerns them, and no communication hook. Where
-            it is some, but not all, :meth:`join` is not served.
-        mixed_precision: dtypes to compute and average in; parameters, gradients and ``state_dict`` keep
-            theirs outside of forward and backward. Excludes communication hooks.
+            theirs must be ready by then. No other argument applies to them, nor does a communication hook.
+            With some, but not all, of the parameters, :meth:`join` is not supported.
+        mixed_precision: dtypes to compute and average in; parameters, gradients and ``state_dict`` have
+            their own dtypes outside of forward and backward. Excludes communication hooks.
         skip_all_reduce_unused_params: do not reduce buckets of which no parameter was used. All ranks must
             leave the same parameters unused.
-        device_mesh: a mesh of one dimension, whose group is taken; instead of ``process_group``.
+        device_mesh: a mesh of one dimension, whose group is used; instead of ``process_group``.
         bucket_cap_mb_list: the MiB of the first bucket, the second and so on; the last is for all further.
         batched_grad_copy: without effect: gradients are always copied into buckets together.
-        forward_sync_buffers: torch's newer name of ``broadcast_buffers``; wins over it, but lets buffers be
-            rank 0's at construction in any case.
+        forward_sync_buffers: torch's newer name of ``broadcast_buffers``; overrides it, except that buffers
+            are replaced by rank 0's at construction in any case.
 
     Raises:
-        InvalidArgumentError: an argument is wrong. With ``init_sync`` also when the module or the arguments
-            are not the same on all ranks; then on all of them.
+        InvalidArgumentError: an argument is wrong; or, on all ranks, with ``init_sync``, the module or the
+            arguments are not the same on all ranks.
         NotInitializedError: there is no default group, and none was given.
-        GradientReductionError: from a forward pass: the backward before has left out parameters, or has
+        GradientReductionError: from a forward pass: the previous backward has left out parameters, or has
             raised. From a backward: it has computed a gradient twice. The message says which and what to do.
         RankFailedError, CollectiveTimeoutError, GroupAbortedError: from construction, forward and backward,
             as from an all_reduce. The group cannot be used any more.
@@ -204,7 +204,7 @@ class DistributedDataParallel(Controls):
     def _check_parameters(
         self, delayed: Sequence[tuple[str, torch.nn.Parameter]] | None, trigger: torch.nn.Parameter | None
     ) -> list[torch.Tensor]:
-        """Check what is to be trained; return the parameters whose gradients are averaged together later."""
+        """Check the parameters to train; return those whose gradients are averaged together later."""
         named = check_delayed(delayed, trigger)
         self.parameters_to_ignore = ignored_names(self.module) | named.keys()
         if self.mixed_precision is not None:
@@ -231,7 +231,7 @@ class DistributedDataParallel(Controls):
         broadcast_coalesced(self._state(with_buffers=with_buffers), self.process_group)
 
     def _trained(self) -> dict[str, tuple[torch.Tensor, bool]]:
-        """Return the parameters that are averaged by name, and whether their gradients are sparse."""
+        """Return the parameters whose gradients are averaged, by name, and whether these are sparse."""
         trained: dict[str, tuple[torch.Tensor, bool]] = {}
         known: set[torch.Tensor] = set()
         for path, owner in self.module.named_modules():
@@ -245,7 +245,7 @@ class DistributedDataParallel(Controls):
         return trained
 
     def _make_reducer(self) -> None:
-        """Make what is not copied or pickled: the reducer, what counts and logs its work, and so on."""
+        """Make the parts that are not copied or pickled: the reducer, its logger, and so on."""
         self._precision, dtypes = None, self.mixed_precision
         if dtypes is not None:  # its hooks come before the reducer's
             self._precision = LowPrecision(dtypes, self.module, self.parameters_to_ignore)
@@ -256,7 +256,7 @@ class DistributedDataParallel(Controls):
         plan_limits: list[int] = []
         if parameters:
             plan, plan_limits = compute_bucket_assignment_by_size(parameters, self._bucket_limits, sparse)
-        # Gradients come last layer first.
+        # Gradients arrive last layer first.
         self.reducer = Reducer(
             parameters,
             plan[::-1],
@@ -295,7 +295,7 @@ class DistributedDataParallel(Controls):
     # -- training
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, and have the gradients of what it returns averaged, unless in :meth:`no_sync`."""
+        """Run the module; the gradients of its output will be averaged, unless in :meth:`no_sync`."""
         reducing = self.require_backward_grad_sync and torch.is_grad_enabled()
         inputs, kwargs = self._before(reducing, inputs, kwargs)
         output = self.module(*inputs, **kwargs)
@@ -351,10 +351,10 @@ class DistributedDataParallel(Controls):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up on this rank: those of forward passes in the block are not reduced.
+        """Accumulate gradients on this rank: do not reduce those of forward passes in the block.
 
-        The next backward of a forward pass outside the block averages all that has been added up. What counts
-        is where *forward* runs. All ranks must do the same.
+        The next backward of a forward pass outside the block averages everything accumulated. What counts is
+        whether *forward* runs in the block. All ranks must do the same.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -374,12 +374,12 @@ class DistributedDataParallel(Controls):
         """Return a context in which ranks may have different numbers of inputs. All ranks must enter it.
 
         A rank that has run out of them takes part in the others' steps with gradients of zero. At the end all
-        ranks take the state of the last that had inputs. See :class:`torchestra.algorithms.join.Join`.
+        ranks take the state of the last rank that had inputs. See :class:`torchestra.algorithms.join.Join`.
 
         Args:
             divide_by_initial_world_size: divide sums of gradients by the number of ranks, so that every input
                 has the same weight; if False, by the number of ranks that still have inputs.
-            enable: if False, do nothing: when inputs are known to be even.
+            enable: False makes the context do nothing, for inputs that are known to be even.
             throw_on_early_termination: raise an error on all ranks when one runs out of inputs.
 
         Raises:
@@ -439,9 +439,9 @@ class DistributedDataParallel(Controls):
 
 
 def _pass_as_torchs() -> None:
-    """Have ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` be true of ours.
+    """Make ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` true for ours.
 
-    Checkpoints, trainers and pipelines ask that before they look for ``.module`` and ``no_sync()``.
+    Checkpoints, trainers and pipelines check it before they use ``.module`` and ``no_sync()``.
     """
     theirs = torch.nn.parallel.DistributedDataParallel
     if isinstance(theirs, ABCMeta):

@@ -1,7 +1,6 @@
 """Gradient stores: a reducer reads gradients from one, and writes averages to it.
 
-A program that calls ``loss.backward()`` finds them in ``parameter.grad``. A distributed autograd context has
-gradients of its own.
+After ``loss.backward()`` they are in ``parameter.grad``. A distributed autograd context has its own.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class GradientStore(Protocol):
 
 
 class ThreadGradientStore:
-    """The gradients of the context whose backward pass this thread runs, else ``parameter.grad``."""
+    """Uses the gradients of the context whose backward pass this thread runs, else ``parameter.grad``."""
 
     def take(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """See :class:`GradientStore`."""

@@ -1,9 +1,9 @@
 """Shadows DistributedDataParallel's steps in a join context, on a rank that has run out of inputs.
 
 The announcement of each step (algorithms/join.py) says whether the step's gradients will be averaged, so that
-joined ranks know without being asked what to take part in: the broadcast of buffers, which come from the
-first rank that still has inputs, and a reduction of zeros. Where another joinable announces the steps, one
-more small all_reduce says it.
+joined ranks know which collectives to take part in: the broadcast of buffers, from the first rank that still
+has inputs, and a reduction of zeros. Where another joinable announces the steps, one more small all_reduce
+says so.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _QUIET = 1
 
 
 def check_can_join(ddp: Controls) -> None:
-    """Refuse a wrapper of which a rank without inputs cannot know in which order the others reduce.
+    """Refuse a wrapper whose order of reductions a rank without inputs cannot know.
 
     Raises:
-        InvalidArgumentError: as that.
+        InvalidArgumentError: it is one.
     """
     if ddp._delayed is not None and ddp.reducer.parameters:
         raise InvalidArgumentError(
@@ -57,7 +57,7 @@ def set_divisor(ddp: Controls, divisor: int | None) -> None:
 
 
 def _announce(ddp: Controls, averages: bool) -> bool:
-    """Tell the joined ranks, or learn as one of them, whether the step's gradients are averaged."""
+    """Tell the joined ranks (or learn, as one of them) whether the step's gradients are averaged."""
     answer = torch.tensor([int(averages)], dtype=torch.int16)
     ddp.process_group.communicator.all_reduce(answer, ReduceOp.MAX)
     return bool(answer)
@@ -67,9 +67,9 @@ class DDPJoinHook(JoinHook):
     """Shadows the steps of a DistributedDataParallel.
 
     Args:
-        ddp: whose.
-        divide_by_initial_world_size: divide sums of gradients by the number of ranks that there are, not of
-            those that still have inputs.
+        ddp: the wrapper.
+        divide_by_initial_world_size: divide sums of gradients by the number of all ranks, not of those that
+            still have inputs.
     """
 
     def __init__(self, ddp: Controls, divide_by_initial_world_size: bool) -> None:

@@ -1,6 +1,6 @@
-"""Logging data of a DistributedDataParallel: torch's fields, by torch's names.
+"""Logging data of a DistributedDataParallel, in torch's fields.
 
-Times are in nanoseconds. They are of sampled steps: the first ten, then every hundredth.
+Times are in nanoseconds, of sampled steps only: the first ten, then every hundredth.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Logger:
         self._sums: dict[str, int] = {}
         self._recorded = 0
         self.sample_rate = _SAMPLE_RATE
-        # To tell what time it was when perf_counter_ns() said so and so.
+        # Converts values of perf_counter_ns() to times of day.
         self._epoch = time.time_ns() - time.perf_counter_ns()
         self.set_group(group)
         variables = list(_ENVIRONMENT)
@@ -47,7 +47,7 @@ class Logger:
             self.set(name.lower(), os.environ.get(name, "N/A"))
 
     def set_group(self, group: ProcessGroup) -> None:
-        """Set the fields that tell of the group."""
+        """Set the fields that describe the group."""
         self.set("world_size", group.size())
         self.set("rank", group.rank())
         self.set("backend_name", group.known_as)
@@ -57,7 +57,7 @@ class Logger:
         self._fields[name] = value
 
     def set_construction_data(self, parameters: Sequence[torch.Tensor], **fields: LoggingValue) -> None:
-        """Set the fields that do not change any more: those given, and those of the parameters."""
+        """Set the fields that do not change any more: the given ones, and those of the parameters."""
         dtypes = sorted({_TYPE_NAMES.get(each.dtype, str(each.dtype)) for each in parameters})
         self._fields |= {
             name: int(value) if isinstance(value, bool) else value for name, value in fields.items()
@@ -72,11 +72,11 @@ class Logger:
         }
 
     def set_error(self, error: str) -> None:
-        """Note that an error was raised, and in which step."""
+        """Record that an error was raised, and in which step."""
         self._fields |= {"has_error": 1, "error": error, "iteration": self._reducer.iterations}
 
     def before_forward(self) -> None:
-        """Record the step before, if it is sampled. Called before every forward pass to be reduced."""
+        """Record the previous step, if it is sampled. Called before every forward pass to be reduced."""
         done = self._reducer.iterations
         self._reducer.tracker.record = self._samples(done + 1)
         if done and self._samples(done):

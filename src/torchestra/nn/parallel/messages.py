@@ -1,4 +1,4 @@
-"""Error texts of a reducer, for gradients that have not arrived as they should."""
+"""Error texts of a reducer, for gradients that have not arrived as expected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST_NAMES = 10
 def unfinished(
     indices: Sequence[int], names: Sequence[str], rank: int, *, finds_unused: bool, static: bool
 ) -> str:
-    """Say that the round before has not ended: the gradients of these parameters have not arrived."""
+    """Say that the previous round has not ended: the gradients of these parameters have not arrived."""
     opening = "Expected to have finished reduction in the prior iteration before starting a new one"
     if not indices:
         return (
@@ -55,7 +55,7 @@ def marked_twice(name: str, index: int, rank: int) -> str:
 
 
 def not_unused(name: str, index: int, rank: int) -> str:
-    """Say that the gradient of a parameter arrived that no output depended on."""
+    """Say that a gradient arrived for a parameter that no output depends on."""
     return (
         f"Expected to mark a variable ready only once. Parameter {name!r} (index {index}) received a gradient"
         f" on rank {rank}, though no tensor in what forward returned depends on it, so that it was taken for"
@@ -65,7 +65,7 @@ def not_unused(name: str, index: int, rank: int) -> str:
 
 
 def graph_changed(name: str, index: int, rank: int) -> str:
-    """Say that, with a static graph, a gradient arrived that did not in the first round."""
+    """Say that, with a static graph, a gradient arrived more often than in the first round."""
     return (
         "Your training graph has changed in this iteration, e.g., one parameter is unused in first"
         " iteration, but then got used in the second iteration. this is not compatible with static_graph set"

@@ -1,9 +1,9 @@
-"""Computes in a lower precision than that in which parameters are kept and updated.
+"""Computes in a lower precision than the one in which parameters are kept and updated.
 
-During forward a parameter's data is a copy in ``param_dtype``. When its gradient is there, a hook gives it
-its own data back and the gradient its dtype, before the reducer sees it; parameters that get no gradient have
-their data back at the end of backward. So buckets, averages, optimizers and ``state_dict`` know nothing of
-it.
+During forward a parameter's data is a copy in ``param_dtype``. When its gradient is ready, a hook restores
+the parameter's own data and casts the gradient to its dtype, before the reducer sees it; parameters that get
+no gradient are restored at the end of backward. So buckets, averages, optimizers and ``state_dict`` are not
+affected.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class MixedPrecision:
     """The dtypes that DistributedDataParallel computes and averages in. Only floating-point tensors are cast.
 
     Attributes:
-        param_dtype: of parameters and inputs in forward and backward; None: as they are.
-        reduce_dtype: in which gradients are averaged; None: ``param_dtype``, or as they are.
-        buffer_dtype: of buffers, from construction on; None: as they are.
+        param_dtype: of parameters and inputs in forward and backward; None: not cast.
+        reduce_dtype: of gradients while they are averaged; None: ``param_dtype``, or not cast.
+        buffer_dtype: of buffers, from construction on; None: not cast.
     """
 
     param_dtype: torch.dtype | None = None
@@ -41,8 +41,8 @@ class LowPrecision:
 
     Args:
         config: the dtypes.
-        module: whose buffers are cast at once, and whose parameters in every forward.
-        ignored: the names of parameters and buffers that are left alone.
+        module: its buffers are cast now, its parameters in every forward.
+        ignored: the names of parameters and buffers that are not cast.
     """
 
     def __init__(self, config: MixedPrecision, module: torch.nn.Module, ignored: Collection[str]) -> None:
@@ -91,7 +91,7 @@ class LowPrecision:
         torch.autograd.Variable._execution_engine.queue_callback(self.restore)
 
     def restore(self) -> None:
-        """Give all parameters their own data back."""
+        """Restore the own data of all parameters."""
         for parameter in self._parameters:
             _raise(parameter)
 

@@ -27,7 +27,7 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
 def unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[int]:
     """Return the indices of the parameters that no output depends on, by autograd's graph.
 
-    What a node computes inside, such as the part of a model that reentrant checkpointing recomputes, is
+    Computations inside a node, such as the part of a model that reentrant checkpointing recomputes, are
     not in the graph.
     """
     unused = {id(parameter): index for index, parameter in enumerate(parameters)}

@@ -4,7 +4,7 @@
 READY     its gradient is ready
 EXPECTED  it is not ready in this round; n > 1: it arrives n more times (static graph)
 UNUSED    it will not arrive
-IDLE      there is no round, so the reducer ignores a gradient that arrives
+IDLE      there is no round, so the reducer ignores gradients that arrive
 RECORDING expected, and its place in the order of arrival is recorded
 COUNTING  the first round of a static graph: arrivals are counted, and reduction begins when
           backward has ended
@@ -32,9 +32,9 @@ class ReadyTracker:
         bucket_ready: called when all gradients of a bucket are ready.
 
     Attributes:
-        static: every round is like the first.
-        record: record the order of arrival in the rounds that begin from now on.
-        order: of arrival, in the last round that recorded it.
+        static: whether every round is like the first.
+        record: whether rounds that begin from now on record the order of arrival.
+        order: the order of arrival in the last round that recorded it.
         missing: for each bucket, the number of gradients that are not ready.
         unused: the parameters whose gradients will not arrive in this round.
         is_open: whether there is a round.
@@ -67,14 +67,14 @@ class ReadyTracker:
         return array.array("i", [value]) * self._count
 
     def restart(self, rank: int) -> None:
-        """Forget all rounds, as ranks may have seen different ones, and go on as this rank."""
+        """Forget all rounds, since ranks may have seen different ones, and go on as this rank."""
         self._rank = rank
         self._static_template, self._static_unused = None, ()
         self.order, self.record = [], True
         self.end()
 
     def set_buckets(self, plan: Sequence[Sequence[int]]) -> None:
-        """Assign the parameters to these buckets. Between rounds."""
+        """Assign the parameters to these buckets. Called between rounds."""
         for number, indices in enumerate(plan):
             for index in indices:
                 self._bucket_of[index] = number
@@ -107,7 +107,7 @@ class ReadyTracker:
             self._state[index] = UNUSED
 
     def mark_undefined(self, index: int) -> None:
-        """Take back that a gradient is ready: autograd also calls hooks for undefined gradients."""
+        """Mark a gradient that is not ready after all: autograd also calls hooks for undefined gradients."""
         self._used[index] = 0
         self.mark_unused([index])
 
@@ -162,7 +162,7 @@ class ReadyTracker:
         return gradient_ready
 
     def _arrived_unexpectedly(self, index: int) -> None:
-        """Note a gradient whose parameter is not EXPECTED."""
+        """Record a gradient whose parameter is not EXPECTED."""
         state = self._state[index]
         if state == IDLE:
             return
@@ -190,7 +190,7 @@ class ReadyTracker:
         return self.static and self._static_template is None
 
     def finish_counting(self) -> None:
-        """Take the arrivals of a static graph's first backward, which has ended, for those of all others."""
+        """Expect in all further rounds what arrived in a static graph's first backward, which has ended."""
         arrivals = self._arrivals
         self._static_unused = [index for index, count in enumerate(arrivals) if not count]
         self._static_template = array.array("i", [max(EXPECTED, count) for count in arrivals])

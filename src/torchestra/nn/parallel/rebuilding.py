@@ -1,8 +1,9 @@
-"""Replaces a wrapper's group by another in everything that refers to it, for ``rebuild()``.
+"""Replaces a wrapper's group in everything that refers to it, for ``rebuild()``.
 
-When a step fails, some ranks may have ended it and others not, so what they remember may differ: how many
-steps a hook has counted, what it carries over to the next, which buckets were agreed on. Nothing is sent when
-a wrapper is rebuilt; so all of that begins anew, as at construction, where it is the same on all ranks.
+When a step fails, some ranks may have ended it and others not, so their states may differ: the number of
+steps that a hook has counted, what it keeps for the next step, the buckets that were agreed on. Rebuilding a
+wrapper sends nothing; so all of these are reset to their values at construction, which are the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torchestra.process_group import ProcessGroup
 
 @runtime_checkable
 class StartsAnew(Protocol):
-    """A state of a communication hook that remembers something from step to step."""
+    """A communication hook's state that keeps something from step to step."""
 
     def on_rebuild(self) -> None:
-        """Forget what may differ between the ranks; its groups have been replaced. Called by rebuild()."""
+        """Forget everything that may differ between ranks. Called by rebuild(), with the groups replaced."""
 
 
 def _replacement(held: Any, former: ProcessGroup, group: ProcessGroup) -> Any:
-    """Return the replacement: ``group`` for ``former``, and for a shrunk group what it became."""
+    """Return the replacement: ``group`` for ``former``, and for a shrunk group its successor."""
     if held is former:
         return group
     while isinstance(held, ProcessGroup) and held.successor is not None:
@@ -36,7 +37,8 @@ def follow(state: Any, former: ProcessGroup, group: ProcessGroup) -> Any:
     """Replace ``former`` by ``group`` in the state of a hook; return the state.
 
     The state may be a group, or hold groups in its attributes or, if it is a list, tuple or dict, in its
-    items. It stays the same object unless it is a group or a tuple. If it is :class:`StartsAnew`, it does.
+    items. It stays the same object unless it is a group or a tuple. If it is :class:`StartsAnew`, its
+    ``on_rebuild()`` is called.
     """
     if isinstance(state, ProcessGroup):
         return _replacement(state, former, group)
@@ -64,7 +66,7 @@ def _attributes(state: object) -> Iterator[str]:
 
 
 def follow_in_modules(module: torch.nn.Module, former: ProcessGroup, group: ProcessGroup) -> None:
-    """Let the SyncBatchNorms in a module that normalize over ``former``, or a shrunk group, follow it."""
+    """Replace the group of SyncBatchNorms in a module, where it is ``former`` or a shrunk group."""
     for each in module.modules():
         if isinstance(each, torch.nn.SyncBatchNorm):
             each.process_group = _replacement(each.process_group, former, group)

@@ -1,23 +1,23 @@
 """Averages gradients over the ranks of a group while backward computes them.
 
-A hook on every parameter notes that its gradient is ready (ready_tracker.py). When all of a bucket's are, the
-bucket is started (bucket_reducer.py); backward goes on meanwhile. Buckets start in their order on every rank,
-because the ranks of a group must call the same operations in the same order, and gradients need not arrive in
-the same order everywhere. At the end of backward autograd calls ``Reducer._backward_ended``, which waits for
-the averages and writes them back. Hooks on the outputs of the forward pass ask for that call: where reentrant
-checkpointing runs a backward within the backward, the end of the outer one is meant. (Where outputs hide
-their tensors, the parameter's hook that fills the last bucket asks for it.)
+A hook on every parameter records that its gradient is ready (ready_tracker.py). When all gradients of a
+bucket are ready, the reducer starts the bucket (bucket_reducer.py), while backward goes on. Buckets start in
+their order on every rank, because the ranks of a group must call the same operations in the same order, and
+gradients need not arrive in the same order on all ranks. At the end of backward autograd calls
+``Reducer._backward_ended``, which waits for the averages and writes them back. Hooks on the outputs of the
+forward pass queue that call, so that it comes at the end of the outer backward where reentrant checkpointing
+runs a backward within the backward. (Where the tensors in outputs cannot be found, the parameter's hook that
+fills the last bucket queues it.)
 
 A *round* is one such reduction of all gradients. A forward pass whose gradients are to be averaged begins a
 round. If a second backward runs through the same or another such forward pass after the round is over, hooks
 on the outputs begin the next.
 
 After the first round the ranks take rank 0's order of arrival, and the next forward pass makes new buckets in
-that order. Not where unused parameters are looked for: there every round may have an order of its own.
+that order; not where unused parameters are looked for, since every round may have another order there.
 
-Hooks run on the thread that runs backward; for CPU tensors autograd does that on the calling thread, for
-those of a GPU on one of its own. They hold the reducer weakly and are removed when it dies, so the module can
-outlive it.
+Hooks run on the thread that runs backward: for CPU tensors the calling thread, for those of a GPU one of
+autograd's own. They hold the reducer weakly and are removed when it dies, so the module can outlive it.
 """
 
 from __future__ import annotations
@@ -63,31 +63,31 @@ class Reducer(TorchReducerNames):
     """Averages the gradients of some parameters over the ranks of a group.
 
     Args:
-        params: which; on the CPU or GPUs, and requiring gradients.
+        params: the parameters; on the CPU or GPUs, and requiring gradients.
         bucket_indices: the indices of the parameters in each bucket, in the order in which buckets are
             expected to be complete; a bucket is of one dtype and on one device.
         per_bucket_size_limits: the bytes at which each bucket was closed; for logging.
-        process_group: whose ranks have the same parameters and the same buckets.
+        process_group: the group, whose ranks have the same parameters and the same buckets.
         expect_sparse_gradients: by parameter, whether its gradients are sparse; then it is alone in a bucket.
-        bucket_bytes_cap, first_bucket_bytes_cap: the limits of buckets that are made after the first round.
+        bucket_bytes_cap, first_bucket_bytes_cap: the limits of the buckets made after the first round.
         find_unused_parameters: look for parameters that the outputs do not depend on, in every forward.
         gradient_as_bucket_view: let gradients be parts of the buckets, instead of copies of them.
-        param_to_name_mapping: by index, what to call parameters in messages.
-        skip_all_reduce_unused_params: do not reduce buckets of which all parameters are unused; all ranks
-            must find the same ones.
+        param_to_name_mapping: by index, the names of parameters in messages.
+        skip_all_reduce_unused_params: do not reduce buckets of which all parameters are unused; these must be
+            the same on all ranks.
         bucket_size_limits_for_rebuilding: instead of the two caps.
-        gradient_store: where gradients are; default: where backward leaves them.
-        counters: where to count what was done.
-        may_be_empty: there may be no parameter; then rounds are counted, and nothing is sent in them.
+        gradient_store: holds the gradients; default: where backward leaves them.
+        counters: count the work.
+        may_be_empty: accept an empty ``params``; then rounds are counted, and nothing is sent in them.
 
     Raises:
         InvalidArgumentError: there is no parameter, though there must be, or the buckets do not name each
-            once, mix dtypes or have a sparse gradient with others.
+            once, mix dtypes or devices, or have a sparse gradient with others.
 
     Attributes:
-        parameters, names, buckets, counters: as given, or made of what was given.
-        iterations: how many forward passes were to be reduced.
-        rebuilt: the buckets that were made after the first round, by indices; None before.
+        parameters, names, buckets, counters: as given, or made from the arguments.
+        iterations: the number of forward passes that were to be reduced.
+        rebuilt: the buckets made after the first round, by indices; None before.
         last_unused: the parameters that were not used here in the last round.
         graph_is_static: whether all rounds so far have left the same parameters unused.
     """
@@ -160,7 +160,7 @@ class Reducer(TorchReducerNames):
             self.names,
             self.counters,
             as_views=self._as_views,
-            # A network works by itself; memory only while a core does.
+            # A network transfers by itself; copies in memory need a core.
             overlap=between_hosts or spare_cores(self._group.size()) > 0,
         )
 
@@ -183,10 +183,10 @@ class Reducer(TorchReducerNames):
         self.counters.buckets = len(self.buckets)
         self._bytes = sum(bucket.nbytes for bucket in self.buckets)
 
-    # -- what surrounds a round
+    # -- outside of rounds
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Let ``hook(state, bucket)`` average the gradients. Only once, and between rounds.
+        """Let ``hook(state, bucket)`` average the gradients. Can be called once only, and between rounds.
 
         Raises:
             GradientReductionError: there is a hook already, or a round has begun.
@@ -212,7 +212,7 @@ class Reducer(TorchReducerNames):
         self.register_comm_hook(self._group, BUILTIN_HOOKS[kind])
 
     def set_static_graph(self) -> None:
-        """Take it that every round uses the same parameters, equally often, as the first one.
+        """Assume that every round uses the same parameters as the first one, equally often.
 
         Raises:
             GradientReductionError: training has begun.
@@ -230,15 +230,15 @@ class Reducer(TorchReducerNames):
         self._bucket_reducer.divisor = divisor
 
     def remove_autograd_hooks(self) -> None:
-        """Have no part in backward any more."""
+        """Take no part in backward any more."""
         self._remove_hooks()
 
     def discard_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Let these have no gradients after a round: an optimizer has used them already."""
+        """Remove the gradients of these parameters after each round: an optimizer has used them already."""
         self._discarded = list(parameters)
 
     def install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        """Wait for these at the end of the next round."""
+        """Wait for these futures at the end of the next round."""
         self._futures += futures
 
     def update_process_group(self, group: ProcessGroup) -> None:
@@ -252,12 +252,12 @@ class Reducer(TorchReducerNames):
         self._failure = ""
         self._agreed_order = self.rebuilt = self._unused_before = None
         self.last_unused, self.graph_is_static = (), True
-        # Not all ranks may have made new buckets, so the first ones are all that they have in common.
+        # Some ranks may not have made new buckets, so only the first ones are certain to be the same.
         self._make_buckets(*self._first_plan)
 
     @property
     def local_used_map(self) -> torch.Tensor:
-        """For each parameter, how many ranks have used it in the last round; where that is looked for."""
+        """For each parameter, how many ranks used it in the last round, where unused ones are looked for."""
         return self._used_by
 
     # -- the round
@@ -266,7 +266,7 @@ class Reducer(TorchReducerNames):
         """Count a forward pass that begins, and whose gradients are to be reduced.
 
         Raises:
-            GradientReductionError: the round before has not ended.
+            GradientReductionError: the previous round has not ended.
         """
         self.check_finished()
         if self._agreed_order is not None:
@@ -293,14 +293,14 @@ class Reducer(TorchReducerNames):
             self._group.communicator.queue.leave(
                 "the reduction of gradients", error
             )  # the others wait for it
-        # In words: the error's traceback would hold this reducer, whose hooks then would outlive it.
+        # As text: the error's traceback would keep this reducer alive, and with it its hooks.
         self._failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def _has_begun(self) -> bool:
         return self._next > 0 or self.tracker.has_begun
 
     def prepare_for_backward(self, outputs: Any) -> None:
-        """Begin a round, with the outputs of such a forward pass: from here on gradients are expected."""
+        """Begin a round, with the outputs of a counted forward pass: gradients are expected from here on."""
         tracker = self.tracker
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         unused: Sequence[int] = ()
@@ -309,7 +309,7 @@ class Reducer(TorchReducerNames):
             self.graph_is_static = self.graph_is_static and self._unused_before in (None, unused)
             self._unused_before = unused
             if tracker.is_open:
-                # Of several forward passes before a backward, each may use what the others do not.
+                # Of several forward passes before a backward, each may use other parameters.
                 unused = [index for index in unused if index in tracker.unused]
         self._begin(unused)
         for output in tensors:
@@ -322,7 +322,7 @@ class Reducer(TorchReducerNames):
         self.counters.backward_started = 0
 
     def _backward_reached(self, unused: Sequence[int], _: torch.Tensor) -> None:
-        """Note that a backward has reached the outputs of a forward pass (the hook on them)."""
+        """Record that a backward has reached the outputs of a forward pass, as the hook on them."""
         queue_callback(self._backward_ended)
         if not self.tracker.is_open:
             self._begin(unused)
@@ -330,7 +330,7 @@ class Reducer(TorchReducerNames):
             self.counters.backward_started = _now()
 
     def _start_ready_buckets(self) -> None:
-        """Start the buckets, in their order, whose gradients are all ready."""
+        """Start the buckets whose gradients are all ready, in their order."""
         buckets, counters, tracker = self.buckets, self.counters, self.tracker
         while self._next < len(buckets) and not tracker.missing[self._next]:
             bucket = buckets[self._next]
@@ -360,7 +360,7 @@ class Reducer(TorchReducerNames):
     # -- the end of a round
 
     def _backward_ended(self) -> None:
-        """Finish the round at the end of a backward, unless gradients are missing, for another one."""
+        """Finish the round at the end of a backward, unless gradients are missing, which another one may bring."""
         tracker, counters = self.tracker, self.counters
         if not tracker.is_open:
             return
@@ -410,7 +410,7 @@ class Reducer(TorchReducerNames):
         self._end_round()
 
     def _used_buckets(self) -> list[Bucket]:
-        """Return the buckets of which a parameter was used."""
+        """Return the buckets with a parameter that was used."""
         unused = self.tracker.unused_slots
         return [each for each in self.buckets if len(unused(each.indices)) < len(each.indices)]
 
@@ -427,7 +427,7 @@ class Reducer(TorchReducerNames):
         return self.rebuilt is None and self._agreed_order is None
 
     def _share_usage(self, used: torch.Tensor) -> None:
-        """Tell the ranks which parameters some rank has used, in rounds where that may change."""
+        """Count for each parameter the ranks that have used it, in rounds where that may change."""
         if self.buckets and (self._finds_unused_each_round or (self.tracker.static and self._is_first_round)):
             self._used_by.copy_(used)
             self._group.communicator.all_reduce(self._used_by, ReduceOp.SUM)
@@ -443,7 +443,7 @@ class Reducer(TorchReducerNames):
         self._agreed_order = agreed.tolist()
 
     def _rebuild(self) -> None:
-        """Make new buckets, by the order in which gradients come."""
+        """Make new buckets, in the agreed order of arrival."""
         order, self._agreed_order = self._agreed_order, None
         assert order is not None
         plan, limits = compute_bucket_assignment_by_size(
@@ -454,10 +454,10 @@ class Reducer(TorchReducerNames):
             self._make_buckets(plan, limits)
 
     def shadow_round(self, write_back: bool = False) -> None:
-        """Take part in a round of the other ranks, with nothing to contribute.
+        """Take part in a round of the other ranks, contributing zeros.
 
         Args:
-            write_back: let the averages be this rank's gradients too; if not, they stay as they are.
+            write_back: make the averages this rank's gradients too; if not, its gradients do not change.
         """
         self.prepare_for_forward()
         before, skipped = (

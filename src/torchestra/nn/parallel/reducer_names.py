@@ -1,6 +1,6 @@
-"""Methods of torch's Reducer, by its names, for code that calls the reducer of a wrapper.
+"""Methods of torch's Reducer, under its names, for programs that call the reducer of a wrapper.
 
-What only torch's own wrapper calls is not here: its hooks into autograd and how it runs communication hooks.
+Methods that only torch's own wrapper calls are left out: autograd hooks and running communication hooks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchestra.process_group import ProcessGroup
 
 
 class TorchReducerNames:
-    """Spells what a :class:`Reducer` does as torch's does; see there."""
+    """Gives the methods of a :class:`Reducer` torch's names; see there."""
 
     graph_is_static: bool
     _agreed_order: list[int] | None
@@ -36,7 +36,7 @@ class TorchReducerNames:
         self.install_post_backward_futures(futures)
 
     def _rebuild_buckets(self) -> bool:
-        """Make new buckets, by the order in which gradients came, if that is due; whether it was."""
+        """Make new buckets, by the order in which gradients came, if that is due; return whether it was."""
         if self._agreed_order is None:
             return False
         self._rebuild()
@@ -73,11 +73,11 @@ class TorchReducerNames:
         raise NotImplementedError
 
     def remove_autograd_hooks(self) -> None:
-        """Have no part in backward any more."""
+        """Take no part in backward any more."""
         raise NotImplementedError
 
     def set_static_graph(self) -> None:
-        """Take every step to be like the first."""
+        """Assume that every step is like the first."""
         raise NotImplementedError
 
     def update_process_group(self, group: ProcessGroup) -> None:

@@ -22,7 +22,7 @@ def empty_like_sparse(parameter: torch.Tensor) -> torch.Tensor:
 def reduce_sparse(communicator: Communicator, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """Return the sum (or, for AVG, the mean) of the ranks' sparse tensors, of any number of rows.
 
-    Must be called by all ranks. The tensor itself stays as it is.
+    Must be called by all ranks. The tensor itself is not changed.
     """
     total = tensor.clone()
     communicator.all_reduce_sparse([total], ReduceOp.SUM)

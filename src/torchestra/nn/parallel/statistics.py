@@ -1,4 +1,4 @@
-"""Counts the time that data parallel training spends, and where."""
+"""Measures where data parallel training spends its time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class DDPStatistics:
 
     Attributes:
         steps: the number of steps.
-        forward_seconds: in the module's forward, the broadcast of buffers before it included.
+        forward_seconds: in the module's forward, including the broadcast of buffers before it.
         backward_seconds: from the first gradient of the module's output to the last averaged gradient.
         communication_seconds: from the start of a step's first reduction to the end of its last, and in
             broadcasts of buffers.
-        wait_seconds: the part of it in which the program stood still for it.
-        copy_seconds: copying gradients into buckets and back.
+        wait_seconds: the part of ``communication_seconds`` that the program spent waiting for it.
+        copy_seconds: spent copying gradients into buckets and back.
         bytes_reduced: of gradients, each counted once per step.
         buckets: the number of buckets of a step.
     """
@@ -46,7 +46,7 @@ class DDPStatistics:
 class Counters:
     """The same numbers while they are counted, and the times of events in the current step.
 
-    Times are of ``time.perf_counter_ns``, 0 for what has not happened.
+    Times are of ``time.perf_counter_ns``, 0 for events that have not happened.
     """
 
     steps: int = 0

@@ -1,4 +1,4 @@
-"""torch's private names around DistributedDataParallel, which code and tests import."""
+"""torch's private names around DistributedDataParallel, which other programs and tests import."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _SETTINGS = (
 
 
 def _find_tensors(obj: Any) -> Iterable[torch.Tensor]:
-    """Return the tensors in an output of any form."""
+    """Return the tensors in an output of any type."""
     return tensors_in(obj)
 
 
 def _dump_DDP_relevant_env_vars() -> None:
-    """Print the environment variables that launchers and backends look at, one ``env:NAME=VALUE`` a line."""
+    """Print the environment variables that launchers and backends read, one ``env:NAME=VALUE`` per line."""
     print("\n".join(f"env:{name}={os.environ.get(name, 'N/A')}" for name in _SETTINGS))
 
 
@@ -61,7 +61,7 @@ def _dump_DDP_relevant_env_vars() -> None:
 class _BucketCapacityConfig:
     """torch's bucket sizes in bytes, from DistributedDataParallel's arguments.
 
-    For code that asks; ours begins a first bucket of at most 1 MiB whatever the cap is.
+    Only for programs that read them: our first bucket has at most 1 MiB whatever the cap is.
     """
 
     bucket_bytes_cap: int
@@ -72,7 +72,7 @@ class _BucketCapacityConfig:
     def create(
         cls, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, use_python_reducer: bool
     ) -> _BucketCapacityConfig:
-        """Make it from a cap in MiB, or a list of them, which wins; a reducer in Python knows no lists."""
+        """Make it from a cap in MiB, or a list, which wins; torch's reducer in Python takes no list."""
         if bucket_cap_mb_list and use_python_reducer:
             raise InvalidShapeError("with bucket_cap_mb_list, python reducer is not supported")
         each = tuple(int(cap * _MB_TO_BYTES) for cap in bucket_cap_mb_list or ())

@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of the code around a module: it can make only the module itself faster."""
+"""Keeps torch.compile from tracing the code around a module, which it could not make faster."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """Keep torch.compile from tracing a function, and all that it calls.
+    """Keep torch.compile from tracing a function, and everything it calls.
 
-    What torch.compiler.disable does, but without importing the compiler, which takes seconds, in programs
-    that have not done so.
+    Does the same as torch.compiler.disable, but does not import the compiler, which takes seconds, in
+    programs that have not done so.
     """
     disabled: list[Callable[..., Any]] = []
 

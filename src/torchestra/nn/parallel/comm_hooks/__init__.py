@@ -1,7 +1,7 @@
 """Hooks for ``DistributedDataParallel.register_comm_hook``: other ways to average gradients.
 
 Each takes a state and a bucket, and returns a future of the bucket's averaged gradients. docs/comm_hooks.md
-tells which is for what.
+describes when to use which.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Registration:
 
     Args:
         hook: the hook; its state is a group.
-        rank: of the approximation, for a PowerSGD hook, whose state is made of the group and options.
+        rank: of the approximation, for a PowerSGD hook, whose state is made from the group and options.
     """
 
     def __init__(self, hook: Callable[..., Any], rank: int | None = None) -> None:
@@ -62,11 +62,11 @@ class DDPCommHookType(Enum):
 
 
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: HookedModule, state: Any = None) -> None:
-    """Register a ready-made hook with a model; on every rank the same.
+    """Register a ready-made hook with a model. All ranks must register the same one.
 
     Args:
         comm_hook_type: the hook.
-        model: averages by it.
+        model: the model, which averages by the hook.
         state: a group; None: the default group.
     """
     comm_hook_type.value(model=model, state=state)

@@ -30,19 +30,19 @@ __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 def hook_with_zero_step(
     hook: CommHook, ddp: HookedModule, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> CommHook:
-    """Return a hook that averages by ``hook``, and updates when the last gradient was computed.
+    """Return a hook that averages by ``hook``, and updates parameters when the last gradient was computed.
 
-    Parameters are updated bucket by bucket on the thread of backward, while the group's thread averages later
-    buckets, and sends what was updated. For when communication is slow.
+    Backward's thread updates parameters bucket by bucket, while the group's thread averages later buckets and
+    sends updated parameters. For slow communication.
 
     Args:
-        hook: averages.
-        ddp: the model that the result is registered with.
-        zero: updates; constructed with ``overlap_with_ddp=True``, of the model's parameters.
+        hook: averages the gradients.
+        ddp: the model to register the returned hook with.
+        zero: updates the model's parameters; constructed with ``overlap_with_ddp=True``.
         shard_buckets: cut buckets, so that the ranks' shares are more equal.
 
     Raises:
-        InvalidArgumentError: ``zero`` was constructed otherwise.
+        InvalidArgumentError: ``zero`` was constructed without ``overlap_with_ddp=True``.
     """
     plan, buckets_are_final = _set_up(ddp, zero, shard_buckets)
     waiting: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
@@ -74,8 +74,8 @@ def hook_with_zero_step_interleaved(
 ) -> CommHook:
     """Return a hook that averages by ``hook``, and updates each bucket as soon as it is averaged.
 
-    All of it happens on the group's thread, while backward computes further gradients. For when communication
-    is fast. Arguments and errors are those of :func:`hook_with_zero_step`.
+    The group's thread does both, while backward computes further gradients. For fast communication. Arguments
+    and errors are those of :func:`hook_with_zero_step`.
     """
     plan, buckets_are_final = _set_up(ddp, zero, shard_buckets)
 
@@ -108,7 +108,7 @@ def _set_up(
         )
     zero.overlap.shard_buckets = shard_buckets
     ddp._rebuild_too(zero)
-    # The model has the hook, and should not be kept alive by it.
+    # The model holds the hook, which must not keep it alive.
     model = weakref.ref(ddp)
 
     def buckets_are_final() -> bool:

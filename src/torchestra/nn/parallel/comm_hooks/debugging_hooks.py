@@ -1,4 +1,4 @@
-"""A hook that does nothing, to see what communication costs."""
+"""A hook that does nothing, to measure the cost of communication."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["noop_hook"]
 
 
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Leave each rank its own gradients, so that the ranks drift apart.
+    """Leave each rank its own gradients, so that the models diverge.
 
-    The time that a step takes with this hook is the least that any other can reach.
+    A step with this hook takes the least time that any hook can reach.
     """
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())

@@ -37,7 +37,7 @@ def average(group: ProcessGroup, tensor: torch.Tensor) -> torch.futures.Future[t
 
 
 def allreduce_hook(process_group: AnyGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket: what happens without a hook. A hook to start from, or to compare others with.
+    """Average the bucket as without a hook; a hook to start from, or to compare others with.
 
     Args:
         process_group: the hook's state; None: the default group.

@@ -20,13 +20,13 @@ from torchestra.errors import (
 from torchestra.nn.parallel.buckets import views_of
 
 CommHook = Callable[[Any, "GradBucket"], "torch.futures.Future[torch.Tensor]"]
-"""``hook(state, bucket)`` returns a future of a tensor that has the averages, laid out as the bucket's."""
+"""``hook(state, bucket)`` returns a future of a tensor with the averages, laid out as the bucket's buffer."""
 
 
 class GradBucket:
     """Gradients of some parameters, one after the other in one tensor, as a communication hook gets them.
 
-    They are this rank's, not yet divided by the number of ranks.
+    They are this rank's gradients, not divided by the number of ranks.
     """
 
     __slots__ = ("_buffer", "_index", "_is_last", "_parameters")
@@ -40,7 +40,7 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Return the position in the order of reduction. Buckets may change after the first step."""
+        """Return its position in the order of reduction. Buckets may change after the first step."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
@@ -54,15 +54,15 @@ class GradBucket:
         return views_of(self._buffer, self._parameters)
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that the gradients are of."""
+        """Return the parameters of these gradients."""
         return self._parameters
 
     def is_last(self) -> bool:
-        """Return whether no other bucket of this backward comes after it."""
+        """Return whether it is the last bucket of this backward."""
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let :meth:`buffer` and :meth:`gradients` be of this tensor from now on."""
+        """Make :meth:`buffer` and :meth:`gradients` return this tensor, and views of it, from now on."""
         self._buffer = buffer
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ class GradBucket:
 
 
 def put_averages(bucket: GradBucket, averaged: torch.Tensor) -> None:
-    """Copy the averages into the bucket, where a hook has not put them there."""
+    """Copy the averages into the bucket, unless the hook has put them there."""
     if averaged.data_ptr() != bucket.buffer().data_ptr():
         bucket.buffer().copy_(averaged.view(-1))
 
@@ -86,7 +86,7 @@ class HookedModule(Protocol):
         """Return whether the buckets will be the same in all further steps."""
 
     def _rebuild_too(self, optimizer: Any) -> None:
-        """Rebuild an optimizer, too, when the wrapper is rebuilt."""
+        """Rebuild an optimizer too when the wrapper is rebuilt."""
 
 
 class BuiltinCommHookType(enum.Enum):
@@ -97,7 +97,7 @@ class BuiltinCommHookType(enum.Enum):
 
 
 def check_comm_hook(hook: object) -> None:
-    """Refuse what cannot be a communication hook.
+    """Refuse anything that cannot be a communication hook.
 
     Raises:
         InvalidArgumentTypeError: it cannot be called.
@@ -133,10 +133,10 @@ def run_comm_hook(hook: CommHook, state: Any, bucket: GradBucket) -> torch.futur
     """Call a hook.
 
     Raises:
-        GradientReductionError: it has not returned a future.
+        GradientReductionError: the hook has not returned a future.
     """
     future = hook(state, bucket)
-    # What `then` returns is of the base class only.
+    # `then` returns an instance of the base class only.
     if not isinstance(future, torch._C.Future):
         raise GradientReductionError(
             "DDP communication hook's callback must return a torch.futures.Future object, but got"
@@ -149,9 +149,9 @@ def await_future(future: torch.futures.Future[Any], timeout_s: float) -> Any:
     """Wait for a future; return its value, or raise its error.
 
     Raises:
-        CollectiveTimeoutError: it is not there in time.
+        CollectiveTimeoutError: it is not done in time.
     """
-    # Future.wait() would not let an interrupt through, nor know a deadline.
+    # Future.wait() cannot be interrupted, and has no timeout.
     if not future.done():
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
@@ -170,11 +170,11 @@ def wait_for_hook(
     """Wait for a hook's future, and check its value.
 
     Args:
-        expected: a tensor of the layout and number of elements that it must have.
+        expected: a tensor with the layout and number of elements that the value must have.
 
     Raises:
-        CollectiveTimeoutError: it is not there in time.
-        GradientReductionError: it is no such tensor.
+        CollectiveTimeoutError: the future is not done in time.
+        GradientReductionError: the value is not such a tensor.
     """
     result: object = await_future(future, timeout_s)
     if not isinstance(result, torch.Tensor):

@@ -18,7 +18,7 @@ __all__ = ["OptimizerHookState", "apply_optim_in_backward_hook", "hook_then_opti
 
 @runtime_checkable
 class StepsOneParameter(Protocol):
-    """A functional optimizer: updates one parameter by a gradient."""
+    """A functional optimizer, which updates one parameter by a gradient."""
 
     def step_param(self, param: torch.Tensor, grad: torch.Tensor | None) -> None:
         """Update the parameter."""
@@ -29,10 +29,10 @@ class OptimizerHookState:
 
     Args:
         functional_optim: an optimizer of torch's kind, or anything with a method ``step_param(param, grad)``.
-        params: which parameters to update; None: all.
+        params: the parameters to update; None: all.
 
     Raises:
-        InvalidArgumentError: it has no such method, or its steps need a closure.
+        InvalidArgumentError: the optimizer has no such method, or its steps need a closure.
     """
 
     def __init__(self, functional_optim: Any, params: Iterable[torch.Tensor] | None = None) -> None:
@@ -66,9 +66,10 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
 
 
 def apply_optim_in_backward_hook(hook: CommHook = allreduce_hook) -> CommHook:
-    """Return a hook that averages by ``hook``, and then steps the optimizers that parameters have.
+    """Return a hook that averages by ``hook``, and then steps the parameters' own optimizers.
 
-    Those of :mod:`torchestra.optim.in_backward`. Parameters without one keep their averaged gradients.
+    These are set by :mod:`torchestra.optim.in_backward`. Parameters without one keep their averaged
+    gradients.
     """
 
     def step(bucket: GradBucket) -> None:

@@ -1,8 +1,8 @@
-"""Averages gradients over all ranks at first, then over the ranks of a host only.
+"""Averages gradients over all ranks at first, then only over the ranks of a host.
 
-Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020), https://arxiv.org/abs/1808.07217. From
-the time when gradients are averaged locally, parameters must be averaged now and then:
-:mod:`torchestra.algorithms.model_averaging` does, and :class:`torchestra.optim.PostLocalSGDOptimizer`.
+Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020), https://arxiv.org/abs/1808.07217. Once
+gradients are averaged locally, parameters must be averaged periodically, by
+:mod:`torchestra.algorithms.model_averaging` or :class:`torchestra.optim.PostLocalSGDOptimizer`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class PostLocalSGDState:
 
     Args:
         process_group: the ranks that average at first; None: the default group.
-        subgroup: the ranks that average from then on. None: those of this rank's host; the group is made
-            when it is first needed.
-        start_localSGD_iter: the step from which on that is so.
-        post_local_gradient_allreduce: if False, gradients are not averaged at all from then on.
+        subgroup: the ranks that average locally afterwards. None: those of this rank's host; the group is
+            made when it is first needed.
+        start_localSGD_iter: the first step of local SGD.
+        post_local_gradient_allreduce: if False, local SGD does not average gradients at all.
 
     Attributes:
-        iter: how many steps were made before local SGD began.
+        iter: the number of steps before local SGD began.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PostLocalSGDState:
         self._made_subgroup = False
 
     def subgroup_here(self) -> ProcessGroup:
-        """Return the ranks that average locally. The first call must be made by all ranks of the group."""
+        """Return the group that averages locally. All ranks of ``process_group`` must make the first call."""
         if self.subgroup is None:
             self.subgroup, self._made_subgroup = same_host(member(self.process_group)), True
         return member(self.subgroup)
@@ -65,7 +65,7 @@ class PostLocalSGDState:
             self.subgroup, self._made_subgroup = None, False
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
-        """Count a step, with its last bucket."""
+        """Count a step when its last bucket comes."""
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_localSGD_iter:
@@ -73,7 +73,7 @@ class PostLocalSGDState:
 
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over all ranks, or from step ``state.start_localSGD_iter`` on over the subgroup."""
+    """Average the bucket over all ranks; from step ``state.start_localSGD_iter`` on, over the subgroup."""
     if state.iter < state.start_localSGD_iter:
         state.maybe_increase_iter(bucket)
         return average(member(state.process_group), bucket.buffer())

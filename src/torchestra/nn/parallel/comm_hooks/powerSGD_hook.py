@@ -4,21 +4,21 @@ Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression f
 (NeurIPS 2019), https://arxiv.org/abs/1905.13727, algorithms 1 and 2. For a matrix M (n x m, the average of
 the ranks' M_i) and Q (m x r) with orthonormal columns, one step of the power method:
 
-1. P = average of M_i Q; one all_reduce, in which the gradients that are not compressed travel too;
+1. P = average of M_i Q; one all_reduce, which also averages the gradients that are not compressed;
 2. the columns of P are made orthonormal;
 3. Q = average of M_i^T P; one all_reduce;
-4. M is taken to be P Q^T: the projection of M onto r directions. The error, M_i - P Q^T, each rank
-   adds to its next gradient (error feedback), and Q is where the next step starts (warm start).
+4. P Q^T, the projection of M onto r directions, replaces M. Each rank adds its error, M_i - P Q^T, to its
+   next gradient (error feedback), and the next step starts from Q (warm start).
 
-r (n + m) numbers travel instead of n m. The result is exact where M has rank r or less; its error is never
-more than M itself.
+Each rank sends r (n + m) numbers instead of n m. The result is exact where M has rank r or less; its error is
+never more than M itself.
 
-Orthonormal columns are those of a QR factorization, which has them for matrices of deficient rank too, a zero
-one included: such a step loses nothing, and the next one finds its way out of it. (Gram-Schmidt, as in the
-paper, makes noise or NaNs of them.) It is computed in float32 where gradients have half precision.
+Orthonormal columns come from a QR factorization, which has them for matrices of deficient rank too, even for
+zero: such a step loses nothing, and the next one is not affected. (Gram-Schmidt, as in the paper, turns such
+matrices into noise or NaNs.) It is computed in float32 where gradients have half precision.
 
-The second all_reduce is called by the callback of the first, on the group's own thread, before anything that
-was queued later; so the order is the same on all ranks.
+The callback of the first all_reduce calls the second, on the group's own thread, before anything that was
+queued later; so the order is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ _MOST_SEEDS = 1_000_000_000
 
 
 class PowerSGDState:
-    """The state of :func:`powerSGD_hook`: its options, and the memory that it keeps from step to step.
+    """The state of :func:`powerSGD_hook`: its options, and the tensors that it keeps from step to step.
 
-    Pickled without the group; unpickled, it has the default group.
+    It is pickled without the group; unpickled, it has the default group.
 
     Args:
         process_group: the ranks; None: the default group.
-        matrix_approximation_rank: r. The larger, the closer and the slower; usual are 1 to 4.
+        matrix_approximation_rank: r. The larger, the more exact and the slower; 1 to 4 are usual.
         start_powerSGD_iter: before this step gradients are averaged in full, because the first steps are the
-            most sensitive ones. More than 1 where something is remembered, since buckets change after the
-            first step.
+            most sensitive ones. Must be more than 1 with error feedback or warm start, since buckets change
+            after the first step.
         min_compression_rate: matrices are compressed only if they shrink by more than this factor.
-        use_error_feedback: remember what was lost. Needs memory for all gradients once more.
-        warm_start: start from the Q before; if False, from a random one in every step.
-        orthogonalization_epsilon: what torch adds to lengths before it divides by them. Not needed here, and
-            without effect: the factorization has no such division.
+        use_error_feedback: keep the error for the next step. Needs memory for all gradients once more.
+        warm_start: start from the previous Q; if False, from a random one in every step.
+        orthogonalization_epsilon: without effect. torch adds it to lengths before dividing by them; the
+            factorization here has no such division.
         random_seed: of the random matrices; the same on all ranks.
         compression_stats_logging_frequency: steps from one log of the compression rate to the next.
         batch_tensors_with_same_shape: multiply matrices of the same shape together.
 
     Attributes:
-        iter: how many steps were made.
-        error_dict, q_memory_dict, p_memory_dict: what is remembered, by bucket.
+        iter: the number of steps so far.
+        error_dict, q_memory_dict, p_memory_dict: the tensors kept, by bucket.
 
     Raises:
         InvalidArgumentError: ``start_powerSGD_iter`` is too small.
@@ -115,7 +115,7 @@ class PowerSGDState:
         """Forget everything, and count steps from 0: the wrapper's group and buckets were replaced.
 
         Gradients are averaged in full again in the first ``start_powerSGD_iter`` steps; for fewer, set
-        ``iter`` afterwards, on all ranks alike.
+        ``iter`` afterwards, to the same number on all ranks.
         """
         self.rng = np.random.RandomState(self.random_seed)
         self.error_dict: dict[int, torch.Tensor] = {}
@@ -137,7 +137,7 @@ class PowerSGDState:
         vars(self).update(state)
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
-        """Count a step, with its last bucket."""
+        """Count a step when its last bucket comes."""
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
@@ -152,8 +152,8 @@ class PowerSGDState:
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket by PowerSGD, each parameter's gradient as one matrix.
 
-    A gradient is seen as a matrix with as many rows as its first dimension has. Those that would not shrink
-    by more than ``state.min_compression_rate``, vectors among them, are averaged in full.
+    A gradient is viewed as a matrix with as many rows as its first dimension has. Gradients that would not
+    shrink by more than ``state.min_compression_rate``, such as vectors, are averaged in full.
     """
     if not _begins(state, bucket):
         return _in_full(state, bucket)
@@ -179,7 +179,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket by PowerSGD, all its gradients together as one square matrix.
 
-    Faster than :func:`powerSGD_hook`, and less close: rows and columns of that matrix mean nothing.
+    Faster than :func:`powerSGD_hook`, and less exact: the rows and columns of that matrix have no meaning.
     """
     if not _begins(state, bucket):
         return _in_full(state, bucket)
@@ -199,7 +199,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
 
 
 def _begins(state: PowerSGDState, bucket: GradBucket) -> bool:
-    """Return whether to compress this bucket; count the step."""
+    """Return whether to compress this bucket; count the step if it is the last one."""
     begins = state.iter >= state.start_powerSGD_iter and bucket.buffer().is_floating_point()
     state.maybe_increase_iter(bucket)
     return begins
@@ -214,11 +214,11 @@ def _rank(state: PowerSGDState, rows: int, columns: int) -> int:
 
 
 def _as_matrix(gradient: torch.Tensor) -> torch.Tensor | None:
-    """View a gradient as a matrix with as many rows as its first dimension has; None for a number."""
+    """View a gradient as a matrix with as many rows as its first dimension has; None for a scalar."""
     if not gradient.numel() or not gradient.dim():
         return None
     rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
-    # Strides may be in another order than dimensions, as in channels-last memory, but leave no gaps.
+    # Strides may be in another order than dimensions, as in channels-last layout, but leave no gaps.
     return gradient.as_strided((rows, columns), (columns, 1))
 
 
@@ -228,7 +228,7 @@ def _shrinks(state: PowerSGDState, rows: int, columns: int) -> bool:
 
 
 def _with_error(state: PowerSGDState, key: int, flat: torch.Tensor) -> torch.Tensor | None:
-    """Add what was lost before; a copy of the sum, to see later what is lost now."""
+    """Add the previous step's error; return a copy of the sum, to compute this step's error later."""
     if not state.use_error_feedback:
         return None
     error = _remembered(state.error_dict, key, flat.numel())
@@ -308,7 +308,7 @@ def _compress(
         averaged.value()  # raises what went wrong
         for gradient, part in zip(rest, _views(p_flat[p_numel:], [each.shape for each in rest]), strict=True):
             gradient.copy_(part)
-        # What all ranks compute alike, each on whichever thread ended the operation.
+        # All ranks must compute the same, each on the thread that happened to end the operation.
         with default_float_mode():
             for stack, p, q in zip(stacks, ps, qs, strict=True):
                 orthogonalize(p)
@@ -336,7 +336,7 @@ def _batches(matrices: Sequence[torch.Tensor], together: bool) -> list[list[torc
 
 
 def _views(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """View consecutive parts of the tensor, with these shapes."""
+    """View consecutive parts of the tensor with these shapes."""
     views, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)
@@ -346,7 +346,7 @@ def _views(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Te
 
 
 def _random(state: PowerSGDState, numel: int, like: torch.Tensor) -> torch.Tensor:
-    """Draw normal numbers, the same on all ranks, by a generator of their own."""
+    """Draw normal numbers, the same on all ranks, from a separate generator."""
     generator = torch.Generator().manual_seed(int(state.rng.randint(_MOST_SEEDS)))
     return torch.randn(numel, generator=generator).to(like.dtype)
 
@@ -355,7 +355,7 @@ def orthogonalize(matrices: torch.Tensor) -> None:
     """Replace each of a batch of matrices by orthonormal columns that span its own, in place.
 
     Args:
-        matrices: batch x rows x columns, not more columns than rows.
+        matrices: batch x rows x columns, with at most as many columns as rows.
     """
     precise = matrices if matrices.dtype == torch.float64 else matrices.float()
     matrices.copy_(torch.linalg.qr(precise).Q)

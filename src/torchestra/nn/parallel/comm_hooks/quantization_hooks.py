@@ -1,10 +1,10 @@
-"""Averages gradients that are sent as one byte each.
+"""Averages gradients, sent as one byte each.
 
 Each rank maps its gradients linearly onto 0..255 and sends the bytes, with the scale and the zero point, to
 all others in one all_gather; all ranks add up the same numbers in the same order, so the ranks stay
 bit-identical. Rounding changes a gradient by half a scale at most, that is by the range of the numbers
 quantized together, 0 included, divided by 510; the average by no more than the largest such error. Zeros stay
-zeros. Where gradients are not finite, neither is what comes out of their tensor, or channel.
+zeros. Where gradients are not finite, neither are the averages of their tensor, or channel.
 
 The bytes per rank are those of an all_reduce of N bytes per element, so with more than about eight ranks
 nothing is saved any more.
@@ -40,7 +40,7 @@ def quantization_perchannel_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket in 8 bits, with a scale for each ``bucket_size`` gradients.
 
-    Costs 8 more bytes for each of them, and keeps small gradients apart that lie far from large ones.
+    Costs 8 more bytes for each scale; large gradients reduce the precision only of those in their channel.
     """
     return _average(process_group, bucket, bucket_size)
 
@@ -55,7 +55,7 @@ def _average(
     work = all_gather_into_tensor(gathered, mine, group, async_op=True)
     assert work is not None
 
-    @default_float_mode()  # run by whichever thread ends the operation
+    @default_float_mode()  # any thread may end the operation and run this
     def add_up(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         done.value()  # raises what went wrong
         total = dequantize(gathered[0], buffer.numel(), max(channel, 1))
@@ -67,11 +67,11 @@ def _average(
 
 
 def quantize(tensor: torch.Tensor, channel: int) -> torch.Tensor:
-    """Encode a tensor: scales and zero points (float32, one pair per channel), then a byte per element.
+    """Encode a tensor as scales and zero points (float32, one pair per channel), then a byte per element.
 
     Args:
         tensor: real numbers, in one dimension.
-        channel: how many consecutive elements share a scale; the last ones may be fewer.
+        channel: how many consecutive elements share a scale; the last channel may have fewer.
     """
     rows = _in_rows(tensor.detach().float(), channel)
     low, high = (
