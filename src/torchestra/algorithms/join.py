@@ -2,15 +2,15 @@
 
 In every step each rank of the group tells the others its state in one small all_reduce: it has an input
 (:meth:`Join.notify_join_context`, called by the first joinable before the collectives of its step), or it has
-none left (at the end of the ``with`` block, again and again). Both sides run the same all_reduce, so that
-both know who has joined, and the joined ones run their main hooks against the collectives that the others
-are about to call. When all have joined, all run the post hooks. (It is of int16, which no training
-program reduces, so that it is not taken for training data.)
+none left (at the end of the ``with`` block, once for each step of the others). All ranks run the same
+all_reduce, so all know which ranks have joined; the joined ones then run their main hooks to match the
+collectives that the others are about to call. When all have joined, all run the post hooks. (The all_reduce
+is of int16, which no training program reduces, so that it is not taken for training data.)
 
-The all_reduce adds up a vector with one element per rank, into which each rank puts its own state; so errors
-can name ranks. A rank whose block ends by an exception puts a third state there, and does not wait for the
-answer: peers that are about to begin a step, or have joined, learn it at once; peers that are in the midst
-of one learn it as a mismatch of collectives. Nobody waits for a rank that does not come.
+The all_reduce adds up a vector with one element per rank, in which each rank sets its own state; so errors
+can name ranks. A rank whose block ends with an exception sets a third state, and does not wait for the
+result: peers that are about to begin a step, or have joined, learn of it at once; peers in the middle of a
+step get a mismatch of collectives. No rank waits for one that does not come.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from torchestra.world.init import default_group, member_group
 
 __all__ = ["Join", "JoinHook", "Joinable"]
 
-# An active rank's state is odd; what it is above 1 is twice the note that it adds.
+# An active rank's state is odd: 1, plus twice its note.
 _JOINED, _ACTIVE, _FAILED = range(3)
 
 SKEW_THRESHOLD = 1000
-"""A rank warns when it has only shadowed more steps than this."""
+"""A rank warns when it has shadowed more steps than this."""
 
 
 class JoinHook:
     """Shadows a :class:`Joinable` on a joined rank. Override the methods that are needed."""
 
     def main_hook(self) -> None:
-        """Shadow the collectives of one step; called once for each step that some rank still makes."""
+        """Shadow the collectives of one step; called once for each step that other ranks still make."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Finish on every rank, once all have joined.
@@ -62,7 +62,7 @@ class JoinHook:
 
 
 class Joinable(ABC):
-    """Something that calls collectives in every step, and can say how a joined rank shadows them.
+    """An object that calls collectives in every step, and has a hook with which a joined rank shadows them.
 
     Its constructor must call ``Joinable.__init__``, and it must call :meth:`Join.notify_join_context` before
     the collectives of each step.
@@ -77,13 +77,13 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook for one :class:`Join`, whose ``kwargs`` these are, for all joinables alike."""
+        """Return the hook for one :class:`Join`, which passes its ``kwargs`` to all joinables."""
         ...
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """Return where tensors for the collectives of the join context itself are to be."""
+        """Return the device of tensors for the join context's own collectives."""
         ...
 
     @property
@@ -97,9 +97,9 @@ class JoinConfig(NamedTuple):
     """The join context that a joinable is in.
 
     Attributes:
-        enable: whether it is in one, and that is not disabled.
-        throw_on_early_termination: as given to the context.
-        is_first_joinable: whether it is the one that announces steps.
+        enable: whether the joinable is in a context that is not disabled.
+        throw_on_early_termination: the context's argument.
+        is_first_joinable: whether the joinable is the one that announces steps.
     """
 
     enable: bool
@@ -109,7 +109,7 @@ class JoinConfig(NamedTuple):
 
 
 DISABLED = JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
-"""How a joinable is configured outside any context."""
+"""The configuration of a joinable outside any context."""
 
 
 class Join:
@@ -124,24 +124,24 @@ class Join:
     A rank that reaches the end of the block shadows the others' steps until all have reached it.
 
     Args:
-        joinables: what communicates in each step; the hooks run in this order. The first announces the
-            steps, so it must take part in every step, and before the others.
-        enable: if False, the context does nothing at all: when inputs are known to be even.
+        joinables: the objects that communicate in each step; their hooks run in this order. The first
+            announces the steps, so it must take part in every step, before the others.
+        enable: False makes the context do nothing, for inputs that are known to be even.
         throw_on_early_termination: raise an error on all ranks as soon as one runs out of inputs, instead of
             shadowing. The group stays usable.
-        **kwargs: handed to every joinable's :meth:`Joinable.join_hook`.
+        **kwargs: passed to every joinable's :meth:`Joinable.join_hook`.
 
     Attributes:
-        joinables: what communicates.
-        active: in a step, the ranks that make it; in the numbering of the joinables' group.
-        note: what they have noted of it (see :meth:`notify_join_context`).
+        joinables: the joinables.
+        active: the ranks that make the current step, in the numbering of the joinables' group.
+        note: their note on the step (see :meth:`notify_join_context`).
 
     Raises:
-        InvalidArgumentError: there is no joinable, one is not constructed as it should, or their groups
+        InvalidArgumentError: there is no joinable, one has not called ``Joinable.__init__``, or their groups
             differ.
         UnevenInputsError: on every rank, if ``throw_on_early_termination`` and a rank has run out of inputs.
-        JoinInterruptedError: on the other ranks, when an exception has ended the block on one. If they were
-            in the midst of a step, it is a CollectiveMismatchError. The group stays usable.
+        JoinInterruptedError: on the other ranks, when an exception has ended the block on one. Ranks in the
+            middle of a step get a CollectiveMismatchError instead. The group stays usable.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Join:
         self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self.joinables]
         self._enable = enable
         self._throw = throw_on_early_termination
-        # The memory of the tensor that is reduced: a list of so few numbers is quicker to write and read so.
+        # The memory of the tensor that is reduced: so few numbers are faster to access in an array.
         self._states = array("h", bytes(2 * self._group.size()))
         self._none_yet = array("h", self._states)
         self._tensor = torch.frombuffer(self._states, dtype=torch.int16)
@@ -199,21 +199,21 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable, note: int = 0) -> Work | None:
-        """Announce that this rank makes another step; to be called by a joinable before its collectives.
+        """Announce that this rank makes another step. A joinable calls it before its collectives.
 
-        Nothing happens outside a join context, and for other joinables than the first of it; nor on a rank
-        that has joined, so that a hook may do what the joinable does.
+        Does nothing outside a join context, for joinables other than its first, and on a rank that has
+        joined, so that a hook may run the joinable's own code.
 
         Args:
-            note: what joined ranks are to know of the step; up to 1000, the same on all active ranks.
+            note: a number for the joined ranks about the step; up to 1000, the same on all active ranks.
 
         Returns:
-            A work that is done, whose ``result()[0]`` holds how many ranks make the step (one element), or
-            None if nothing happened.
+            A completed work, whose ``result()[0]`` holds the number of ranks that make the step (one
+            element), or None if it did nothing.
 
         Raises:
             InvalidArgumentError: the joinable's constructor has not called ``Joinable.__init__``.
-            UnevenInputsError, JoinInterruptedError: as :class:`Join` says.
+            UnevenInputsError, JoinInterruptedError: see :class:`Join`.
         """
         config = _config_of(joinable)
         if not config.is_first_joinable or not config.enable:
@@ -238,7 +238,7 @@ class Join:
         return work
 
     def _shadow(self) -> bool:
-        """Run the main hooks until all ranks have joined; whether this one is among the last to do so."""
+        """Run the main hooks until all ranks have joined; return whether this one joined last."""
         steps = 0
         while self._exchange(_JOINED) and (active := len(self.active)):
             if self._throw:
@@ -261,7 +261,7 @@ class Join:
         return steps == 0
 
     def _exchange(self, mine: int) -> list[int]:
-        """Tell this rank's state to all others; the states by rank."""
+        """Tell all others this rank's state; return the states by rank."""
         self._states[:] = self._none_yet
         self._states[self._rank] = mine
         all_reduce(self._tensor, group=self._group)
@@ -280,8 +280,8 @@ class Join:
     def _leave(self, error: BaseException) -> None:
         """Tell the others that they need not wait for this rank, without waiting for them.
 
-        Not when they know: when the error is of an operation of the group, which fails on all ranks. And not
-        when this rank is being interrupted, and is about to leave the group altogether.
+        Do nothing when they know: when the error is of an operation of the group, which fails on all ranks;
+        nor when this rank is being interrupted, and is about to leave the group altogether.
         """
         if self._over or not isinstance(error, Exception) or _is_known_to_all(error):
             return
@@ -304,7 +304,7 @@ def _config_of(joinable: Joinable) -> JoinConfig:
 
 
 def _the_group(joinables: Sequence[Joinable]) -> ProcessGroup:
-    """Return the one group of all joinables."""
+    """Return the group of the joinables, which must be the same for all."""
     for joinable in joinables:
         _config_of(joinable)
     groups = [joinable.join_process_group or default_group() for joinable in joinables]
@@ -317,7 +317,7 @@ def _the_group(joinables: Sequence[Joinable]) -> ProcessGroup:
 
 
 def _is_known_to_all(error: BaseException) -> bool:
-    """Return whether an error of the group, which all ranks raise, is this one or its cause."""
+    """Return whether this error or one of its causes is an error of the group, which all ranks raise."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, DistBackendError):

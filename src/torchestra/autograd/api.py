@@ -1,4 +1,4 @@
-"""context, backward, get_gradients."""
+"""The functions of distributed autograd: context, backward, get_gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torchestra.rpc.thread_state import thread_state
 
 
 class context:
-    """A distributed autograd context, as the value of a ``with`` statement its number.
+    """A distributed autograd context. A ``with`` statement gets its number.
 
-    What this thread calls within it on other workers is recorded, and what they call in turn. At the end,
-    also after an error, it is released on all of them.
+    It records this thread's calls to other workers, and the calls that these make in turn. At the end, also
+    after an error, it is released on all of them.
 
     Raises:
-        RpcError: this rank is no worker, or the thread is in a context already.
+        RpcError: this rank is not a worker, or the thread is in a context already.
     """
 
     def __enter__(self) -> int:
@@ -35,10 +35,10 @@ class context:
 
 
 def new_context() -> Context:
-    """Return a context that this thread is in from now on, until it is released.
+    """Return a new context, in which this thread is until it is released.
 
     Raises:
-        RpcError: this rank is no worker, or the thread is in a context already.
+        RpcError: this rank is not a worker, or the thread is in a context already.
     """
     contexts = contexts_of(current_agent())
     before = _context_of_thread()
@@ -52,7 +52,7 @@ def new_context() -> Context:
 
 
 def release_context(context_id: int) -> None:
-    """End a context on all workers that know it; also this thread's being in it."""
+    """End a context on all workers that know it; if this thread is in it, it leaves it."""
     scope = cast("Context | None", thread_state.scope)
     if scope is not None and scope.context_id == context_id:
         scope.contexts.release(context_id)
@@ -69,23 +69,23 @@ def _context_of_thread() -> Context | None:
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
     """Compute the gradients of the sum of some scalars, on all workers that took part.
 
-    They are added to those of the context: :func:`get_gradients` has them, on each worker those of its own
-    parameters. ``.grad`` of no parameter changes. Every node of autograd runs once, whatever number of
-    messages lead to it. Passes within one context that begin on one worker run one after the other.
+    They are added to those of the context, which :func:`get_gradients` returns, on each worker for its own
+    parameters. No parameter's ``.grad`` changes. Every node of autograd runs once, however many messages lead
+    to it. Passes within one context that begin on one worker run one after the other.
 
     Args:
         context_id: the number of the context.
         roots: tensors with one element, with a graph.
-        retain_graph: keep the graph for further passes. If not, the messages so far take no part in these.
+        retain_graph: keep the graph for further passes. If False, the messages so far take no part in these.
 
     Raises:
         InvalidArgumentTypeError: an argument is of another type.
         RpcError: there is no such context on this worker.
         BackwardError: a root is not as described, or an error happened in the pass, on any worker; the
-            message names the worker and has the traceback, the cause is the error itself where it can be
+            message names the worker and has the traceback, and the cause is the error itself where it can be
             rebuilt.
-        WorkerFailedError: a worker is gone.
-        RpcTimeoutError: a worker has waited for another one longer than calls may take.
+        WorkerFailedError: a worker has failed or left.
+        RpcTimeoutError: a worker has waited for another one longer than the timeout of calls.
     """
     if (
         isinstance(context_id, bool)
@@ -113,7 +113,7 @@ def current_context() -> Context:
     """Return the context that this thread is in.
 
     Raises:
-        RpcError: it is in none.
+        RpcError: this thread is in none.
     """
     context_of_thread = _context_of_thread()
     if context_of_thread is None:

@@ -1,7 +1,7 @@
-"""Contexts: what one iteration of a program that spans workers has of autograd, on each of them.
+"""Contexts: each worker's autograd state for one iteration of a program that spans workers.
 
-A context comes to a worker with the first call within it, and goes when the worker that made it says so:
-every worker passes that on to those it has called within the context.
+A worker makes its part of a context at the first call within it, and removes it when the worker that made the
+context releases it: every worker passes the release on to those it has called within the context.
 
 The contexts of a worker are the scope of its messages (rpc/message_scope.py), which this module installs.
 """
@@ -32,13 +32,13 @@ class Context:
     """A context on one worker.
 
     Attributes:
-        context_id: the rank of the worker that made it, in the upper 16 of 64 bits, and how many it had made.
-        gradients: those that have accumulated on this worker.
-        called: the ranks that were called from here, within it.
-        neighbours: these and those that have called.
+        context_id: in the upper 16 of 64 bits the rank of the worker that made it; below, a counter there.
+        gradients: the gradients accumulated on this worker.
+        called: the ranks that this worker has called within it.
+        neighbours: these ranks, and those that have called this worker.
         sends, receipts: by the number of the message, in the order in which they were made.
         tasks: the backward passes that run here.
-        released: it has ended.
+        released: whether it has ended.
         turn: held by the thread that runs a pass that begins here.
     """
 
@@ -81,12 +81,12 @@ class Context:
         return message
 
     def see_release(self, to: int) -> None:
-        """Tell a worker that was called if the context was released meanwhile."""
+        """Tell a called worker if the context was released meanwhile."""
         if self.released:
             self.contexts.tell(to, Note(self.context_id, "release"))
 
     def note_receipt(self, source: int, message: int, tensors: list[torch.Tensor]) -> None:
-        """Record tensors that have come from a worker; none if they could not be read."""
+        """Record tensors received from a worker; an empty list if they could not be read."""
         with self.lock:
             order, self.seen = self.seen, self.seen + 1
         if tensors:
@@ -100,13 +100,13 @@ class Context:
             self.neighbours.add(source)
             late = [*self.tasks, *list(self.finished)[-1:]]
         for key in late:
-            # Its sender may wait for its gradients already.
+            # The sender may be waiting for the gradients already.
             self.contexts.tell(source, Note(self.context_id, "late", key, (message,)))
 
     # -- backward passes
 
     def task_of(self, key: Key, retain: bool, engager: int) -> GraphTask | None:
-        """Return the task of a pass, which begins if it is new here; None if it is over."""
+        """Return the task of a pass, after starting it if it is new here; None if it is over."""
         with self.lock:
             task = self.tasks.get(key)
             if task is not None:
@@ -133,7 +133,7 @@ class Context:
                 self.receipts.pop(receipt.message, None)
 
     def release(self) -> bool:
-        """End it; return False if it was over before."""
+        """End the context; return False if it had ended before."""
         with self.lock:
             if self.released:
                 return False
@@ -148,7 +148,7 @@ class Context:
         del sends
         return True
 
-    # By these names torch.distributed's users look into contexts.
+    # Users of torch.distributed inspect contexts by these names.
 
     def _context_id(self) -> int:
         return self.context_id
@@ -167,16 +167,16 @@ class Context:
 
 
 class ContextMark(NamedTuple):
-    """The mark of a message: the context, and its own number if tensors within are attached to the graph."""
+    """A message's mark: its context, and its own number if it holds tensors that are part of the graph."""
 
     context: int
     message: int | None
 
 
 class SendRecorder:
-    """The tensors in a message that is being pickled, within a context.
+    """Records the tensors in a message that is being pickled within a context.
 
-    A parameter takes part if it is an argument or result itself, or in a list, tuple or dict that is; the
+    A parameter takes part if it is itself an argument or result, or in a list, tuple or dict that is one; the
     parameters of a module that is sent are copied with it.
     """
 
@@ -191,7 +191,7 @@ class SendRecorder:
         self._direct: set[int] | None = None
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor that requires gradients takes part; then it will get those that come."""
+        """Return whether a tensor that requires gradients takes part; if so, record it."""
         if isinstance(tensor, torch.nn.Parameter):
             if self._direct is None:
                 self._direct = {id(each) for each in _parameters(self._content)}
@@ -201,7 +201,7 @@ class SendRecorder:
         return True
 
     def close(self) -> ContextMark | None:
-        """All is pickled: return the mark of the message, None where there is no need."""
+        """End the recording after pickling; return the message's mark, None if it needs none."""
         tensors, self._tensors, self._content = self._tensors, [], None
         if not tensors:
             return ContextMark(self._context.context_id, None) if self._is_call else None
@@ -237,11 +237,11 @@ class ContextContainer(message_scope.MessageScope):
 
     @property
     def max_number(self) -> int:
-        """Return the greatest number that a context made here could have."""
+        """Return the greatest number that a context made here can have."""
         return self._first + MAX_COUNT
 
     def new(self) -> Context:
-        """Return a context that begins here."""
+        """Make a context on this worker, and return it."""
         context = Context(self, next(self._numbers))
         self._all[context.context_id] = context
         return context
@@ -255,14 +255,14 @@ class ContextContainer(message_scope.MessageScope):
         return (self.rank, next(self._passes))
 
     def find(self, context_id: int) -> Context | None:
-        """Return the context of a number, if it is here."""
+        """Return the context with a number, if this worker has it."""
         return self._all.get(context_id)
 
     def get(self, context_id: int) -> Context:
-        """Return the context of a number.
+        """Return the context with a number.
 
         Raises:
-            RpcError: it is not here.
+            RpcError: this worker does not have it.
         """
         context = self._all.get(context_id)
         if context is None:
@@ -270,7 +270,7 @@ class ContextContainer(message_scope.MessageScope):
         return context
 
     def enter(self, mark: ContextMark, source: int, *, is_call: bool) -> Context | None:
-        """Return the context of a message that has come; a call brings it here."""
+        """Return the context of a received message; make it here if the message is a call."""
         if not is_call:
             return self.find(mark.context)
         with self._lock:
@@ -293,7 +293,7 @@ class ContextContainer(message_scope.MessageScope):
                 tensor.requires_grad_()
 
     def release(self, context_id: int) -> None:
-        """End a context, here and wherever calls within it have come from here."""
+        """End a context, here and on all workers that this one has called within it."""
         with self._lock:
             context = self._all.pop(context_id, None)
         if context is not None and context.release():
@@ -325,7 +325,7 @@ class ContextContainer(message_scope.MessageScope):
     # -- what workers tell each other
 
     def tell(self, to: int, note: Note) -> None:
-        """Tell a worker; nothing if it is gone."""
+        """Send a note to a worker, unless the worker is gone."""
         agent = self.agent
         if not agent.closed and to not in agent.liveness.gone:
             agent.send_scope_message(to, note)
@@ -378,13 +378,13 @@ class ContextContainer(message_scope.MessageScope):
     # -- ends
 
     def remove_lost(self, rank: int) -> None:
-        """End the contexts that a worker has made which is gone."""
+        """End the contexts made by a worker that is gone."""
         for context_id in tuple(self._all):
             if context_id >> _COUNT_BITS == rank:
                 self.release(context_id)
 
     def close(self) -> None:
-        """Forget everything."""
+        """End all contexts."""
         for context_id in tuple(self._all):
             self.release(context_id)
 

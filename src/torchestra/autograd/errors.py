@@ -1,4 +1,4 @@
-"""Carry errors of a backward pass from the worker that had them to the one that began it."""
+"""Sends errors of a backward pass from the worker where they happened to the one that began it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from torchestra.rpc.agent import Agent
 
 ErrorRecord: TypeAlias = "tuple[int, str, bytes | None, str]"
-"""The rank, what the error said, and what rpc.remote_errors makes of it."""
+"""The rank, the error's message, and the results of rpc.remote_errors.describe()."""
 
 
 def describe(agent: Agent, error: BaseException) -> ErrorRecord:
-    """Return an error that has happened here, for the way."""
+    """Return a record of this worker's error, to be sent."""
     described, text = remote_errors.describe(error, agent)
     return agent.rank, str(error) or type(error).__name__, described, text
 
 
 def rebuild(described: ErrorRecord) -> Exception:
-    """Return the error to raise where the pass began, for one that happened elsewhere."""
+    """Return the error to raise where the pass began, for one that happened on another worker."""
     rank, message, pickled, text = described
     cause = remote_errors.rebuild(pickled, text)
     if isinstance(cause, WorkerFailedError):

@@ -1,4 +1,4 @@
-"""The gradients of a context: how they add up, and how autograd hands them over."""
+"""The gradients of a context: how they are added up, and how autograd passes them on."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from torchestra.rpc.thread_state import thread_state
 
-# What a gradient's tensor is held by when autograd hands it over and nothing else has it: a list of
+# The references to a gradient's tensor when autograd passes it on and nothing else uses it: a list of
 # autograd's own, and the Python object.
 _OWN_USES = 2
 _MARK = "torchestra: gradients may accumulate in a context"
 
 
 class Gradients:
-    """Gradients by parameter. They are added out of place: whoever has got one keeps it as it was."""
+    """Gradients by parameter. They are added out of place: tensors returned before do not change."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +27,7 @@ class Gradients:
         """Add a gradient of a parameter.
 
         Args:
-            shared: its memory belongs to others, too.
+            shared: whether other tensors may use its memory too.
         """
         with self._lock:
             before = self._gradients.get(parameter)
@@ -51,20 +51,20 @@ class Gradients:
                 self._gradients[parameter] = gradient
 
     def own_views(self) -> None:
-        """Copy gradients that lie in the memory of others, which goes on to use it."""
+        """Copy gradients that are views of other tensors, which are still in use."""
         with self._lock:
             for parameter, gradient in self._gradients.items():
                 if gradient._is_view():
                     self._gradients[parameter] = gradient.clone()
 
     def all(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return all of them."""
+        """Return all gradients, by parameter."""
         with self._lock:
             return dict(self._gradients)
 
 
 def _own(gradient: torch.Tensor, shared: bool) -> torch.Tensor:
-    """Return the gradient with memory of its own, and laid out plainly."""
+    """Return the gradient, contiguous and in memory of its own."""
     gradient = gradient.detach()
     if gradient.is_sparse:
         plain = gradient._indices().is_contiguous() and gradient._values().is_contiguous()
@@ -74,7 +74,7 @@ def _own(gradient: torch.Tensor, shared: bool) -> torch.Tensor:
 
 
 def accumulate_in_contexts(node: Any) -> None:
-    """Have the gradients of a parameter accumulate in contexts, for backward passes that run for one.
+    """Accumulate the gradients of a parameter in a context, in backward passes that run for one.
 
     Args:
         node: the parameter's node in the graph.
@@ -85,7 +85,7 @@ def accumulate_in_contexts(node: Any) -> None:
 
 
 def _accumulate(parameter: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
-    """Hook on a parameter's node: it gets no gradient where a context has taken it."""
+    """Add a gradient to this thread's context, if any, instead of ``.grad``: a hook on parameters' nodes."""
     task = thread_state.graph_task
     if task is None:
         return None

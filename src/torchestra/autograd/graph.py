@@ -1,4 +1,4 @@
-"""Look through the graph of autograd that one worker has."""
+"""Searches the autograd graph of one worker."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _REENTRANT = "CheckpointFunctionBackward"
 
 
 class Reached(NamedTuple):
-    """The nodes that backward will come to.
+    """The nodes that backward will reach.
 
     Attributes:
         receipts: the nodes of received messages.
-        reentrant: there is checkpointing that runs a backward within the backward.
+        reentrant: whether there is checkpointing that runs a backward within the backward.
     """
 
     receipts: set[Any]
@@ -29,7 +29,7 @@ class Reached(NamedTuple):
 
 
 def prepare(starts: Iterable[Any], floor: int) -> Reached:
-    """Look through all that nodes lead to; have the gradients of parameters accumulate in contexts.
+    """Visit all nodes reachable from some; make the gradients of parameters accumulate in contexts.
 
     Args:
         starts: nodes.
@@ -60,15 +60,15 @@ def prepare(starts: Iterable[Any], floor: int) -> Reached:
 
 
 class ParameterTracker(TorchFunctionMode):
-    """Has the gradients of every parameter that is used meanwhile accumulate in contexts.
+    """Makes the gradients of every parameter that is used while it is active accumulate in contexts.
 
-    A checkpointed function runs again within the backward pass, in a graph that nobody has seen before. The
-    leaves that checkpointing itself makes, in the place of the function's inputs, are none of them.
+    A checkpointed function runs again within the backward pass, in a new graph that :func:`prepare` has not
+    visited. The leaves that checkpointing itself makes, in place of the function's inputs, do not count.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._nodes: list[Any] = []  # to be kept: a parameter gets a new node when nothing has the old one
+        self._nodes: list[Any] = []  # kept: a parameter gets a new node when nothing holds the old one
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __torch_function__(
@@ -94,9 +94,10 @@ class ParameterTracker(TorchFunctionMode):
             self._nodes.append(node)
 
     def _backward(self, tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
-        """Backward with this mode on.
+        """Run backward with this mode on.
 
-        It is off within what it is told of, and is not told of a backward that begins at edges.
+        The mode is off within the functions that it intercepts, and does not intercept a backward that begins
+        at edges.
         """
         gradients = [None] * len(tensors) if grad_tensors is None else grad_tensors
         gradients = [

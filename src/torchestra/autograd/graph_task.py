@@ -1,22 +1,23 @@
-"""Graph tasks: what one worker does in a backward pass, and how the workers come to its end together.
+"""Graph tasks: one worker's part in a backward pass, and how the workers end the pass together.
 
-The worker where ``backward()`` was called is the *origin*. Every worker takes part once, from the first that
-it is told of the pass: it runs torch's own engine once, over all that its roots and its sends lead to.
+The worker where ``backward()`` was called is the *origin*. Every worker takes part once, from the first
+message about the pass: it runs torch's own engine once, over everything its roots and its sends lead to.
 
-*Sends* are sources of that graph. Their nodes run after everything else that is ready, and of them the one
-that was made last; it waits until its gradients have come. *Receipts* send gradients back as soon as they
-run. A receipt that nothing leads to tells so at once: its message was not used, and its send has no gradient
-to wait for. So every message that has tensors in it is answered by exactly one.
+*Sends* are sources of that graph. Their nodes run after everything else that is ready, the one made last
+first; it waits until its gradients have come. *Receipts* send gradients back as soon as they run. For a
+receipt that nothing leads to, the worker says so at once: its message was not used, and its send has no
+gradient to wait for. So every message with tensors in it gets exactly one answer.
 
-*Nobody waits for ever.* Say that a worker's send or receipt is older than another's if it was made earlier,
-by one clock for all. Let s be the youngest send that waits. Its message was received after s was made, in a
-receipt r, and what uses what r received was made later still: all sends among that are younger than s, so
-none waits. So whatever leads to r has run, on a worker that takes part; r has run or was found unused, and
-has sent what s waits for. Each worker takes part: it gets gradients of a younger message, or, where the last
-message between two of them was sent by the one that takes part, it is told to *start*.
+*No worker waits for ever.* Say that a worker's send or receipt is older than another's if it was made
+earlier, by one clock for all. Let s be the youngest send that waits. Its message was received after s was
+made, in a receipt r, and all nodes that use r's tensors were made later still: the sends among them are
+younger than s, so none waits. So everything that leads to r has run, on a worker that takes part; r has run
+or was found unused, and has sent the answer that s waits for. Each worker takes part: it gets gradients of
+a younger message; or, where the last message between two of them was sent by one that takes part, that one
+tells the other to *start*.
 
 *The end.* A worker that has run its graph tells the origin so, with the ranks it has sent to. The origin is
-done when all of whom it knows are. An error is told to the origin as well; it tells everyone to stop.
+done when all workers that it knows of are. Workers report errors to the origin too; it tells all to stop.
 
 (torch.distributed's FAST mode also has every message of the context take part, but waits for ever for one
 that was not used.)
@@ -41,7 +42,7 @@ from torchestra.rpc.thread_state import thread_state
 from torchestra.system.deadline import RunningClock
 
 Key: TypeAlias = tuple[int, int]
-"""Of a pass: the rank of its origin, and how many had begun there before."""
+"""The key of a pass: the rank of its origin, and the number of passes begun there before."""
 
 _ONE = torch.ones(())
 
@@ -51,7 +52,7 @@ class Note(NamedTuple):
 
     Attributes:
         what: "release", or of a backward pass "start", "gradients", "late", "done" or "abort".
-        content: what belongs to it.
+        content: its arguments.
     """
 
     context: int
@@ -105,7 +106,7 @@ class GraphTask:
     """One worker's part in one backward pass.
 
     Args:
-        context: which the pass belongs to.
+        context: the pass's context.
         retain: keep the graph for further passes.
         engager: the rank that told this one of the pass.
     """
@@ -134,7 +135,7 @@ class GraphTask:
         """Run the whole pass. Called by the origin's thread.
 
         Raises:
-            Exception: what went wrong, here or elsewhere.
+            Exception: the pass has failed, on any worker.
         """
         try:
             self._run(roots)
@@ -149,14 +150,14 @@ class GraphTask:
         self.context.end_task(self._key)
 
     def _give_up(self, error: BaseException) -> None:
-        """At the origin: have everybody stop."""
+        """Stop all workers that take part. Called at the origin."""
         self.context.end_task(self._key)
         why = (str(error) or type(error).__name__).partition("\n")[0]
         for rank in tuple(self.context.neighbours - {self._agent.rank}):
             self._tell(rank, "abort", f"the backward pass was given up, for: {why}")
 
     def run_here(self) -> None:
-        """Run this worker's task. On a thread of the pool."""
+        """Run this worker's task, on a thread of the pool."""
         failed: ErrorRecord | None = None
         try:
             self._run(())
@@ -206,7 +207,7 @@ class GraphTask:
             thread_state.graph_task = before
 
     def _peers_to_start(self, sends: Collection[SendRpc], receipts: Collection[RecvRpc]) -> list[int]:
-        """Whom to tell of the pass, because it may come to them in no other way."""
+        """Return the ranks to tell of the pass, because they may not learn of it in another way."""
         last: dict[int, tuple[int, bool]] = {}
         for is_send, messages in ((True, sends), (False, receipts)):
             for message in messages:
@@ -218,7 +219,7 @@ class GraphTask:
     # -- called by the nodes of the graph
 
     def gradients_for(self, message: int) -> list[torch.Tensor | None]:
-        """Return the gradients of what was sent in a message, when they have come.
+        """Wait for the gradients of the tensors sent in a message; return them.
 
         Raises:
             Exception: the pass has failed, or they did not come.
@@ -237,7 +238,7 @@ class GraphTask:
         return [send.zeros(slot) if each is None else each for slot, each in enumerate(gradients)]
 
     def send_back(self, message: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of what was received in a message are there.
+        """Send back the gradients of the tensors received in a message.
 
         Raises:
             RuntimeError: the message takes no part in this pass.
@@ -252,7 +253,7 @@ class GraphTask:
         self._send(receipt, gradients)
 
     def is_first_use_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether nothing that was sent, and no gradient of another parameter, has had this memory."""
+        """Return whether no tensor sent, and no gradient of another parameter, has used this memory."""
         memory = tensor._values() if tensor.is_sparse else tensor
         address = memory.untyped_storage().data_ptr() if memory.layout is torch.strided else id(tensor)
         is_first = address not in self._storages
@@ -273,10 +274,10 @@ class GraphTask:
     def _tell(self, rank: int, what: str, *content: Any) -> None:
         self._contexts.tell(rank, Note(self.context.context_id, what, self._key, content))
 
-    # -- what others tell
+    # -- called for notes of other workers
 
     def gradients_came(self, source: int, message: int, gradients: list[torch.Tensor | None] | None) -> None:
-        """The gradients of what was sent in a message; None if it was not used."""
+        """Take the gradients of the tensors sent in a message; None if it was not used."""
         with self._lock:
             unknown = self._sends is not None and message not in self._sends
             if not unknown:
@@ -291,7 +292,7 @@ class GraphTask:
         self._stir()
 
     def peer_done(self, rank: int, informed: Collection[int], failed: ErrorRecord | None) -> None:
-        """At the origin: a worker has done its part, and told these of the pass."""
+        """Record that a worker has done its part, and told these ranks of the pass. Called at the origin."""
         if failed is not None:
             self.fail(rebuild(failed))
             return
@@ -302,7 +303,7 @@ class GraphTask:
         self._stir()
 
     def fail(self, error: BaseException) -> None:
-        """It cannot go on."""
+        """End the pass here with this error."""
         if self._failure is None:
             self._failure = error
         self._stir()
@@ -316,7 +317,7 @@ class GraphTask:
             self._agent.pool.wake(wait)
 
     def _await(self, is_ready: Callable[[], bool], peers: Callable[[], Collection[int]], doing: str) -> None:
-        """Wait until something is there that these peers are to send."""
+        """Wait until everything has come that these peers are to send."""
         if self._failure is None and not is_ready():
             agent = self._agent
             clock = RunningClock()
@@ -337,7 +338,7 @@ class GraphTask:
             finally:
                 agent.liveness.checks.discard(check)
                 self._wait = None
-                self._is_ready = bool  # what it was knows this part, which shall die without a collector
+                self._is_ready = bool  # the former function refers to this task: a reference cycle
         if self._failure is not None:
             raise self._failure
         if not is_ready():

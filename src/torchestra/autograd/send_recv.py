@@ -1,4 +1,4 @@
-"""SendRpc and RecvRpc: where the graph of autograd leads from one worker to another.
+"""SendRpc and RecvRpc: the edges of the autograd graph from one worker to another.
 
 For the tensors of one message that require gradients there is one node on each side, found by the number of
 the message. *SendRpc* is a source of the graph of the worker that sent them: gradients come into it there.
@@ -22,9 +22,9 @@ class SendRpc(NamedTuple):
     """Tensors that a worker has sent.
 
     Attributes:
-        peer: the rank that got it.
+        peer: the rank that received them.
         order: how many messages the context had seen here before.
-        token: a tensor that depends on the tensors sent: backward begins there.
+        token: a tensor that depends on the tensors sent, from which backward begins.
         kinds: the shape, dtype and layout of each.
     """
 
@@ -44,9 +44,9 @@ class RecvRpc(NamedTuple):
     """Tensors that a worker has received.
 
     Attributes:
-        peer: the rank that sent it.
+        peer: the rank that sent them.
         order: how many messages the context had seen here before.
-        node: the node of autograd; None for a message that nobody could read any more.
+        node: the node of autograd; None for a message that could not be read.
     """
 
     message: int
@@ -56,7 +56,7 @@ class RecvRpc(NamedTuple):
 
 
 class _SendFunction:
-    """Forward, of the tensors sent, gives a token; backward of that has the gradients that come for them."""
+    """Forward makes a token from the tensors sent; backward returns the gradients received for them."""
 
     @staticmethod
     def forward(ctx: Any, message: int, *tensors: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ class _ReceiptFunction:
 
 
 def _function(name: str, behaviour: type) -> Any:
-    # The nodes are named as those of torch.distributed, for those who look at graphs and profiles.
+    # The nodes have the names of torch.distributed's, for tools that show graphs and profiles.
     members = {"forward": behaviour.__dict__["forward"], "backward": behaviour.__dict__["backward"]}
     return FunctionMeta(f"torch::distributed::autograd::{name}", (torch.autograd.Function,), members)
 
@@ -105,7 +105,7 @@ ReceiptNode: type = _receive._backward_cls
 
 
 def record_send(message: int, peer: int, order: int, tensors: Sequence[torch.Tensor]) -> SendRpc:
-    """Make tensors that are being sent depend on the gradients that will come."""
+    """Record tensors that are being sent, whose gradients will come from the peer."""
     with torch.enable_grad():
         token = _send.apply(message, *tensors)
     # The later a message was sent, the earlier its gradients are waited for; see graph_task.py.

@@ -1,4 +1,4 @@
-"""Updates parameters on the workers that own them, by the gradients of a context."""
+"""Updates parameters on the workers that own them, by a context's gradients."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from torchestra.rpc import RRef, WorkerInfo, rpc_async
 class DistributedOptimizer:
     """An optimizer of parameters on many workers.
 
-    Each of the workers makes an optimizer of its own parameters. A step has all of them step, at the same
-    time, by what a distributed autograd context has gathered on their workers; ``.grad`` plays no part.
-    Several trainers may step at once, each by its own optimizer or all by one: on each worker one step is
-    made at a time, in any order, and it may well come between another trainer's forward pass and its
-    backward pass.
+    Each worker makes an optimizer of its own parameters. A step runs all of these concurrently, by the
+    gradients that a distributed autograd context has on each worker; ``.grad`` is not used. Several trainers
+    may step at once, each with its own optimizer or all with one: each worker makes one step at a time, in
+    any order, possibly between another trainer's forward pass and its backward pass.
 
     Args:
-        optimizer_class: any of torch.optim, or made like those, whose steps need no closure.
+        optimizer_class: a class of torch.optim, or one like those, whose steps need no closure.
         params_rref: references to parameters, on any workers.
-        args, kwargs: for the optimizer, on each worker.
+        args, kwargs: arguments of the optimizer on each worker.
 
     Raises:
         InvalidArgumentError: there are no parameters.
-        Exception: what the optimizer raised on a worker, which the message names. Where several did, the
-            first one's; the others are notes of it.
+        Exception: the optimizer's error on a worker, which the message names. If several workers had errors,
+            the first one; the others are its notes.
         RpcError: a worker could not be called.
     """
 
@@ -56,7 +55,7 @@ class DistributedOptimizer:
         )
 
     def step(self, context_id: int) -> None:
-        """Have every worker update its parameters by the gradients in a context; those without stay.
+        """Have every worker update its parameters that have a gradient in a context.
 
         Must be called on a worker that takes part in the context.
 
@@ -69,7 +68,7 @@ class DistributedOptimizer:
 
 
 def _all(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Wait for all; return their values, or raise their errors."""
+    """Wait for all futures; return their values, or raise their errors."""
     results, errors = [], list[Exception]()
     for future in futures:
         try:
@@ -84,10 +83,10 @@ def _all(futures: Sequence[Future[Any]]) -> list[Any]:
     return results
 
 
-# What workers call on each other.
+# Functions that workers call on each other.
 
 _stepping = threading.Lock()
-"""Of all optimizers of a process: those of several trainers may have the same parameters."""
+"""Held by the one optimizer of this process that steps: several trainers may have the same parameters."""
 
 
 def _make(

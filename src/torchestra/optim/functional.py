@@ -1,7 +1,7 @@
-"""Optimizers that are given gradients, instead of finding them in ``.grad``.
+"""Optimizers that take gradients as arguments, instead of from ``.grad``.
 
-So several of them, on several threads, and programs that do use ``.grad``, can have gradients for the same
-parameters at the same time. An optimizer of torch's works here on *aliases*: tensors that share a parameter's
+So several of them, on several threads, and programs that use ``.grad``, can have gradients for the same
+parameters at the same time. Here torch's optimizer works on *aliases*: tensors that share a parameter's
 memory and version, but not its ``.grad``.
 """
 
@@ -17,15 +17,15 @@ from torchestra.optim.subset import step_some
 
 
 class FunctionalOptimizer:
-    """Any optimizer of torch's whose steps are given gradients.
+    """Any optimizer of torch's, with gradients as arguments of its steps.
 
     Args:
-        optimizer_class: of torch.optim, or made like those.
-        params: parameters; groups are not for it. If there are none, each is known from when it is stepped.
-        args, kwargs: for the optimizer.
+        optimizer_class: a class of torch.optim, or one like those.
+        params: parameters, not groups. Parameters that are not given here are added when they are stepped.
+        args, kwargs: arguments of the optimizer.
 
     Attributes:
-        optimizer: torch's, of aliases; None before it has parameters.
+        optimizer: torch's optimizer of the aliases; None before it has parameters.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class FunctionalOptimizer:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Return those it updates."""
+        """Return the parameters that it updates."""
         return list(self._params)
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Update all parameters.
 
         Args:
-            gradients: of each, None for those that are to stay as they are.
+            gradients: the gradient of each; None leaves a parameter unchanged.
 
         Raises:
-            InvalidArgumentError: there are more or fewer than parameters.
+            InvalidArgumentError: there are more or fewer gradients than parameters.
         """
         if len(gradients) != len(self._params):
             raise InvalidArgumentError(

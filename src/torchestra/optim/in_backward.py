@@ -1,7 +1,7 @@
-"""Optimizers that step while backward goes on, as soon as a parameter's gradient is there.
+"""Optimizers that step while backward goes on, as soon as a parameter's gradient is ready.
 
-Each parameter has an optimizer of its own, so its gradient need not be kept until the others are there: what
-is saved is the memory of the gradients. DistributedDataParallel steps them when the gradient is averaged.
+Each parameter has an optimizer of its own, so its gradient need not be kept until the others are ready; this
+saves the gradients' memory. DistributedDataParallel steps them when the gradient is averaged.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def apply_optimizer_in_backward(
     optimizers, by several calls; they step in that order.
 
     Args:
-        optimizer_class: made once for each parameter, of ``([parameter], **optimizer_kwargs)``.
-        params: which.
-        optimizer_kwargs: its options.
-        register_hook: if False, the caller steps them, as DistributedDataParallel does.
+        optimizer_class: called with ``([parameter], **optimizer_kwargs)`` for each parameter.
+        params: the parameters.
+        optimizer_kwargs: the optimizers' options.
+        register_hook: if False, the caller steps the optimizers, as DistributedDataParallel does.
     """
     for parameter in params:
         optimizers: list[torch.optim.Optimizer] = in_backward_optimizers(parameter)
@@ -43,7 +43,7 @@ def apply_optimizer_in_backward(
 
 
 def get_in_backward_optimizers(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a module's parameters; to save and load their state, not to step them."""
+    """Return the optimizers of a module's parameters, for saving and loading their state, not for steps."""
     return [each for parameter in module.parameters() for each in in_backward_optimizers(parameter)]
 
 
@@ -54,7 +54,7 @@ def in_backward_optimizers(parameter: torch.Tensor) -> list[torch.optim.Optimize
 
 
 def remove_hook(parameter: torch.Tensor) -> None:
-    """Step a parameter's optimizers no more when its gradient is ready: the caller will."""
+    """Stop stepping a parameter's optimizers when its gradient is ready: the caller will step them."""
     if parameter in _handles:
         _handles.pop(parameter).remove()
 

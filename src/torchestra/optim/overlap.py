@@ -1,9 +1,9 @@
 """Updates parameters bucket by bucket, while DistributedDataParallel still averages other buckets.
 
 The unit is a *piece*: consecutive parameters of one bucket, which one rank updates. Their data are parts of
-one tensor, which that rank broadcasts afterwards. Either a bucket is one piece, and buckets go round; or
-buckets are cut where a piece would get larger than an equal share of everything, and pieces go to the rank
-that has least, smaller buckets first.
+one tensor, which that rank broadcasts afterwards. Either each bucket is one piece, and the ranks take turns;
+or buckets are cut where a piece would get larger than an equal share of everything, and each piece goes to
+the rank with the least so far, smaller buckets first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchestra.process_group import ProcessGroup
 
 
 class Cut(NamedTuple):
-    """The place of a piece: its bucket, a range of the bucket's parameters, and the rank that updates it."""
+    """The position of a piece: its bucket, a range of the bucket's parameters, and the rank updating it."""
 
     bucket: int
     start: int
@@ -31,7 +31,7 @@ class Cut(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece: its place, and the tensor that its parameters are views of."""
+    """A piece: its position, and the tensor of which its parameters are views."""
 
     cut: Cut
     flat: torch.Tensor
@@ -47,14 +47,14 @@ class ShardedOptimizer(Protocol):
         """This rank's optimizer."""
 
     def follow_options(self) -> None:
-        """Give this rank's optimizer the options of all."""
+        """Give this rank's optimizer the options of all parameter groups."""
 
     def assign(self, shares: Partition) -> None:
-        """Let the ranks update these parameters."""
+        """Assign the parameters to the ranks that update them."""
 
 
 class OverlapPlan:
-    """Assigns parts of a model's buckets to the ranks, from when the buckets are final.
+    """Assigns parts of a model's buckets to the ranks, once the buckets are final.
 
     Args:
         optimizer: updates the parameters in the buckets.
@@ -74,14 +74,14 @@ class OverlapPlan:
         self._buckets, self._pieces = [], []
 
     def see(self, bucket: int, parameters: Sequence[torch.Tensor], final: bool) -> bool:
-        """Record a bucket, or compare it; return whether the plan is made, so that it is to be updated.
+        """Record a bucket, or check it; return whether the plan is made, and the bucket is to be updated.
 
         Args:
-            bucket: its index; buckets are seen in their order, all in each step.
+            bucket: its index; the caller passes all buckets in each step, in their order.
             final: whether buckets will be the same in all further steps.
 
         Raises:
-            InvalidArgumentError: it has parameters that the optimizer was not given, or it has changed.
+            InvalidArgumentError: the bucket has parameters that the optimizer does not, or has changed.
         """
         if not self._pieces:
             if not final:
@@ -138,7 +138,7 @@ class OverlapPlan:
 
 
 def whole_buckets(sizes: Sequence[Sequence[int]], ranks: int) -> list[Cut]:
-    """Make each bucket one piece, given to the ranks in turn.
+    """Make each bucket one piece; the ranks take turns.
 
     Args:
         sizes: for each bucket, the numbers of elements of its parameters.
@@ -147,7 +147,7 @@ def whole_buckets(sizes: Sequence[Sequence[int]], ranks: int) -> list[Cut]:
 
 
 def cut_buckets(sizes: Sequence[Sequence[int]], ranks: int) -> list[Cut]:
-    """Cut buckets into pieces of less than an equal share (or one parameter), each for the emptiest rank."""
+    """Cut buckets into pieces below an equal share (or of one parameter) for the ranks with the least."""
     share = sum(map(sum, sizes)) / ranks
     loads = [0] * ranks
     cuts: list[Cut] = []

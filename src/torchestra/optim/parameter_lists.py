@@ -1,4 +1,4 @@
-"""Checks the parameters that an optimizer is given."""
+"""Checks the parameters passed to an optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchestra.errors import InvalidArgumentError, InvalidArgumentTypeError
 
 
 def listed(params: Any) -> tuple[list[Any], list[torch.Tensor]]:
-    """List the parameters, or parameter groups; and all parameters.
+    """Return a list of the parameters or parameter groups, and a list of all parameters.
 
     Raises:
         InvalidArgumentTypeError: they are neither all tensors nor all dicts.
@@ -49,7 +49,7 @@ def check_same_type(parameters: Sequence[torch.Tensor]) -> None:
     """Refuse sparse tensors, and tensors whose types (device, dtype) differ.
 
     Raises:
-        InvalidArgumentError: there are such.
+        InvalidArgumentError: they are such.
     """
     names = {torch.typename(parameter): None for parameter in parameters}
     if any(parameter.layout is not torch.strided for parameter in parameters) or len(names) > 1:

@@ -13,14 +13,14 @@ from torchestra.algorithms.model_averaging.averagers import ModelAverager
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
-    """Steps as another optimizer does, and then lets an averager average parameters, if it is time.
+    """Steps another optimizer, and then lets an averager average the parameters, if it is time.
 
     Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", https://arxiv.org/abs/1808.07217; with
     :func:`torchestra.nn.parallel.comm_hooks.post_localSGD_hook.post_localSGD_hook` for the gradients.
 
     Args:
-        optim: what steps.
-        averager: what averages; its group's ranks must all step equally often.
+        optim: the other optimizer.
+        averager: the averager; all ranks of its group must step equally often.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
@@ -47,11 +47,11 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the other optimizer's, and under ``"step"`` the averager's number of steps."""
+        """Return the other optimizer's state, and under ``"step"`` the averager's number of steps."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` has returned; without ``"step"``, with a warning, begin at 0."""
+        """Load a result of :meth:`state_dict`. If it has no ``"step"``, warn and count from 0."""
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:
             warnings.warn(

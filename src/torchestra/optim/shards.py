@@ -1,7 +1,7 @@
 """Divides parameters between ranks, and exchanges those that each rank has updated.
 
-A partition is a list with, for each rank, the parameters that it updates. It is the same on all ranks, so
-each knows what comes from which rank.
+A partition lists, for each rank, the parameters that it updates. It is the same on all ranks, so each rank
+knows which parameters it receives from which.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _LARGE_BYTES = 64 << 10
 
 
 def partition(parameters: Sequence[torch.Tensor], loads: list[int]) -> Partition:
-    """Give each parameter to a rank, so that all have about as much.
+    """Assign each parameter to a rank, so that all ranks have about equally many elements.
 
-    Largest first, each to the rank that has least so far (the first such): Graham's LPT rule ("Bounds on
-    Multiprocessing Timing Anomalies", 1969), by which the fullest rank has 4/3 of the least possible at most.
+    Largest first, each to the rank that has the least so far (the first such): Graham's LPT rule ("Bounds on
+    Multiprocessing Timing Anomalies", 1969), by which the fullest rank has at most 4/3 of the least possible.
 
     Args:
-        parameters: what to give away; by number of elements.
-        loads: how much each rank has already; is changed.
+        parameters: the parameters to assign.
+        loads: how many elements each rank has already; updated in place.
     """
     shares: Partition = [[] for _ in loads]
     for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
@@ -38,7 +38,7 @@ def partition(parameters: Sequence[torch.Tensor], loads: list[int]) -> Partition
 
 
 def flattened(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Move the parameters' elements into one tensor, of which their data are views from now on."""
+    """Move the parameters' elements into one tensor, and make their data views of it."""
     flat = torch.empty(_numel(parameters), dtype=dtype)
     for parameter, view in zip(parameters, _unflatten_dense_tensors(flat, parameters), strict=True):
         view.copy_(parameter.detach())
@@ -50,10 +50,10 @@ class Shards:
     """The parameters of all ranks, all of one dtype, ready to be exchanged.
 
     Args:
-        shares: which rank updates what.
-        as_views: let the parameters be parts of one tensor per rank; an exchange is one all_gather of them.
-            If not, small ones are copied into such tensors in each exchange, and large ones are broadcast
-            each by itself.
+        shares: the parameters that each rank updates.
+        as_views: make the parameters parts of one tensor per rank; an exchange is one all_gather of these.
+            If not, each exchange copies small parameters into such tensors, and broadcasts large ones one by
+            one.
     """
 
     def __init__(self, shares: Partition, group: ProcessGroup, *, as_views: bool) -> None:
@@ -72,7 +72,7 @@ class Shards:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Take over what the others have updated. Must be called by all ranks."""
+        """Receive the parameters that other ranks have updated. Must be called by all ranks."""
         own = self._group.rank()
         if self._flats:
             all_gather(self._flats, self._flats[own], self._group)

@@ -1,7 +1,7 @@
-"""The state of an optimizer that is divided between ranks, as one, and in parts.
+"""Converts the state of an optimizer that is divided between ranks, from the parts to the whole and back.
 
 In a ``state_dict`` parameters are numbers: their positions in the list of all parameters of all groups. A
-rank's optimizer counts its own only, so numbers are translated.
+rank's optimizer counts only its own, so numbers are translated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchestra.tensors import checks
 
 
 def collect_states(state: dict[str, Any], to: int, group: ProcessGroup) -> list[dict[str, Any]]:
-    """Return the states of all ranks on rank ``to``, an empty list elsewhere. All ranks must call it."""
+    """Return the states of all ranks on rank ``to``, an empty list on the others. All ranks must call it."""
     checks.check_rank(to, group.size(), "to", "consolidate_state_dict")
     found: list[Any] = [None] * group.size()
     is_there = group.rank() == to
@@ -66,7 +66,7 @@ def local_state(
         state_dict: as :func:`global_state` returns it.
 
     Raises:
-        InvalidArgumentError: it is of other parameter groups.
+        InvalidArgumentError: the state is of other parameter groups.
     """
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
@@ -88,7 +88,7 @@ def local_state(
         packed.append({**theirs, "params": list(range(position, position + len(members)))})
         for parameter in members:
             if names[parameter] in state_dict["state"]:
-                # Optimizers take tensors over as they are, and change them.
+                # Optimizers keep the loaded tensors without a copy, and change them.
                 state[position] = copy.deepcopy(state_dict["state"][names[parameter]])
             position += 1
     return {"state": state, "param_groups": packed}

@@ -11,7 +11,7 @@ from torchestra.errors import InvalidArgumentError
 
 
 def check_steps_without_closure(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer whose steps evaluate the model, and so concern all parameters at once.
+    """Refuse an optimizer whose steps evaluate the model, and so update all parameters at once.
 
     Raises:
         InvalidArgumentError: it is one.
@@ -27,9 +27,9 @@ def check_steps_without_closure(optimizer_class: type[torch.optim.Optimizer]) ->
 def step_some(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
 ) -> None:
-    """Step the optimizer for these parameters, by these gradients; ``.grad`` stays as it was.
+    """Step the optimizer for these parameters only, by these gradients; ``.grad`` does not change.
 
-    The state of a parameter is its own in torch's optimizers, so that others do not notice.
+    torch's optimizers keep a separate state for each parameter, so this does not affect other parameters.
     """
     before = [parameter.grad for parameter in parameters]
     groups = [list(group["params"]) for group in optimizer.param_groups]

@@ -29,23 +29,23 @@ _log = logging.getLogger(__name__)
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """An optimizer whose state is divided between the ranks of a group.
 
-    Every rank gives it all parameters, and computes all gradients (DistributedDataParallel averages them).
-    In :meth:`step` a rank updates its share of the parameters, then all exchange what they have updated. A
+    Every rank passes all parameters, and computes all gradients (DistributedDataParallel averages them). In
+    :meth:`step` each rank updates its share of the parameters, then all ranks exchange the updated ones. A
     parameter belongs to one rank as a whole; the shares are about equally large.
 
-    A joinable: with ``Join([model, optimizer])`` a rank without inputs goes on to update its share, by the
-    gradients it has.
+    It is a joinable: with ``Join([model, optimizer])`` a rank without inputs goes on updating its share, by
+    its current gradients.
 
     Args:
         params: parameters, or parameter groups, the same on every rank.
-        optimizer_class: what updates a rank's share.
+        optimizer_class: the class of the optimizer that updates a rank's share.
         process_group: the ranks; None: the default group.
-        parameters_as_bucket_view: move the parameters of each rank into one tensor, which is exchanged as it
-            is: faster. (``parameter.data`` is another tensor then.)
+        parameters_as_bucket_view: move the parameters of each rank into one tensor, which is exchanged
+            without copies: faster. (``parameter.data`` is replaced by a view of it.)
         overlap_with_ddp: update parameters while backward goes on, as soon as their gradients are averaged:
             register a hook made by :mod:`torchestra.nn.parallel.comm_hooks.ddp_zero_hook`, and do not call
-            :meth:`step`. The shares are whole buckets of the model, so nothing is updated until the model's
-            buckets are final, that is in the first two or three steps.
+            :meth:`step`. The shares are buckets of the model, or parts of buckets, so nothing is updated
+            until the model's buckets are final, that is in the first two or three steps.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -54,7 +54,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             the default group.
 
     Raises:
-        InvalidArgumentError, InvalidArgumentTypeError: the parameters or the optimizer are not served.
+        InvalidArgumentError, InvalidArgumentTypeError: the parameters or the optimizer are not supported.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = True
 
     def rebuild(self, process_group: AnyGroup | None = None) -> None:
-        """Divide the parameters anew, between the ranks of another group. By all of its ranks.
+        """Divide the parameters anew, between the ranks of another group, all of which must call it.
 
-        For after :meth:`ProcessGroup.shrink`. Nothing is sent. What a rank that is gone has kept is lost, and
-        shares change, so the optimizer's state begins anew; options such as the learning rate stay. Where
-        there is a saved state, :meth:`load_state_dict` on all ranks continues from that (with the overlap:
+        For use after :meth:`ProcessGroup.shrink`. Nothing is sent. The state on ranks that are gone is lost,
+        and shares change, so the optimizer's state begins anew; options such as the learning rate stay. To
+        continue from a saved state, call :meth:`load_state_dict` on all ranks (with ``overlap_with_ddp``,
         when the model's buckets are final again).
 
         Args:
@@ -105,7 +105,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._begin(group)
 
     def _begin(self, group: ProcessGroup) -> None:
-        """Divide the parameters between the ranks of a group, with no state of theirs yet."""
+        """Divide the parameters between the ranks of a group, and begin with no state."""
         self.process_group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.global_rank = group.to_global_rank(self.rank)
@@ -121,7 +121,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._divide(each)
             self.build_local_optimizer()
 
-    # -- who has what
+    # -- shares
 
     @property
     def optim(self) -> Optimizer:
@@ -139,7 +139,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._optim
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Return for each rank the parameter groups that its optimizer has."""
+        """Return, for each rank, the parameter groups of its optimizer."""
         return [
             [{**group, "params": share} for group, share in zip(self.param_groups, shares, strict=True)]
             for shares in self._shares
@@ -150,10 +150,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._shares[rank].append(share)
 
     def assign(self, shares: Partition) -> None:
-        """Let the ranks update these parameters, and no others; for the overlap.
+        """Assign these parameters, and no others, to the ranks that update them; for ``overlap_with_ddp``.
 
         Raises:
-            InvalidArgumentError: there are several parameter groups, or parameters that were not given.
+            InvalidArgumentError: there are several parameter groups, or unknown parameters.
         """
         if len(self.param_groups) != 1:
             raise InvalidArgumentError(
@@ -169,7 +169,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.build_local_optimizer()
 
     def build_local_optimizer(self) -> None:
-        """Make this rank's optimizer, of its share of the parameters."""
+        """Make this rank's optimizer, for its share of the parameters."""
         groups = self._partition_parameters()[self.rank]
         self._optim = self._optimizer_class(groups, **self.defaults)
         _copy_options(self._optim, self)
@@ -178,7 +178,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Add parameters. Must be called by all ranks, with the same ones.
 
         Raises:
-            NotReadyError: with ``overlap_with_ddp``, which serves one parameter group.
+            NotReadyError: with ``overlap_with_ddp``, which supports one parameter group only.
         """
         if not self.initialized:
             super().add_param_group(param_group)
@@ -189,7 +189,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         super().add_param_group(param_group)
         self._divide(self.param_groups[-1])
-        # What was given away before stays where it was, and so does its state.
+        # Parameters added before stay on their ranks, and so does their state.
         self.optim.add_param_group(self._partition_parameters()[self.rank][-1])
         self._shards = None
         self._collected = []  # of fewer parameters
@@ -201,14 +201,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- steps
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """Update this rank's share, and exchange. Must be called by all ranks.
+        """Update this rank's share, and exchange updated parameters. Must be called by all ranks.
 
         Args:
             closure: evaluates the model and returns the loss.
-            **kwargs: for the rank's optimizer.
+            **kwargs: passed to this rank's optimizer.
 
         Returns:
-            What the rank's optimizer returns. None with ``overlap_with_ddp``, where this does nothing.
+            The result of this rank's optimizer. None with ``overlap_with_ddp``, where this does nothing.
 
         Raises:
             UnevenInputsError, JoinInterruptedError: see :class:`~torchestra.algorithms.join.Join`.
@@ -237,12 +237,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._shards.exchange()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return a hook that steps, so that the ranks that have inputs get this rank's share."""
+        """Return a hook that steps, so that ranks that still have inputs get this rank's share."""
         return _ZeroJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
-        """That of the first parameter."""
+        """Return the device of the first parameter."""
         device: torch.device = self.param_groups[0]["params"][0].device
         return device
 
@@ -254,7 +254,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- state
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collect the state of all ranks on one, for :meth:`state_dict`. Must be called by all ranks.
+        """Collect the state of all ranks on one rank, for :meth:`state_dict`. Must be called by all ranks.
 
         Args:
             to: the rank, in the group's numbering.
@@ -266,7 +266,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._collected = collect_states(self.optim.state_dict(), to, self.process_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's last consolidated state, as it would be on one rank.
+        """Return the last consolidated state, as an optimizer on a single rank would return it.
 
         Raises:
             NotReadyError: it was not consolidated on this rank.
@@ -281,12 +281,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return global_state(self.param_groups, self._shares, self._collected)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict`, or that of an ordinary optimizer, has returned.
+        """Load a result of :meth:`state_dict`, or of an ordinary optimizer's ``state_dict()``.
 
-        To be called by all ranks; each takes what concerns its share. ``state_dict`` stays as it is.
+        All ranks must call it; each loads the part of its share. ``state_dict`` is not changed.
 
         Raises:
-            InvalidArgumentError: it has other parameter groups than this optimizer.
+            InvalidArgumentError: the state has other parameter groups than this optimizer.
             NotReadyError: with ``overlap_with_ddp``, while nothing was updated yet.
         """
         local = self.optim

@@ -1,7 +1,7 @@
 """Tensors whose shards are on different ranks.
 
-No operation is defined on them but those below. Keep one in a module with ordinary parameters
-(DistributedDataParallel ignores it), use this rank's shards, or gather it.
+They support only the operations below. Keep one in a module with ordinary parameters (DistributedDataParallel
+ignores it), use this rank's shards, or gather it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 
 class Placement(NamedTuple):
-    """The device of a shard, and its rank in the group."""
+    """The location of a shard: its rank in the group, and its device."""
 
     on_rank: int
     on_device: torch.device
@@ -43,15 +43,16 @@ class Placement(NamedTuple):
 
 @dataclass(eq=True, unsafe_hash=False)
 class ShardMetadata:
-    """The part of a tensor that a shard is.
+    """The position, size and placement of a shard.
 
     Args:
-        shard_offsets: for each dimension, where it begins.
+        shard_offsets: for each dimension, the index at which it begins.
         shard_sizes: for each dimension, its length.
         placement: its rank and device: ``"rank:1/cpu"``.
 
     Raises:
-        InvalidArgumentError: offsets and sizes are not as many, one is negative, or the placement is no such.
+        InvalidArgumentError: there are not as many offsets as sizes, one is negative, or the placement is not
+            of that form.
     """
 
     shard_offsets: list[int]
@@ -114,7 +115,7 @@ class Shard:
 
     @classmethod
     def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: list[int], rank: int) -> Shard:
-        """Make a shard of a tensor of this rank."""
+        """Make a shard from a tensor of this rank."""
         return cls(tensor, ShardMetadata(shard_offsets, tensor.size(), f"rank:{rank}/{tensor.device}"))
 
 
@@ -129,9 +130,9 @@ class ShardedTensorMetadata:
 
 
 class ShardedTensor(torch.Tensor):
-    """A tensor whose shards are on the ranks of a group. Made by :func:`init_from_local_shards`.
+    """A tensor whose shards are on the ranks of a group. :func:`init_from_local_shards` makes it.
 
-    It has the shape and dtype of the whole, and no memory of its own.
+    It has the shape and dtype of the whole tensor, and no memory of its own.
     """
 
     _local_shards: list[Shard]
@@ -152,18 +153,18 @@ class ShardedTensor(torch.Tensor):
         super().__init__()
 
     def local_shards(self) -> list[Shard]:
-        """Return the parts that are on this rank."""
+        """Return this rank's shards."""
         return self._local_shards
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Return the metadata, which all ranks have."""
+        """Return the metadata, which are the same on all ranks."""
         return self._metadata
 
     def local_tensor(self) -> torch.Tensor:
-        """Return the tensor of this rank's only part.
+        """Return the tensor of this rank's only shard.
 
         Raises:
-            InvalidArgumentError: it has several parts here.
+            InvalidArgumentError: this rank has several shards.
         """
         if len(self._local_shards) != 1:
             raise InvalidArgumentError(
@@ -173,14 +174,15 @@ class ShardedTensor(torch.Tensor):
 
     @torch.no_grad()
     def gather(self, dst: int = 0, out: torch.Tensor | None = None) -> None:  # type: ignore[override]
-        """Put all parts into a tensor of rank ``dst``. Must be called by all ranks.
+        """Copy all shards into a tensor of rank ``dst``. Must be called by all ranks.
 
         Args:
             dst: the rank, in the group's numbering.
             out: on that rank, the tensor; on others, None.
 
         Raises:
-            InvalidArgumentError: ``out`` is missing, of another size, or given where it is not wanted.
+            InvalidArgumentError: on rank ``dst``, ``out`` is missing or of another size; on others, it is
+                given.
         """
         group = self._process_group
         own = group.rank()
@@ -237,10 +239,10 @@ def init_from_local_shards(
     process_group: AnyGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """Put a tensor together of the ranks' shards. Must be called by all ranks of the group.
+    """Make a tensor from the ranks' shards. Must be called by all ranks of the group.
 
     Args:
-        local_shards: this rank's; one at least on every rank.
+        local_shards: this rank's shards; at least one on every rank.
         *global_size: the size of the whole, as ints or as one sequence.
         process_group: the ranks; None: the default group.
         init_rrefs: must be False.

@@ -1,7 +1,7 @@
-"""Alias of :mod:`torchestra.nn.parallel.comm_hooks`, by the place that torch has for it.
+"""Alias of :mod:`torchestra.nn.parallel.comm_hooks`, under torch's name for it.
 
-Each module is the one there, not a copy of it, so pickles made under either name can be read. (The modules
-are found by name: this package is below ``nn``, and imports nothing of it.)
+Each module is the same object, not a copy, so pickles made under either name can be read. (The modules are
+imported by name: ``nn`` imports ``algorithms``, not the reverse.)
 """
 
 import importlib

@@ -16,13 +16,13 @@ __all__ = ["ModelAverager", "PeriodicModelAverager"]
 
 
 class ModelAverager(ABC):
-    """Something that is called after each step of the optimizer, and averages parameters in some.
+    """Averages parameters after some steps of the optimizer, and is called after each.
 
     Args:
-        process_group: whose ranks average; None: the default group.
+        process_group: the ranks that average; None: the default group.
 
     Attributes:
-        step: how many steps were made.
+        step: the number of steps so far.
     """
 
     def __init__(self, process_group: AnyGroup | None = None) -> None:

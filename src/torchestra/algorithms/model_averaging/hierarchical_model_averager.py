@@ -27,20 +27,20 @@ _log = logging.getLogger(__name__)
 class HierarchicalModelAverager(ModelAverager):
     """Averages in each step that is a multiple of a period, in the group of the largest such period.
 
-    Groups of a size are the group's ranks in their order, cut into parts of that size. Must be constructed by
-    all ranks of the group, since it makes them.
+    The groups of a size are consecutive ranks of ``process_group``. All of its ranks must construct the
+    averager, since this makes the groups.
 
     Args:
         period_group_size_dict: for each period, how many ranks average; both grow, and the last size is that
-            of the group. ``{2: 2, 4: 8}``: pairs in steps 2, 6, 10, ..., and eight ranks in 0, 4, 8, ...
-        warmup_steps: before this step nothing is averaged.
+            of ``process_group``. ``{2: 2, 4: 8}``: pairs in steps 2, 6, 10, ..., eight ranks in 0, 4, 8, ...
+        warmup_steps: the first step that may average.
         process_group: the ranks; None: the default group.
 
     Attributes:
         period_process_group_dict: for each period, the group in which this rank averages.
 
     Raises:
-        InvalidArgumentError: periods or sizes are not as said above.
+        InvalidArgumentError: periods or sizes are not as described above.
     """
 
     def __init__(

@@ -22,13 +22,13 @@ Parameters = Union[Iterable[torch.nn.Parameter], Iterable[dict[str, Any]]]
 
 @torch.no_grad()
 def average_parameters(params: Iterable[torch.Tensor], process_group: AnyGroup | None) -> None:
-    """Replace each parameter by its mean over the ranks, in place; those of one dtype in one all_reduce.
+    """Replace each parameter by its mean over the ranks, in place, with one all_reduce per dtype.
 
     Must be called by all ranks of the group, with parameters of the same shapes and dtypes in the same
-    order. Needs memory for all of them once more. A rank that is not in the group keeps its parameters.
+    order. Needs memory for all parameters once more. A rank that is not in the group keeps its parameters.
 
     Args:
-        process_group: None: the default group.
+        process_group: the group; None: the default group.
     """
     if isinstance(process_group, NonMember):
         return
@@ -45,7 +45,7 @@ def get_params_to_average(params: Parameters) -> list[torch.Tensor]:
     """Return the parameters that have a gradient, and so may differ between the ranks.
 
     Raises:
-        InvalidArgumentTypeError: there is something that is neither a parameter nor a parameter group.
+        InvalidArgumentTypeError: an item is neither a parameter nor a parameter group.
     """
     found: list[torch.Tensor] = []
     for each in params:
@@ -59,5 +59,5 @@ def get_params_to_average(params: Parameters) -> list[torch.Tensor]:
 
 
 def average_parameters_or_parameter_groups(params: Parameters, process_group: AnyGroup | None) -> None:
-    """Average those of the parameters that have a gradient; see :func:`average_parameters`."""
+    """Average the parameters that have a gradient; see :func:`average_parameters`."""
     average_parameters(get_params_to_average(params), process_group)

@@ -360,7 +360,7 @@ class Reducer(TorchReducerNames):
     # -- the end of a round
 
     def _backward_ended(self) -> None:
-        """Finish the round at the end of a backward, unless gradients are missing, which another one may bring."""
+        """Finish the round at the end of a backward; if gradients are missing, leave it to another one."""
         tracker, counters = self.tracker, self.counters
         if not tracker.is_open:
             return
