@@ -11,9 +11,9 @@ mpich              PMI_RANK, PMI_SIZE (Intel MPI too)          MPI_LOCALRANKID, 
 slurm              SLURM_PROCID, SLURM_STEP_NUM_TASKS          SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
 =================  ==========================================  ==========================================
 
-The first that is found counts. MPI comes before Slurm because mpiexec inside a Slurm job starts its ranks
+The first source that is found is used. MPI comes before Slurm because mpiexec inside a Slurm job starts its ranks
 through Slurm: the SLURM variables the ranks then see are those of MPI's own daemon, one per host.
-MASTER_ADDR and MASTER_PORT, where set, are taken whatever the source is.
+MASTER_ADDR and MASTER_PORT, where set, are used with every source.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class LaunchEnvironment:
     Attributes:
         rank: which rank this is.
         world_size: how many ranks there are.
-        local_rank: which of the ranks on this host.
+        local_rank: this rank's number among those on this host.
         local_world_size: how many ranks are on this host.
         master_addr: the host of rank 0.
-        master_port: a port there that is meant for meeting.
+        master_port: the port on that host at which the ranks are to meet.
         source: ``"torchrun"``, ``"torchestra"``, ``"openmpi"``, ``"mpich"`` (also Intel MPI), ``"slurm"``,
             or ``"environment"`` (plain variables, or none).
     """
@@ -54,7 +54,7 @@ def launch_environment(variables: Mapping[str, str] | None = None) -> LaunchEnvi
     """Read the environment.
 
     Args:
-        variables: what to read; ``os.environ`` if None. Empty values count as not set.
+        variables: the variables to read; ``os.environ`` if None. Empty values count as not set.
 
     Raises:
         InvalidArgumentError: a variable that should be a number is something else.
@@ -125,9 +125,7 @@ def _launch(
 
 
 def _is_slurm_with_pmi(variables: Mapping[str, str]) -> bool:
-    """Return whether srun itself set the PMI variables, so that the richer SLURM ones are about the same
-    ranks.
-    """
+    """Return whether srun itself set the PMI variables; then SLURM's, which tell more, are of the same ranks."""
     return (
         slurm.launched(variables)
         and variables["PMI_RANK"] == variables["SLURM_PROCID"]

@@ -1,22 +1,22 @@
-"""Everybody present: how the ranks of a world make sure, through a store, that all of them have come.
+"""Gathering: how the ranks of a world make sure, through a store, that all of them have come.
 
 A store may outlive a world: a process group is destroyed and made again, ranks are restarted. So worlds
-are numbered, and each has the keys under its *generation* to itself::
+are numbered, and each has its own keys, under its *generation*::
 
-    rendezvous/current          "G S": the generation that ranks now join, and its size; 0 until one says it
-    rendezvous/G/rank/R         which process is rank R
-    rendezvous/G/signed         how many have signed
+    rendezvous/current          "G S": the generation that ranks now join, and its size; 0 until a rank sets it
+    rendezvous/G/rank/R         the process that is rank R
+    rendezvous/G/signed         how many ranks have signed
     rendezvous/G/complete       set by whoever finds all ranks there
 
-A rank that comes joins the current generation. Whoever finds that all ranks are there first has newcomers
-join the next one, so that none signs in one that is complete, and then says so. Since a generation is
+A new rank joins the current generation. A rank that finds all ranks there first makes newcomers join the
+next generation, so that none signs in a complete one, and then sets ``complete``. Since a generation is
 complete only when all its ranks are there, no rank can be ahead of another by more than one. A rank that
-gives up takes its name off again, so that it, or a process in its place, can try once more.
+gives up removes its name, so that it, or a process in its place, can try again.
 
-A rank makes four requests with short answers, so meeting costs O(ranks) in all; only who finds by the count
-that all may be there reads all names. The count is never too low: a rank counts itself after it has signed,
-whether it takes a place that was free or that of a process that is gone, and is counted off after it has
-taken its name off. It may be too high, and then some ranks read the names in vain.
+A rank makes four requests with short answers, so meeting costs O(ranks) in all; only a rank that finds by
+the count that all may be there reads all names. The count is never too low: a rank adds itself after it has
+signed, whether in a free place or in that of a process that is gone, and subtracts itself after it has
+removed its name. It may be too high, and then some ranks read the names in vain.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from torchestra.store.process import ProcessIdentity
 
 
 def gather(store: Store, rank: int, world_size: int, timeout_s: float, hint: str = "") -> Store:
-    """Wait until all ranks have come, and returns a store that only these have.
+    """Wait until all ranks have come, and return a store that only these use.
 
     Args:
         store: the same for all ranks.
         rank: this rank.
-        world_size: how many there are.
+        world_size: how many ranks there are.
         timeout_s: how long to wait for the others.
-        hint: what to add to the message if some do not come.
+        hint: text to add to the error if some ranks do not come.
 
     Raises:
-        StoreTimeoutError: some did not come; it names them.
+        StoreTimeoutError: some ranks did not come; the error names them.
         InvalidArgumentError: another process is this rank too, or another rank gives another world_size.
     """
     worlds = PrefixStore("rendezvous", store)
@@ -71,7 +71,7 @@ def gather(store: Store, rank: int, world_size: int, timeout_s: float, hint: str
 
 
 def _current(worlds: Store, world_size: int) -> tuple[int, int]:
-    """Return the generation to join, and the number of its ranks, which is this rank's if it is the first."""
+    """Return the generation to join and its size, which the first rank to join sets."""
     current = worlds.compare_set("current", "", f"0 {world_size}").decode()
     while current.endswith(" 0"):
         current = worlds.compare_set("current", current, f"{current[:-2]} {world_size}").decode()
@@ -80,7 +80,7 @@ def _current(worlds: Store, world_size: int) -> tuple[int, int]:
 
 
 def _open(worlds: Store, generation: int, new: int, world_size: int) -> None:
-    """Have the next to come join generation ``new``, of any size, in place of this one."""
+    """Make ranks that come from now on join generation ``new``, of any size, instead of this one."""
     worlds.compare_set("current", f"{generation} {world_size}", f"{new} 0")
 
 
@@ -93,7 +93,7 @@ def _names(world_size: int) -> list[str]:
 
 
 def _sign(here: Store, rank: int) -> None:
-    """Write down that this process is ``rank``, in place of one that is gone, not of one that lives."""
+    """Sign this process as ``rank``; replace a process that is gone, never one that lives."""
     me = ProcessIdentity.current()
     mine = me.encode().encode()
     holder = here.compare_set(_name(rank), "", mine)
@@ -108,7 +108,7 @@ def _sign(here: Store, rank: int) -> None:
 
 
 def _dead(here: Store, signed: Sequence[int]) -> list[int]:
-    """Return those of the ranks whose process came and is known to have died since."""
+    """Return the ranks whose process has signed and is known to have died since."""
     names = here.multi_get([_name(rank) for rank in signed])
     return [rank for rank, name in zip(signed, names, strict=True) if _identity(name).is_dead()]
 

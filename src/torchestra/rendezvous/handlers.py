@@ -18,18 +18,18 @@ _registered: dict[str, Handler] = {}
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
-    """Have ``init_process_group`` meet by ``handler`` where ``init_method`` is a URL of ``scheme``.
+    """Make ``init_process_group`` use ``handler`` where ``init_method`` is a URL of ``scheme``.
 
     Every rank calls it, before ``init_process_group``.
 
     Args:
-        scheme: what stands before ``://``.
+        scheme: the part of the URL before ``://``.
         handler: a generator function. It is called with the URL, which has ``rank`` and ``world_size`` in its
             query where they were given, and with ``timeout`` (a timedelta); it yields ``(store, rank,
             world_size)``.
 
     Raises:
-        InvalidArgumentError: the scheme has a handler (``env``, ``tcp`` and ``file`` have).
+        InvalidArgumentError: the scheme has a handler already, as ``env``, ``tcp`` and ``file`` do.
     """
     if not isinstance(scheme, str) or not callable(handler):
         raise InvalidArgumentTypeError(
@@ -47,7 +47,7 @@ def handler_of(scheme: str) -> Handler | None:
 
 
 def with_rank(url: str, rank: int, world_size: int) -> str:
-    """Return a URL with rank and world size in its query, those that are not -1."""
+    """Return a URL with the rank and the world size added to its query, unless they are -1."""
     given = {name: number for name, number in (("rank", rank), ("world_size", world_size)) if number != -1}
     parts = urlsplit(url)
     return urlunsplit(parts._replace(query=urlencode({**dict(parse_qsl(parts.query)), **given})))

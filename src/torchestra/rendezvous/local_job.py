@@ -1,12 +1,12 @@
-"""A meeting point for ranks that share a host, made from what they have in common.
+"""A meeting point for the ranks on one host, named after the process that launched them.
 
 mpiexec tells its ranks their numbers but not where to meet. The ranks on one host have one ancestor: the
 launcher's process (Hydra's proxy, PRRTE's daemon, Slurm's step daemon), the nearest one above them that
-was not itself started as a rank. Its process number and start time, with the job's own number where the
-launcher gives one, make the name of an abstract Unix socket. So two jobs at once get two names, a wrapper
-script around the program changes nothing, nothing is guessed about free ports, and nothing is left behind
-however the job ends: the kernel forgets the name with the last process. Only processes of the same user
-are let in.
+was not itself started as a rank. Its process id and start time, with the job's own number where the
+launcher gives one, make the name of an abstract Unix socket. So concurrent jobs get different names, a
+wrapper script around the program changes nothing, no free port has to be guessed, and nothing is left
+behind however the job ends: the kernel forgets the name with the last process. Only processes of the same
+user are admitted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ways to meet: ``env://``, ``tcp://``, ``file://``, or a store the caller has."""
+"""The ways to meet: ``env://``, ``tcp://``, ``file://``, or a store that the caller passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchestra.store.torch_agent import TorchStore, connect_to_agent
 from torchestra.types import Timeout, timeout_seconds
 
 _UNKNOWN = -1
-_MOST_RANKS = 1 << 16  # ten thousand have been tried; a larger number is a mistake, which would be waited for
+_MOST_RANKS = 1 << 16  # tested with ten thousand; a larger number is a mistake, and ranks would wait for it
 _BEFORE_TRYING_AGAIN = 0.1
 _MPI = ("mpich", "openmpi")
 _LAUNCHERS_WITHOUT_ADDRESS = (*_MPI, "slurm")
@@ -41,7 +41,7 @@ class Rendezvous:
     Attributes:
         store: shared by all ranks of this world and by nobody else, empty at first.
         rank: which rank this is.
-        world_size: how many there are.
+        world_size: how many ranks there are.
     """
 
     store: Store
@@ -61,20 +61,20 @@ def rendezvous(
     """Meet the other ranks; return when all have come. Must be called by every rank.
 
     It may be called again, in the same processes and with the same arguments, for a new world: the keys of
-    the old one are not seen. Rank 0's server goes on meanwhile, until its process ends.
+    the old one are not seen. Rank 0's server keeps running until its process ends.
 
     Args:
-        init_method: ``env://`` (None means the same): by what the launcher has put into the environment,
-            see :func:`launch_environment`. ``tcp://host:port``: rank 0 listens there. ``file:///path``: a
+        init_method: ``env://`` (None means the same): as the launcher's environment variables say, see
+            :func:`launch_environment`. ``tcp://host:port``: rank 0 listens there. ``file:///path``: a
             file that all ranks can write, see :class:`~torchestra.FileStore`. Rank and world size may be
-            given in it: ``tcp://host:port?rank=0&world_size=2``. Or a URL by which a handler of the program
-            meets (:func:`torchestra.register_rendezvous_handler`).
+            given in it: ``tcp://host:port?rank=0&world_size=2``. Or a URL for a handler that the program has
+            registered (:func:`torchestra.register_rendezvous_handler`).
         rank: this rank; -1: as the address or the environment says.
         world_size: the number of ranks; -1: as the address or the environment says.
         timeout: for reaching the store and for the others to come, and the store's time-out afterwards.
         store: meet here instead. A store of torch.distributed is accepted too.
-        secret: what the ranks prove to each other to know; the environment variable TORCHESTRA_SECRET if
-            None. Without one, ranks of the same user on one host meet.
+        secret: a secret that ranks prove to each other that they know; the environment variable
+            TORCHESTRA_SECRET if None. Without one, ranks of the same user on one host meet.
 
     Raises:
         InvalidArgumentError: something is missing from the arguments and the environment, or wrong, or two
@@ -195,12 +195,12 @@ def _by_address(parts: SplitResult, rank: int, secret: bytes | None) -> Opener:
 
 
 def _by_environment(launch: LaunchEnvironment, rank: int, world_size: int, secret: bytes | None) -> Opener:
-    """Return where the launcher means the ranks to meet."""
+    """Return an opener of the store at which the launcher wants the ranks to meet."""
     variables = os.environ
     served = variables.get("TORCHESTRA_STORE")
     if served and launch.source != "torchrun":
         host, port = _host_and_port("TORCHESTRA_STORE", served)
-        # It has the secret that the launcher gave to all, whatever the ranks' own is.
+        # This store has the secret that the launcher gave to all ranks, whatever the ranks' own is.
         return lambda timeout_s: TCPStore(host, port, timeout=timeout_s)
     on_this_host = launch.world_size is not None and launch.local_world_size == launch.world_size
     if launch.source in _LAUNCHERS_WITHOUT_ADDRESS and on_this_host and not variables.get("MASTER_ADDR"):
@@ -275,7 +275,7 @@ def _met(opener: Opener, rank: int, world_size: int, timeout_s: float) -> tuple[
             remaining = max(0.0, deadline - time.monotonic())
             return opened, gather(opened, rank, world_size, remaining, _hint(opened))
         except DistNetworkError as error:
-            # Rank 0's process was on its way out, or has been restarted; there may be another one soon.
+            # Rank 0's process was ending, or has been restarted; a new one may come soon.
             opened.close()
             lost = str(error)
         except BaseException:

@@ -1,10 +1,10 @@
 """A meeting point for ranks of mpiexec on several hosts, which rank 0 tells the others through MPI.
 
-mpiexec tells its ranks their numbers but not where to meet. MPI knows a way between them: so rank 0 opens a
-store on a free port of all its interfaces, and broadcasts its addresses and, unless the job has one, a secret
-made for it. Whoever mpiexec has started may take part, and nobody else. A secret that the user has set is not
-sent, since MPI encrypts nothing: every rank must have it. The others try the addresses in turn, since some
-may lead nowhere (a network of containers, say).
+mpiexec tells its ranks their numbers but not where to meet. MPI already connects them: so rank 0 opens a
+store on a free port of all its interfaces, and broadcasts its addresses and, unless the job has one, a new
+secret. Only processes that mpiexec has started can take part. A secret that the user has set is not sent,
+since MPI encrypts nothing: every rank must have it. The others try the addresses in turn, since some may be
+unreachable (those on a network of containers, say).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Place(NamedTuple):
     secret: str
 
     def __repr__(self) -> str:
-        return f"_Place({self.addresses}, {self.port})"  # the secret is to stand in no message
+        return f"_Place({self.addresses}, {self.port})"  # no message may show the secret
 
 
 _lock = threading.Lock()
@@ -51,7 +51,7 @@ def open_over_mpi(rank: int, world_size: int, secret: bytes | None, timeout_s: f
     other.
 
     Args:
-        rank, world_size: this rank, and how many there are: mpiexec's.
+        rank, world_size: this rank, and how many there are, as mpiexec says.
         secret: the job's, where it has one.
 
     Raises:
@@ -87,9 +87,7 @@ def _serve(secret: bytes | None) -> _Place:
 
 
 def own_addresses() -> list[str]:
-    """Return the IPv4 addresses of this host, those that its name stands for first, and loopback addresses
-    last.
-    """
+    """Return the IPv4 addresses of this host: those of its name first, loopback addresses last."""
     addresses: list[str] = []
     with contextlib.suppress(OSError):
         addresses += socket.gethostbyname_ex(socket.gethostname())[2]

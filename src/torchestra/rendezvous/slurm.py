@@ -38,7 +38,7 @@ def hosts(nodelist: str) -> Iterator[str]:
     """Yield the hosts in a compressed list: ``a[01-02,7],b`` is a01, a02, a7, b.
 
     Raises:
-        InvalidArgumentError: a bracket is not closed, or a range is not one of numbers.
+        InvalidArgumentError: a bracket is not closed, or a range contains something other than numbers.
     """
     if re.search(r"\[[^\]]*(\[|$)", nodelist):
         raise InvalidArgumentError(f"Slurm's host list {nodelist!r} has a bracket that is not closed")
@@ -80,15 +80,15 @@ def tasks_on_this_host(variables: Mapping[str, str], tasks: int | None) -> int |
 
 
 def job_name(variables: Mapping[str, str]) -> str | None:
-    """Return a name for this step that no other of the cluster has, None if there is no job number."""
+    """Return a name for this step that no other step of the cluster has, None if there is no job number."""
     job = variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID")
     return f"slurm {job} {_step(variables) or 0}" if job else None
 
 
 def derived_port(variables: Mapping[str, str]) -> int | None:
-    """Return a port that all tasks of the step compute alike, and other steps, as a rule, otherwise.
+    """Return a port that is the same for all tasks of the step, and usually different for other steps.
 
-    It is below the range that systems give to outgoing connections.
+    It is below the range that systems use for outgoing connections.
     """
     job = variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID")
     if job is None or not job.isdigit():

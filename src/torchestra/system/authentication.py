@@ -1,4 +1,4 @@
-"""Proofs that a process knows the job's secret: HMAC-SHA256, wherever one is asked for.
+"""Proofs that a process knows the job's secret: HMAC-SHA256, for all protocols.
 
 A proof is made for one purpose and some parts. The purpose keeps a proof for one protocol from being used in
 another; in a handshake the parts are both sides' nonces, so that it is good for one connection only. Each
@@ -27,5 +27,5 @@ def proof(secret: bytes, purpose: str, *parts: bytes) -> bytes:
 
 
 def is_proof(given: bytes, secret: bytes, purpose: str, *parts: bytes) -> bool:
-    """Tell whether ``given`` is the :func:`proof` for the same arguments, in a time that tells nothing."""
+    """Return whether ``given`` is the :func:`proof` for these arguments, compared in constant time."""
     return hmac.compare_digest(given, proof(secret, purpose, *parts))

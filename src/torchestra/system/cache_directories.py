@@ -1,9 +1,9 @@
 """Directories for compiled kernels, into which only this user, or root, can put anything.
 
 A compiled kernel is code. So a directory is used only if each part of its path belongs to this user or to
-root, no part can be written by others (but for directories with the sticky bit on the way, such as /tmp, in
-which only the owner of an entry can replace it), and it can be written. Otherwise the next one is asked
-for, and where there is none left kernels are compiled in memory: a cache is never a condition.
+root, no part can be written by others (except parent directories with the sticky bit, such as /tmp, in which
+only the owner of an entry can replace it), and this process can write it. Otherwise the next candidate is
+tried, and if none is left kernels are compiled in memory: a cache is not required.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Directory(NamedTuple):
     """A place for compiled kernels.
 
     Attributes:
-        why: what speaks for it, for people.
+        why: the setting or the place that it comes from, for messages.
     """
 
     folder: Path
@@ -34,19 +34,19 @@ class Directory(NamedTuple):
 
 
 def candidates() -> Iterator[Directory]:
-    """Yield the places to try, best first; each is of this installation only."""
+    """Yield the places to try, best first; each is for this installation only."""
     own = f"native_{hashlib.sha256(str(_NATIVE).encode()).hexdigest()[:16]}"
     if directory := os.environ.get("TORCHESTRA_CACHE_DIR"):
         yield Directory(Path(directory).absolute() / own, "TORCHESTRA_CACHE_DIR")
     yield Directory(_NATIVE / "__pycache__", "the installation")
-    home = os.path.expanduser("~")  # as it is, where a user has none
+    home = os.path.expanduser("~")  # stays "~" where a user has none
     for cache, why in (
         (os.environ.get("XDG_CACHE_HOME", ""), "XDG_CACHE_HOME"),
         (os.path.join(home, ".cache"), "the home directory"),
     ):
         if os.path.isabs(cache):
             yield Directory(Path(cache, "torchestra", own), why)
-    with contextlib.suppress(OSError):  # none can be written
+    with contextlib.suppress(OSError):  # no such directory can be written
         yield Directory(Path(tempfile.gettempdir(), _own_name(), own).absolute(), "temporary files")
     yield Directory(Path("/dev/shm", _own_name(), own), "shared memory")
 
@@ -56,7 +56,7 @@ def _own_name() -> str:
 
 
 def choose() -> tuple[Directory | None, list[str]]:
-    """Return the first place that can be used, made if missing, and why those before it cannot."""
+    """Return the first usable place, made if missing, and why those before it cannot be used."""
     refused: list[str] = []
     for candidate in candidates():
         if not (reason := prepare(candidate.folder)):
@@ -66,7 +66,7 @@ def choose() -> tuple[Directory | None, list[str]]:
 
 
 def prepare(folder: Path) -> str:
-    """Make a directory for this user alone where there is none; why it cannot be used, or nothing."""
+    """Make a directory, for this user alone, if missing; return why it cannot be used, or an empty text."""
     try:
         missing_ones = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
         if missing_ones and (reason := distrust(missing_ones[-1].parent, on_the_way=True)):
@@ -83,13 +83,13 @@ def prepare(folder: Path) -> str:
 
 
 def distrust(folder: Path, *, on_the_way: bool = False) -> str:
-    """Return why others could put files into a directory, or replace it; nothing, if they cannot.
+    """Return why others could put files into a directory, or replace it; an empty text if they cannot.
 
     Args:
-        on_the_way: what matters is only what is in a directory in there.
+        on_the_way: the directory is only a parent of the one to use.
 
     Raises:
-        OSError: it does not exist, or may not be looked at.
+        OSError: it does not exist, or this process may not inspect it.
     """
     here, rest = Path("/"), list(folder.absolute().parts[1:])
     links = 0
@@ -138,10 +138,10 @@ def _is_ours(owner: int) -> bool:
 
 
 def _unmapped_root() -> int:
-    """As whose the directories of the host's root appear in a user namespace that does not know root; or -1.
+    """Return the owner that a user namespace without the host's root shows for root's directories; or -1.
 
-    Other users that the namespace does not know appear as the same, so this serves for directories on the
-    way only: "/" and "/home" have to be somebody's.
+    Other users that the namespace does not map have the same number, so trust it only for parent
+    directories: "/" and "/home" have to belong to somebody.
     """
     try:
         known = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]

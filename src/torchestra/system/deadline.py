@@ -5,7 +5,7 @@ over when it goes on, although its peers were stopped as well, or have come mean
 clock again and again; when much more time has passed since the last look than lies between two looks, the
 process was not waiting but stopped, or busy. So a clock advances by one *step* at most between two looks.
 
-Whoever waits must look at least once in each step, else the wait lasts longer than its limit: sleep for
+A wait must look at its clock at least once in each step, else the wait lasts longer than its limit: sleep for
 ``min(deadline.remaining(), interval)``, or loop over :meth:`Deadline.polls`.
 """
 
@@ -47,7 +47,7 @@ class Deadline(RunningClock):
     """A clock with a limit, which begins to run now.
 
     Args:
-        timeout_s: when it expires; never by default.
+        timeout_s: after how many seconds it expires; never by default.
         longest_step_s: how much may count from one look to the next; by default half a second, or a quarter
             of the limit where that is less.
     """
@@ -63,7 +63,7 @@ class Deadline(RunningClock):
         self.timeout_s = timeout_s
 
     def remaining(self) -> float:
-        """Return the seconds left, 0 at least."""
+        """Return the seconds left, at least 0."""
         return max(0.0, self.timeout_s - self.elapsed())
 
     def expired(self) -> bool:
@@ -75,7 +75,7 @@ class Deadline(RunningClock):
 
         Args:
             interval_s: the first pause.
-            longest_interval_s: up to which the pauses grow; by default they do not.
+            longest_interval_s: the longest pause, up to which they grow; by default they do not.
         """
         longest = max(interval_s, longest_interval_s or 0.0)
         while not self.expired():

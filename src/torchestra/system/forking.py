@@ -1,11 +1,11 @@
 """The fate of a rank's groups, connections and workers in a process that is forked from it.
 
-A forked child has all of its parent's memory, so also the groups' shared memory and the parent's place in it.
+A forked child has all of its parent's memory, including the groups' shared memory and the parent's place in it.
 It is not that rank, though: were it to take part, the parent's next operation would find its place taken. So
-every object that speaks for the rank is told in the child, before any of its program runs there, and refuses
-from then on. That costs the operations of the rank itself nothing.
+every object that acts for the rank is told so in the child, before any of the program runs there, and refuses
+to work from then on. That costs the operations of the rank itself nothing.
 
-In the child none of the parent's other threads exist, and what they had locked stays so:
+In the child none of the parent's other threads exist, and what they had locked stays locked:
 :meth:`Forgettable.forget` takes no lock that another thread may have had.
 """
 
@@ -19,10 +19,10 @@ from torchestra.errors import ForkedProcessError
 
 
 class Forgettable(Protocol):
-    """Something that speaks for the rank."""
+    """An object that acts for the rank."""
 
     def forget(self) -> None:
-        """In a forked child: let go of what is the parent's, without a word to anybody. Must not raise."""
+        """Let go of the parent's resources, in a forked child, without telling anybody. Must not raise."""
 
 
 _held: weakref.WeakSet[Forgettable] = weakref.WeakSet()
@@ -30,7 +30,7 @@ _forks = 0
 
 
 def forget_in_children(holder: Forgettable) -> None:
-    """Have ``holder.forget()`` called in every child forked from now on, for as long as it exists."""
+    """Call ``holder.forget()`` in every child forked from now on, as long as the holder exists."""
     _held.add(holder)
 
 

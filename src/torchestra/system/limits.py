@@ -13,7 +13,7 @@ from torchestra.errors import DistBackendError
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start it.
+    """Start a thread.
 
     Raises:
         DistBackendError: the system allows this process, user or container no more threads.
@@ -40,7 +40,7 @@ def no_descriptors(what: str) -> DistBackendError:
 
 @contextlib.contextmanager
 def naming_limits(what: str) -> Iterator[None]:
-    """Have the system's error that there are no descriptors, where the block raises it, say what to do."""
+    """Replace the system's error that no descriptors are left, if the block raises it, by a helpful one."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def naming_limits(what: str) -> Iterator[None]:
 
 
 def check_free_descriptors(count: int) -> None:
-    """Make sure that this process can open ``count`` files, while one may be left to tell others if not.
+    """Check that this process can open ``count`` files, while it may still have one to tell others if not.
 
     Raises:
         OSError: EMFILE or ENFILE, otherwise.

@@ -1,4 +1,4 @@
-"""Files that are memory and have no name, for what processes of one host share."""
+"""Files in memory without a name, which processes of one host share."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _MFD_NOEXEC_SEAL = 0x8  # since Linux 6.3; some systems refuse memory files with
 
 
 def make_memory_file(name: str) -> int:
-    """Return a new file, empty, that nobody finds by a name; its descriptor.
+    """Return the descriptor of a new, empty file without a name.
 
     It is made by ``memfd_create`` where the system has that and lets this process call it (gVisor and strict
-    seccomp filters may not); otherwise it is one in /dev/shm, mode 0600, which is unlinked at once. That
-    cannot be sealed, and its size is bounded by what /dev/shm has free (64 MB in a container of Docker's).
+    seccomp filters may not); otherwise it is one in /dev/shm, mode 0600, which is unlinked at once. Such a
+    file cannot be sealed, and only grows to the free space of /dev/shm (64 MB in all in a Docker container).
 
     Args:
-        name: told in /proc by a file of the first kind.
+        name: shown in /proc for a file of the first kind.
 
     Raises:
-        DistBackendError: it can be had in neither way, or there are no descriptors left.
+        DistBackendError: the file can be made in neither way, or no descriptors are left.
     """
     for flags in (_MFD_NOEXEC_SEAL, 0):
         try:
@@ -47,7 +47,7 @@ def make_memory_file(name: str) -> int:
 
 
 def is_sealed(descriptor: int, seals: int) -> bool:
-    """Return whether a file has these seals; False where it is of a kind that has none."""
+    """Return whether a file has these seals; False for kinds of files that have none."""
     try:
         return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & seals == seals
     except OSError:
@@ -55,7 +55,7 @@ def is_sealed(descriptor: int, seals: int) -> bool:
 
 
 def is_sealable(descriptor: int) -> bool:
-    """Return whether a file that :func:`make_memory_file` has made is of the first kind."""
+    """Return whether a file of :func:`make_memory_file` was made by ``memfd_create``."""
     try:
         return not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
     except OSError:

@@ -1,6 +1,6 @@
 """Modules that only name things of other modules, made from a table when they are first imported.
 
-A module can so be reached by a second path without a file of its own: torch.distributed's paths in
+So a module can be imported by a second path without a file of its own: torch.distributed's paths in
 :mod:`torchestra.compat`, and the paths of modules that have moved.
 """
 
@@ -16,8 +16,8 @@ from types import ModuleType
 AliasTable = Mapping[str, Mapping[str, str]]
 """The names of each module by the modules that they come from.
 
-The names stand in one text: ``"a b=c *"`` is a, c under the name b, and all of the module's ``__all__``.
-A module below another makes that a package; one without names is nothing but a package.
+The names are in one text: ``"a b=c *"`` is a, c under the name b, and all of the module's ``__all__``.
+A module below another makes that a package; one without names is only a package.
 """
 
 
@@ -31,7 +31,7 @@ class AliasFinder:
         self._table = table
 
     def install(self) -> None:
-        """Have ``import`` find the modules from now on, before folders that an older version left behind."""
+        """Make ``import`` find the modules from now on, before folders that an older version left behind."""
         sys.meta_path.insert(0, self)
 
     def find_spec(

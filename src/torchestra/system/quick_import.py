@@ -1,8 +1,7 @@
-"""Imports during which Python's garbage collector rests.
+"""Imports with Python's garbage collector disabled.
 
-An import makes many objects that stay. The collector sees their number grow and looks at every object of the
-process for garbage, torch's half a million included: 0.1 s, half of all the time that torchestra takes to be
-imported, in vain.
+An import makes many objects that stay. The collector sees their number grow and searches every object of the
+process for garbage, torch's half a million included, in vain: 0.1 s, half of torchestra's import time.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ __all__ = ["without_collection"]
 
 
 def without_collection(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a module's ``__getattr__`` that imports, and only then lets the collector go on."""
+    """Return a module's ``__getattr__`` that calls ``load`` with the collector disabled."""
 
     @functools.wraps(load)
     def get(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The switch that puts programs of torch.distributed on torchestra, read from the environment."""
+"""The switch that makes programs of torch.distributed use torchestra, read from the environment."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from torchestra.errors import InvalidArgumentError
 
 SWITCH_VARIABLE = "TORCHESTRA_FOR"
-"""Names the backend of torch.distributed that torchestra serves in its place: ``gloo``, or nothing."""
+"""Names the backend of torch.distributed that torchestra replaces: ``gloo``, or nothing."""
 
 SERVED_BACKENDS = ("gloo",)
 """The backends that it can name."""
 
 
 def switched_backend() -> str | None:
-    """Return the backend that torchestra is to serve in its place; None where the switch is off.
+    """Return the backend of torch.distributed that torchestra is to replace; None if the switch is off.
 
     Raises:
         InvalidArgumentError: the variable names something else.

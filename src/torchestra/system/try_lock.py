@@ -4,8 +4,8 @@
 was taken, and before the program has noted that. A ``finally`` then cannot know whether the lock is to be
 released: released too seldom it stays taken for ever, too often it is taken from another thread.
 
-Here who has the lock is one attribute, which is set to the caller's own object or not at all; so the caller's
-``finally`` can ask. It does so by the two lines below and not by a method: they call nothing, so that CPython
+Here the holder of the lock is one attribute, set to the caller's own object or not at all; so the caller's
+``finally`` can look at it. It does so by the two lines below and not by a method: they call nothing, so that CPython
 (from 3.11 on) handles no signal between them, nor before them.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 
 class TryLock:
-    """To be used so::
+    """A lock to try, used as follows::
 
         claim = object()
         try:
@@ -26,15 +26,15 @@ class TryLock:
     Taking it twice on one thread fails, as on two.
 
     Attributes:
-        holder: the claim that has the lock; None while it is free. Only who has the lock deletes it.
+        holder: the claim that has the lock; None while it is free. Only the holder deletes it.
     """
 
     holder: object = None  # found while the object itself has no such attribute
 
     def take(self, claim: object) -> bool:
-        """Take the lock for a claim, an object of this call alone, if it is free; whether it was.
+        """Take the lock for a claim, an object of this call alone, if it is free; return whether it was.
 
-        May be left by an interrupt with the lock taken.
+        An interrupt may leave this with the lock taken.
         """
         # One step, with no other thread between looking and setting: dict.setdefault() is atomic.
         return self.__dict__.setdefault("holder", claim) is claim
