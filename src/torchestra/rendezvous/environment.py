@@ -11,8 +11,8 @@ mpich              PMI_RANK, PMI_SIZE (Intel MPI too)          MPI_LOCALRANKID, 
 slurm              SLURM_PROCID, SLURM_STEP_NUM_TASKS          SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
 =================  ==========================================  ==========================================
 
-The first source that is found is used. MPI comes before Slurm because mpiexec inside a Slurm job starts its ranks
-through Slurm: the SLURM variables the ranks then see are those of MPI's own daemon, one per host.
+The first source that is found is used. MPI comes before Slurm because mpiexec inside a Slurm job starts its
+ranks through Slurm: the SLURM variables the ranks then see are those of MPI's own daemon, one per host.
 MASTER_ADDR and MASTER_PORT, where set, are used with every source.
 """
 
@@ -125,7 +125,7 @@ def _launch(
 
 
 def _is_slurm_with_pmi(variables: Mapping[str, str]) -> bool:
-    """Return whether srun itself set the PMI variables; then SLURM's, which tell more, are of the same ranks."""
+    """Return whether srun itself set the PMI variables; then SLURM's, which tell more, mean these ranks."""
     return (
         slurm.launched(variables)
         and variables["PMI_RANK"] == variables["SLURM_PROCID"]

@@ -3,7 +3,7 @@
 A store may outlive a world: a process group is destroyed and made again, ranks are restarted. So worlds
 are numbered, and each has its own keys, under its *generation*::
 
-    rendezvous/current          "G S": the generation that ranks now join, and its size; 0 until a rank sets it
+    rendezvous/current          "G S": the generation that ranks join now, and its size; 0 until it is set
     rendezvous/G/rank/R         the process that is rank R
     rendezvous/G/signed         how many ranks have signed
     rendezvous/G/complete       set by whoever finds all ranks there

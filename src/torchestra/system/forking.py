@@ -1,9 +1,9 @@
 """The fate of a rank's groups, connections and workers in a process that is forked from it.
 
-A forked child has all of its parent's memory, including the groups' shared memory and the parent's place in it.
-It is not that rank, though: were it to take part, the parent's next operation would find its place taken. So
-every object that acts for the rank is told so in the child, before any of the program runs there, and refuses
-to work from then on. That costs the operations of the rank itself nothing.
+A forked child has all of its parent's memory, including the groups' shared memory and the parent's place
+in it. It is not that rank, though: were it to take part, the parent's next operation would find its place
+taken. So every object that acts for the rank is told so in the child, before any of the program runs there,
+and refuses to work from then on. That costs the operations of the rank itself nothing.
 
 In the child none of the parent's other threads exist, and what they had locked stays locked:
 :meth:`Forgettable.forget` takes no lock that another thread may have had.

@@ -5,8 +5,8 @@ was taken, and before the program has noted that. A ``finally`` then cannot know
 released: released too seldom it stays taken for ever, too often it is taken from another thread.
 
 Here the holder of the lock is one attribute, set to the caller's own object or not at all; so the caller's
-``finally`` can look at it. It does so by the two lines below and not by a method: they call nothing, so that CPython
-(from 3.11 on) handles no signal between them, nor before them.
+``finally`` can look at it. It does so by the two lines below and not by a method: they call nothing, so that
+CPython (from 3.11 on) handles no signal between them, nor before them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def own_address(store: Store) -> str:
     """Return an address at which others that share the store can reach this host.
 
     It belongs to the interface that GLOO_SOCKET_IFNAME names; else to the one that leads to the store's
-    server; else to the one that leads to the world. It is loopback where there is no other.
+    server; else to the one of the default route. It is loopback where there is no other.
 
     Raises:
         InvalidArgumentError: there is no interface of that name here, or it has no IPv4 address.
@@ -57,12 +57,12 @@ def interface_address(name: str) -> str:
 
 
 def _address_towards(host: str) -> str | None:
-    """Return the address that packets to a host would be from, unless that is the host itself."""
+    """Return this host's source address for packets to ``host``; None if loopback or unknown."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
             address = str(probe.getsockname()[0])
-    except (OSError, UnicodeError):  # the name of a Unix socket may be too long for one of a host
+    except (OSError, UnicodeError):  # the name of a Unix socket may be too long for a host name
         return None
     return None if address.startswith("127.") or address == "::1" else address.partition("%")[0]

@@ -2,12 +2,12 @@
 
 Each rank makes a CURVE key pair for this one meeting, and leaves in the store an *endpoint record*: its
 address, its public key, and the proof that whoever wrote it knows the job's secret (HMAC-SHA256). The proof
-is for one key of the store, so a record that somebody copies to another one, that of another rank or of
-another group, is not believed. Nobody else can make one, and an old one is of no use to whoever has not its
-private key, which never leaves its rank. ZeroMQ's handshake then proves both sides' keys, encrypts what
+is for one key of the store, so a record that somebody copies to the key of another rank or group is rejected.
+Nobody else can make a record, and an old one is useless without its private key, which never leaves its rank.
+ZeroMQ's handshake then proves both sides' keys, encrypts what
 follows, and asks the *authenticator* (ZAP, 27/ZAP of the ZeroMQ RFCs) whether a client's key is in a record.
-The authenticator lets it in under its rank and a number of the connection, and ZeroMQ marks every message
-from it with these. Whoever has no such key gets no message through.
+The authenticator admits it under its rank and a connection number, and ZeroMQ marks every message from it
+with these. Nobody without such a key gets a message through.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class EndpointRecord(NamedTuple):
     key: bytes
 
     def encode(self, secret: bytes, store_key: str) -> bytes:
-        """Return the record with its proof, for the store. ``store_key``: there, prefixes included."""
+        """Return the record with its proof, for the store. ``store_key``: its key, prefixes included."""
         content = z85.decode(self.key) + self.address.encode()
         return proof(secret, _PURPOSE, store_key.encode(), content) + content
 
 
 def read_endpoint(text: bytes, secret: bytes, store_key: str, owner: str) -> EndpointRecord:
-    """Return the record of a rank.
+    """Check the record of a rank, and return it.
 
     Args:
-        store_key: under which key, prefixes included.
+        store_key: the key that the record was stored under, prefixes included.
         owner: the rank, for messages.
 
     Raises:
@@ -65,11 +65,11 @@ def read_endpoint(text: bytes, secret: bytes, store_key: str, owner: str) -> End
 
 
 class ZapAuthenticator:
-    """Lets in ranks that are expected. For the thread that calls :meth:`answer`.
+    """Admits the ranks that are expected, on the thread that calls :meth:`answer`.
 
     Attributes:
-        ranks: by public key, in Z85, the rank that has it.
-        refused: how many keys were another's.
+        ranks: the expected ranks, by public key in Z85.
+        refused: how many requests had a key of no expected rank.
     """
 
     def __init__(self, context: zmq.Context[Any]) -> None:

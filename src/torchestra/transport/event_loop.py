@@ -1,14 +1,14 @@
 """The thread of a transport: receives, sends what callers could not, and looks after the connections.
 
-The thread never waits for a connection or for anybody's function, so large messages in both directions do not
-stop each other. What goes wrong with one rank (frames that make no sense, an error in here) ends that rank,
-and nothing else. Time in which this process itself was stopped does not count.
+The thread never waits for a connection or for a callback, so large messages in both directions do not block
+each other. An error with one rank (invalid frames, an exception in here) ends the connection to that rank
+only. Time in which this process itself was stopped does not count.
 
-*Who receives.* The thread does, unless another one that waits for a short message does so itself
-(:meth:`EventLoop.receive_for`), which saves a switch of threads. Whoever has the lock ``_receiving`` uses the
-inbox. The thread sleeps on the inbox's descriptor by way of an epoll set, from which the other takes it
-meanwhile, so that what comes wakes one of them only. The other deals with nothing but its own message; any
-other frame it leaves where it is, for the thread.
+*Receiving.* The thread receives, unless another thread that waits for a short message does so itself
+(:meth:`EventLoop.receive_for`), which saves a switch of threads. Only the holder of the lock ``_receiving``
+uses the inbox. The transport's thread sleeps on the inbox's descriptor by way of an epoll set, from which the
+other thread removes it meanwhile, so that a frame wakes only one of them. The other thread handles only its
+own message, and leaves any other frame in the inbox for the transport's thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _AGAIN_SECONDS = 0.25
 LINGER_SECONDS = 2.0
 _FRAMES_AT_ONCE = 256
 _MOST_EXPECTED_AT_ONCE = 64
-"""Of ranks that connect when they like: how many may be in their handshakes, besides strangers."""
+"""How many ranks that may connect at any time can be in their handshakes at once, besides strangers."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,13 +67,13 @@ class EventLoop:
     """The sockets and connections of a transport, and the thread that serves them.
 
     Args:
-        handlers: what the thread calls.
+        handlers: the functions that the thread calls.
 
     Attributes:
-        peers: the connections, by rank, made or not; replaced as a whole, as other threads go through them.
+        peers: the connections by rank, made or not; replaced as a whole, as other threads iterate over it.
         unsent: connections with something that callers could not send.
         closing: whether the thread ends, or has ended.
-        linger_s: for how long after the goodbye messages wait for peers that do not take them.
+        linger_s: how many seconds after the goodbye messages are kept for peers that do not take them.
 
     Raises:
         DistNetworkError: it cannot listen there.
@@ -128,7 +128,7 @@ class EventLoop:
     # -- every thread
 
     def expect(self, endpoints: Mapping[int, EndpointRecord], *, connect: bool) -> bool:
-        """Let ranks in, and start the thread; return False if the loop has been closed."""
+        """Admit ranks, and start the thread; return False if the loop has been closed."""
         with self._gate:
             if self.closing:
                 return False
@@ -170,7 +170,7 @@ class EventLoop:
 
         Args:
             take: called with the source, kind, tag and text of a message that is one whole frame; deals with
-                it and returns True, or returns False. If an interrupt leaves it, the message comes again.
+                it and returns True, or returns False. If an interrupt stops it, it gets the message again.
             timeout_s: for how long to wait, in seconds.
 
         Returns:
@@ -190,7 +190,7 @@ class EventLoop:
                 elif not self._take(take):
                     return False
                 else:
-                    # Only an empty socket has its descriptor tell of the next frame.
+                    # Only after the socket was empty does its descriptor signal the next frame.
                     is_left = self._inbox.receive()
                     return True
             is_left = False
@@ -227,18 +227,18 @@ class EventLoop:
         return True
 
     def ask_to_confirm(self, peer: PairConnection) -> None:
-        """Have a rank say now what has come of the messages sent to it."""
+        """Ask a rank to confirm now which messages it has received."""
         if peer.settled:
             peer.say(ASK_TO_CONFIRM)
             self.unsent.append(peer)
             self.wake()
 
     def lost(self) -> dict[int, str]:
-        """Return which ranks are gone, all that they had sent having come, and what has become of them."""
+        """Return how each rank ended that is gone, and all of whose messages have come."""
         return {rank: peer.how for rank, peer in self.peers.items() if peer.how}
 
     def wake(self) -> None:
-        """Have the thread look at what is to be done."""
+        """Make the thread look for work."""
         if not self._roused:
             with self._gate:
                 if not self._released:
@@ -246,7 +246,7 @@ class EventLoop:
                     os.eventfd_write(self._wake, 1)
 
     def close(self, linger_s: float, wait: float) -> None:
-        """End the thread after a goodbye to all; wait for it so long, in seconds."""
+        """End the thread after a goodbye to all; wait for it at most ``wait`` seconds."""
         if self._released:
             return
         self.linger_s = linger_s
@@ -260,7 +260,7 @@ class EventLoop:
             self._thread.join(wait)
 
     def _expected(self) -> int:
-        """Return how many ranks may come now that have not; one at least if any may come again."""
+        """Return how many ranks may still connect now; at least one if any may reconnect."""
         peers = self.peers.values()
         now = sum(peer.wanted and not (peer.greeted or peer.how) for peer in peers)
         later = len(self._endpoints) - now - sum(bool(peer.greeted or peer.how) for peer in peers)
@@ -296,7 +296,7 @@ class EventLoop:
             tick = TICK if watches else _IDLE_TICK
             pause = 0.0 if is_more else _MEETING_TICK if meeting else tick
             ready = dict(poller.poll(round(1000 * pause)))
-            # Also where nothing has woken it: an interrupted caller may have noted a wake-up that never came.
+            # Even if nothing woke the thread: an interrupted caller may have set this without a wake-up.
             self._roused = False
             if self._wake in ready:
                 os.eventfd_read(self._wake)
@@ -323,7 +323,7 @@ class EventLoop:
     def _to_flush(
         self, ready: Mapping[Any, int], blocked: Mapping[Any, PairConnection], *, meeting: bool
     ) -> set[PairConnection]:
-        """Return the connections that there is something to send over."""
+        """Return the connections that may have something to send."""
         peers = {peer for socket, peer in blocked.items() if socket in ready}
         while self.unsent:
             peer = self.unsent.popleft()
@@ -334,7 +334,7 @@ class EventLoop:
         return peers
 
     def _flush(self, peer: PairConnection, poller: zmq.Poller, blocked: dict[Any, PairConnection]) -> None:
-        """Send what ZeroMQ takes; look out for room in a connection that has none, and only in such."""
+        """Send what ZeroMQ takes; poll a connection for room only while it has none."""
         if peer.how:
             return
         if peer.is_wanted:
@@ -354,7 +354,7 @@ class EventLoop:
         self._guarded(peer, peer.connect, socket)
 
     def _guarded(self, peer: PairConnection, action: Callable[..., None], *args: object) -> None:
-        """Do something for a rank; whatever goes wrong ends that rank here, and no other."""
+        """Call ``action`` for a rank; an error ends the connection to that rank, and no other."""
         try:
             action(*args)
         except ValueError as error:
@@ -364,7 +364,7 @@ class EventLoop:
             peer.how = f"cannot be reached any more ({type(error).__name__}: {error})"
 
     def _receive(self, listener: Listener) -> tuple[bool, bool]:
-        """Hand on what has come; return whether there may be more, and whether a rank has gone by it."""
+        """Handle the frames that came; return whether there may be more, and whether one ended a rank."""
         gone, claim = False, object()
         if self._receiving.take(claim):
             self._is_in_want = False
@@ -383,7 +383,7 @@ class EventLoop:
         return True, gone
 
     def _hand_on(self, listener: Listener) -> bool:
-        """Deal with a frame; return whether its sender has gone by it."""
+        """Handle a frame; return whether its sender is gone after it."""
         peer, accepted = self._sender(self._inbox.sender)
         if peer.how or accepted < peer.accepted:
             return False
@@ -395,7 +395,7 @@ class EventLoop:
         return bool(peer.how)
 
     def _sender(self, user: str) -> tuple[PairConnection, int]:
-        """Return whose connection a frame came over, and its number, as the authenticator gave them."""
+        """Return the connection that a frame came over, and its number, as the authenticator named it."""
         sender = self._senders.get(user)
         if sender is None:
             rank, _, accepted = user.partition(" ")
@@ -461,7 +461,7 @@ class EventLoop:
                 self._handlers.lost(rank, how)
 
     def _say_goodbye(self) -> None:
-        """Let all hear the rest and the goodbye, as far as they listen."""
+        """Send the remaining messages and a goodbye to all ranks that take them."""
         there = [peer for peer in self.peers.values() if peer.settled and not peer.how]
         for peer in there:
             peer.say(GOODBYE)
@@ -476,7 +476,7 @@ class EventLoop:
 
     def _release(self) -> None:
         claim = object()
-        while not self._receiving.take(claim):  # who has it sees that this end closes
+        while not self._receiving.take(claim):  # the holder sees that this end is closing
             time.sleep(_MEETING_TICK)
         for peer in self.peers.values():
             peer.close(linger=int(1000 * self.linger_s))

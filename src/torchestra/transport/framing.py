@@ -1,18 +1,18 @@
-"""Cut messages into frames of bounded size, and assemble frames to messages.
+"""Cut messages into frames of bounded size, and assemble frames into messages.
 
 ::
 
     first frame     kind, tag, count of storages, length of the front, sequence number; the front, if short
     then            the front in pieces, if it is long; then each storage in pieces
 
-The *front* is the length of each storage, and then the text. A frame is at most :data:`PIECE_BYTES` long, and
-a little more if it is a first one. So nobody can send an endless message, a large one neither delays other
+The *front* is the length of each storage, and then the text. A frame is at most :data:`PIECE_BYTES` long;
+a first frame may be a little longer. So nobody can send an endless message, a large one neither delays other
 messages nor has to fit into memory twice, and each piece is on its way while ZeroMQ encrypts the next.
 Storages are sent from, and received into, their own memory.
 
 A length that a peer announces costs nothing until its bytes come: the operating system gives memory only to
 pages that are written. If there is none, the receiver drops the storage, and whoever reads the message gets
-an error in its place. So that ends one call, and no connection.
+an error in its place. So this fails one call, but no connection.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Memory = npt.NDArray[np.uint8]
 
 
 class _Range:
-    """Memory by its address, for numpy; keeps something alive that it belongs to."""
+    """A range of memory for numpy, by its address; keeps the object alive that the memory belongs to."""
 
     def __init__(self, address: int, length: int, keep: object) -> None:
         self.keep = keep
@@ -58,11 +58,11 @@ def memory_at(address: int, length: int, keep: object) -> Memory:
 def frames(
     kind: int, tag: int, parts: Sequence[tuple[int, int]], keep: object, sequence: int = 1
 ) -> Iterator[bytes | memoryview]:
-    """Return a message in frames. Those of storages are views of their memory.
+    """Return the frames of a message. Those of storages are views of their memory.
 
     Args:
         parts: the address and length of each part; the first is the text.
-        keep: what the parts belong to.
+        keep: the object that the parts belong to.
         sequence: the number of the message among those to that rank.
     """
     lengths = b"".join(_LENGTH.pack(length) for _, length in parts[1:])
@@ -80,7 +80,7 @@ def frames(
 
 
 def text_frames(kind: int, tag: int, text: bytes, sequence: int) -> Iterator[bytes | memoryview]:
-    """Return a message that has only a text, in frames."""
+    """Return the frames of a message that has only a text."""
     head = _HEAD.pack(kind, tag, 0, len(text), sequence)
     if len(text) <= FRONT_BYTES:
         yield head + text
@@ -104,7 +104,7 @@ class WholeText(NamedTuple):
 
 
 def whole_text(frame: memoryview) -> WholeText | None:
-    """Return the message that a frame is, if it is all of one that has only a text."""
+    """Return the message in a frame, if the frame is a whole message with only a text."""
     if len(frame) <= _HEAD.size:
         return None
     kind, tag, count, length, sequence = _HEAD.unpack_from(frame)
@@ -176,7 +176,7 @@ class MessageAssembler:
             raise ValueError("a first frame of another length than it says")
 
     def _open(self, front: memoryview) -> None:
-        """Allocate the storages whose lengths the front has."""
+        """Allocate the storages whose lengths the front gives."""
         end_of_lengths = self._count * _LENGTH.size
         self._text = bytes(front[end_of_lengths:])
         for (length,) in _LENGTH.iter_unpack(front[:end_of_lengths]):

@@ -1,9 +1,9 @@
-"""The frames that come to a rank, received from libzmq itself.
+"""The frames that come to a rank, received directly from libzmq.
 
-pyzmq looks for signals after it has received, and a Ctrl-C that came meanwhile takes the frame with it. Here
-receiving is one call of libzmq's, which looks for none: the frame then lies in memory of the inbox, and stays
+pyzmq checks for signals after it has received a frame, and a Ctrl-C at that moment loses the frame. Here
+receiving is one call of libzmq, which checks for none: the frame then lies in memory of the inbox, and stays
 there until :meth:`Inbox.release`, which is one call too. So whatever interrupts a thread that receives, the
-next thread that does finds the frame, or finds that it has been dealt with.
+next thread that does finds the frame, or finds that it has been handled.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Inbox:
     def receive(self) -> bool:
         """Return whether there is a frame: the last one, if that was not released, or else the next.
 
-        An empty frame counts for one, though it need not be released.
+        An empty frame counts as one, though it need not be released.
 
         Raises:
-            zmq.ZMQError: the socket is no more.
+            zmq.ZMQError: the socket no longer exists.
         """
         if _size(self._frame):
             return True
@@ -75,7 +75,7 @@ class Inbox:
 
     @property
     def frame(self) -> memoryview:
-        """Return the frame's bytes, which are there until the next call."""
+        """Return the frame's bytes, which are valid until the next call."""
         view: memoryview = _view(_data(self._frame), _size(self._frame), _READ_ONLY)
         return view
 
@@ -86,9 +86,9 @@ class Inbox:
 
     @property
     def descriptor(self) -> int:
-        """Return the number of the descriptor that it came by."""
+        """Return the descriptor of the connection that the frame came over."""
         return int(_property(self._frame, _SOURCE_DESCRIPTOR))
 
     def release(self) -> None:
-        """Forget the frame, which has been dealt with."""
+        """Forget the frame, which has been handled."""
         _move(self._released, self._frame)

@@ -1,16 +1,16 @@
-"""The port at which a rank listens for peers, and that strangers cannot fill.
+"""The port at which a rank listens for peers, and which strangers cannot block.
 
 The rank accepts nobody before it knows whom it expects: until then connections wait in the kernel's queue,
 which costs no descriptor. From then on ZeroMQ accepts all, on a thread of its own, and gives each some
 seconds to prove its key. Its *socket monitor* reports every connection that begins or ends, with the number
 of the descriptor, and each message says on which it came. So the listener knows which connections have proved
-nothing yet; of too many it shuts some down, chosen at random: however fast strangers come, a rank in the
-midst of its handshake has a chance, and one that was shut down comes again. Should they come faster than
+nothing yet; if they are too many it shuts some down, chosen at random: however fast strangers come, a rank in
+its handshake has a chance, and one that was shut down tries again. Should they come faster than
 that, ZeroMQ waits until the listener has read all but the last thousand of its events.
 
-When all that are expected have come, the listener shuts the port for good. ZeroMQ cannot close a port without
-its connections; so the listener installs a filter at the listening socket, by which the kernel drops requests
-for connections.
+When all expected ranks have come, the listener shuts the port for good. ZeroMQ cannot close a port without
+its connections; so the listener installs a filter on the listening socket, with which the kernel drops
+requests for connections.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Listener:
     Args:
         inbox: the socket of ZeroMQ that gets the connections.
         address: of this host's interface to listen at.
-        ports: the first and the last that may be used, or None for any.
+        ports: the first and the last port that may be used, or None for any.
 
     Attributes:
         endpoint: where it listens, as ZeroMQ writes it.
@@ -70,7 +70,7 @@ class Listener:
         self._expected = 0
         self.is_shut = self._closed = False
         self._unproved: set[int] = set()
-        self._proved: set[object] = set()  # addresses of those who have
+        self._proved: set[object] = set()  # addresses of the peers that have
         self._warnings = RateLimitedWarnings(_log)
         self._port = _listen(address, ports)
         self._port_number = int(self._port.getsockname()[1])
@@ -92,16 +92,16 @@ class Listener:
         self._inbox.bind(self.endpoint)
 
     def prove(self, descriptor: int) -> None:
-        """Note that a message has come on this descriptor, as ZeroMQ lets through only those of peers.
+        """Note that the connection on this descriptor is a peer's, as ZeroMQ has let a message through.
 
         ZeroMQ may report only later that the connection has begun, and that a stranger's with the same
-        descriptor has ended. So the listener keeps the address of its other end, not to shut it down.
+        descriptor has ended. So the listener keeps the address of its other end, so as not to shut it down.
         """
         self._unproved.discard(descriptor)
         self._with_copy(descriptor, lambda _, other_end: self._proved.add(other_end))
 
     def look(self, expected: int) -> None:
-        """Read the events, end some strangers if there are too many, and shut the port in time.
+        """Read the events, shut some strangers' connections down if they are too many, and the port in time.
 
         Args:
             expected: how many are still to come; 0 shuts the port for good.
@@ -119,7 +119,7 @@ class Listener:
             self.close()
 
     def close(self) -> None:
-        """Accept nobody more, and read no more events."""
+        """Accept no more connections, and read no more events."""
         if self._closed:
             return
         self._closed = True
@@ -169,9 +169,9 @@ class Listener:
     def _with_copy(self, descriptor: int, act: Callable[[socket.socket, object], None]) -> None:
         """Call ``act`` with a copy of a connection to this port, and the address of its other end.
 
-        The descriptor is ZeroMQ's, which may have closed it by now, and anybody may have been given its
-        number since. So a copy of it is made, which nobody else can close, and looked at. The copy takes the
-        place of a descriptor that is kept for this: there may be no other.
+        The descriptor is ZeroMQ's, which may have closed it by now, and its number may have been reused
+        since. So this makes a copy, which nobody else can close, and examines that. The copy replaces a
+        descriptor that is kept for this: there may be no other.
         """
         try:
             os.dup2(descriptor, self._spare, inheritable=False)

@@ -18,7 +18,7 @@ class Message(NamedTuple):
         kind, tag: as they were sent; a kind is below 65,536.
         text: its first part; empty if there was no memory for it.
         storages: the memory of the other parts.
-        lost: why there is not all of it here; then there are no storages.
+        lost: why parts of it are missing; then there are no storages.
     """
 
     source: int
@@ -30,10 +30,10 @@ class Message(NamedTuple):
 
 
 class Sending(Protocol):
-    """What is told that a message is queued, and so will be sent whatever interrupts come.
+    """An object to tell that a message is queued, and so will be sent whatever interrupts come.
 
     Attributes:
-        is_sent: set to True then.
+        is_sent: set to True when the message is queued.
     """
 
     is_sent: bool
@@ -43,7 +43,7 @@ def new_storage(length: int) -> torch.UntypedStorage | None:
     """Return ``length`` bytes of memory for a part of a message, or None if there are none."""
     try:
         return torch.UntypedStorage(length)
-    except (RuntimeError, MemoryError, OverflowError, TypeError):  # torch says all of these
+    except (RuntimeError, MemoryError, OverflowError, TypeError):  # torch raises all of these
         return None
 
 

@@ -6,7 +6,7 @@ transport's thread sends all else. An interrupt between the sending of a frame a
 leave twice: so messages have sequence numbers, and the receiver drops what it has already.
 
 The sender keeps reliable messages until the other rank has confirmed them. When the connection breaks though
-both ranks live, the transport makes a new one, and sends again what is not confirmed.
+both ranks live, the transport makes a new one, and resends what is not confirmed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CONFIRM_MESSAGES, _CONFIRM_BYTES = 64, 1 << 18
 ENDED_SECONDS = 0.15
 _ENDED_TICK = 0.05
 _LONGEST_END = 1.0
-AGAIN_FOR_SECONDS = 10.0  # a rank that is turned away tries again
+AGAIN_FOR_SECONDS = 10.0  # a rank that is refused tries again for so long
 _FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this rank's key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what answers there is another program",
@@ -57,10 +57,10 @@ class _Outgoing:
     """A message that is to be sent.
 
     Args:
-        parts, keep: the address and length of each part, and what they belong to; or
+        parts, keep: the address and length of each part, and the object they belong to; or
         text: all of a message that has one part.
         done: called when the parts may be changed.
-        reliable: it is kept, and goes again, until the other rank has confirmed it.
+        reliable: the message is kept, and resent, until the other rank has confirmed it.
 
     Attributes:
         sequence: its number among the messages to that rank, from 1.
@@ -85,7 +85,7 @@ class _Outgoing:
 
     @property
     def is_short(self) -> bool:
-        """Return whether it goes in one frame."""
+        """Return whether it fits in one frame."""
         return self.size <= FRONT_BYTES and (self._text is not None or len(self._parts) == 1)
 
     def frames(self) -> Iterator[bytes | memoryview]:
@@ -124,9 +124,9 @@ class PairConnection:
         settled: it has received our hello, so it does not take our connection for a stranger's any more. No
             message is sent before.
         wanted: connect at once, whether or not there is something to send.
-        refused: why there is no connection, while none has been.
-        began: the time of the host when this rank last tried to connect.
-        how: what has become of the rank, once it is gone.
+        refused: why connecting failed, while there has been no connection.
+        began: when this rank last tried to connect, by the clock of the host.
+        how: how the rank ended, once it is gone.
         broken: why the connection has ended, if another one is to be made.
         received_at, sent_at: when something came from it, and was sent to it.
         blocked: ZeroMQ takes no more at the moment.
@@ -160,7 +160,7 @@ class PairConnection:
         self._unconfirmed: deque[_Outgoing] = deque()
         self._frames: Iterator[bytes | memoryview] | None = None  # of the message that is being sent
         self._frame: bytes | memoryview | None = None
-        # Callers may come again from a finaliser that interrupts them; then `_flushing` is set.
+        # A finaliser that interrupts a caller may call again; then `_flushing` is set.
         self._lock = threading.RLock()
         self._flushing = False
         self._posted = self._sent = 0  # bytes
@@ -180,11 +180,11 @@ class PairConnection:
         reliable: bool = False,
         sending: Sending | None = None,
     ) -> None:
-        """Queue a message; ``done`` is called when it has been sent. A reliable one is kept till it came."""
+        """Queue a message; ``done`` is called when it was sent. A reliable one is kept until confirmed."""
         self._put(_Outgoing(kind, tag, parts, keep, done=done, reliable=reliable), sending)
 
     def post_text(self, kind: int, tag: int, text: bytes) -> None:
-        """Queue a message of one part, which is kept until it has come."""
+        """Queue a message of one part, which is kept until it is confirmed."""
         self._put(_Outgoing(kind, tag, (), None, text, reliable=True))
 
     def _put(self, message: _Outgoing, sending: Sending | None = None) -> None:
@@ -202,7 +202,7 @@ class PairConnection:
         return self._posted - self._sent > _MOST_QUEUED and not self.how
 
     def say(self, control: bytes) -> None:
-        """Queue one of the frames above; before all messages, but for a goodbye."""
+        """Queue one of the control frames: before all messages, except a goodbye."""
         if control in _CONTROLS or control.startswith(CONFIRM):
             self._controls.append(control)
         else:
@@ -214,7 +214,7 @@ class PairConnection:
         return self._sequence
 
     def is_owed(self, last: int) -> bool:
-        """Return whether it may still confirm reliable messages, of those up to a number."""
+        """Return whether the other rank may still confirm reliable messages up to number ``last``."""
         if self.how:
             return False
         with self._lock:
@@ -247,7 +247,7 @@ class PairConnection:
             done()
         return True
 
-    # -- whoever has the lock
+    # -- the holder of the lock
 
     def _send(self, frame: bytes | memoryview) -> bool:
         assert self.socket is not None
@@ -268,7 +268,7 @@ class PairConnection:
     # -- the transport's thread
 
     def connect(self, socket: zmq.Socket[Any]) -> None:
-        """Connect, in place of what may have been refused, or have broken."""
+        """Connect, in place of a connection that was refused or has broken, if there was one."""
         if self.socket is not None:
             self._close_socket(0)
         self.socket, self.refused = socket, ""
@@ -349,12 +349,12 @@ class PairConnection:
             self.blocked = False
 
     def accept(self, connection: int) -> None:
-        """Begin to receive over another connection, and drop what has come in part over the last one."""
+        """Begin to receive over another connection, and drop a message that the last one left incomplete."""
         self.accepted = connection
         self.assembler = MessageAssembler(self.rank)
 
     def note_received(self, sequence: int, size: int) -> bool:
-        """Note that a message has come; return False if it was here already. Confirm several at once."""
+        """Note that a message has come; return False if it had come before. Confirm several at once."""
         if sequence <= self.received:
             return False
         self.received = sequence
@@ -392,7 +392,7 @@ class PairConnection:
             self._first, self.refused = time.monotonic(), _FAILED[zmq.EVENT_DISCONNECTED]
 
     def look(self, clock: float, heartbeat: float | None, grace: float = ENDED_SECONDS) -> None:
-        """Note what has become of the connection. ``grace``: see :class:`Transport`."""
+        """Note the state of the connection. ``grace``: see :class:`Transport`."""
         while self._monitor is not None and self._monitor.poll(0):
             self._note_event(zmq.Event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]), clock)
         if not self.wanted and not self.how and self.is_given_up:
@@ -434,7 +434,7 @@ class PairConnection:
             self.refused = _FAILED.get(event, str(event))
 
     def close(self, linger: int) -> None:
-        """End the connection; ``linger``: milliseconds for what ZeroMQ still has."""
+        """End the connection; ``linger``: for how many milliseconds ZeroMQ may still send."""
         with self._lock:
             self._queue.clear()
             self._controls.clear()

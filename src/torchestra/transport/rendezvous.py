@@ -1,7 +1,8 @@
 """Connect the ranks of several hosts, which find each other over the store that they share.
 
-Each rank writes its endpoint record there (endpoint.py), and needs those of all others. If each asked for
-each, that would be O(ranks²) requests. So the first rank joins all records, and the others read the result::
+Each rank writes its endpoint record there (endpoint.py), and needs those of all others. If each rank
+asked for each record, that would be O(ranks²) requests. So the first rank joins all records, and the others
+read the result::
 
     endpoint/R    the endpoint record of rank R
     endpoints     all of them; the reader checks the proof of each
@@ -31,13 +32,13 @@ def meet(
     others: Mapping[int, str],
     timeout_s: float,
 ) -> None:
-    """Connect to ranks on other hosts; returns when all are. Must be called by each of ``ranks``.
+    """Connect to ranks on other hosts; return when all are connected. Must be called by each of ``ranks``.
 
     Args:
-        transport: this rank's end; to be closed by the caller.
+        transport: this rank's transport, which the caller closes.
         store: one that only these ranks, and only for this purpose, use.
         ranks: all that meet, in the same order for all.
-        others: those to connect to, with what to call them in messages.
+        others: the ranks to connect to, with their names for messages.
 
     Raises:
         DistNetworkError: the connection to one of them cannot be made, one has another secret, or the

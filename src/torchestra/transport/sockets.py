@@ -57,12 +57,12 @@ def await_met(
     is_closed: Callable[[], bool],
     advice: str,
 ) -> None:
-    """Wait until this rank is connected with others, and they with it.
+    """Wait until this rank is connected to others, and they to it.
 
     Args:
-        name, names: of this rank, and of those.
-        is_closed: whether the transport has been closed.
-        advice: what to do where one cannot be reached.
+        name, names: the names of this rank, and of the others.
+        is_closed: returns whether the transport has been closed.
+        advice: what to do if one cannot be reached, for the error.
 
     Raises:
         DistNetworkError: one of them does not answer, or does not let this rank in.
@@ -93,8 +93,8 @@ def await_confirmed(
     Args:
         posted: by the connection to a rank, the number of the last message to wait for. Messages that are
             posted meanwhile (there is always another ping) are not.
-        ask: asks a rank to confirm what has come. It is asked again, as a question overtakes messages.
-        is_vain: tells of a rank whether it confirms nothing more.
+        ask: asks a rank to confirm what has come; called repeatedly, as a question overtakes messages.
+        is_vain: returns whether a rank will confirm nothing more.
     """
     began, next_question = time.monotonic(), 0.0
     owed = list(posted)

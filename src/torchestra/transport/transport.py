@@ -3,23 +3,21 @@
 A rank listens at one port, where it only receives (PULL), and has a connection of its own to each of the
 others, where it only sends (PUSH). Callers leave messages in queues (pair.py), so an interrupted caller
 leaves nothing halfway; short ones they send on their own thread if they can, and receive on their own thread
-if they wait for them (:meth:`Transport.receive_for`). One thread (event_loop.py) sends the rest, and hands on
-what else has come.
+if they wait for them (:meth:`Transport.receive_for`). One thread (event_loop.py) sends and receives the rest.
 
-*Who is connected.* :meth:`Transport.join` connects ranks that all need each other, and returns when all have
+*Connecting.* :meth:`Transport.join` connects ranks that all need each other, and returns when all have
 met. Ranks that :meth:`Transport.expect` has made known are connected when one of the two first sends the
 other something.
 
-*Who lives.* A connection that has ended is the end of that rank here, and what was on its way over it is
-lost; nothing is to be lost in silence. Where the owner knows from elsewhere who lives, it asks for another
-connection to be made instead (``broken``), and reliable messages go again over that. A rank that says goodbye
-has shut down. With a ``heartbeat`` each sends the others a sign of life now and then, so that one whose host
-is gone without a word is missed.
+*Liveness.* When a connection ends, its rank counts as gone, and messages in transit over it are lost; no loss
+is silent. An owner that knows by other means which ranks live can have another connection made instead
+(``broken``), over which reliable messages are sent again. A rank that says goodbye has shut down. With a
+``heartbeat`` each rank sends the others a sign of life now and then, so that they notice a host that is gone.
 
-*Strangers.* Nobody gets a message through without a key of one of the ranks that are expected (endpoint.py).
-The port is open only until all of these are connected, for those that connect when they like as long as the
-transport is. While it is open, whoever connects has some seconds to prove their key, and there are never many
-of them (listener.py). A rank whose connection is lost among them comes again.
+*Strangers.* Nobody gets a message through without a key of one of the expected ranks (endpoint.py). The port
+is open only until all of these are connected; if ranks may connect at any time, as long as the transport is.
+While it is open, each client has some seconds to prove its key, and there are never many such clients
+(listener.py). A rank whose connection is shut down among theirs connects again.
 """
 
 from __future__ import annotations
@@ -45,18 +43,19 @@ class Transport:
     Args:
         name: of this rank, for messages; its thread is named after it.
         address: of this host's interface to listen at.
-        ports: the first and the last that may be used, or None for any.
-        heartbeat: after how many seconds of silence a rank is given up; None where others see to that.
+        ports: the first and the last port that may be used, or None for any.
+        heartbeat: after how many seconds of silence a rank is given up; None if something else checks that.
         arrived: called with each message that comes. It must not wait for anything that another message may
             bring.
-        lost: called with each rank that is gone, all that it had sent having come, and what has become of it.
+        lost: called with each rank that is gone, after all that it had sent has come, and with how it ended.
         advice: what to do where one cannot be reached, for messages.
-        grace: for how long after a rank has ended its connection without a goodbye what it has sent before
-            may still come: that comes over another connection, which a bad link may have delayed.
+        grace: for how many seconds after a rank has ended its connection without a goodbye its earlier
+            messages may still come: they use another connection, which a bad link may have delayed.
         broken: called with a rank whose connection has ended without a goodbye, and how; then the transport
             makes another one. Default: the rank is lost.
 
-    The thread of the transport calls all three; messages that somebody received for itself it does not see.
+    The thread of the transport calls these three functions. Messages that a caller receives itself
+    (:meth:`receive_for`) are not given to ``arrived``.
 
     Attributes:
         endpoint: how this rank is reached.
@@ -85,11 +84,11 @@ class Transport:
     def join(
         self, endpoints: Mapping[int, EndpointRecord], names: Mapping[int, str], timeout_s: float
     ) -> None:
-        """Connect to the others; returns when all have let this rank in. They all must call it.
+        """Connect to the others; return when all have admitted this rank. Each of them must call this.
 
         Args:
             endpoints: of the ranks on other hosts.
-            names: what to call them in messages.
+            names: their names for messages.
 
         Raises:
             DistNetworkError: one of them does not answer, or does not let this rank in.
@@ -99,11 +98,11 @@ class Transport:
         await_met(peers, self._name, names, timeout_s, lambda: self._loop.closing, self._advice)
 
     def expect(self, endpoints: Mapping[int, EndpointRecord], *, connect: bool = False) -> None:
-        """Let ranks in, and be able to send to them; those that are known already are left as they are.
+        """Admit ranks, and prepare to send to them; ranks that are known already stay as they are.
 
         Args:
             endpoints: of ranks on other hosts.
-            connect: whether to connect to them now, not when there is something to send.
+            connect: connect to them now, not only when there is something to send.
 
         Raises:
             DistNetworkError: this end was closed.
@@ -122,7 +121,7 @@ class Transport:
     ) -> None:
         """Send a message, see :meth:`~torchestra.engine.p2p.Endpoint.send`.
 
-        Waits while 64 MB are under way to that rank.
+        Wait while 64 MB are queued for that rank.
         """
         self.post(peer, kind, tag, parts, keep, sending=sending)
         to = self._loop.peers[peer]
@@ -140,7 +139,7 @@ class Transport:
         reliable: bool = False,
         sending: Sending | None = None,
     ) -> None:
-        """Begin to send a message; never waits. To a rank that is gone nothing is sent.
+        """Begin to send a message; never wait. Nothing is sent to a rank that is gone.
 
         Args:
             reliable: see :meth:`post_text`; the parts must not be changed any more.
@@ -154,7 +153,7 @@ class Transport:
             loop.send(to)
 
     def post_text(self, peer: int, kind: int, tag: int, text: bytes) -> None:
-        """Begin to send a reliable message of one part; never waits.
+        """Begin to send a reliable message of one part; never wait.
 
         It arrives even if the connection breaks meanwhile, as long as both ranks live, see :meth:`flush`.
         """
@@ -169,7 +168,7 @@ class Transport:
         return self._loop.receive_for(take, timeout_s)
 
     def flush(self, timeout_s: float, is_vain: Callable[[int], bool]) -> bool:
-        """Wait until the reliable messages posted before have come; return whether they have in time.
+        """Wait until the reliable messages posted before are confirmed; return whether they were in time.
 
         Args:
             is_vain: returns whether a rank will receive nothing more.
@@ -197,15 +196,15 @@ class Transport:
         return self._loop.authenticator.refused
 
     def lost(self) -> dict[int, str]:
-        """Return which ranks are gone, all that they had sent having come, and what has become of them."""
+        """Return how each rank ended that is gone, and all of whose messages have come."""
         return self._loop.lost()
 
     def close(self, linger_s: float = LINGER_SECONDS, wait: float = _JOIN_SECONDS) -> None:
         """Say goodbye to the others and end all connections. What has been sent still arrives.
 
         Args:
-            linger_s: for how long to go on, in seconds, while others do not take what is for them.
-            wait: for how long to wait for that; the rest is done by the thread of the transport.
+            linger_s: for how many seconds to go on while others do not take their messages.
+            wait: for how many seconds to wait for that; the transport's thread does the rest.
         """
         if (
             os.getpid() == self._owner
