@@ -3,7 +3,7 @@
 A message is one of five kinds. A *call* has the function and its arguments; its header has the remote
 references within (rref_context.py), which the receiver must enter in the order of messages, and the scope of
 the call (message_scope.py). An *answer* or a *failure* has the id of the call. By *termination* values the
-workers agree to shut down (termination.py). *Scope* notes go from the scope of a worker to that of another.
+workers agree to shut down (termination.py). *Scope* notes go from one worker's scope to another's.
 
 Every call goes through :meth:`Agent.call`, and every one that comes through :meth:`CallExecutor.execute`
 (execution.py). :class:`Liveness` (liveness.py) finds workers that are gone and calls that are late.
@@ -59,10 +59,10 @@ class Agent:
     """One worker among those that met in ``init_rpc``.
 
     Args:
-        router: what leads to the others.
-        names: of all workers, by rank.
-        timeout_s: of calls that are given none; 0 is without end.
-        max_idle, max_threads: how many threads, see :class:`LeaderFollowersPool`.
+        router: the connections to the others.
+        names: the names of all workers, by rank.
+        timeout_s: the default time-out of calls; 0 for no limit.
+        max_idle, max_threads: limits on the threads, see :class:`LeaderFollowersPool`.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class Agent:
         forget_in_children(self)
 
     def forget(self) -> None:
-        """In a forked child, which has none of the worker's threads, and whose locks may stay locked."""
+        """Disable a forked child's copy, which has none of the threads, and whose locks may stay locked."""
         self.closed = self.inherited = True
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Begin to answer calls."""
         self.pool.start()
 
     def find(self, to: Any) -> WorkerInfo:
@@ -158,14 +158,14 @@ class Agent:
         """Have a worker call a function; return a future of the result.
 
         Args:
-            timeout: in seconds; 0 without end, -1 the agent's.
+            timeout: in seconds; 0 for no limit, -1 for the agent's.
             creates: the reference that the result is to be kept under, instead of being sent back.
-            keep: what must live until the answer is there.
+            keep: an object to keep alive until the answer is there.
             scope: the scope that the call belongs to.
-            label: what to call it in messages; default: the function.
+            label: what error messages name as called; default: the function.
 
         Raises:
-            RpcError: the worker has shut down, here.
+            RpcError: this worker has shut down.
             Exception: what pickling raised. Nothing was sent.
         """
         if self.closed:
@@ -225,7 +225,7 @@ class Agent:
         """Wait for a future that something on this worker will complete; return its value.
 
         Raises:
-            RpcTimeoutError: that took too long.
+            RpcTimeoutError: it took too long.
         """
         if not future.done():
             timeout_s = self.timeout if timeout < 0 else timeout
@@ -244,7 +244,7 @@ class Agent:
             self.finish(wait, None, None)
 
     def send(self, to: int, kind: int, call_id: int, encoded: Encoded) -> None:
-        """Send a message to a worker; this one too."""
+        """Send a message to a worker, which may be this one."""
         if to == self.rank or self.endpoint is None:
             self._send_to_self(kind, call_id, encoded)
         else:
@@ -265,7 +265,7 @@ class Agent:
     # -- what comes
 
     def _dispatch(self, message: Message) -> tuple[int, Job]:
-        """Return what a message is for the pool, and a job for it. An unreadable one ends its sender only.
+        """Return how the pool is to do the job of a message, and the job. An unreadable one ends its sender.
 
         May be called again for a message if an interrupt came before it was over.
         """
@@ -289,7 +289,7 @@ class Agent:
             return REPEATABLE, _nothing
 
     def _enter_header(self, message: Message, *, is_call: bool) -> IncomingHeader:
-        """Return the header of a message, entered. If an interrupt comes, the next call goes on with it."""
+        """Enter the header of a message, and return it. After an interrupt, the next call goes on with it."""
         entering = self._entering
         if entering is None or entering[0] is not message:
             header = IncomingHeader()
@@ -302,7 +302,7 @@ class Agent:
         return header
 
     def _dispatch_other(self, message: Message) -> tuple[int, Job]:
-        """Return a job for a message that is of no call, or that there was no memory for."""
+        """Return a job for a message that belongs to no call, or for which there was no memory."""
         if message.kind == SCOPE:
             return ONCE, partial(self._read_scope_message, message)
         if message.lost is not None and message.kind == TERMINATION:
@@ -316,7 +316,7 @@ class Agent:
         return REPEATABLE, partial(self._finish_call, message, None, _Answer())
 
     def read(self, message: Message, header: IncomingHeader, opened: OpenedBuffers | None = None) -> Any:
-        """Return the content of a message that has a header, and let the scope have the tensors within.
+        """Return the content of a message that has a header, and give the tensors within to the scope.
 
         Args:
             opened: see :meth:`SharedBufferPool.open`; needed if this is done again after an interrupt.
@@ -381,7 +381,7 @@ class Agent:
             self.pool.wake(call)
 
     def fail(self, call_id: int, error: Exception) -> None:
-        """End a call, if it is pending, by an error."""
+        """End a call, if it is pending, with an error."""
         call = self.pending.get(call_id)
         if call is not None and call.is_settled_by(error):
             self.finish(call, None, error)
@@ -414,10 +414,10 @@ class Agent:
 
 
 class _Answer:
-    """What has been done about an answer, for the next attempt if an interrupt stops this one.
+    """The progress with an answer, for the next attempt if an interrupt stops this one.
 
     Attributes:
-        result: of the call: the value and the error.
+        result: the value and the error of the call.
         opened: see :meth:`SharedBufferPool.open`.
         finished: the call is done.
     """

@@ -1,4 +1,4 @@
-"""Calling functions on other workers: rpc_sync, rpc_async, remote, and who there is."""
+"""Calling functions on other workers: rpc_sync, rpc_async, remote; information about workers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def rpc_sync(
     """Call a function on a worker, and return what it returns.
 
     Args:
-        to: the worker's name, rank or WorkerInfo; the own worker too.
+        to: the worker's name, rank or WorkerInfo; this worker is allowed.
         func: anything callable that can be pickled: a function at the top level of a module, a builtin of
             torch, a bound method, a module of torch.nn.
-        args, kwargs: for it. Tensors are copied.
-        timeout: in seconds, 0 for none; default: that of the worker.
+        args, kwargs: its arguments. Tensors are copied.
+        timeout: in seconds, 0 for none; default: this worker's, :func:`get_rpc_timeout`.
 
     Raises:
         RpcTimeoutError: no answer came in time.
@@ -98,23 +98,23 @@ def remote(
 
 @checked
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Return the worker of a name, or this one.
+    """Return the worker with a name, or this one.
 
     Raises:
-        RpcError: there is none of that name.
+        RpcError: no worker has that name.
     """
     agent = current_agent()
     return agent.info if worker_name is None else agent.find(worker_name)
 
 
 def get_rpc_timeout() -> float:
-    """Return how many seconds calls of this worker may take that are given no time-out; 0: without end."""
+    """Return the default time-out of this worker's calls, in seconds; 0 for no limit."""
     return current_agent().timeout
 
 
 @checked
 def set_rpc_timeout(seconds: float | timedelta) -> None:
-    """Change :func:`get_rpc_timeout`, for calls made from now on."""
+    """Set the default time-out of this worker's calls, for calls made from now on."""
     current_agent().timeout = timeout_seconds(seconds, "set_rpc_timeout", "seconds")
 
 
@@ -129,7 +129,7 @@ def debug_info() -> dict[str, str]:
 
 
 def _checked(func: Any, args: Any, kwargs: Any, name: str) -> tuple[Any, ...]:
-    """Return the arguments to call a function with; refuse what cannot be called, or called with."""
+    """Return the arguments to call a function with; refuse a function or arguments that cannot be used."""
     if not callable(func):
         raise InvalidArgumentTypeError(f"{name}: `func`: function should be callable, got {shown(func)}")
     if kwargs is not None and not isinstance(kwargs, dict):

@@ -14,7 +14,7 @@ class TensorRecorder(Protocol):
         """Return whether a tensor that requires gradients is to be given to :meth:`MessageScope.read`."""
 
     def close(self) -> Any:
-        """All is pickled: return the mark of the message, or None."""
+        """Return the mark of the message, or None, when all is pickled."""
 
     def sent(self) -> None:
         """Note that the message has been sent."""

@@ -21,8 +21,8 @@ class PendingCall(Future):  # type: ignore[type-arg]
     Attributes:
         peer: the worker called.
         function: what is called, for messages.
-        began, timeout_s: when by the worker's clock, and how long it may take; 0 is without end.
-        keep: what must live until the answer is there.
+        began, timeout_s: when it began by the worker's clock, and how long it may take; 0 for no limit.
+        keep: an object to keep alive until the answer is there.
         settler: what completes it: an answer, an error or the end of the worker, whichever came first.
         is_sent: whether it is sure to be sent, whatever interrupts come.
         has_callbacks: whether functions are to be called when it is done.
@@ -52,7 +52,7 @@ class PendingCall(Future):  # type: ignore[type-arg]
         self.latch: threading.Lock | None = None
 
     def is_settled_by(self, settler: object) -> bool:
-        """Return whether it is this that completes the call: the first one that asks, whenever it asks."""
+        """Return whether ``settler`` completes the call: the first to ask does, however often it asks."""
         return self.__dict__.setdefault("settler", settler) is settler
 
     def is_late(self, now: float) -> bool:
@@ -60,7 +60,7 @@ class PendingCall(Future):  # type: ignore[type-arg]
         return self.timeout_s > 0 and now > self.began + self.timeout_s
 
     def wait(self) -> Any:
-        """Return the result of the call, when it is there; its exception is raised."""
+        """Wait for the result of the call and return it, or raise its exception."""
         if not self.finished:
             self._await_finish(self)
         return _await_future(self)
@@ -71,7 +71,7 @@ class PendingCall(Future):  # type: ignore[type-arg]
         return super().then(in_same_scope(callback))
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Have a callback called, in this thread's scope, when the future is done."""
+        """Have a callback run, in this thread's scope, when the future is done."""
         self.has_callbacks = True
         super().add_done_callback(in_same_scope(callback))
 

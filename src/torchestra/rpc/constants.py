@@ -1,15 +1,15 @@
-"""The numbers of the remote calls."""
+"""The default time-outs of remote calls."""
 
 from __future__ import annotations
 
 DEFAULT_RPC_TIMEOUT_SEC: float = 60.0
-"""How long a call may take when nothing else is said, in seconds."""
+"""How long a call may take by default, in seconds."""
 
 UNSET_RPC_TIMEOUT: float = -1.0
-"""Given as a time-out: the one that the worker has, see :func:`get_rpc_timeout`."""
+"""As a time-out: use the worker's default, see :func:`get_rpc_timeout`."""
 
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0.0
-"""How long :func:`shutdown` waits for the other workers when nothing else is said; 0: as long as it takes."""
+"""How long :func:`shutdown` waits for the other workers by default, in seconds; 0: as long as it takes."""
 
 DEFAULT_INIT_METHOD: str = "env://"
 DEFAULT_NUM_WORKER_THREADS: int = 16

@@ -1,4 +1,4 @@
-"""The registry of workers: finds that of the calling thread."""
+"""The registry of workers: finds the worker of the calling thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def current_agent() -> Agent:
 
 
 def set_agent(agent: Agent | None) -> None:
-    """Make it the worker of the calling thread's rank."""
+    """Make ``agent`` the worker of the calling thread's rank; None for no worker."""
     global _agent_of_process
     rank = current_thread_rank()
     if rank is None:
@@ -53,7 +53,7 @@ def set_agent(agent: Agent | None) -> None:
 def takes_agent(function: _F) -> _F:
     """Mark a function of the package: the agent that executes a call of it passes itself first.
 
-    So what workers tell each other needs no global to find the worker.
+    So functions that workers call on each other need no global to find the worker.
     """
     setattr(function, TAKES_AGENT, True)
     return function

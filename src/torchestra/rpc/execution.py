@@ -1,4 +1,4 @@
-"""Executes the calls that come, and answers them."""
+"""Execution of the calls that come, and their answers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A worker that loses and delays what it sends, to test how programs bear it.
+"""A worker that loses and delays messages that it sends, to test how programs cope with that.
 
-Options say which kinds of messages (``MESSAGES``, in torch's words) are lost and which are late. A call that
-is lost ends at once with a time-out, as one does to which no answer comes. What workers tell each other of
-remote references is sent until it arrives, so it only comes later.
+Options say which kinds of messages (``MESSAGES``, by torch's names) are lost and which are late. A lost call
+ends at once with a time-out, like a call that is not answered. Messages about remote references are sent
+until they arrive, so they only come later.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ MESSAGES = (
     "SCRIPT_REMOTE_CALL",
     *_FETCHES,
 )
-"""The kinds of messages: calls of Python's functions, those of torch's and of TorchScript ("SCRIPT"), what
-``remote`` calls, ``to_here()``, requests to list, accept and remove forks of references, and the end of
+"""The kinds of messages: calls of Python's functions, of torch's and TorchScript's ("SCRIPT"), calls by
+``remote``, ``to_here()``, requests to list, accept and remove forks of references, and the end of
 autograd contexts (which is never lost)."""
 _REPEAT_SECONDS = 0.01
 
 
 class FaultyRpcBackendOptions(RpcBackendOptions):
-    """Has ``init_rpc`` make this worker a :class:`FaultyAgent`.
+    """Options with which ``init_rpc`` makes this worker a :class:`FaultyAgent`.
 
     Args:
         messages_to_fail: kinds of messages that are lost.
-        messages_to_delay: by how many seconds later which kinds are sent.
-        num_fail_sends: how often each message of a kind that is repeated is lost before it arrives. Others
-            are not repeated, and lost if this is not 0.
+        messages_to_delay: by kind of message, how many seconds later it is sent.
+        num_fail_sends: how often each message of a kind that is repeated is lost before it arrives. Messages
+            of other kinds are not repeated, and are lost if this is not 0.
         options: as for :class:`RpcBackendOptions`.
 
     Raises:
@@ -101,7 +101,7 @@ class FaultyAgent(Agent):
             self.endpoint = _LateEndpoint(self.endpoint, self)
 
     def call(self, to: int, function: Any, *args: Any, **options: Any) -> Future[Any]:
-        """:meth:`Agent.call`, unless the call is lost, or it is sent later."""
+        """Do as :meth:`Agent.call`, unless the call is lost or sent later."""
         kinds = _kinds(function, remote=options.get("creates") is not None)
         delay = next((self._late[kind] for kind in kinds if kind in self._late), 0.0)
         if self._lost_kinds & {*kinds}:
@@ -145,7 +145,7 @@ class FaultyAgent(Agent):
         timer.start()
 
     def close(self) -> None:
-        """:meth:`Agent.close`; what is still to be sent is not."""
+        """Do as :meth:`Agent.close`; messages still to be sent are not sent."""
         for timer in tuple(self._timers):
             timer.cancel()
         super().close()

@@ -1,8 +1,8 @@
 """Values of several workers, gathered by calls: for workers that have no process group.
 
-The worker whose name is the least is the leader. The others send it their values, and when it has all of them
-it sends all to everybody. To wait for a worker that has not come yet takes no time-out unless one is given;
-to send takes that of calls.
+The worker whose name sorts first is the leader. The others send it their values, and when it has all of them
+it sends them all to every worker. Waiting for a worker that has not come yet has no time-out unless one is
+given; sending has the time-out of calls.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torchestra.rpc.constants import UNSET_RPC_TIMEOUT
 from torchestra.rpc.current import current_agent, takes_agent
 
 _Key = tuple[tuple[str, ...], int]
-"""The names of the workers that take part, and how many times they have before."""
+"""The names of the workers that take part, and how many times they have gathered before."""
 
 
 @dataclass
 class _Gathering:
-    """The values that a worker has got, and a future of all."""
+    """The values that a worker has received, and a future of all."""
 
     values: dict[str, Any] = field(default_factory=dict)
     all: Future[dict[str, Any]] = field(default_factory=Future)
 
 
 class _Gatherings:
-    """Those that a worker takes part in."""
+    """The gatherings that a worker takes part in."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,18 +42,18 @@ class _Gatherings:
         self.under_way: dict[_Key, _Gathering] = {}
 
     def of(self, key: _Key) -> _Gathering:
-        """Return that of a key; others may have begun it."""
+        """Return the gathering of a key, which other workers may have begun."""
         with self._lock:
             return self.under_way.setdefault(key, _Gathering())
 
     def next_key(self, names: tuple[str, ...]) -> _Key:
-        """Return the key of the next one of these workers."""
+        """Return the key of these workers' next gathering."""
         with self._lock:
             self._begun[names] += 1
             return names, self._begun[names]
 
     def add(self, key: _Key, name: str, value: Any) -> None:
-        """Take a worker's value, at the leader."""
+        """Add a worker's value, at the leader."""
         gathering = self.of(key)
         with self._lock:
             gathering.values[name] = value
@@ -79,8 +79,8 @@ def all_gather(
     Args:
         value: anything that can be sent.
         workers: their names, this one's among them; default: all.
-        timeout: how long each message may take, and each wait for the others; 0 is without end. Default: that
-            of calls for messages, without end for the others.
+        timeout: how long each message may take, and each wait for the others; 0 for no limit. Default:
+            that of calls for messages, no limit for the others.
 
     Raises:
         RpcTimeoutError: the others did not come in time, or a message took too long.
@@ -131,7 +131,7 @@ def barrier(workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIM
     all_gather(None, workers, timeout)
 
 
-# What workers call on each other.
+# Functions that workers call on each other.
 
 
 @takes_agent

@@ -1,4 +1,4 @@
-"""The header of a call or an answer: the references and the scope of what is within."""
+"""The header of a call or an answer: the references within, and the scope."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Creation = tuple[GlobalId, "GlobalId | None"]
 
 
 class ForkData(NamedTuple):
-    """A reference in a message: its number, owner, the fork made for it, and whether the owner lists that."""
+    """A reference in a message: its number, owner, the fork made for it, and whether the owner lists it."""
 
     rref_id: GlobalId
     owner: int
@@ -53,7 +53,7 @@ class OutgoingHeader:
 
     Args:
         to: the worker that it is for.
-        buffers: where large memory is shared with that, if it is.
+        buffers: the buffers that share large memory with that worker, if any.
     """
 
     __slots__ = (
@@ -87,7 +87,7 @@ class OutgoingHeader:
         self.reducers: dict[type, Reducer] = {**registered_reducers(), rrefs.rref_class: self._reduce_rref}
 
     def encode(self, item: object) -> Encoded:
-        """Serialize the content of the message, and this with it.
+        """Serialize the content of the message, and this header with it.
 
         Raises:
             Exception: what pickling raised; then nothing is to be sent.
@@ -107,7 +107,7 @@ class OutgoingHeader:
         return _rref_of_message, (len(self._forks) - 1,)
 
     def withdraw(self) -> None:
-        """Undo it: the message will not be sent."""
+        """Undo this header: the message will not be sent."""
         for each in self._forks:
             self._rrefs.withdraw_fork(each)
         if self._buffers is not None:
@@ -123,7 +123,7 @@ class IncomingHeader:
     """The header of a message that has come.
 
     Attributes:
-        owned: what the result of the call is to be kept in, if so.
+        owned: the reference in which to keep the result of the call, if any.
         rrefs: the references within, by their numbers.
         mark: what the scope of the sender says.
         unconfirmed: how many of the references are not confirmed.
@@ -142,7 +142,7 @@ class IncomingHeader:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def defer(self, job: Callable[[], Any]) -> bool:
-        """Do a job when all references within are confirmed; return False if they are, and it is not done."""
+        """Do a job when all references within are confirmed; if they are now, return False instead."""
         with self._lock:
             if self.unconfirmed and not self._is_deferred:
                 self._is_deferred = True

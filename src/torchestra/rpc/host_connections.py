@@ -1,4 +1,4 @@
-"""Connects a worker to those on other hosts, as its options say."""
+"""The connections of a worker to those on other hosts, as its options say."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def connect(
 
     Args:
         store: a store that only the workers, and only for this purpose, use.
-        far: the ranks of those on other hosts.
-        names: of all workers, by rank.
+        far: the ranks of the workers on other hosts.
+        names: the names of all workers, by rank.
         options: where to listen, and when to give a silent worker up.
 
     Raises:

@@ -1,11 +1,11 @@
 """The threads of a worker: which of them receives messages, and how they take turns.
 
 This is the Leader/Followers pattern (Schmidt et al., Pattern-Oriented Software Architecture 2). *The leader*
-is the one thread that receives and dispatches a message; it never runs anybody's function as such. A thread
+is the one thread that receives and dispatches a message; it never runs user code while it leads. A thread
 that waits for an answer becomes the leader if there is none, and mostly receives its answer itself; so a call
 wakes no thread at the caller, and one at the worker called.
 
-*The pool* are threads of our own. One that has received a call executes it itself. While it does, nobody
+*The pool* has threads of its own. One that has received a call executes it itself. While it does, nobody
 leads: so there must be a *follower* (endpoint_kernels.py), which becomes the leader when a message stays
 unreceived. The invariant: **a thread of the pool begins to run a function, or to deal with an answer,
 whose callbacks may wait for others, only while another one is free** (leading, following, idle with a
@@ -63,9 +63,9 @@ class Waitable(Protocol):
     """Something that a thread waits for.
 
     Attributes:
-        finished: it is there.
+        finished: whether the thread need not wait any more.
         leading: the thread that waits for it is the leader.
-        latch: what the thread sleeps on if another one is.
+        latch: what the thread sleeps on if another thread is the leader.
     """
 
     finished: bool
@@ -80,7 +80,7 @@ class LeaderFollowersPool:
         name: for the names of the threads.
         endpoint: where messages come, None if there are no other workers.
         dispatch: returns what to do about a message: one of the three above, and a job for a thread that is
-            not the leader. It is called by the leader, so it must run nobody's code.
+            not the leader. It is called by the leader, so it must not run user code.
         check: called some 20 times a second, by a thread of the pool.
         max_idle: how many threads may wait for work.
         max_threads: how many there may be.
@@ -110,7 +110,7 @@ class LeaderFollowersPool:
         self._next_check = 0.0
         self._draining = False  # a thread wants to lead, and no other shall
         self._step_back = False
-        # Guards what follows; held for moments.
+        # Guards the attributes below; held only briefly.
         self._gate = threading.Lock()
         # Threads of the pool run in it, so that functions know which rank they run for. The context of the
         # thread that has them added would not do: torch.jit, for one, waits on threads that know of no rank.
@@ -131,7 +131,7 @@ class LeaderFollowersPool:
         return len(self._threads)
 
     def wait(self, waitable: Waitable) -> None:
-        """Return when it is finished. Every thread may call."""
+        """Wait until it is finished. Any thread may call this."""
         endpoint = self._endpoint
         leader, claim = self._leader, object()
         while not (waitable.finished or self.closed):
@@ -212,7 +212,7 @@ class LeaderFollowersPool:
         self._wake_idle()
 
     def leave(self, job: Job) -> None:
-        """Have a thread of the pool do something that is no call, and so waits for no thread to be free."""
+        """Have a thread of the pool do a job that is no call, and so need not wait for a free thread."""
         self.left[job] = None
         self._wake_idle()
 
@@ -405,7 +405,7 @@ class LeaderFollowersPool:
         return True
 
     def _idle_until_needed(self, thread: threading.Thread) -> bool:
-        """Sleep until needed; return False if there are enough that do."""
+        """Sleep until needed; return False if enough threads sleep."""
         latch = threading.Lock()
         with self._gate:
             if (

@@ -1,4 +1,4 @@
-"""The setting whether references left at a graceful shutdown are an error."""
+"""A setting: whether references left at a graceful shutdown are an error."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ class Liveness:
     """Looks after the calls of one worker, some 20 times a second.
 
     Attributes:
-        gone: what has become of workers that have died or shut down, when all that they had sent has been
-            received.
+        gone: how workers ended that have died or shut down, once all that they had sent has been received.
         checks: called each time.
     """
 
@@ -45,7 +44,7 @@ class Liveness:
         return WorkerFailedError(f"worker {name!r} (rank {rank}) {self.gone[rank]} {what}", name)
 
     def give_up(self, source: int, error: Exception) -> None:
-        """Take a worker for gone that sends what cannot be read."""
+        """Treat a worker as gone that sends unreadable messages."""
         agent = self._agent
         _log.exception("worker %r gives up worker %r", agent.info.name, agent.workers[source].name)
         self._unreadable[source] = f"sent a message that cannot be read ({type(error).__name__}: {error})"
@@ -64,7 +63,7 @@ class Liveness:
             return
         now = agent.clock.elapsed()
         if any(call.is_late(now) for call in agent.pending.copy().values()):
-            agent.pool.drain()  # the answer may be here, and no thread have had the time to read it
+            agent.pool.drain()  # the answer may be here, but no thread has had the time to read it
         for call_id, call in agent.pending.copy().items():
             if call.is_late(now):
                 agent.fail(call_id, remote_errors.too_late(call, now, agent))
@@ -80,7 +79,7 @@ class Liveness:
                 agent.fail(call_id, remote_errors.gone(call, agent))
 
     def _note_gone(self) -> None:
-        """Note who is gone, when what it had sent, answers among it, has been received."""
+        """Note workers as gone, once all that they had sent, answers included, has been received."""
         agent = self._agent
         lost = {rank: how for rank, how in self._lost().items() if rank not in self.gone}
         if lost and agent.pool.drain():

@@ -1,7 +1,7 @@
-"""Scopes of messages beyond their call: the interface by which distributed autograd joins in.
+"""Scopes of messages beyond their call: the interface for distributed autograd.
 
 RPC knows nothing of autograd. It asks the :class:`CallScope` of the calling thread what to do about the
-tensors in a message, sends its *mark* around the message, and hands the mark to the :class:`MessageScope` of
+tensors in a message, sends its *mark* with the message, and hands the mark to the :class:`MessageScope` of
 the worker called. :func:`install` says how a worker gets one.
 
 A mark is pickled as an object of the module that made it. So unpickling the first one imports that module,
@@ -61,7 +61,7 @@ _factory: Callable[[Agent], MessageScope] | None = None
 
 
 def install(factory: Callable[[Agent], MessageScope]) -> None:
-    """Have every worker of this process get its scope from here, those that run already too."""
+    """Give every worker of this process a scope made by ``factory``, those already running included."""
     global _factory
     _factory = factory
 

@@ -62,7 +62,7 @@ def encode(
     """Serialize an object for another worker.
 
     Args:
-        header: asked afterwards for something small that is read before the object, or for None.
+        header: called afterwards; returns something small to be read before the object, or None.
         share: copies large memory to where the worker finds it, and returns its place there.
 
     Raises:
@@ -130,7 +130,7 @@ def decode(
 
 
 def to_self(rank: int, kind: int, tag: int, encoded: Encoded) -> Message:
-    """Return a copy of a message, as it would arrive elsewhere."""
+    """Return a copy of a message, as it would arrive at another worker."""
     copies = []
     for address, length in encoded.parts[1:]:
         copy = torch.UntypedStorage(length)
@@ -143,9 +143,9 @@ _registered: dict[type, Reducer] = {}
 
 
 def register_reducer(cls: type, reducer: Reducer) -> None:
-    """Have objects of exactly that type be sent as ``reducer`` says, which returns what ``__reduce__`` would.
+    """Send objects of exactly this type as ``reducer`` says, which returns values like ``__reduce__``.
 
-    Elsewhere they are pickled as ever. Must be called on every worker only if these send such objects.
+    Outside of RPC they are pickled as usual. Only the workers that send such objects must call this.
     """
     _registered[cls] = reducer
 

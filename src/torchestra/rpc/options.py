@@ -1,4 +1,4 @@
-"""Tells how a worker is set up: :class:`RpcBackendOptions`, and the one backend there is."""
+"""The options of a worker: :class:`RpcBackendOptions`, and the one backend there is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class BackendType(enum.Enum):
-    """Tells how messages travel; both names mean: in shared memory within a host, by ZeroMQ between hosts."""
+    """How messages are sent; both names mean: in shared memory within a host, by ZeroMQ between hosts."""
 
     NATIVE = "native"
     TENSORPIPE = NATIVE
@@ -36,10 +36,10 @@ class RpcBackendOptions:
     """Options of :func:`init_rpc`.
 
     Args:
-        rpc_timeout: how long a call may take that is given no time-out of its own; seconds, 0 without end.
+        rpc_timeout: how long a call may take that is given no time-out of its own; seconds, 0 for no limit.
         init_method: where the workers meet, as for ``init_process_group``.
-        num_worker_threads: how many threads that have nothing to do are kept.
-        max_worker_threads: how many threads there may be at most: calls that come while so many are at work,
+        num_worker_threads: how many idle threads are kept.
+        max_worker_threads: the largest number of threads: calls that come while so many are at work,
             or wait for calls of their own, have to wait.
         device_maps, devices: refused; only CPU tensors are sent.
         store: meet over this store instead of at ``init_method``.
@@ -47,7 +47,7 @@ class RpcBackendOptions:
         address: where this host listens for workers on other hosts, and how they reach it; default: what the
             environment variable TORCHESTRA_RPC_ADDRESS says, else the address of the interface that leads to
             the store's server.
-        ports: the first and the last that it may listen at; default: what TORCHESTRA_RPC_PORTS says
+        ports: the first and the last port that it may listen at; default: what TORCHESTRA_RPC_PORTS says
             (``29600-29700``), else any.
         heartbeat_timeout: after how many seconds of silence a worker on another host is given up.
 
@@ -98,7 +98,7 @@ class RpcBackendOptions:
 
     @property
     def rpc_timeout(self) -> float:
-        """Return the default time-out of calls, in seconds; 0 is without end."""
+        """Return the default time-out of calls, in seconds; 0 for no limit."""
         return self._rpc_timeout
 
     @rpc_timeout.setter
@@ -106,7 +106,7 @@ class RpcBackendOptions:
         self._rpc_timeout = timeout_seconds(seconds, "RpcBackendOptions", "rpc_timeout")
 
     def _make_agent(self, agent_class: type[Agent], router: Router, names: list[str]) -> Agent:
-        """Return the worker, among those of these names, for ``init_rpc``."""
+        """Return this worker, one of those with these names, for ``init_rpc``."""
         return agent_class(router, names, self.rpc_timeout, self.num_worker_threads, self.max_worker_threads)
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
@@ -132,7 +132,7 @@ TensorPipeRpcBackendOptions = RpcBackendOptions
 
 
 def call_timeout(timeout: float | timedelta, name: str) -> float:
-    """Return the time-out of a call in seconds, 0 for none; -1 as it is, for that of the worker.
+    """Return the time-out of a call in seconds, 0 for none; -1, for the worker's default, is left as it is.
 
     Raises:
         InvalidArgumentError: it is no number, negative or too large.

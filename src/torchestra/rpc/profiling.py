@@ -19,7 +19,7 @@ profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 def recorded(
     mode: str, function: object, agent: Agent, to: int, call: Callable[[], Future[Any]]
 ) -> Future[Any]:
-    """Make a call, with a range of the profiler that is on from now until the answer is there.
+    """Make a call, as a range of the active profiler from now until the answer is there.
 
     Args:
         mode: "sync", "async" or "remote".

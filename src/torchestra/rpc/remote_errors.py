@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 def describe(error: BaseException, agent: Agent) -> tuple[bytes | None, str]:
     """Serialize an exception: class and attributes where they can be pickled, and a text.
 
-    The text is written to this worker's log too: who operates it may not be who called.
+    The text is written to this worker's log too: its operator may not be the caller.
     """
     worker = f"worker {agent.info.name!r} (rank {agent.rank})"
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -53,7 +53,7 @@ def rebuild(described: bytes | None, text: str) -> BaseException:
         vars(error).update(attributes)
     except Exception:
         return remote
-    if not isinstance(error, Exception):  # SystemExit there shall not end anything here
+    if not isinstance(error, Exception):  # SystemExit there must not end anything here
         return remote
     error.__cause__ = remote
     return error

@@ -1,8 +1,8 @@
 """Route messages between workers: over shared memory within a host, over the network to other hosts.
 
-The pool receives from one place. So what comes over the network is put down here, and a message of kind
-``_ARRIVED`` that says so is sent to oneself through shared memory: the leader finds it among the messages,
-and no thread has to wait for two things. Without other hosts there is nothing in between.
+The pool receives from one place. So messages from the network are queued here, and the worker sends itself a
+message of kind ``_ARRIVED`` through shared memory: the leader finds it among the messages, and no thread has
+to wait for two things. Without other hosts the pool uses the endpoint in shared memory directly.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Endpoint(Protocol):
         keep: object = None,
         sending: Sending | None = None,
     ) -> None:
-        """Send a message to another worker. Every thread may call.
+        """Send a message to another worker. Any thread may call this.
 
         Args:
             sending: is told when the message is queued.
         """
 
     def send_leftovers(self) -> None:
-        """Send what a thread has left that was interrupted while it sent."""
+        """Send the messages left by threads that were interrupted while they sent."""
 
     def receive(self, *, eager: bool) -> Message | None:
         """Receive a message, as the leader; return None if none came for a while, or when roused.
 
-        It is the same one again while it is in hand, so that an interrupt loses none.
+        A message in hand is returned again, so that an interrupt loses none.
         """
 
     def watch(self) -> bool:
@@ -68,11 +68,11 @@ class Endpoint(Protocol):
         """Have :meth:`receive` return."""
 
     def close(self) -> None:
-        """Wake everybody; from now on nothing sleeps here."""
+        """Wake all threads; from now on none sleeps here."""
 
 
 class Router:
-    """The ways from one worker to the others.
+    """The connections from one worker to the others.
 
     Args:
         context: its place in the arena of the workers on its host.
@@ -80,7 +80,7 @@ class Router:
 
     Attributes:
         shared_buffers: for large memory, among workers on this host.
-        network: the transport to other hosts, None without.
+        network: the transport to other hosts, None if there are none.
     """
 
     def __init__(self, context: RankContext, rank: int, hosts: Hosts) -> None:
@@ -126,7 +126,7 @@ class Router:
         self._routed.deliver(message)
 
     def buffers_to(self, rank: int) -> SharedBufferPool | None:
-        """Return the buffers for large memory to a worker: none to other hosts, nor to oneself."""
+        """Return the buffers for large memory to a worker; None to other hosts, and to this worker."""
         return self.shared_buffers if rank != self.rank and self.is_local[rank] else None
 
     def borrow(self, source: int, offset: int, length: int, opened: OpenedBuffers) -> torch.UntypedStorage:
@@ -134,7 +134,7 @@ class Router:
         return self.shared_buffers.open(self.hosts.local_rank_of[source], offset, length, opened)
 
     def lost(self, gone: Container[int]) -> dict[int, str]:
-        """Return the fate of workers that are gone, except those that are known to be."""
+        """Return how workers ended that are gone, except those in ``gone``."""
         context, ranks = self.context, self.local_ranks
         dead = context.peers.dead() if context.peers is not None else ()
         lost = {ranks[each]: f"died ({context.how(each)})" for each in dead if ranks[each] not in gone}
@@ -153,7 +153,7 @@ class Router:
 
 
 class RoutedEndpoint:
-    """The endpoint of a worker that has others on its host and elsewhere."""
+    """The endpoint of a worker that has others on its own and on other hosts."""
 
     def __init__(self, shared_memory: p2p.Endpoint, router: Router) -> None:
         self._shared_memory = shared_memory
@@ -190,8 +190,8 @@ class RoutedEndpoint:
     def receive(self, *, eager: bool) -> Message | None:
         """See :class:`Endpoint`.
 
-        Any word that something has arrived will do: an interrupt may have come between one and its message.
-        A message changes hands by two assignments after one another, between which no interrupt comes.
+        Any ``_ARRIVED`` message will do: an interrupt may have come between one and the message it is for.
+        A message is taken by two consecutive assignments, between which no interrupt comes.
         """
         shared_memory = self._shared_memory
         while self.in_hand is None and not self._arrived:

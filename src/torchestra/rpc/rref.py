@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 class RRef:
     """A reference to a value on some worker, its owner.
 
-    ``RRef(value)`` makes this worker the owner. ``remote()`` gives references to values elsewhere. A
+    ``RRef(value)`` makes this worker the owner. ``remote()`` gives references to values of any worker. A
     reference can be passed to other workers in arguments and results; the value is kept while any of them is
     left.
 
     Args:
         value: what to refer to.
-        type_hint: ignored; for torch.distributed's users.
+        type_hint: ignored; accepted as by torch.distributed.
 
     Raises:
         RpcError: ``init_rpc`` has not been called.
@@ -127,7 +127,7 @@ class RRef:
         return self._agent.await_future(state.future, UNSET_RPC_TIMEOUT, "RRef.local_value")
 
     def to_here(self, timeout: float | timedelta = UNSET_RPC_TIMEOUT) -> Any:
-        """Return the value itself on its owner, a copy elsewhere; wait until it is there.
+        """Return the value itself on its owner, else a copy; wait until it is there.
 
         Args:
             timeout: in seconds, 0 for none; default: as for all calls.
@@ -165,10 +165,10 @@ class RRef:
             )
 
     def _serialize(self) -> Any:
-        """Refuse: a reference travels in a call only, where its owner learns of it.
+        """Refuse: only a call can carry a reference, as its owner must learn of it.
 
         Raises:
-            RemoteReferenceError: always, if it does not raise what kept the value from being made.
+            RemoteReferenceError: always, unless making the value failed: then that error.
         """
         state = self._state
         if state.error is not None:
@@ -266,7 +266,7 @@ class RRefProxy:
             owner, rref_id = state.owner, state.rref_id
         to_call, label = (rref_id, name, args, kwargs), Label(f"method {name} of an RRef's value")
         if self._mode == "remote":
-            # What has no such method shall be an error here, as it is in the other two kinds of call.
+            # A value without such a method must be an error here, as it is in the other two kinds of call.
             if not hasattr(rref._get_type(self._timeout), name):
                 agent.call(owner, check_method, (rref_id, name), timeout=self._timeout, keep=rref).wait()
             return remote_call(
@@ -342,9 +342,9 @@ def _done(value: Any) -> Future[Any]:
 
 
 def _used(value: Future[Any], use: Callable[[Any], Future[Any]]) -> Future[Any]:
-    """Use a value as soon as it is there; return a future of what ``use`` promises.
+    """Call ``use`` with a value as soon as it is there; return a future of the result.
 
-    Errors are what they are: what a callback of a future raises would become a RuntimeError.
+    Errors keep their type; those that a callback of a future raises would become RuntimeErrors.
     """
     if value.done():
         return use(value.value())

@@ -1,8 +1,8 @@
 """Reference counting of remote references: which values a worker keeps for others, and until when.
 
 The *owner* of a reference has its value, in an :class:`OwnerRRef`. Every :class:`~torchestra.rpc.RRef`
-elsewhere is a *user* and has a *fork*: a number that no other has. An owner lists the forks of a value, and
-by which worker each is held. (Both are in rref_state.py; what messages say of them is in headers.py.)
+on another worker is a *user* and has a *fork*: a number that no other has. An owner lists the forks of a
+value, and by which worker each is held. (Both are in rref_state.py; their form in messages is in headers.py.)
 
 The invariant: **a value is freed only when no user is left and none is on its way.** It rests on two rules.
 
@@ -343,7 +343,7 @@ class RRefContext:
             )
 
     def delete_users(self) -> list[str]:
-        """Drop all users of this worker, whether or not somebody refers to them; return which those were."""
+        """Drop all users of this worker, even those in use; return the numbers and owners of those."""
         self.clear_dropped()
         left = [user for user in tuple(self._users.values()) if not user.dropped]
         for user in left:
@@ -361,9 +361,9 @@ class RRefContext:
             self.dropped.clear()
 
     def counts(self) -> dict[str, int]:
-        """Return how many there are, by the names of torch.distributed.rpc.
+        """Return how many references there are, by the names of torch.distributed.rpc.
 
-        There an owned value counts while others refer to it or wait for it; ``num_values`` has all.
+        There an owned value counts while others refer to it or wait for it; ``num_values`` counts all.
         """
         self.clear_dropped()
         with self._lock:
@@ -380,7 +380,7 @@ class RRefContext:
             }
 
 
-# What workers call on each other.
+# Functions that workers call on each other.
 
 
 @takes_agent

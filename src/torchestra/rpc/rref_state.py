@@ -11,7 +11,7 @@ from torch.futures import Future
 from torchestra.errors import RpcError
 
 GlobalId = tuple[int, int]
-"""Of a reference or a fork: the rank of the worker that created it, and how many it had created before."""
+"""The number of a reference or a fork: its creator's rank, and how many that had created before."""
 
 
 def id_text(global_id: GlobalId) -> str:
@@ -29,7 +29,7 @@ class OwnerRRef:
     Attributes:
         rref_id: the number of the reference.
         future: the value, when it is there.
-        forks: the ranks that hold them.
+        forks: the ranks that hold the forks.
         handles: how many references there are on this worker.
         created: whether the call that makes the value has come.
         settled: whether the future is done, or is just being made so.
@@ -45,19 +45,19 @@ class OwnerRRef:
     error: Exception | None = None
 
     def set(self, value: Any) -> None:
-        """Let the value be there; it is of no use any more if it was given up."""
+        """Set the value, unless it was given up."""
         if self._settles():
             self.future.set_result(value)
 
     def fail(self, error: BaseException) -> None:
-        """Let there be no value."""
+        """Set an error in place of the value."""
         if not isinstance(error, Exception):
             error = RpcError(f"{type(error).__name__}: {error}")
         if self._settles():
             self.future.set_exception(error)
 
     def _settles(self) -> bool:
-        """Return whether this is the first to settle it: its value may come while its caller gives it up."""
+        """Return whether this call settles it first: its value may come while its caller gives it up."""
         with _settling:
             first, self.settled = not self.settled, True
         return first
@@ -72,7 +72,7 @@ class Confirmable(Protocol):
 
 @dataclass(slots=True, eq=False)
 class UserRRef:
-    """A reference to a value elsewhere.
+    """A reference to a value on another worker.
 
     Attributes:
         rref_id, fork_id: their numbers.

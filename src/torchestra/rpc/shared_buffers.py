@@ -5,8 +5,8 @@ where it is; the receiver's storage lies in the block itself. When that storage 
 into the first word of the block, which is the sender's own again then. The sender looks for such blocks when
 it needs one, and keeps some for the next time: memory that has been used before is much faster.
 
-The buffers that a worker has when it dies are never released, and lost until the sender shuts down. Those
-that are with others when the sender shuts down are left alone: they last until nobody has the memory file
+The buffers that a worker holds when it dies are never released, and lost until the sender shuts down. Those
+that others hold when the sender shuts down are left alone: they last until nobody has the memory file
 mapped.
 """
 
@@ -49,7 +49,7 @@ class SharedBufferPool:
 
     @property
     def in_use(self) -> int:
-        """Return how many buffers are with others."""
+        """Return how many buffers other workers hold."""
         with self._lock:
             self._collect()
             return len(self._shared)
@@ -67,7 +67,7 @@ class SharedBufferPool:
         return offset
 
     def noting(self, taken: dict[int, None]) -> Callable[[int, int], int]:
-        """Return :meth:`share`, for buffers that are noted there."""
+        """Return :meth:`share` with ``taken``."""
         return lambda address, length: self.share(address, length, taken)
 
     def withdraw(self, taken: dict[int, None]) -> None:
@@ -80,7 +80,7 @@ class SharedBufferPool:
 
         Args:
             opened: the buffers of the message that this call, or one before it that an interrupt has stopped,
-                has opened. For whoever reads a message again: none of them may be released between.
+                has opened. If a message is read again, none of them may be released in between.
         """
         if offset in opened:
             return opened[offset]
@@ -122,7 +122,7 @@ class SharedBufferPool:
 
 
 def _free_kept(heap: Heap, kept: dict[int, list[int]]) -> None:
-    """Free what a pool that is gone had kept; the buffers that are with others stay as they are."""
+    """Free what a pool that is gone had kept; the buffers that others hold stay as they are."""
     for size, offsets in kept.items():
         for offset in offsets:
             heap.give(offset, size)

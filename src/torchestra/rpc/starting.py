@@ -53,11 +53,11 @@ def init_rpc(
 ) -> None:
     """Meet the other workers, and begin to answer their calls. Must be called by every worker.
 
-    Needs no process group, and does not mind one.
+    This needs no process group, and works with one too.
 
     Args:
         name: of this worker, which no other has: letters, digits, underscore, colon and dash, below 128.
-        backend: there is one.
+        backend: there is only one.
         rank, world_size: which worker this is, and how many there are; default: as the launcher says.
         rpc_backend_options: see :class:`RpcBackendOptions`.
 
@@ -132,7 +132,7 @@ def _connect_hosts(
 def _open_router(
     store: PrefixStore, name: str, rank: int, size: int, timeout_s: float, here: ThreadRank | None
 ) -> Router:
-    """Find out who is on this host, and meet them in an arena."""
+    """Find the workers on this host, and meet them in an arena."""
     threads = choose_backend(None) == "threads"
     group = f"rpc of {name}"
     with hosts_found(PrefixStore("hosts", store), rank, size, group, timeout_s, threads=threads) as found:
@@ -152,7 +152,7 @@ def _open_router(
 
 
 def _meet(store: PrefixStore, name: str, rank: int, size: int, timeout_s: float) -> list[str]:
-    """Tell the others this worker's name; all names, by rank. Worker 0 puts them together for all."""
+    """Tell the others this worker's name; return all names, by rank. Worker 0 collects them for all."""
     keys = [f"name/{peer}" for peer in range(size)]
     store.set(keys[rank], name)
     limit = timedelta(seconds=timeout_s)
@@ -184,7 +184,7 @@ def shutdown(graceful: bool = True, timeout: float | timedelta = DEFAULT_SHUTDOW
         graceful: wait until every worker has called this, and until all calls are over, those that
             are made meanwhile by functions that still run included; then drop all references to values on
             other workers. Otherwise stop at once: whoever calls this worker from now on gets an error.
-        timeout: how long, in seconds, that may take; 0 is without end.
+        timeout: how long, in seconds, that may take; 0 for no limit.
 
     Raises:
         RpcError: this rank is no worker.
@@ -214,14 +214,14 @@ def shutdown(graceful: bool = True, timeout: float | timedelta = DEFAULT_SHUTDOW
 
 
 def stop(agent: Agent) -> None:
-    """Have this rank be a worker no more, at once."""
+    """End this rank's worker at once."""
     set_agent(None)
     agent.close()
     _open.discard(agent)
 
 
 def _check_counts(agent: Agent) -> None:
-    """After a graceful end no fork may be left: that would be a bug of the protocol."""
+    """Check that no fork is left after a graceful end: one would be a bug of the protocol."""
     counts: dict[str, Any] = agent.rrefs.counts()
     wrong = {name: counts[name] for name in ("num_forks", "num_users", "num_kept") if counts[name]}
     if wrong:
@@ -234,6 +234,6 @@ def _check_counts(agent: Agent) -> None:
 
 @atexit.register
 def _stop_all() -> None:
-    """Threads must not run on in the engine while the interpreter takes memory away."""
+    """Close all workers: no thread may run in the engine while the interpreter frees memory."""
     for agent in tuple(_open):
         agent.close()

@@ -1,9 +1,9 @@
 """Termination detection: how the workers come to an end together.
 
 All calls are over when no worker has one pending, at one moment. Each waits until it has none, and tells how
-many it has made so far; when every worker has, it begins again. If two rounds in succession give the same
-numbers, no call was made between a worker's word in the first and its word in the second, and none was
-pending at either; so at the moment when all had sent the first, none was under way anywhere.
+many it has made so far; when every worker has done so, the next round begins. If two rounds in succession
+give the same numbers, no call was made between a worker's report in the first and its report in the second,
+and none was pending at either; so at the moment when all had sent the first, none was under way anywhere.
 
 (The counting argument is Mattern's: Algorithms for distributed termination detection, 1987.)
 """
@@ -26,7 +26,7 @@ class TerminationDetector:
     """One worker's part in a graceful shutdown.
 
     Args:
-        timeout_s: how long it may take; 0 is without end.
+        timeout_s: how long it may take; 0 for no limit.
 
     Raises:
         RpcTimeoutError: it took longer; names the workers that have not come.

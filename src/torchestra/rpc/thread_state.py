@@ -51,7 +51,7 @@ def in_same_scope(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def run_detached(job: Callable[[], Any]) -> None:
-    """Do the work of others on this thread, which waits, as a thread would that has no state."""
+    """Do a job of others on this thread, which waits, as a thread without state would."""
     scope, graph_task = thread_state.scope, thread_state.graph_task
     has_grad = torch.is_grad_enabled()
     try:

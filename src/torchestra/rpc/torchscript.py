@@ -39,6 +39,6 @@ def _module(text: bytes) -> Any:
 
 
 def register() -> None:
-    """Have calls of this process send them so."""
+    """Make calls of this process send functions and modules this way."""
     register_reducer(torch.jit.ScriptFunction, _reduce_function)
     register_reducer(RecursiveScriptModule, _reduce_module)
