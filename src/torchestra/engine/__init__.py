@@ -22,16 +22,16 @@ if sys.byteorder != "little":
 
 
 def warm_up() -> None:
-    """Load every kernel, compiling them where no process has done so before, so that a fork need not.
+    """Load every kernel, compiling them if no process has yet, so that a forked process need not.
 
-    Takes some 5 seconds the first time on a machine and some 20 ms afterwards; leaves no thread and opens
-    nothing.
+    Takes some 5 seconds the first time on a machine and some 20 ms afterwards; leaves no thread running and
+    nothing open.
     """
     load_object()
 
 
 def compile_kernels() -> None:
-    """Compile the kernels for exactly this processor and keep them, where that has not been done."""
+    """Compile the kernels for exactly this processor and cache them, unless they already are."""
     make(_build)
 
 

@@ -27,14 +27,15 @@ _ENTRY_OBJECTS = ("general", "learn", "go_on", "leave")
 
 
 class State(ctypes.Structure):
-    """Of a group on one rank: what every entry looks at before it does anything.
+    """The state of a group on one rank, which every entry checks before it does anything.
 
-    The exclusion. One operation of a group runs at a time on a rank. An entry has the group while INSIDE is
+    Mutual exclusion. A rank runs one operation of a group at a time. An entry has the group while INSIDE is
     1, the general way while it holds the queue's lock and GENERAL is 1 (communicator/queue.py). Both words
-    change only with the interpreter's lock held, without which no thread looks at them: an entry that finds
-    either set goes the general way; whoever has the queue's lock sets GENERAL, so that no entry begins, and
-    then waits while INSIDE is set. As an entry may release the interpreter's lock only while INSIDE is 1,
-    neither begins while the other is at work. Who waits sets WANTED first, so whoever clears INSIDE wakes it.
+    change only with the interpreter's lock held, and no thread reads them without it: an entry that finds
+    either set goes the general way; the thread that holds the queue's lock sets GENERAL, so that no entry
+    begins, and then waits while INSIDE is set. As an entry may release the interpreter's lock only while
+    INSIDE is 1, neither begins while the other is at work. A waiting thread sets WANTED first, so the thread
+    that clears INSIDE wakes it.
 
     Attributes:
         off: the general way serves every call: the group is closed, was left halfway, or has other kernels.
@@ -59,7 +60,7 @@ class State(ctypes.Structure):
 
     @property
     def address(self) -> int:
-        """Where it is."""
+        """The address of this structure."""
         return ctypes.addressof(self)
 
 
@@ -68,12 +69,12 @@ class TensorAccess(ctypes.Structure):
 
     Attributes:
         describe: the function of DLPack's C exchange API that fills a DLTensor.
-        implementation: at which byte of a tensor's object the address of its TensorImpl lies,
-        keys: at which of that its dispatch keys do,
-        storage: the address of its StorageImpl,
-        data, nbytes: at which bytes of that address and length of the memory do.
-        plain: the dispatch keys of a plain tensor of the CPU, together with ``optional`` ones, which every
-            plain tensor has but those of the inference mode.
+        implementation: the byte offset, in a tensor's object, of the address of its TensorImpl,
+        keys: the offset of the dispatch keys in that,
+        storage: the offset there of the address of its StorageImpl,
+        data, nbytes: the offsets in the StorageImpl of the memory's address and length.
+        plain: the dispatch keys of a plain CPU tensor, including the ``optional`` ones, which all plain
+            tensors have except those made in inference mode.
         tensor, parameter, integer, list: the classes torch.Tensor, torch.nn.Parameter, int and list.
         none, false: the objects None and False.
         profiler, profiler_flag: a dict, and the key under which it has False while no profiler is on.
@@ -161,10 +162,10 @@ class Request(Entry):
         active: it was started, and nobody has waited for it since.
         memory, tensors: address of the first MemoryRecord, and how many there are.
         which: the kernel of a collective, by its number (entries/running.py).
-        nbytes_moved: how much it moves: whether the interpreter's lock is kept.
-        tables, tables_bytes: address and length of what the tables by peer are to be; 0 if it uses none.
+        nbytes_moved: how much it moves, which decides whether the interpreter's lock is kept.
+        tables, tables_bytes: address and length of the values for the tables by peer; 0 if it uses none.
         source: of a receive, the rank that sent last; else -1.
-        words: what the kernel is called with: of a collective the plan comes first, of a message the address.
+        words: the kernel's arguments: of a collective, the plan comes first; of a message, the address.
     """
 
     active: int
@@ -213,7 +214,7 @@ ACTIVE, MEMORY, TENSORS, WHICH, NBYTES_MOVED, TABLES, TABLES_BYTES, SOURCE = (
 )
 WORDS_AT = _at(Request, "words")
 
-# A view: a DLTensor (data, device, dimensions and dtype, shape, strides, offset), and what was made of it.
+# A view: a DLTensor (data, device, dimensions and dtype, shape, strides, offset), and its sizes.
 VIEW_DATA = 0
 VIEW_DEVICE = 8
 VIEW_DIMENSIONS = 16

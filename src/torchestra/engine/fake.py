@@ -2,7 +2,7 @@
 
 For tracing a program, and for planning shapes and memory, as any rank of a world of any size. Every operation
 returns at once, whatever its time-out. Arguments are checked as always, but for the devices: meta tensors and
-fake tensors are as welcome as real ones. The world's size costs nothing.
+fake tensors are accepted like real ones. The world's size costs nothing.
 
 The tensors hold afterwards what they would if the others mirrored this rank:
 
@@ -11,9 +11,9 @@ all_reduce, reduce, scan   this rank's own values: nobody adds to them
 broadcast, recv            what they held before
 all_gather, gather         a copy of this rank's tensor from every rank (gather: on the root only)
 reduce_scatter             this rank's piece of its own input
-scatter                    on the root its own piece, elsewhere what was there before
-all_to_all                 from each rank what is sent to it, cut off or continued by zeros to the length
-                           that is expected
+scatter                    on the root its own piece, on other ranks what they held before
+all_to_all                 from each rank what is sent to it, truncated or padded with zeros to the
+                           expected length
 =========================  ==========================================================================
 
 (torch's fake group differs in leaving what is received by reduce_scatter and all_to_all as it was.)
@@ -110,7 +110,7 @@ class FakeEngine(Engine):
 
 
 def _fill(output: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Put the tensor's elements into the output, cut off or continued by zeros."""
+    """Put the tensor's elements into the output, truncated or padded with zeros."""
     if output.numel() == tensor.numel():
         output.copy_(tensor.reshape(output.shape))
         return

@@ -2,7 +2,7 @@
 
 There are five: of ranks that share an arena (local.py), of ranks on several hosts (multihost/engine.py), of
 tensors of a device (device/engine.py), of a world whose other ranks do not exist (fake.py), and of groups of
-registered backends (compat/registered.py). Whatever holds an engine asks for its properties, never for its
+registered backends (compat/registered.py). Code that holds an engine asks for its properties, never for its
 class.
 
 An engine takes contiguous tensors that have been checked, runs one collective at a time, in the order in
@@ -47,15 +47,16 @@ def _missing(engine: Engine, name: str) -> NoReturn:
 
 
 class Engine(Protocol):
-    """One rank's engine. Classes derive from this, for what most do not have, or have alike.
+    """One rank's engine. Classes derive from this, to inherit its defaults.
 
     Attributes:
         rank, size: this rank's number in the group, and how many there are.
         kernels: the compiled kernels (local.py), for entries; None without.
         context: this rank's context in the arena of its host; None without one.
         hosts: which ranks are on which host; None if all are on one.
-        hierarchy, bridge_kind: with several hosts, the means to cross between them, and which bridge it is.
-        state: what entries look at, where there can be any (engine/entry_layout.py); else None.
+        hierarchy, bridge_kind: with several hosts, the steps between them (multihost/hierarchy.py), and the
+            kind of bridge.
+        state: the words that entries check (engine/entry_layout.py); None where there can be no entries.
         is_fake: the other ranks do not exist, so tensors need no memory, and nothing waits.
         delegates: arguments are neither checked nor prepared for it: :meth:`delegate` takes whole calls.
     """
@@ -76,7 +77,7 @@ class Engine(Protocol):
     def plan(
         self, row: Collective, dtype: torch.dtype, op: ReduceOp | None = None, root: int | None = None
     ) -> Any:
-        """Return what :meth:`collective` needs to know of an operation on a dtype."""
+        """Return the plan for :meth:`collective`: the constants of an operation on a dtype."""
 
     def collective(
         self,
@@ -97,9 +98,10 @@ class Engine(Protocol):
         """
 
     def prepare(self, plan: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Prepared:
-        """Return what does :meth:`collective` with these arguments, again and again, in few steps.
+        """Return a callable that runs :meth:`collective` with these arguments, repeatedly and in few steps.
 
-        To be called by whoever may call :meth:`collective`. The tensors must not be moved afterwards.
+        Only a caller that may call :meth:`collective` may call this. The tensors must not be moved
+        afterwards.
         """
         return partial(self.collective, plan, inputs, outputs)
 
@@ -118,22 +120,22 @@ class Engine(Protocol):
         async_op: bool,
         timeout_s: float,
     ) -> Any:
-        """Run a whole call, if the engine :attr:`delegates`; returns its Work, or None if it is done."""
+        """Run a whole call, if the engine :attr:`delegates`; return its Work, or None if it is done."""
         return None
 
-    # -- operations that are begun, and go on while the program does
+    # -- operations in the background
 
     @property
     def operations_sent(self) -> int:
-        """Of how many operations this host has begun to send something to others."""
+        """The number of operations of which this host has begun to send something to other hosts."""
         return 0
 
     def await_sending(self, operations_sent: int) -> None:
-        """Where ranks share cores: wait until an operation in the background is sent off, or 20 ms.
+        """Where ranks share cores, wait until a background operation has begun to send, or 20 ms.
 
-        The ranks of a host that have not come to it yet, and the threads that send it, would have to wait for
-        this thread's core otherwise, and the network for them. This rank loses nothing by it, for it would
-        wait for the same ranks later.
+        Otherwise the ranks of the host that have not reached the operation yet, and the threads that send it,
+        would have to wait for this thread's core, and the network for them. This rank loses nothing, for it
+        would wait for the same ranks later.
 
         Args:
             operations_sent: what :attr:`operations_sent` was before the operation was begun.
@@ -147,17 +149,17 @@ class Engine(Protocol):
         _missing(self, "send")
 
     def receive(self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float) -> int:
-        """Receive a message from a rank, or from any (None); returns the rank that sent it."""
+        """Receive a message from a rank, or from any (None); return the rank that sent it."""
         _missing(self, "receive")
 
     def begin_send(self, tensor: torch.Tensor, rank: int, tag: int, timeout_s: float, done: Ended) -> Any:
-        """Begin :meth:`send`; returns the transfer. ``done`` is called at its end."""
+        """Begin :meth:`send` and return the transfer. ``done`` is called at its end."""
         _missing(self, "begin_send")
 
     def begin_receive(
         self, tensor: torch.Tensor, rank: int | None, tag: int, timeout_s: float, done: Ended
     ) -> Any:
-        """Begin :meth:`receive`; returns the transfer. ``done`` is called at its end."""
+        """Begin :meth:`receive` and return the transfer. ``done`` is called at its end."""
         _missing(self, "begin_receive")
 
     def complete(self, transfer: Any) -> object:
@@ -167,15 +169,15 @@ class Engine(Protocol):
     # -- what belongs to it
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor, where the engine moves it fastest."""
+        """Return an uninitialised tensor, in the memory that the engine moves fastest."""
         return torch.empty(shape, dtype=dtype)
 
     def is_in_heap(self, address: int) -> bool:
-        """Return whether an address is in the memory that :meth:`empty` gives out, and ranks share."""
+        """Return whether an address is in the memory that :meth:`empty` gives out and that ranks share."""
         return False
 
     def combine(self, target: torch.Tensor, sources: Sequence[torch.Tensor], op: ReduceOp) -> None:
-        """Reduce tensors of this rank, as the engine does those of several: same order, same rounding."""
+        """Reduce tensors of this rank, in the same order and with the same rounding as those of several."""
 
     def scale(self, tensor: torch.Tensor, factor: float) -> None:
         """Multiply a contiguous tensor of this rank by a factor, in place."""
@@ -184,11 +186,11 @@ class Engine(Protocol):
     # -- its state
 
     def sequence_number(self) -> int:
-        """Return how many operations of the whole group this rank has begun, 0 if nobody counts."""
+        """Return how many operations of the whole group this rank has begun; 0 if it does not count."""
         return 0
 
     def flight_record(self) -> FlightRecord | None:
-        """Return what the ranks did last; None if nothing is recorded."""
+        """Return the record of what the ranks did last; None if nothing is recorded."""
         return None
 
     @property
@@ -197,7 +199,7 @@ class Engine(Protocol):
         return False
 
     def abort(self, why: str, failed: Sequence[int] = ()) -> None:
-        """Have what is under way on all ranks, and what is called later, fail at once.
+        """Make operations under way on all ranks, and later ones, fail at once.
 
         Args:
             why: what the errors say.
@@ -205,7 +207,7 @@ class Engine(Protocol):
         """
 
     def check_messages(self) -> None:
-        """Have messages that are under way find out now whether the group was aborted."""
+        """Make messages under way check now whether the group was aborted."""
         return
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from torchestra.engine.native.target import Target
 from torchestra.engine.p2p import endpoint_kernels, immediate, kernels
 from torchestra.engine.recorder import message_records
 
-# To import them declares their kernels, and those that they call.
+# Importing them declares their kernels, and those that they call.
 _MODULES = (
     collectives,
     doorbell,
@@ -29,7 +29,7 @@ _MODULES = (
 
 
 def kernels_of_engine() -> list[KernelSource | Intrinsic]:
-    """Return what Python can call: intrinsic operations, and kernels that are not private to a module."""
+    """Return what Python can call: intrinsic operations, and kernels not private to a module."""
     return [each for each in declared() if isinstance(each, Intrinsic) or not each.is_private]
 
 

@@ -1,4 +1,4 @@
-"""Where everything lies in an arena, and in the private context that a kernel gets of it.
+"""The layout of an arena, and of the private context with which a kernel uses it.
 
 An arena is one range of memory that every rank of a group can address (at different addresses, where
 ranks are processes)::
@@ -35,10 +35,10 @@ from dataclasses import dataclass
 
 MAGIC = 0x7452_4348_4553_5452  # "RTSEHCRt" in memory
 VERSION = 9
-MEMORY_FILE = "torchestra"  # what the names of all arenas' memory files begin with
-RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for what is left of arenas (flight_dump.py)
+MEMORY_FILE = "torchestra"  # the prefix of the names of all arenas' memory files
+RECORD_VARIABLE = "TORCHESTRA_RECORD"  # names a directory for records of ended arenas (flight_dump.py)
 PAGE = 4096
-LARGEST_PAGE = 1 << 16  # of all systems; a mapping begins at a multiple of a page
+LARGEST_PAGE = 1 << 16  # on any system; a mapping begins at a multiple of a page
 LINE = 64
 
 # The header's words, as byte offsets.
@@ -48,7 +48,7 @@ HEADER_SIZE = 16
 HEADER_SLOT_BYTES = 24
 HEADER_CHUNK_BUFFER_BYTES = 32
 HEADER_HEAP_BYTES = 40
-HEADER_CLOCK = 48  # what all ranks take the time from (clock.py)
+HEADER_CLOCK = 48  # the clock that all ranks use (clock.py)
 HEADER_TICKS = 56  # a moment by that clock
 HEADER_NANOSECONDS = 64  # and by CLOCK_MONOTONIC
 HEADER_NAME_LENGTH = 72
@@ -83,7 +83,7 @@ ANSWERED = 392  # the value of ASKED that ANSWER answers
 CALLED_LENGTH = 400
 ANSWER_LENGTH = 408
 # Each of the two is written by one thread at a time, so that none is read while another writes it: CALLED by
-# whoever runs an operation, ANSWER by the watcher.
+# the thread that runs an operation, ANSWER by the watcher.
 CALLED = 512  # what the rank called in a mismatch
 CALLED_BYTES = 2560
 ANSWER = 3072  # where its program is
@@ -133,7 +133,7 @@ WAITED_FOR_AT = (
 )  # by peer, ticks waited: in collectives, for messages
 
 # An entry of a record.
-STAMP = 0  # number of the operation or message, or 0 while the entry changes hands
+STAMP = 0  # number of the operation or message, or 0 while the entry is being reused
 BEGAN = 8
 ENDED = 16  # 0 while it runs, negative when it failed
 WHAT = 24  # the fingerprint (operations.py)
@@ -216,7 +216,7 @@ PLAN_CONTEXT = 0  # address of the kernel's context
 PLAN_META = 8  # the fingerprint (operations.py)
 PLAN_UNIT = 16  # bytes per element
 PLAN_FUNCTION = 24  # address of the reduction (reductions.py)
-PLAN_ROOT = 32  # the root, or -1 for everybody
+PLAN_ROOT = 32  # the root, or -1 for all ranks
 PLAN_BYTES = 40
 
 NOT_SHARED = -(1 << 62)  # SHARED of a tensor that does not lie in the heap
@@ -258,7 +258,7 @@ class Layout:
 
     @property
     def splits_bytes(self) -> int:
-        """Of one rank: by parity, then sent and expected, then by peer."""
+        """The bytes of one rank's splits: by parity, then sent and expected, then by peer."""
         return 2 * 2 * 8 * self.size
 
     @property
@@ -267,12 +267,12 @@ class Layout:
 
     @property
     def agreement_bytes(self) -> int:
-        """Of one rank; the word that decides comes before, in a line of its own."""
+        """The bytes of one rank's part; the word that decides comes before, in a line of its own."""
         return align(PROPOSALS + 2 * self.proposal_bytes, LINE)
 
     @property
     def proposal_bytes(self) -> int:
-        """Return a key, and a bit for each rank."""
+        """The bytes of a proposal: a key, and a bit for each rank."""
         return PROPOSAL_RANKS + 8 * align(self.size, 64) // 64
 
     @property
@@ -281,7 +281,7 @@ class Layout:
 
     @property
     def record_bytes(self) -> int:
-        """Of one rank."""
+        """The bytes of one rank's record."""
         return align(WAITED_FOR_AT + 16 * self.size, PAGE)
 
     @property

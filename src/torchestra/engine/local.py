@@ -1,8 +1,8 @@
 """The engine of a group whose ranks share an arena: a collective becomes a call of a compiled kernel.
 
 :data:`ALGORITHMS` says, by a row's algorithm, which kernel runs it with which arguments. A call of a compiled
-kernel costs 0.15 µs, a question to a tensor 0.04 µs, a Python call 0.06 µs; the entries of
-collectives (entries/collectives.py) call the kernels of small operations themselves.
+kernel costs 0.15 µs, a query of a tensor 0.04 µs, a Python call 0.06 µs; the entries of collectives
+(entries/collectives.py) call the kernels of small operations themselves.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ _WITH_TABLES = frozenset({"share", "gather", "scatter", "exchange", "reduce_scat
 class Kernels:
     """The entry points of the kernels, each an attribute. After an abort all of them raise.
 
-    Entries (engine/entries/) call the kernels themselves; they are off as soon as another function is put in
-    the place of one.
+    Entries (engine/entries/) call the kernels themselves; they are off as soon as another function replaces
+    one.
 
     Args:
-        state: tells that to the entries.
+        state: tells the entries so.
     """
 
     all_reduce: Kernel
@@ -130,7 +130,7 @@ class Kernels:
         super().__setattr__(name, kernel)
 
     def replace(self, refuse: Kernel) -> None:
-        """Put a function that raises in the place of every kernel."""
+        """Replace every kernel by a function that raises."""
         for name in KERNELS.copy():
             setattr(self, name, refuse)
 
@@ -138,7 +138,7 @@ class Kernels:
 def _all_reduce(
     engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
 ) -> tuple[Kernel, Arguments]:
-    """In place; several tensors are taken as one: their elements, one after the other."""
+    """Work in place; take several tensors as one, their elements one after the other."""
     if len(inputs) == 1:
         return engine.kernels.all_reduce, (plan.address, inputs[0].numel(), inputs[0].data_ptr())
     starts = [*accumulate((tensor.numel() for tensor in inputs), initial=0)]
@@ -203,7 +203,7 @@ def _reduce_scatter_tensor(
 def _all_to_all(
     engine: LocalEngine, plan: LocalPlan, inputs: Tensors, outputs: Tensors
 ) -> tuple[Kernel, Arguments]:
-    """One tensor for and from each rank, or one for all, of which each rank has an equal part."""
+    """Take one tensor for and from each rank, or one for all, of which each rank has an equal part."""
     if len(inputs) == 1 and inputs[0].nbytes == outputs[0].nbytes:
         length = inputs[0].numel() * plan.unit // engine.size
         arguments = (plan.address, length, inputs[0].data_ptr(), outputs[0].data_ptr())
@@ -284,7 +284,7 @@ class LocalEngine(Engine):
         forget_in_children(self)
 
     def forget(self) -> None:
-        """In a forked child, which has no place in the arena: run no kernel."""
+        """Run no kernel in a forked child, which has no place in the arena."""
         self.mailbox.forget()
         self.kernels.replace(partial(_refuse_in_child, self.context))
         self.context.set_word(at.RESUME, 0)  # an operation that the parent is in is not the child's to abort
@@ -354,7 +354,7 @@ class LocalEngine(Engine):
     def exchanging(
         self, plan: LocalPlan, sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]
     ) -> tuple[Kernel, Arguments]:
-        """Return what sends to and receives from each rank the ranges, (address, bytes), by rank."""
+        """Return the kernel, and its arguments, that exchanges these ranges, (address, bytes), by rank."""
         context = self.context
         context.set_table(at.SOURCES, [address for address, _ in sends])
         context.set_table(at.SOURCE_BYTES, [length for _, length in sends])
@@ -401,7 +401,7 @@ class LocalEngine(Engine):
         self.mailbox.look()
 
     def waiter(self, timeout_s: float) -> MessageWaiter:
-        """Return what ends the waits of messages that may wait for so long."""
+        """Return the waiter for messages with this time-out."""
         waiter = self._waiter  # which another thread may replace
         if timeout_s != waiter.timeout_s:
             waiter = self._waiter = MessageWaiter(self.context, timeout_s)
@@ -437,7 +437,7 @@ class LocalEngine(Engine):
         self.context.leave()
 
     def leave_halfway(self, error: BaseException) -> None:
-        """After an exception: if the operation was not brought to its end, no other can be begun.
+        """After an exception, refuse all further operations if the current one has not ended.
 
         The exception may be a KeyboardInterrupt at any point since the kernel was first called.
         """
@@ -452,12 +452,12 @@ class LocalEngine(Engine):
 
 
 class PreparedKernel:
-    """A kernel and what it is to be called with, again and again.
+    """A kernel and its arguments, for repeated calls.
 
     Attributes:
         name: of the kernel.
         arguments: the plan's address first.
-        tables: what the tables by peer are to be; None if the kernel reads none.
+        tables: the values for the tables by peer; None if the kernel reads none.
     """
 
     def __init__(
@@ -477,7 +477,7 @@ class PreparedKernel:
         engine = self._engine
         if self.tables is not None:
             engine.context.set_tables(self.tables)
-        # Found by its name, as another function is in its place when the group cannot be used any more.
+        # Looked up by name, as another function replaces it when the group cannot be used any more.
         engine.call(getattr(engine.kernels, self.name), self.arguments, timeout_s, site)
 
 
@@ -491,10 +491,10 @@ reduces = supports
 
 
 def _refuse(context: RankContext, *arguments: int) -> int:
-    """In place of every kernel once the group cannot be used."""
+    """Stand in for every kernel once the group cannot be used."""
     raise context.aborted()
 
 
 def _refuse_in_child(context: RankContext, *arguments: int) -> int:
-    """In place of every kernel in a forked child."""
+    """Stand in for every kernel in a forked child."""
     raise refusal(f"group {context.name!r} of rank {context.group_rank} cannot be used")

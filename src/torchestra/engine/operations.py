@@ -76,7 +76,7 @@ class Collective:
     Attributes:
         name: of the public function, and of the communicator's method.
         kind: its code in fingerprints. These also hold the reduce operation, the dtype and the root; the
-            count that ranks compare beside them is that of elements, or a hash of them where they differ.
+            count that ranks also compare is that of elements, or a hash of them where they differ.
         summary: one sentence for people.
         output, input: the tensors that it fills and those that it reads; the same parameter if it works in
             place, None if it takes no tensors.
@@ -94,9 +94,9 @@ class Collective:
         multi_tensor: the method takes a list of several tensors of each rank.
         sparse: it takes sparse COO tensors as well.
         functional: the operator in ``torch.ops.torchestra``; "" if there is none.
-        on_devices: NCCL and its like have it; if not, tensors of a device go through the host.
+        on_devices: NCCL and similar backends have it; if not, tensors of a device go through the host.
         synchronises: no rank ends it before every other has begun it.
-        traced_as: what torch's profilers know it by.
+        traced_as: its name in torch's profilers.
         in_place: it replaces the tensor that it reads.
         moves: it only moves elements between tensors, and so takes complex ones as pairs of reals.
     """
@@ -145,7 +145,7 @@ COLLECTIVES: dict[str, Collective] = {}
 
 
 def add(row: Collective) -> Collective:
-    """Put a row into the table; returns it. A row of the same name is replaced."""
+    """Put a row into the table and return it. A row of the same name is replaced."""
     COLLECTIVES[row.name] = row
     _KIND_NAMES.setdefault(int(row.kind), row.name)
     return row
@@ -456,7 +456,7 @@ def describe(meta: int, count: int) -> str:
 
 
 def describe_lengths(meta: int, count: int, sent: Sequence[int], expected: Sequence[int]) -> str:
-    """Return what :func:`describe` leaves out because a fingerprint only has the hash of it, or nothing.
+    """Return the lengths in words, of which a fingerprint only has the hash; empty if there are none.
 
     Args:
         sent, expected: by rank, how many bytes go there and come from there.

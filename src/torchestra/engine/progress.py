@@ -1,17 +1,18 @@
 """Asynchronous operations: they run in the program's order, on a thread of the group or on one that waits.
 
-The protocol. Tasks stand in a queue, in the order in which they were submitted. Whoever has the *turn*, a
-lock, runs the first of them, which leaves the queue when it is over. The invariant: **a task is begun only by
-who has the turn, as the first in the queue, and is over before the turn is given back.** So tasks neither
-overlap nor pass each other, whoever runs them, and a task that is not begun is still in the queue.
+The protocol. Tasks stand in a queue, in the order in which they were submitted. The thread that has the
+*turn*, a lock, runs the first of them, which leaves the queue when it is over. The invariant: **a task is
+begun only by the thread that has the turn, as the first in the queue, and is over before the turn is given
+back.** So tasks neither overlap nor pass each other, whoever runs them, and a task that is not begun is still
+in the queue.
 
 Two kinds of threads take the turn. The group's own thread waits for it when a task has stood for a while, and
 then runs tasks until none is left; so every task is run, whether somebody waits for it or not. A thread that
 waits for a task takes the turn if it is free, and runs tasks up to the one it waits for: handing a small
 operation over to another thread and back takes twenty times as long as the operation. If the turn is taken
-it just waits for the end of its task. So whoever waits for the turn holds nothing that a task could need, and
-whoever has it waits for other ranks only: the two cannot block each other. (A thread on which a torch mode is
-active, such as a tracer's, does not help: queue.py.)
+it just waits for the end of its task. So a thread that waits for the turn holds nothing that a task could
+need, and the thread that has it waits for other ranks only: the two cannot block each other. (A thread on
+which a torch mode is active, such as a tracer's, does not help: queue.py.)
 
 Tasks that are *bound* (their operation has a future, whose callbacks may do anything) are run by the group's
 thread only, and without delay.
@@ -42,17 +43,18 @@ class Task(Protocol):
 
     Attributes:
         ran: whether it has been begun.
-        interrupt: the KeyboardInterrupt, or whatever is no ``Exception``, that it was left with.
+        interrupt: the KeyboardInterrupt, or another BaseException that is no ``Exception``, that it was left
+            with.
     """
 
     ran: bool
     interrupt: BaseException | None
 
     def __call__(self, let_go: LetGo) -> None:
-        """Run, call ``let_go`` when it is over but for telling whoever waits for it, and raise nothing.
+        """Run; call ``let_go`` when all is done but telling the threads that wait; raise nothing.
 
         On a thread that handles signals an interrupt may be raised all the same, between any two lines. Then
-        it is called again if it has been begun, and is to do what is left.
+        it is called again if it had begun, and must do the rest.
         """
 
     def is_bound(self) -> bool:
@@ -65,7 +67,7 @@ _started: weakref.WeakSet[ProgressThread] = weakref.WeakSet()
 
 
 def let_tasks_end(seconds: float = _EXIT_SECONDS) -> None:
-    """At exit: wait for tasks that are about to end, at most so long for each group.
+    """At exit, wait for tasks that are about to end, at most ``seconds`` for each group.
 
     A daemon that is inside torch's C++ code while the interpreter ends may take the process down with
     "terminate called without an active exception".
@@ -79,11 +81,12 @@ atexit.register(let_tasks_end)
 
 
 class ProgressThread:
-    """Runs tasks one after the other. The thread is started by the first task and is a daemon.
+    """Run tasks one after the other. The thread is started by the first task and is a daemon.
 
     Args:
         name: of the thread.
-        grace: for how many seconds a task may stand that somebody might come to wait for, and so to run.
+        grace: for how many seconds a task may stand in the queue that another thread might come to wait for,
+            and so run.
         state: is told how many tasks are pending.
     """
 
@@ -135,7 +138,7 @@ class ProgressThread:
         _started.add(self)
 
     def start_now(self) -> None:
-        """Have the thread begin now: somebody waits for what was submitted and cannot :meth:`progress`."""
+        """Make the thread begin now: a caller waits for a task and cannot :meth:`progress`."""
         doorbell.start_now(self._address)
 
     def progress(self, ended: Callable[[], bool]) -> None:
@@ -168,11 +171,11 @@ class ProgressThread:
             self.pending = self._state.pending = self.pending - 1
 
     def is_current(self) -> bool:
-        """Return whether the calling thread has the turn: a task, or a callback of one, is what calls."""
+        """Return whether the calling thread has the turn: the caller is a task, or a callback of one."""
         return self._runner == threading.get_ident()
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what was submitted so far has ended and been told, at most ``timeout_s``."""
+        """Wait at most ``timeout_s`` until all tasks submitted so far have ended and told so."""
         if self._thread is None or not self._thread.is_alive() or self.is_current():
             return
         last = _Last()
@@ -181,7 +184,7 @@ class ProgressThread:
         last.over.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Let what is queued end, and the thread with it; wait for that at most ``timeout_s``."""
+        """Let the queued tasks end, and the thread with them; wait at most ``timeout_s``."""
         if self._thread is not None and self._thread is not threading.current_thread():
             doorbell.close(self._address)
             self._thread.join(timeout_s)

@@ -1,17 +1,17 @@
 """Get a tensor back, after an operation left halfway, from peers that may still write into it.
 
-In an all_reduce or reduce of tensors that all lie in heaps, everybody writes its part of the result into all
-of them, which takes a quarter less time than if everybody fetched it. At the end of the operation all have
-written. But who leaves it before that, because its time is over, say, may leave a peer behind that is
-stopped, or has no core, between its steps 1 and 2, and that writes when it goes on, whatever the memory is
-by then.
+In an all_reduce or reduce of tensors that all lie in heaps, every rank writes its part of the result into all
+of them, which takes a quarter less time than if every rank fetched it. At the end of the operation all have
+written. But a rank that leaves it before that, on a time-out, say, may leave a peer behind that is stopped,
+or has no core, between its steps 1 and 2, and that writes when it goes on, whatever the memory is used for by
+then.
 
-So before the error is raised, the peers that may be there are looked for. One that has not published step 1
+So before it raises the error, the rank looks for peers that may be there. One that has not published step 1
 will find the group aborted when it has (waiting.py); one that has published step 2 has written; one that has
-left halfway too says so in ABANDONED; one that is dead does nothing. After a moment that is all of them, if
-nobody is stopped. For others, who are processes, the pages of the tensor are replaced by copies that they do
-not see: what they write goes into memory that nobody uses. Ranks that are threads see the same memory, but
-are never stopped alone: they are waited for.
+left halfway too says so in ABANDONED; one that is dead does nothing. After a moment that accounts for all of
+them, if none is stopped. If the others are processes, the rank replaces the pages of the tensor by copies
+that they do not see: what they write goes into memory that nobody uses. Ranks that are threads see the same
+memory, but are never stopped alone: the rank waits for them.
 
 The memory of the pages that were replaced goes back to the system, and reads as zeros to a peer: which is no
 worse than what the rank may do with its tensor from now on. Either is only for a group that is aborted.
@@ -36,7 +36,7 @@ _FIRST_NAP, _LONGEST_NAP = 0.0002, 0.01
 
 
 def reclaim(context: RankContext) -> None:
-    """See to it that no peer writes into the tensor of the operation that this rank has left halfway.
+    """Make sure that no peer writes into the tensor of the operation that this rank has left halfway.
 
     Must be called after the group was aborted, when this rank has left the kernel and will enter no other.
 

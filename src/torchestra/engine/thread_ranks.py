@@ -1,6 +1,6 @@
 """Find the rank of the calling thread, where ranks are threads of one process.
 
-It finds out in a context variable. Three kinds of threads run for a rank without being it:
+A context variable tells it. Three kinds of threads run for a rank without being it:
 
 * threads of the group itself: they are started in a copy of the context;
 * threads that the rank starts: Python hands a context on by itself only where asked to (from 3.14), so while
@@ -30,7 +30,7 @@ class ThreadRank:
     Attributes:
         rank, size, store: its number, how many there are, and the store they share.
         thread: the one that the rank's program runs in: while it lives the rank does.
-        world: the rank's registry of groups, which belongs to a floor above this one.
+        world: the rank's registry of groups, which belongs to a layer above this one.
         host: which host it pretends to be on; ranks with different ones share no memory. Empty: this one.
     """
 
@@ -50,13 +50,13 @@ current_thread_rank: Callable[[], ThreadRank | None] = _here.get
 
 
 def leave_thread_rank() -> None:
-    """Have the calling thread belong to no rank that is a thread, in a process that was forked from one."""
+    """Detach the calling thread from its rank, in a process that was forked from a rank that is a thread."""
     _here.set(None)
 
 
 @contextlib.contextmanager
 def being_thread_rank(rank: ThreadRank) -> Iterator[None]:
-    """Make the calling thread this rank while the block runs, and those that are started inside its own."""
+    """Make the calling thread this rank while the block runs; threads started inside belong to it."""
     token = _here.set(rank)
     try:
         with _inherited, torch.autograd.set_multithreading_enabled(False):
@@ -99,7 +99,7 @@ def _start_for_rank(plain_start: Callable[[threading.Thread], None]) -> Callable
                 try:
                     run()
                 finally:
-                    # It holds the thread, which would hold it.
+                    # It refers to the thread, which would refer to it.
                     del thread.__dict__["run"]
 
             thread.__dict__["run"] = run_for_rank

@@ -1,9 +1,9 @@
 """The thresholds that ``torchestra tune`` measured on this machine, kept beside the compiled kernels.
 
 Only the rank that makes a group's arena reads the file, and writes the thresholds into the arena, where all
-ranks find them: so ranks with different files, homes or users agree all the same, and nobody needs the file.
-It is read only if nobody but this user and root can have written it; what is damaged, or says what the
-kernels cannot work with, is ignored, and a line on stderr says so.
+ranks find them: so ranks with different files, home directories or users agree all the same, and no rank
+needs the file. It is read only if nobody but this user and root can have written it; a file that is damaged,
+or has thresholds that the kernels cannot use, is ignored, and a line on stderr says so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMES = tuple(field.name for field in fields(Choices))
 
 
 def choices_for_group(size: int, buffer_bytes: int) -> Choices:
-    """Return the thresholds for a group: what was measured for as many ranks, or the usual ones."""
+    """Return the thresholds for a group: those measured for as many ranks, or the defaults."""
     found = table().get(size)
     if found is not None:
         try:
@@ -47,7 +47,7 @@ def choices_for_group(size: int, buffer_bytes: int) -> Choices:
 
 @functools.cache
 def table() -> Table:
-    """Return what the first file says that is there; read once a process."""
+    """Return the thresholds in the first file that exists; read once per process."""
     for place in candidates():
         path = place.folder / file_name()
         if not os.path.lexists(path):
@@ -85,7 +85,7 @@ def keep(measured: Table) -> Path:
 
 
 def forget() -> list[Path]:
-    """Remove what was kept for this machine; return the files that there were."""
+    """Remove the thresholds kept for this machine; return the files that there were."""
     removed = []
     for place in candidates():
         path = place.folder / file_name()
@@ -97,7 +97,7 @@ def forget() -> list[Path]:
 
 
 def file_name() -> str:
-    """Return what the file is called: hosts with other processors may share the directory."""
+    """Return the file's name: hosts with other processors may share the directory."""
     machine = f"{platform.machine()} {_processor()} {os.cpu_count()}"
     return f"torchestra-thresholds-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
 

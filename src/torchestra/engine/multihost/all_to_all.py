@@ -2,8 +2,8 @@
 
 What the rank at place p has for another host goes over rail ``p mod rails``; a rank beyond the last rail
 hands it to that rank first. On the other host the ranks hand on what has come for others, together with what
-they have for each other. Who sends what to whom is compared before: the hosts tell each other how much their
-ranks send to each rank, and whoever expects something else lets all ranks know.
+they have for each other. Before that the ranks compare lengths: the hosts tell each other how much their
+ranks send to each rank, and a rank that expects something else lets all ranks know.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _part_of(ranges: Ranges, round_index: int, rounds: int) -> list[tuple[int, i
 
 
 def _compare(hierarchy: Hierarchy, sends: Ranges, receives: Ranges, call: Call) -> tuple[torch.Tensor, int]:
-    """Make sure that what is sent is what is expected.
+    """Make sure that each rank sends what its peers expect.
 
     Returns:
         By place, what each rank here sends and expects; and in how many rounds, the same on all ranks.
@@ -127,12 +127,12 @@ class _Exchange:
             )
 
     def finish(self) -> None:
-        """Distribute what has come."""
+        """Distribute what has arrived."""
         if self._pending is not None:
             self._hierarchy.wait(self._pending, self._call)
         self._hand_on(self._incoming)
 
-    # -- who goes over which rail
+    # -- which rank uses which rail
 
     def _users(self, rail: int) -> range:
         """Return the places of this host whose ranks send over a rail."""
@@ -153,13 +153,13 @@ class _Exchange:
         return sum(self._from(rank, each) for rank in self._riders(host, rail) for each in local_ranks)
 
     def _from(self, rank: int, local_rank: int) -> int:
-        """Return how much the rank at a place here gets from a rank elsewhere."""
+        """Return how much the rank at a place here gets from a rank on another host."""
         return self._expected[local_rank][rank]
 
     # -- the steps
 
     def _hand_to_rails(self) -> torch.Tensor:
-        """Bring what is for other hosts to the ranks at the rails; there, all of it, by host and sender."""
+        """Bring what is for other hosts to the ranks at the rails; return it there, by host and sender."""
         hierarchy, rails = self._hierarchy, self._hosts.rails
         elsewhere = [rank for host in self._others for rank in self._hosts.members[host]]
         own = torch.cat([memory(self._sends[rank]) for rank in elsewhere])
@@ -180,7 +180,7 @@ class _Exchange:
         )
 
     def _hand_on(self, incoming: torch.Tensor) -> None:
-        """Give each rank here what has come for it, and what the ranks here have for each other."""
+        """Give each rank here what has arrived for it, and what the ranks here have for each other."""
         hierarchy = self._hierarchy
         here, local_ranks = hierarchy.here, range(len(hierarchy.here))
         for_rank: list[list[torch.Tensor]] = [[memory(self._sends[rank])] for rank in here]
@@ -203,7 +203,7 @@ class _Exchange:
                 memory(self._receives[rank]).copy_(piece)
 
     def _arrivals(self, local_rank: int) -> Iterator[int]:
-        """The ranks elsewhere whose things come to the rank at a place here, in the order of their coming."""
+        """Return the ranks on other hosts that send to the rank at a place here, in order of arrival."""
         if local_rank >= self._hosts.rails:
             return iter(())
         return (rank for host in self._others for rank in self._riders(host, local_rank))
@@ -229,7 +229,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def memory(address_and_length: tuple[int, int]) -> torch.Tensor:
-    """Return the bytes at an address; somebody else keeps them."""
+    """Return the bytes at an address as a tensor, which does not keep the memory alive."""
     address, length = address_and_length
     if length == 0:
         return _NOTHING

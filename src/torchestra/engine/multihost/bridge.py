@@ -1,10 +1,11 @@
 """Bridges, which move tensors between hosts for collectives: each is one end of a rail.
 
-A bridge begins to receive from and to send to other ends; the operations are made of that here. They begin at
-once and end when they are waited for. All ends of a rail call the same ones in the same order with lengths
-that fit; that is made sure of before (hierarchy.py). Tensors are contiguous, on the CPU, of bytes (uint8),
-and stay as they are until the operation has ended. What is reduced is reduced by this package's own kernels,
-so that every dtype and operation is there, and every host gets the same bits, whatever the bridge is.
+A bridge begins to receive from and to send to other ends; the operations here consist of that. They begin at
+once and end when the caller waits for them. All ends of a rail call the same ones in the same order with
+lengths that fit; the hierarchy makes sure of that before (hierarchy.py). Tensors are contiguous, on the CPU,
+of bytes (uint8), and stay as they are until the operation has ended. This package's own kernels do all
+reductions, so every dtype and operation is supported, and every host gets the same bits, whatever the bridge
+is.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Pending(Protocol):
     """An operation of a bridge that has begun."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end, at most so long; return whether it has ended.
+        """Wait for its end, at most ``timeout_s`` seconds; return whether it has ended.
 
         Raises:
             BridgeError: it has failed.
@@ -54,13 +55,13 @@ class Bridge(ABC):
 
     @abstractmethod
     def begin(self, receives: Places, sends: Places, timeout_s: float) -> Pending:
-        """Begin to receive from and to send to other ends, in their order between each two; nothing is empty.
+        """Begin to receive from and to send to other ends, in order between each two; no tensor is empty.
 
-        A message may be shorter than the room for it; what it does not fill is left as it is.
+        A message may be shorter than the room for it; the rest of the room is left as it is.
 
         Args:
-            receives, sends: where to, and what.
-            timeout_s: after how long whoever waits gives it up.
+            receives, sends: which ends, and the tensors to fill or send.
+            timeout_s: after how long a waiting caller gives it up.
 
         Raises:
             BridgeError: the bridge has failed, or is closed.
@@ -68,7 +69,7 @@ class Bridge(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds; what is under way is given up. Never waits for another end."""
+        """Release what it holds, and give up what is under way. Never waits for another end."""
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> Pending:
         """Put every end's tensor, one after the other, into the output; all are equally long."""
@@ -99,7 +100,7 @@ class Bridge(ABC):
     ) -> Pending:
         """Send each end the next ``sent[h]`` bytes of the tensor, and get at most ``expected[h]`` from it.
 
-        Nothing is sent where nothing is to be, and that must be where nothing is expected.
+        An end sends nothing where the length is 0, and there the other end must expect 0.
         """
         rooms, pieces = output.split(list(expected)), tensor.split(list(sent))
         rooms[self.host][: sent[self.host]].copy_(pieces[self.host])
@@ -112,7 +113,7 @@ class Bridge(ABC):
         return self._begin(receives, [(end, pieces[end]) for end in self.others], timeout_s)
 
     def _begin(self, receives: Places, sends: Places, timeout_s: float) -> Pending:
-        """:meth:`begin` with what is not empty."""
+        """Do as :meth:`begin`, but skip empty tensors."""
         return self.begin(
             [each for each in receives if each[1].numel()],
             [each for each in sends if each[1].numel()],

@@ -2,7 +2,8 @@
 
 Every rank must prove the job's secret before it exchanges data with other hosts. ``curve`` makes sure of
 that. Gloo and MPI authenticate nobody, so they are used only where the user says that the network can be
-trusted: whoever reaches a port of the job, on one of its hosts too, can then take the place of a rank.
+trusted: any process that reaches a port of the job, on one of its hosts too, can then take the place of a
+rank.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _warned = False
 
 
 def choose_bridge(*, threads: bool, mpiexec: bool, has_secret: bool) -> str:
-    """Return the kind of bridge: what TORCHESTRA_BRIDGE says, or else the one that suits.
+    """Return the kind of bridge: that in TORCHESTRA_BRIDGE, or else the default.
 
-    That is ``curve``; in a network that is trusted, MPI where mpiexec has started the ranks, or else Gloo.
+    The default is ``curve``; in a trusted network, MPI where mpiexec has started the ranks, or else Gloo.
 
     Args:
         threads: the ranks are threads of one process.
-        mpiexec: it was mpiexec that started them.
+        mpiexec: mpiexec started them.
         has_secret: the job has a secret.
 
     Raises:
@@ -108,7 +109,7 @@ def open_bridge(
         store: one that only the ends of the rail, and only for this purpose, use.
         transport: of the rank that is this end.
         ranks: the ends, by host.
-        names: what to call the ends in messages.
+        names: the names of the ends, for messages.
         timeout_s: how long to look for the others.
     """
     if bridge == "curve":

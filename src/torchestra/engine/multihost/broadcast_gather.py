@@ -85,8 +85,8 @@ def all_gather(
 ) -> None:
     """Put every rank's tensor into an output of its own; sizes may differ between ranks.
 
-    What the ranks of a host have is a block, which they have put together first. Each rail brings a part of
-    every block to all hosts, chunk by chunk, and gives what comes to all ranks there.
+    The tensors of a host's ranks form a block, which these put together first. Each rail brings a part of
+    every block to all hosts, chunk by chunk, and gives it to all ranks there.
     """
     hosts = hierarchy.hosts
     memories = [bytes_of(output) for output in outputs]
@@ -104,7 +104,7 @@ def all_gather(
 
 
 def _as_few(memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Memory that follows other memory is put together with it."""
+    """Join tensors whose memory is adjacent."""
     joined: list[tuple[int, int]] = []
     for each in memories:
         if joined and joined[-1][0] + joined[-1][1] == each.data_ptr():
@@ -117,7 +117,7 @@ def _as_few(memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _send_chunk(
     hierarchy: Hierarchy, blocks: Sequence[Joined], cuts: Cuts, chunk_index: int, call: Call
 ) -> tuple[torch.Tensor, Pending | None]:
-    """Let a chunk of this host's block go to the others, padded to the longest of all hosts."""
+    """Send a chunk of this host's block to the others, padded to the longest of all hosts."""
     hosts = range(len(blocks))
     own = blocks[hierarchy.host].get(*cuts.span(hierarchy.host, hierarchy.local_rank, chunk_index))
     longest = max(cuts.length(host, hierarchy.local_rank, chunk_index) for host in hosts)
@@ -138,7 +138,7 @@ def _finish_gather(
     pending: Pending | None,
     call: Call,
 ) -> None:
-    """Give what has come to all ranks of this host."""
+    """Give what has arrived to all ranks of this host."""
     if pending is not None:
         hierarchy.wait(pending, call)
     rows = arrived.chunk(len(blocks)) if pending is not None else [arrived] * len(blocks)

@@ -1,4 +1,4 @@
-"""Take several tensors as one, and cut one into chunks."""
+"""Treat several tensors as one, and cut one into chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def chunk_ends(length: int, longest: int) -> list[int]:
     """Return the ends of the chunks that ``length`` elements are cut into.
 
     The first is short, so that the link is soon busy, and so are the last ones, because the hosts work on
-    them after the link has done all.
+    them after the link is done.
     """
     ends: list[int] = []
     least = max(1, longest // _LEAST)
@@ -32,7 +32,7 @@ def chunk_ends(length: int, longest: int) -> list[int]:
 
 
 class Joined:
-    """Some contiguous tensors of one dtype as if they were one, with as few copies as can be.
+    """Treat some contiguous tensors of one dtype as one, with as few copies as possible.
 
     Attributes:
         numel: how many elements there are in all.
@@ -54,7 +54,7 @@ class Joined:
         return pieces[0] if len(pieces) == 1 else pieces[0].new_empty(stop - start)
 
     def put(self, start: int, tensor: torch.Tensor) -> None:
-        """Copy a tensor there. (As bytes, since torch cannot copy every dtype.)"""
+        """Copy a tensor to the range from ``start`` on. (As bytes, since torch cannot copy every dtype.)"""
         pieces = self._pieces(start, start + tensor.numel())
         for piece, source in zip(pieces, tensor.split([each.numel() for each in pieces]), strict=True):
             if piece.data_ptr() != source.data_ptr():
@@ -72,7 +72,7 @@ class Joined:
 
 
 class Cuts:
-    """Cuts the hosts' blocks into a part for each rail, and these into chunks.
+    """Cut the hosts' blocks into a part for each rail, and these into chunks.
 
     Args:
         lengths: of the blocks, by host.
@@ -98,6 +98,6 @@ class Cuts:
         return min(start + self._ends[chunk_index], end), min(start + self._ends[chunk_index + 1], end)
 
     def length(self, host: int, rail: int, chunk_index: int) -> int:
-        """Return how long it is."""
+        """Return the length of that range."""
         start, stop = self.span(host, rail, chunk_index)
         return stop - start

@@ -1,17 +1,17 @@
 """The bridge over the group's transport, ZeroMQ with CURVE: the default.
 
-Who takes part in it has proved the job's secret before a byte of it is read, and all that goes over it is
-encrypted (transport/). The ends meet through the rail's store, on a thread of their own; what is begun before
-that is sent then. From one end to another there is one stream of messages, and what is received takes them in
-their order: one that comes before it is awaited is kept.
+Every peer has proved the job's secret before a byte of its data is read, and all traffic is encrypted
+(transport/). The ends meet through the rail's store, on a thread of their own; operations begun before that
+are sent then. From one end to another there is one stream of messages, and receives take them in order: a
+message that comes before its receive is kept.
 
-Whether the other hosts live is known from elsewhere (failure_detector.py). An end that is closed says
-goodbye; of one whose connection ends without that, what is under way is given up after the heartbeat bound,
-by which a link that was cut may come back.
+The failure detector knows whether the other hosts live (failure_detector.py). An end that is closed says
+goodbye; if a connection ends without that, the bridge gives up what is under way after the heartbeat bound,
+within which a link that was cut may come back.
 
 A message of up to 64 KB is one frame. A longer one goes in pieces (transport/framing.py), so each piece is
-on its way while the next one is encrypted. Large tensors come in chunks from whoever calls, several of which
-are under way at once; so while one is added up others travel.
+on its way while the next one is encrypted. Callers pass large tensors in chunks, several of which are under
+way at once; so while one is added up others travel.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Transfer:
         return True
 
     def fail(self, why: str) -> None:
-        """Have it end with an error."""
+        """Make it end with an error."""
         if self.left and not self._error:
             self._error = why
             self._under_way.release()
@@ -82,7 +82,7 @@ class CurveBridge(Bridge):
     Args:
         store: one that only the ends of this rail, and only for this purpose, use; it knows the job's secret.
         ranks: the ends, by host.
-        names: what to call the ends in messages.
+        names: the names of the ends, for messages.
         timeout_s: how long to look for the others.
 
     Raises:
@@ -109,7 +109,7 @@ class CurveBridge(Bridge):
         self._link, self._rank = transport.link, transport.rank
         self._ranks, self._names = ranks, names
         self._ends = {rank: end for end, rank in enumerate(ranks)}
-        # A finaliser may interrupt whoever holds it, and close the bridge.
+        # A finaliser may interrupt the thread that holds it, and close the bridge.
         self._lock = threading.RLock()
         self._awaited: defaultdict[int, deque[tuple[_Transfer, torch.Tensor]]] = defaultdict(deque)
         self._come: defaultdict[int, deque[Message]] = defaultdict(deque)
@@ -187,7 +187,7 @@ class CurveBridge(Bridge):
             self._under_way.discard(transfer)
 
     def _arrived(self, message: Message) -> None:
-        """On the thread of the transport."""
+        """Take a message, on the thread of the transport."""
         end = self._ends.get(message.source)
         if end is None:
             return
@@ -199,7 +199,7 @@ class CurveBridge(Bridge):
             self._take(end, message, transfer, tensor)
 
     def _take(self, end: int, message: Message, transfer: _Transfer, tensor: torch.Tensor) -> None:
-        """Put what has come where it belongs."""
+        """Put what has arrived where it belongs."""
         length = len(message.text) + sum(storage.nbytes() for storage in message.storages)
         if length > tensor.numel():
             transfer.fail(f"{length} bytes came from {self._names[end]}, not {tensor.numel()}")
@@ -211,7 +211,7 @@ class CurveBridge(Bridge):
         self._finish_one(transfer, end)
 
     def _lost(self, rank: int, how: str) -> None:
-        """On the thread of the transport: nothing will come from a rank any more, or something is missing."""
+        """On the thread of the transport, note that a rank sends no more, or that a message is missing."""
         end = self._ends.get(rank)
         if end is None:
             return

@@ -46,8 +46,8 @@ class MultiHostEngine(Engine):
     """One rank's engine in a group on several hosts.
 
     Args:
-        hierarchy: the means to cross.
-        messages: what sends and receives messages.
+        hierarchy: the steps within the host and between hosts.
+        messages: sends and receives messages.
     """
 
     context: RankContext
@@ -172,7 +172,7 @@ class MultiHostEngine(Engine):
         site: str | None,
         lengths: Sequence[int],
     ) -> Iterator[Call]:
-        """Record an operation; abort the group if it ends halfway, as nobody can take it back."""
+        """Record an operation; abort the group if it ends halfway, as it cannot be undone."""
         lengths_text = ""
         if len(set(lengths)) > 1:
             lengths_text = f" of {[length // plan.dtype.itemsize for length in lengths]} elements by rank"

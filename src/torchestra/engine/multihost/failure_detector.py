@@ -1,19 +1,19 @@
-"""The failure detector: finds out which hosts and ranks of a group live, and spreads events.
+"""The failure detector: it finds out which hosts and ranks of a group live, and spreads events.
 
 Hosts *ping* each other over the group's transport. The leader of each host (its first rank) has a thread for
-that: the *coordinator*, the leader of the first host whose leader has not gone, pings all hosts, all others
-ping the coordinator's; so that costs O(hosts) in all. A ping is for a host: it goes to the first of its ranks
-that has not gone, and any rank answers for its host, on the transport's thread. Pings and their
+that: the *coordinator*, the leader of the first host whose leader has not gone, pings all hosts; all others
+ping the coordinator's host; that costs O(hosts) in all. A ping is for a host: it goes to the first of its
+ranks that has not gone, and any rank answers for its host, on the transport's thread. Pings and their
 acknowledgements carry the *membership updates*, as in SWIM (Das, Gupta, Motivala 2002): which ranks have died
-or left as far as the sender knows. Of its own host a rank knows that from the arena. A rank that is no leader
-pings a host when it waits for one of its ranks.
+or left as far as the sender knows. For its own host a rank learns that from the arena. A rank that is no
+leader pings a host when it waits for one of its ranks.
 
 A host that has acknowledged nothing for the *heartbeat bound* (TORCHESTRA_HEARTBEAT, default 10 s) is given
-up: the group is aborted on all hosts that are left. Only time in which this process ran counts
+up: the group is aborted on all remaining hosts. Only time in which this process ran counts
 (:class:`SuspicionTimers`).
 
-*Events* are for all hosts, and come at once: that the group is over. Who tells that waits until the other
-hosts have confirmed it, or for a few seconds: its process may end next, and they would never know why. By
+*Events* are for all hosts, and are sent at once: that the group is over. The sender waits until the other
+hosts have confirmed it, or for a few seconds: its process may end next, and they would never know why. With
 questions and answers ranks learn where the others stand, and what they did last (remote_records.py).
 """
 
@@ -55,9 +55,9 @@ class ControlMessage(IntEnum):
     """The type of a message of the control channel; its text is JSON.
 
     ``ping`` and ``ack``: ranks that have died, that have left, hosts that are silent. ``abort``: why the
-    group is over, the ranks that have failed, where ranks stand; ``confirm``: that is known. ``ask``: the
-    number of the question and of an operation; ``recount``: of the question; ``answer``: of the question, and
-    then the answer.
+    group is over, the ranks that have failed, where ranks stand; ``confirm``: the sender knows that. ``ask``:
+    the number of the question and of an operation; ``recount``: of the question; ``answer``: of the question,
+    and then the answer.
     """
 
     ping = 1
@@ -70,16 +70,16 @@ class ControlMessage(IntEnum):
 
 
 class FailureDetector:
-    """A rank's view of the other hosts.
+    """One rank's view of the other hosts.
 
     Args:
-        store: the group's, for those that agree on who goes on after a failure.
+        store: the group's, with which the survivors of a failure agree on who continues.
         host: which this rank is on.
         context: this rank's context among the ranks of its host.
         bound: the heartbeat bound.
 
     Attributes:
-        begun: how many operations of the group this rank has begun; set by who counts them.
+        begun: how many operations of the group this rank has begun; set by the code that counts them.
         dead, left: ranks of other hosts, in the group's numbering, that have died, or left the group.
         silent: hosts that have been given up.
     """
@@ -117,7 +117,7 @@ class FailureDetector:
         self._transport = transport
         transport.listen(Channel.control, self._arrived, self._lose_connection)
 
-    # -- who is there
+    # -- which hosts and ranks are there
 
     def _contact(self, host: int) -> int | None:
         """Return the rank that speaks for a host; None if there is none any more."""
@@ -126,7 +126,7 @@ class FailureDetector:
         return next((rank for rank in there if rank not in self._unreachable), there[0] if there else None)
 
     def _is_deaf(self, host: int) -> bool:
-        """Return whether a host is known to have nobody any more who answers for it."""
+        """Return whether a host is known to have no rank left that answers for it."""
         return host in self.silent or self._contact(host) is None
 
     def _say(self, rank: int, what: ControlMessage, value: object, raw: bytes = b"") -> None:
@@ -151,9 +151,9 @@ class FailureDetector:
             self._say(rank, ControlMessage.ping, self._updates())
 
     def fate(self, rank: int) -> str | None:
-        """Return the fate of a rank elsewhere: ``"died"``, ``"destroyed the group"``, or None if it is there.
+        """Return the fate of a remote rank: ``"died"``, ``"destroyed the group"``, or None if it is there.
 
-        What its host said may be a second old.
+        The answer of its host may be a second old.
         """
         host = self.hosts.host_of[rank]
         if time.monotonic() - self._pinged.get(host, 0.0) > _PING_SECONDS:
@@ -161,9 +161,9 @@ class FailureDetector:
         return "died" if rank in self.dead else "destroyed the group" if rank in self.left else None
 
     def gone(self) -> frozenset[int]:
-        """Return the ranks elsewhere that have died or left, and those of silent hosts.
+        """Return the ranks on other hosts that have died or left, and those of silent hosts.
 
-        For callers that look again and again: the result may be an eighth of the heartbeat bound old.
+        For callers that look repeatedly: the result may be an eighth of the heartbeat bound old.
         """
         for host in self._others:
             if time.monotonic() - self._pinged.get(host, 0.0) > self._interval:
@@ -175,7 +175,7 @@ class FailureDetector:
             return frozenset(self.dead | self.left).union(ranks)
 
     def _failed_hosts(self) -> set[int]:
-        """Hosts with all of whose ranks the group was given up, and that have not been heard of since."""
+        """Return hosts that were given up with all their ranks, and that have not been heard from since."""
         if not self._context.is_aborted:
             return set()
         error = self._context.aborted()
@@ -184,14 +184,14 @@ class FailureDetector:
         return {host for host in unheard if failed.issuperset(self.hosts.on(host))}
 
     def _suspect(self, hosts: Sequence[int]) -> set[int]:
-        """Return those of some hosts, with ranks that have not gone, that are to be given up."""
+        """Return which of some hosts with ranks that have not gone are to be given up."""
         with self._lock:
             unheard = self._timers.unheard(hosts)
         # The next look may be up to an interval too late.
         late = self.bound - 1.5 * self._interval
         return {host for host in hosts if unheard[host] > late and self._contact(host) is not None}
 
-    # -- what comes, on the thread of the transport
+    # -- incoming messages, on the thread of the transport
 
     def _arrived(self, message: Message) -> None:
         source, received_at = message.source, time.monotonic()
@@ -235,7 +235,7 @@ class FailureDetector:
             self._do(partial(self._recount, source, int(value), received_at))
 
     def _update(self, value: object) -> None:
-        """Take in who has gone, as another rank knows it."""
+        """Take over another rank's knowledge of which ranks have gone."""
         if not isinstance(value, list) or len(value) != 3:
             raise ValueError(f"not updates: {value!r:.100}")
         ranks, hosts = range(self.hosts.size), range(len(self.hosts))
@@ -247,7 +247,7 @@ class FailureDetector:
             self.silent |= silent - self._timers.heard_lately(self.bound)
 
     def _lose_connection(self, rank: int, how: str) -> None:
-        """The connection to a rank has ended: it has left, or another rank is to tell what became of it."""
+        """Note that a connection has ended: the rank has left, or another will tell what became of it."""
         with self._lock:
             if how == "has shut down":
                 self.left.add(rank)
@@ -259,7 +259,7 @@ class FailureDetector:
             self.ping(self.hosts.host_of[rank])
 
     def _do(self, task: Callable[[], None]) -> None:
-        """Have something done that may take long, on a thread for that."""
+        """Run a task that may take long, on a thread for that."""
         self._tasks.put(task)
         with self._lock:
             if self._worker is None:
@@ -271,17 +271,17 @@ class FailureDetector:
         while True:
             self._tasks.get()()
 
-    # -- that the group is over
+    # -- the end of the group
 
     def tell_aborted(self, why: str, failed: tuple[int, ...], standing: str) -> None:
-        """Have the ranks of all hosts know that the group can be used no more."""
+        """Tell the ranks of all hosts that the group can be used no more."""
         if not self._heard_abort and self._transport is not None:  # else another host has told all
             self._tell_all(
                 [why, list(failed), standing], frozenset(failed), time.monotonic() + _CONFIRM_SECONDS
             )
 
     def _tell_all(self, message: object, failed: frozenset[int], deadline: float) -> None:
-        """Tell all hosts that the group is over; return when those that live have confirmed it, or late."""
+        """Tell all hosts that the group is over; return when all live ones have confirmed it, or at the deadline."""
         contacted: dict[int, int] = {}
         with self._changed:
             while time.monotonic() < deadline:
@@ -301,7 +301,7 @@ class FailureDetector:
     def _abort_aside(self, why: str, failed: tuple[int, ...], standing: str = "") -> None:
         """Abort the group, on a thread of its own, for it may take seconds.
 
-        That is until another rank of this host has said why it aborts the group, which may ask the other
+        It waits until another rank of this host has said why it aborts the group, which may ask the other
         hosts first, and until these have confirmed it.
         """
         abort = partial(self._context.abort, why, failed, lambda: standing)
@@ -314,7 +314,7 @@ class FailureDetector:
         return self._closed.is_set()
 
     def leave(self) -> None:
-        """Say to the hosts that this rank speaks with that it leaves the group."""
+        """Tell the hosts with which this rank communicates that it leaves the group."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -326,11 +326,11 @@ class FailureDetector:
     # -- questions
 
     def ask_where_they_are(self) -> str:
-        """Return a line for each other host and each of its ranks, in up to some seconds."""
+        """Return a line for each other host and each of its ranks; takes up to some seconds."""
         return self.ask_who_is_missing(0)[1]
 
     def ask_who_is_missing(self, operation: int) -> tuple[tuple[int, ...], str]:
-        """Return the ranks elsewhere that have not begun an operation of the group, and where all stand.
+        """Return the ranks on other hosts that have not begun an operation, and where all stand.
 
         Names no ranks of hosts that do not answer. Takes up to some seconds.
         """
@@ -356,7 +356,7 @@ class FailureDetector:
         return records
 
     def _ask(self, what: ControlMessage, value: Callable[[int], object]) -> dict[int, tuple[bytes, float]]:
-        """Ask all other hosts; their answers, and when they came, by host."""
+        """Ask all other hosts; return their answers, and when they came, by host."""
         question = next(self._questions)
         contacts = {host: self._contact(host) for host in self._others if not self._is_deaf(host)}
         contacts_asked = {host: rank for host, rank in contacts.items() if rank is not None}
@@ -388,8 +388,8 @@ class FailureDetector:
     def _missing_in(self, operation: int) -> Sequence[int]:
         """Return the ranks of this host that have not begun an operation of the group.
 
-        An operation is made of the same steps within the host for all of its ranks; so if some are behind, it
-        is these, and else all of them, if this one has not begun it.
+        An operation has the same steps within the host for all of its ranks; so if some are behind, return
+        these, else all of them, if this one has not begun it.
         """
         context = self._context
         arena = context.arena
@@ -405,7 +405,7 @@ class HeartbeatMonitor(FailureDetector):
     """The detector of a host's leader, with the thread that pings; arguments as :class:`FailureDetector`."""
 
     def start(self) -> None:
-        """Begin, once the detector is attached."""
+        """Begin to ping, once the detector is attached."""
         name = f"torchestra-heartbeat-{self._context.name}-{self.host}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
 

@@ -1,13 +1,13 @@
 """The bridge over Gloo, as torch brings it: the default between hosts.
 
-Gloo finds its ends through the group's store. Its connections carry data only: who may take part is decided
-in the store, which asks for the job's secret.
+Gloo finds its ends through the group's store. Its connections carry data only: the store, which asks for the
+job's secret, decides which processes may take part.
 
-Everything is made of Gloo's sends and receives. Its collectives are slower: those run on threads of Gloo's
-own, one after the other, and two ends that exchange tensors over a link of 1 Gbit/s need 1.2 to 1.8 times as
-long as the link does; sends and receives that have all been begun at once need 1.01 times. They begin on the
-thread that calls. A thread of the bridge waits for their end, because a wait of Gloo's cannot be interrupted,
-and breaks all connections when its time is up.
+All operations consist of Gloo's sends and receives. Its collectives are slower: those run on threads of
+Gloo's own, one after the other, and two ends that exchange tensors over a link of 1 Gbit/s need 1.2 to 1.8
+times as long as the link does; sends and receives that have all been begun at once need 1.01 times. They
+begin on the thread that calls. A thread of the bridge waits for their end, because a wait of Gloo's cannot be
+interrupted, and breaks all connections when its time is up.
 
 That is also how a bridge is closed amid an operation: a wait for nothing, for a millisecond, breaks the
 connections, and every other wait ends with an error.
@@ -35,7 +35,7 @@ from torchestra.store import Store
 from torchestra.transport.addresses import own_address
 
 _TAG, _NEVER_SENT = 0, 1
-_SLACK_SECONDS = 60.0  # whoever waits for an operation gives it up before Gloo does
+_SLACK_SECONDS = 60.0  # a waiting caller gives an operation up before Gloo does
 _CLOSE_SECONDS = 1.0
 
 
@@ -43,9 +43,9 @@ class _Transfer:
     """See Pending.
 
     Args:
-        begin: begins it, once the ends have met; what to wait for.
+        begin: begins it, once the ends have met; returns what to wait for.
         timeout: how long to wait for that.
-        tensors: are held until it has ended.
+        tensors: kept alive until it has ended.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class _Transfer:
         self._under_way.acquire()
 
     def begin(self) -> None:
-        """Begin it; what is wrong with it is raised by whoever waits."""
+        """Begin it; :meth:`wait` raises the error if that fails."""
         assert self._begin is not None
         try:
             self._works = self._begin()
@@ -69,11 +69,11 @@ class _Transfer:
         self._begin = None
 
     def fail(self, error: Exception) -> None:
-        """Have it end with an error."""
+        """Make it end with an error."""
         self._error = error
 
     def run(self) -> None:
-        """Bring it to its end; on the bridge's thread."""
+        """Complete it, on the bridge's thread."""
         if self._begin is not None and self._error is None:
             self.begin()
         try:
@@ -96,11 +96,11 @@ class _Transfer:
 
 
 class _Ends:
-    """The connections to the other ends; also what the bridge's thread has of the bridge.
+    """The connections to the other ends, and the part of the bridge that its thread uses.
 
     Attributes:
         group: Gloo's, once it is made. ``store`` has the half of its store that is not in C++.
-        is_closed: whoever looks for the other ends shall give up.
+        is_closed: a thread that looks for the other ends shall give up.
         is_open: the ends have met.
         lock: guards that, and the order in which transfers begin.
         queued: transfers that begin when the ends have met; all at once, since some may end only when others
@@ -226,7 +226,7 @@ def _await(works: Sequence[Any], timeout: timedelta) -> None:
 
 
 def _serve(transfers: queue.SimpleQueue[_Transfer | None]) -> None:
-    """The life of a bridge's thread."""
+    """Run a bridge's thread."""
     while (transfer := transfers.get()) is not None:
         transfer.run()
         del transfer
@@ -240,7 +240,7 @@ _bridges: weakref.WeakSet[GlooBridge] = weakref.WeakSet()
 
 
 def _give_up_at_exit() -> None:
-    """A thread that returns from Gloo to an interpreter that is gone would take the process down."""
+    """Close at exit: a thread that returns from Gloo to a finished interpreter would end the process."""
     progress.let_tasks_end()
     for bridge in tuple(_bridges):
         bridge.close()
@@ -256,7 +256,7 @@ def _bindings() -> Any:
 
 
 def _device(store: Store) -> Any:
-    """Return a device of Gloo's, which listens at the address from which this host reaches the store.
+    """Return a Gloo device that listens at the address from which this host reaches the store.
 
     Each group has one of its own, because groups that connect lazily mix up their connections otherwise.
     """

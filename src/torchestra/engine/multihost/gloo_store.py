@@ -1,4 +1,4 @@
-"""The store that Gloo's ends find each other in, over one of ours.
+"""The store in which Gloo's ends find each other, over one of ours.
 
 Each end puts its endpoint there, and asks for the others' one by one: that would be O(ends²) requests. So end
 0 joins all endpoints, and the others read the result: each end makes three requests, however many there are.
@@ -22,7 +22,7 @@ _ALL = "endpoints"
 
 
 class _GlooEndpoints:
-    """The endpoints of Gloo's ends, in the store, as one end has them.
+    """One end's view of the endpoints of Gloo's ends in the store.
 
     Attributes:
         known: by key, the endpoints of all ends, once this one has put its own into the store.

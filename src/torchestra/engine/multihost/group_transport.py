@@ -1,8 +1,8 @@
 """A group's transport: dispatches messages to the parts of a rank, and introduces the ranks to each other.
 
 Every rank of a group on several hosts has one. The ranks of a rail are connected by it where the bridge is
-``curve``; each pair of other ranks on different hosts is when one first has something for the other, with no
-word to the store: the ranks told each other their endpoint records when the group was made (joining.py).
+``curve``; each pair of other ranks on different hosts connects when one first has something for the other,
+without the store: the ranks told each other their endpoint records when the group was made (joining.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GroupTransport:
     """One rank's transport in a group.
 
     Args:
-        store: the group's, to know at which of its addresses this host is reached.
+        store: the group's, to find out at which of its addresses this host is reached.
 
     Raises:
         DistNetworkError: it cannot listen on this host.
@@ -58,7 +58,7 @@ class GroupTransport:
         self._lock = threading.RLock()
         self._arrived: dict[int, Arrived] = {}
         self._ended: list[tuple[Ended, float]] = []
-        self._early: deque[Message] = deque()  # what came before anybody listened
+        self._early: deque[Message] = deque()  # what came before a channel had a listener
         self._gone: dict[int, str] = {}
         self._before_close: list[Callable[[], None]] = []
         self._closed = False
@@ -75,14 +75,14 @@ class GroupTransport:
         _all.add(self)
 
     def listen(self, channel: Channel, arrived: Arrived, ended: Ended, delay: float = 0.0) -> None:
-        """Have messages handed on, on the thread of the transport; also those that have come already.
+        """Pass messages of a channel on, on the thread of the transport; also those that have come already.
 
         Args:
             channel: whose messages.
             arrived: called with each.
             ended: called with a rank whose connection has ended, and how.
-            delay: how many seconds later, where the rank has not said goodbye: what it has sent before may be
-                delayed by a bad link.
+            delay: how many seconds to wait before calling ``ended`` if the rank has not said goodbye: a bad
+                link may delay what it has sent before.
         """
         with self._lock:
             early, self._early = self._early, deque()
@@ -122,7 +122,7 @@ class GroupTransport:
                 else:
                     ended(rank, how)
 
-    # -- who is who
+    # -- the identities of the ranks
 
     def own_record(self) -> bytes:
         """Return this rank's endpoint record, of :data:`RECORD_BYTES` bytes."""
@@ -130,7 +130,7 @@ class GroupTransport:
         return _RECORD.pack(endpoint.address.encode(), endpoint.key)
 
     def expect(self, records: bytes) -> None:
-        """Let the ranks of other hosts in, whose records these are, by rank."""
+        """Admit the ranks of other hosts with these endpoint records, by rank."""
         here = frozenset(self.hosts.on(self.hosts.host_at(self.rank)))
         endpoints = {}
         for rank, (address, key) in enumerate(_RECORD.iter_unpack(records)):
@@ -141,7 +141,7 @@ class GroupTransport:
     # -- the end
 
     def before_close(self, leave: Callable[[], None]) -> None:
-        """Have something called before the connections end, which may need them; the last to ask is first."""
+        """Register a function to call before the connections end; the last one registered is called first."""
         self._before_close.insert(0, leave)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ _all: weakref.WeakSet[GroupTransport] = weakref.WeakSet()
 
 
 def _close_at_exit() -> None:
-    """Have everything sent leave before the process ends."""
+    """Send all that is queued before the process ends."""
     progress.let_tasks_end()
     for transport in tuple(_all):
         transport.close()

@@ -1,16 +1,15 @@
 """The steps, within the host and between hosts, of the operations of a group on several hosts.
 
-Every operation begins by finding out that all ranks of all hosts have called the same
-(:meth:`Hierarchy.agree`): within the host by the fingerprints of the arena, between hosts by an *envelope*
-that the ranks at place 0 send each other. Envelopes of different operations fit each other, since there is
-room for the longest, and a small tensor goes along in them, so that a small operation is one trip. Only then
-do lengths depend on what was called, but for one thing: so that the link need not wait for the answer, each
-end of a rail may send the others something *early*, of any length up to a bound. Where it turns out that the
-hosts have called different operations, the ends that have sent nothing early send a byte, and what has come
-is dropped.
+Every operation begins by checking that all ranks of all hosts have called the same (:meth:`Hierarchy.agree`):
+within the host by the fingerprints of the arena, between hosts by an *envelope* that the ranks at place 0
+send each other. Envelopes of different operations fit each other, since there is room for the longest, and a
+small tensor goes along in them, so that a small operation is one trip. Only then do lengths depend on what
+was called, with one exception: so that the link need not wait for the answer, each end of a rail may send the
+others something *early*, of any length up to a bound. If the hosts have called different operations, the ends
+that have sent nothing early send a byte, and the receivers drop what has come.
 
-Waits between hosts look around as those within a host do (rank_context.py): for an abort, a rank of this host
-that died, a host or a rank elsewhere that is gone (failure_detector.py), the deadline.
+Waits between hosts check the same as those within a host (rank_context.py): for an abort, a rank of this host
+that died, another host or a rank there that is gone (failure_detector.py), the deadline.
 """
 
 from __future__ import annotations
@@ -65,10 +64,10 @@ class _Suspects:
     def __init__(self) -> None:
         self.here: int | None = None
         self._clock = RunningClock(_LONGEST_LOOK)
-        self._since: dict[int, float] = {}  # by rank elsewhere: since when, by that clock
+        self._since: dict[int, float] = {}  # by rank on another host: since when, by that clock
 
     def certain(self, gone: Iterable[int]) -> frozenset[int]:
-        """Return those of some ranks that have been gone for so long that nothing of theirs will come."""
+        """Return which of some ranks have been gone for so long that nothing more will come from them."""
         now = self._clock.elapsed()
         self._since = {rank: self._since.get(rank, now) for rank in gone}
         return frozenset(rank for rank, since in self._since.items() if now - since >= _DOUBT_SECONDS)
@@ -81,7 +80,7 @@ class Call:
     Attributes:
         meta, count: its fingerprint (operations.py).
         site: the line of the program that called, where it is not on this thread's stack.
-        lengths: what the fingerprint only has the hash of, for messages.
+        lengths: those of which the fingerprint only has the hash, for messages.
     """
 
     meta: int
@@ -99,7 +98,7 @@ class Call:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor, as bytes. (Not every dtype can be viewed as another.)"""
+    """Return the bytes of a contiguous tensor as a tensor. (Not every dtype can be viewed as another.)"""
     start = tensor.storage_offset() * tensor.element_size()
     memory = torch.empty(0, dtype=torch.uint8)
     memory.set_(tensor.untyped_storage(), start, (tensor.nbytes,))  # type: ignore[call-overload]
@@ -120,16 +119,17 @@ class _Envelope(NamedTuple):
 
 
 class Hierarchy:
-    """One rank's means. One operation runs at a time.
+    """One rank's part in the operations of the group. One operation runs at a time.
 
     Args:
         local: the engine of the ranks of this host.
-        bridge: its end of a rail; None for a rank beyond the last rail.
-        detector: what can be known of the other hosts.
+        bridge: the rank's end of a rail; None for a rank beyond the last rail.
+        detector: tells which other hosts and ranks live.
 
     Attributes:
-        sent_off: of how many operations this host has begun to send what it can before it has heard others.
-        inline_bytes: how much can go along in an envelope.
+        sent_off: the number of operations of which this host has begun to send what it can before it hears
+            from others.
+        inline_bytes: how much fits into an envelope.
         early_bytes: how much an end sends another early, at most.
     """
 
@@ -185,7 +185,7 @@ class Hierarchy:
     # -- between hosts
 
     def wait(self, pending: Pending, call: Call) -> None:
-        """Wait for the end of what a bridge has begun.
+        """Wait for the end of an operation of the bridge.
 
         Raises:
             GroupAbortedError, RankFailedError, CollectiveTimeoutError: as from :meth:`RankContext.check`.
@@ -199,11 +199,11 @@ class Hierarchy:
             return
         except BridgeError as error:
             failure = error
-        # Not in the handler: that a rank died is told without what the bridge had to say of it.
+        # Not in the handler: the error that a rank died does not chain the bridge's.
         self._explain(failure, call)
 
     def _look_around(self, call: Call, suspects: _Suspects) -> None:
-        """Raise if waiting any longer is in vain, whichever ranks elsewhere are gone."""
+        """Raise if waiting any longer is in vain, whichever ranks on other hosts are gone."""
         suspects.here = self.context.check(str(call), self.local_rank, None, suspects.here)
         if call.deadline.expired():
             self._time_out(call, call.deadline.elapsed())
@@ -243,7 +243,7 @@ class Hierarchy:
         raise CollectiveTimeoutError(message + report, missing or tuple(others))
 
     def _explain(self, error: BridgeError, call: Call) -> None:
-        """The bridge has failed: find out why, and raise it. Who has to tell needs the heartbeat bound."""
+        """Find out why the bridge has failed, and raise that; the ranks that know may need the heartbeat bound."""
         bound_s = EXPLANATION_BOUNDS * self.detector.bound
         suspects = _Suspects()
         for _ in Deadline(bound_s).polls(_EXPLANATION_SECONDS):
@@ -261,10 +261,10 @@ class Hierarchy:
         """Make sure that all ranks have called the same operation.
 
         Args:
-            meanwhile: what is to be done while the hosts tell each other, if the ranks of this one agree. It
-                must not change the tensors of the call. It may begin :data:`EARLY` exchanges on the rail, and
-                returns them; in each every end sends every other something, at most ``early_bytes``, and has
-                room for as much.
+            meanwhile: called while the hosts tell each other, if the ranks of this one agree. It must not
+                change the tensors of the call. It may begin :data:`EARLY` exchanges on the rail, and returns
+                them; in each every end sends every other something, at most ``early_bytes``, and has room for
+                as much.
 
         Raises:
             CollectiveMismatchError: they have not; on all ranks. The group stays usable.
@@ -288,7 +288,7 @@ class Hierarchy:
             self.raise_mismatch(call)
 
     def settle_with(self, call: Call, differs: bool, result: torch.Tensor) -> torch.Tensor:
-        """Do :meth:`settle`, and return the bytes that local rank 0 has; the others give as many.
+        """Do :meth:`settle`, and return the bytes of local rank 0; the others pass as many.
 
         Only where the ranks of this host have called the same.
         """
@@ -302,16 +302,16 @@ class Hierarchy:
         return message[1:]
 
     def refuse(self, call: Call) -> None:
-        """Let all ranks know that those of this host have called different operations.
+        """Tell all ranks that those of this host have called different operations.
 
         Raises:
-            CollectiveMismatchError: that.
+            CollectiveMismatchError: always.
         """
         self.open(self.post(call, differs=True), call)
         self.settle(call, differs=True)
 
     def _drop_early(self, early: Sequence[Pending], call: Call) -> None:
-        """After a mismatch: receive what other ends have sent early, and let them have what they wait for."""
+        """After a mismatch, receive what other ends have sent early, and send them what they wait for."""
         if self.bridge is None:
             return
         sent = [int(end != self.host) for end in range(len(self.hosts))]
@@ -339,7 +339,7 @@ class Hierarchy:
         return True
 
     def post(self, call: Call, differs: bool, inline: torch.Tensor | None = None) -> _Envelope | None:
-        """At place 0: begin to tell the other hosts what was called here; None elsewhere.
+        """At place 0, begin to tell the other hosts what was called here; at other places, return None.
 
         Args:
             differs: whether the ranks of this host have called different operations.
@@ -356,7 +356,7 @@ class Hierarchy:
         return _Envelope(received, self.bridge.tell(received.view(-1), message, call.timeout_s))
 
     def open(self, envelope: _Envelope | None, call: Call) -> tuple[torch.Tensor, bool]:
-        """At place 0: what went along with the hosts' envelopes, and whether any of them differs."""
+        """At place 0, return what came with the hosts' envelopes, and whether any of them differs."""
         self.sent_off += 1
         if envelope is None:
             return _NOTHING, False
@@ -370,7 +370,7 @@ class Hierarchy:
         return envelope.received[:, _HEAD_BYTES:], not same
 
     def raise_mismatch(self, call: Call) -> None:
-        """Tell all ranks what each has called, and raise it."""
+        """Tell all ranks what each has called, and raise CollectiveMismatchError."""
         harmless = _harmless(call)
         text = f"{call}{call.lengths} at {call.site or call_site()}".encode()[:_TEXT_BYTES]
         mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
